@@ -1,0 +1,48 @@
+"""carrywave trains stacked LSTMs with an explicit carry. Names are loaded when first used, so that the spec needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from carrywave.data.batch import Batch
+    from carrywave.kernels.carry import Carry
+    from carrywave.model.lstm import LSTM
+    from carrywave.model.model import Model
+    from carrywave.plan.plan import Plan
+    from carrywave.spec.load import load as load_spec
+    from carrywave.spec.spec import Spec
+    from carrywave.train.evaluate import evaluate
+    from carrywave.train.fit import fit
+    from carrywave.train.predict import predict
+    from carrywave.train.trainer import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = ["LSTM", "Batch", "Carry", "Model", "Plan", "Spec", "Trainer", "__version__", "evaluate", "fit", "load_spec", "predict"]
+
+_HOMES = {
+    "Batch": ("carrywave.data.batch", "Batch"),
+    "Carry": ("carrywave.kernels.carry", "Carry"),
+    "LSTM": ("carrywave.model.lstm", "LSTM"),
+    "Model": ("carrywave.model.model", "Model"),
+    "Plan": ("carrywave.plan.plan", "Plan"),
+    "Spec": ("carrywave.spec.spec", "Spec"),
+    "Trainer": ("carrywave.train.trainer", "Trainer"),
+    "evaluate": ("carrywave.train.evaluate", "evaluate"),
+    "fit": ("carrywave.train.fit", "fit"),
+    "load_spec": ("carrywave.spec.load", "load"),
+    "predict": ("carrywave.train.predict", "predict"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'carrywave' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,6 @@
+"""`python -m carrywave` is the command line."""
+
+from carrywave.cli.main import main
+
+if __name__ == "__main__":
+    main()

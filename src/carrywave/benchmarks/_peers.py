@@ -1,0 +1,109 @@
+"""The loops that a good engineer writes by hand in plain PyTorch: what `bench train` compares with.
+
+They are written to be as fast as plain PyTorch is without tricks: one `nn.LSTM` for the whole stack, one softmax for the
+whole window, no needless synchronisation, the fused optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.utils.data import DataLoader
+
+
+class PlainLanguageModel(nn.Module):
+    """Embedding, nn.LSTM, linear."""
+
+    def __init__(self, vocabulary: int, hidden: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(dropout)
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.lstm = nn.LSTM(hidden, hidden, layers, dropout=dropout)
+        self.linear = nn.Linear(hidden, vocabulary)
+
+    def forward(self, x_TB: Tensor, carry: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Logits of the next token, and the state to go on with."""
+        y_TBH, carry = self.lstm(self.drop(self.embedding(x_TB)), carry)
+        return self.linear(self.drop(y_TBH)), carry
+
+
+class PlainClassifier(nn.Module):
+    """nn.LSTM over padded or packed sequences, linear on the last real step."""
+
+    def __init__(self, features: int, hidden: int, layers: int, classes: int, *, packed: bool) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(features, hidden, layers)
+        self.linear = nn.Linear(hidden, classes)
+        self.packed = packed
+
+    def forward(self, x_TBF: Tensor, lengths_B: Tensor) -> Tensor:
+        """Logits of the label."""
+        if self.packed:
+            y_TBH, _ = pad_packed_sequence(self.lstm(pack_padded_sequence(x_TBF, lengths_B, enforce_sorted=False))[0])
+        else:
+            y_TBH, _ = self.lstm(x_TBF)
+        return self.linear(y_TBH[lengths_B.to(y_TBH.device) - 1, torch.arange(y_TBH.shape[1], device=y_TBH.device)])
+
+
+class PlainStreams:
+    """Truncated back-propagation through a corpus cut into lanes, as in the word-level language model that everybody starts from."""
+
+    def __init__(self, tokens: Tensor, model: PlainLanguageModel, *, lanes: int, steps: int, lr: float, clip: float, device: torch.device) -> None:
+        rows = tokens.numel() // lanes
+        self.data_TB = tokens[: rows * lanes].view(lanes, rows).t().contiguous().to(device)
+        self.model, self.steps, self.clip = model.to(device), steps, clip
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
+        self.position, self.carry = 0, None
+        self.model.train()
+
+    def step(self) -> int:
+        """One optimizer step; returns the number of tokens trained on."""
+        if self.position + 1 >= len(self.data_TB):
+            self.position, self.carry = 0, None
+        end = min(self.position + self.steps, len(self.data_TB) - 1)
+        x_TB, target_TB = self.data_TB[self.position : end], self.data_TB[self.position + 1 : end + 1]
+        carry = None if self.carry is None else (self.carry[0].detach(), self.carry[1].detach())
+        logits_TBV, self.carry = self.model(x_TB, carry)
+        loss = nn.functional.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.position = end
+        return x_TB.numel()
+
+
+class PlainSequences:
+    """A DataLoader with random order and `pad_sequence`, and one step for each of its batches."""
+
+    def __init__(
+        self, sequences: list[Tensor], labels: list[int], model: PlainClassifier, *, batch: int, lr: float, clip: float, device: torch.device
+    ) -> None:
+        self.loader = DataLoader(list(zip(sequences, labels, strict=True)), batch_size=batch, shuffle=True, collate_fn=_collate)  # type: ignore[arg-type]
+        self.model, self.clip, self.device = model.to(device), clip, device
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
+        self.batches: Iterator[tuple[Tensor, Tensor, Tensor]] = iter(self.loader)
+        self.model.train()
+
+    def step(self) -> int:
+        """One optimizer step; returns the number of real tokens trained on."""
+        got = next(self.batches, None)
+        if got is None:
+            self.batches = iter(self.loader)
+            got = next(self.batches)
+        x_TBF, lengths_B, labels_B = got
+        logits_BK = self.model(x_TBF.to(self.device, non_blocking=True), lengths_B)
+        loss = nn.functional.cross_entropy(logits_BK, labels_B.to(self.device, non_blocking=True))
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        return int(lengths_B.sum())
+
+
+def _collate(rows: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = torch.tensor([len(x) for x, _ in rows])
+    return pad_sequence([x for x, _ in rows]), lengths, torch.tensor([label for _, label in rows])

@@ -1,0 +1,52 @@
+"""How a command ends: 0 on success, 2 on a user's mistake (one line), 1 on our own fault, 130 when interrupted, 75 when it was asked to
+stop and wrote its snapshot."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from typing import ParamSpec
+
+import typer
+
+from carrywave.errors import UserError
+
+P = ParamSpec("P")
+
+FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130
+
+
+def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
+    """The command, with what it raises turned into a message on stderr and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except UserError as error:
+            _complain(str(error))
+            raise typer.Exit(MISTAKE) from None
+        except KeyboardInterrupt as error:
+            _complain(str(error) or "interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            raise  # whoever read our output has left: no message, the caller's business
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                where = f" for {error.filename}" if error.filename else ""
+                _complain(f"no room on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR")
+                raise typer.Exit(MISTAKE) from None
+            _complain(f"{type(error).__name__}: {error}")
+            traceback.print_exc()
+            raise typer.Exit(FAULT) from None
+
+    return run
+
+
+def _complain(message: str) -> None:
+    print(f"carrywave: {' '.join(message.split())}", file=sys.stderr, flush=True)

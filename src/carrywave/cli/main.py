@@ -1,0 +1,221 @@
+"""The command line. Torch is loaded inside the commands, so help, schema and a mistake in a spec come at once."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from carrywave import __version__
+from carrywave.cli.exits import INTERRUPTED, STOPPED, with_exit_codes
+from carrywave.cli.show import Recorder, figure, row_line, table_of, watcher_for
+from carrywave.errors import RunError, UserError
+from carrywave.spec.describe import schema as spec_schema
+from carrywave.spec.load import dump, load
+
+app = typer.Typer(
+    name="carrywave",
+    help="Trains stacked LSTMs: language models, classification, tagging, forecasting, regression.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+ENDINGS = {"interrupted": INTERRUPTED, "terminated": STOPPED}  # of a run that ended before its end, snapshot written
+
+
+class Device(StrEnum):
+    """Where to compute."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"carrywave {__version__}")
+        raise typer.Exit
+
+
+DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes CUDA where there is one.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write rows that a program can read.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+
+
+@app.callback()
+def _common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@with_exit_codes
+def train(
+    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="What to train; nothing: the default.")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/NAME if left out.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --run stopped.")] = False,
+    init: Annotated[str | None, typer.Option(metavar="RUN|FILE", help="Start from these weights.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, the summary and the plan, and stop.")] = False,
+    device: DeviceOption = Device.auto,
+    json_file: JsonOption = None,
+) -> None:
+    """Train a model; with no SPEC, a small character model on text that ships with Python."""
+    path, overrides = _spec_and_overrides(spec or [])
+    if resume:
+        path = path or _spec_of(run)
+    resolved = load(path, overrides)
+    _check_writable(json_file)
+    if dry_run:
+        typer.echo(dump(resolved))
+    from carrywave.train.fit import train as train_run
+
+    with watcher_for(Console()) as display:
+        watch = Recorder(display)
+        result = train_run(resolved, run=run, resume=resume, init=init, device=device.value, watch=watch, dry_run=dry_run)
+    _write_rows(json_file, watch.rows)
+    if result.ending in ENDINGS:
+        raise typer.Exit(ENDINGS[result.ending])
+
+
+@app.command()
+@with_exit_codes
+def evaluate(
+    run: RunArgument,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Data to evaluate on; the run's own test or valid data if left out.")
+    ] = None,
+    device: DeviceOption = Device.auto,
+    json_file: JsonOption = None,
+) -> None:
+    """Evaluate the best weights of a run."""
+    _check_writable(json_file)
+    from carrywave.train.evaluate import evaluate_run
+
+    row: dict[str, object] = dict(evaluate_run(run, data, device.value))
+    typer.echo(row_line(row) if "split" in row else "  ".join(f"{name} {figure(value)}" for name, value in row.items()))
+    _write_rows(json_file, [row])
+
+
+@app.command()
+@with_exit_codes
+def predict(
+    run: RunArgument,
+    input_file: Annotated[
+        Path | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format that was trained on.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if left out.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Language: the text to continue.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Language: how many tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Language: 0 takes the likeliest token, 1 samples as the model says.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Language: keys the sampling.")] = 1,
+    device: DeviceOption = Device.auto,
+) -> None:
+    """Predict with the best weights of a run; a language model continues a prompt."""
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"--temperature is {temperature}; use a number >= 0")
+    from carrywave.train.predict import predict_run
+
+    predict_run(run, input_file, output, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, device=device.value)
+
+
+@app.command()
+@with_exit_codes
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which benchmark; an unknown name lists them.")],
+    json_file: JsonOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: shows that it works, not how fast it is.")] = False,
+) -> None:
+    """Run a benchmark: ours and its peer side by side."""
+    names = _benchmarks()
+    if name not in names:
+        raise UserError(f"there is no benchmark {name}; use one of {', '.join(names)}")
+    _check_writable(json_file)
+    rows: list[dict[str, object]] = importlib.import_module(f"carrywave.benchmarks.{name}").run(quick=quick)
+    Console().print(table_of(f"bench {name}", rows))
+    _write_rows(json_file, rows)
+
+
+@app.command()
+@with_exit_codes
+def schema(
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if left out.")] = None,
+) -> None:
+    """Write the JSON schema of a spec, for editors."""
+    text = json.dumps(spec_schema(), indent=2) + "\n"
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        _check_writable(output)
+        _replace(output, text)
+
+
+def _benchmarks() -> list[str]:
+    """The modules that define `run`; found by reading them, because importing one loads torch."""
+    import carrywave.benchmarks
+
+    folders = [Path(folder) for folder in carrywave.benchmarks.__path__]
+    return sorted(path.stem for folder in folders for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8"))
+
+
+def _spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise UserError(f"{files[1]} is a second spec file beside {files[0]}; give one SPEC.yaml, and the rest as key=value")
+    return (Path(files[0]) if files else None), [word for word in words if "=" in word]
+
+
+def _spec_of(run: Path | None) -> Path:
+    if run is None:
+        raise RunError("--resume needs to know which run; add --run DIR")
+    path = run / "spec.yaml"
+    if not path.is_file():
+        raise RunError(f"{run} holds no run to go on with (no spec.yaml in it); leave out --resume to start one")
+    return path
+
+
+def _check_writable(path: Path | None) -> None:
+    """Refuses a file that cannot be written before the work is done, not after."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no folder {path.parent}; make it, or write elsewhere")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path} cannot be written: folder {path.parent} is read-only; write elsewhere")
+
+
+def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
+    """A JSON array with one row a line; what is not a number in JSON (NaN, infinity) becomes null."""
+    if path is not None:
+        lines = (json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
+        _replace(path, "[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def _plain(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes the whole file or none of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="carrywave")

@@ -1,0 +1,209 @@
+"""How a run looks: a live display on a terminal, plain lines every few seconds anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from carrywave.train.watch import StepInfo, Watcher
+
+Clock = Callable[[], float]
+
+PLAIN_SECONDS = 5.0  # between two plain lines
+LIVE_SECONDS = 0.1  # between two updates of the live display: a step may take less than drawing it
+
+
+class Display(Watcher, Protocol):
+    """A watcher that holds the screen while it is open."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class PlainWatcher:
+    """One line every few seconds of wall time, and one for each evaluation."""
+
+    def __init__(self, console: Console, *, every_seconds: float = PLAIN_SECONDS, clock: Clock = time.monotonic) -> None:
+        self._console = console
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self._next_seconds = float("-inf")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def begin(self, summary: str) -> None:
+        """Print the summary."""
+        self._print(summary)
+
+    def step(self, info: StepInfo) -> None:
+        """Print where the run stands, if the last such line is old enough."""
+        now = self._clock()
+        if now >= self._next_seconds:
+            self._next_seconds = now + self._every_seconds
+            self._print(step_line(info))
+
+    def evaluated(self, row: Mapping[str, object]) -> None:
+        """Print every evaluation."""
+        self._print(row_line(row))
+
+    def say(self, line: str) -> None:
+        """Print the line."""
+        self._print(line)
+
+    def end(self, line: str) -> None:
+        """Print the line."""
+        self._print(line)
+
+    def _print(self, text: str) -> None:
+        # Not wrapped: a line of a log is one line, however long; and written at once, because people watch logs.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()
+
+
+class RichWatcher:
+    """A progress bar with loss, speed, waste, learning rate and time left; evaluations scroll by above it."""
+
+    def __init__(self, console: Console, *, clock: Clock = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._next_seconds = float("-inf")
+        self._shown: tuple[str, int] | None = None  # phase and epoch of the bar
+        self._bar: TaskID | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            console=console,
+            transient=True,
+            auto_refresh=False,  # steps come often enough, and a thread of its own would take turns with training
+            expand=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Whatever ends a run, the cursor must come back.
+        self._progress.stop()
+
+    def begin(self, summary: str) -> None:
+        """Print the summary and start the display."""
+        self.say(summary)
+        self._progress.start()
+
+    def step(self, info: StepInfo) -> None:
+        """Move the bar, some times a second."""
+        now = self._clock()
+        shown = (info.phase, info.epoch)
+        if now < self._next_seconds and shown == self._shown and info.step < info.steps:
+            return
+        self._next_seconds = now + LIVE_SECONDS
+        if shown != self._shown:
+            if self._bar is not None:
+                self._progress.remove_task(self._bar)
+            self._bar = self._progress.add_task(place(info), total=info.steps, figures="")
+            self._shown = shown
+        if self._bar is not None:
+            self._progress.update(self._bar, completed=info.step, total=info.steps, figures=figures(info), refresh=True)
+
+    def evaluated(self, row: Mapping[str, object]) -> None:
+        """Print the row above the bar."""
+        self.say(row_line(row))
+
+    def say(self, line: str) -> None:
+        """Print the line above the bar."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def end(self, line: str) -> None:
+        """Take the bar away and print the line."""
+        self._progress.stop()
+        self.say(line)
+
+
+class Recorder:
+    """Keeps the rows of all evaluations for a program, and passes everything on."""
+
+    def __init__(self, to: Watcher) -> None:
+        self._to = to
+        self.rows: list[dict[str, object]] = []
+        self.begin = to.begin
+        self.step = to.step
+        self.say = to.say
+        self.end = to.end
+
+    def evaluated(self, row: Mapping[str, object]) -> None:
+        """Keep the row and pass it on."""
+        self.rows.append(dict(row))
+        self._to.evaluated(row)
+
+
+def watcher_for(console: Console) -> Display:
+    """A live display on a terminal, plain lines elsewhere."""
+    return RichWatcher(console) if console.is_terminal else PlainWatcher(console)
+
+
+def step_line(info: StepInfo) -> str:
+    """Where a run stands, on one line."""
+    return f"{place(info)} step {info.step}/{info.steps} {figures(info)}"
+
+
+def place(info: StepInfo) -> str:
+    """The epoch, and the split where it is not train."""
+    epoch = f"epoch {info.epoch}/{info.epochs}"
+    return epoch if info.phase == "train" else f"{epoch} {info.phase}"
+
+
+def figures(info: StepInfo) -> str:
+    """The figures of a step; the learning rate and the time left only where it trains."""
+    text = "" if info.loss is None else f"loss {info.loss:.4f}  "
+    text += f"{info.tokens_per_second:,.0f} tokens/s  waste {info.waste:.1%}"
+    if info.phase == "train":
+        text += f"  lr {info.lr:.3g}  ETA {duration(info.eta_seconds)}"
+    return text
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds as h:mm:ss, or m:ss below an hour."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def row_line(row: Mapping[str, object]) -> str:
+    """An evaluation on one line: `valid epoch 2 step 300: loss 1.2345  perplexity 3.437`."""
+    rest = dict(row)
+    head = [str(rest.pop("split", "evaluated"))]
+    head += [f"{name} {rest.pop(name)}" for name in ("epoch", "step") if name in rest]
+    return f"{' '.join(head)}: {'  '.join(f'{name} {figure(value)}' for name, value in rest.items())}"
+
+
+def figure(value: object) -> str:
+    """A number with as many digits as one reads."""
+    if isinstance(value, float):
+        return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
+    return str(value)
+
+
+def table_of(title: str, rows: list[dict[str, object]]) -> Table:
+    """Rows as a table, with the columns in the order in which they first appear."""
+    table = Table(title=title)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    for name in columns:
+        number = all(isinstance(row.get(name, 0), (int, float)) for row in rows)
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(figure(row[name]) if name in row else "" for name in columns))
+    return table

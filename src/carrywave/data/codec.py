@@ -1,0 +1,129 @@
+"""The `Codec` is everything needed to read new data as the training data was read, and to turn predictions back. Plain JSON, no pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+from carrywave.data.sequences import Sequences
+from carrywave.data.tokens import Ids, Kind, Tokens
+from carrywave.data.tokens import make as make_tokens
+from carrywave.errors import DataError
+from carrywave.spec.facts import DataFacts
+
+HISTOGRAM_BINS = 64
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How one task's data is read: vocabulary, labels, columns and their scale."""
+
+    task: str
+    field: str  # steps, text or tokens: what a row holds; columns for a table
+    kind: Kind | None = None  # None where the inputs are numbers
+    vocabulary: tuple[str, ...] = ()  # of characters or words
+    bpe: str | None = None  # the tokenizer of byte pairs, as its library writes it
+    size: int = 0  # tokens in all; 0 where the inputs are numbers
+    labels: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()  # the numbers of a step
+    targets: tuple[int, ...] = ()  # columns to forecast
+    mean: tuple[float, ...] = ()  # of each column; what is read is (value - mean) / std
+    std: tuple[float, ...] = ()
+    target_mean: tuple[float, ...] = ()  # of each number of a target, where targets are numbers
+    target_std: tuple[float, ...] = ()
+    time: str | None = None
+    series: str | None = None
+
+    def to_json(self) -> str:
+        """The codec as JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Codec:
+        """The codec that `to_json` wrote."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"the codec is not JSON ({error}); prepare the data again") from error
+        known = {field.name for field in fields(Codec)}
+        if not isinstance(values, dict) or not {"task", "field"} <= set(values) <= known:
+            raise DataError("the codec is not one that this version wrote; prepare the data again")
+        return Codec(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The vocabulary at work."""
+        if self.kind is None:
+            raise DataError(f"the inputs of this {self.task} model are numbers, not text; give it steps")
+        return make_tokens(self.kind, self.vocabulary, self.bpe, self.size)
+
+    @cached_property
+    def label_numbers(self) -> dict[str, int]:
+        """The number of each label."""
+        return {label: number for number, label in enumerate(self.labels)}
+
+    @property
+    def outputs(self) -> int:
+        """Numbers in a target: of regression, or columns to forecast."""
+        return len(self.targets) or len(self.target_mean)
+
+    def encode(self, text: str) -> Ids:
+        """Token numbers of a text; a token that the vocabulary does not hold is an error, unless it has <unk>."""
+        try:
+            found = self.tokens.ids(text)
+        except UnicodeEncodeError as error:
+            raise DataError(f"the text is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
+        unknown = first_unknown(found)
+        if unknown is not None:
+            raise DataError(unknown_token(self.tokens.name(text, unknown), "the text"))
+        return found
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """The text of token numbers."""
+        return self.tokens.decode(ids)
+
+    def restore(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Predicted numbers [..., outputs] in the units of the data."""
+        return values * np.array(self.target_std, values.dtype) + np.array(self.target_mean, values.dtype)
+
+    def facts(self, sequences: Sequences) -> DataFacts:
+        """What the model and the plan must know of the training data."""
+        return DataFacts(
+            vocabulary=self.size,
+            features=len(self.columns),
+            labels=self.labels,
+            outputs=self.outputs,
+            sequences=len(sequences),
+            steps=int(sequences.lengths.sum()),
+            longest=int(sequences.lengths.max(initial=0)),
+            histogram=histogram(sequences.lengths),
+        )
+
+
+def first_unknown(ids: Ids) -> int | None:
+    """The first place that holds no token."""
+    return int(np.argmax(ids < 0)) if ids.size and int(ids.min()) < 0 else None
+
+
+def unknown_token(token: str, where: str) -> str:
+    """The message about a token that a vocabulary without <unk> does not hold."""
+    return f"{where}: token {token!r} is not in the vocabulary of the training data; train with data.min_count=2 or data.vocabulary to have <unk>, or remove it"
+
+
+def histogram(lengths: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
+    """(up to this length, sequences): exact for few different lengths, else bins that widen with the length."""
+    if not len(lengths):
+        return ()
+    edges = np.unique(lengths)
+    if len(edges) > HISTOGRAM_BINS:
+        edges = np.unique(np.geomspace(edges[0], edges[-1], HISTOGRAM_BINS).round().astype(np.int64))
+        edges[-1] = lengths.max()
+    counts = np.bincount(np.searchsorted(edges, lengths), minlength=len(edges))
+    return tuple((int(edge), int(count)) for edge, count in zip(edges, counts, strict=True))

@@ -1,0 +1,258 @@
+"""Rows of fields as `Sequences`, in two passes: `learn` reads the training rows into a `Codec`, `encode` reads any rows by it.
+
+Tokens and labels are learned from the whole training file, held-out rows included, so that nothing in it is unknown;
+means and deviations from the rows that are trained on alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data import fields, vocabulary
+from carrywave.data.arrays import Appender, NewArray, token_dtype
+from carrywave.data.codec import Codec, first_unknown, unknown_token
+from carrywave.data.moments import Moments, standardise
+from carrywave.data.rows import Row, Rows
+from carrywave.data.sequences import Sequences
+from carrywave.data.tokens import Ids, Words
+from carrywave.errors import DataError
+from carrywave.spec.spec import Spec
+
+Held = NDArray[np.bool_]
+
+
+@dataclass
+class _Learned:
+    """What the first pass gathers besides tokens."""
+
+    rows: Rows
+    spec: Spec
+    held: Held
+    field: str
+    labels: dict[str, str] = field(default_factory=dict)  # name -> kind
+    features: Moments = field(default_factory=Moments)
+    targets: Moments = field(default_factory=Moments)
+    columns: int | None = None
+    outputs: int | None = None
+    largest: int = -1
+
+    def each(self) -> Iterator[tuple[int, str, Row]]:
+        """(index, where, row) of each row."""
+        for index, (number, row) in enumerate(self.rows):
+            yield index, self.rows.where(number), row
+
+    def watch(self, index: int, where: str, row: Row) -> None:
+        """Takes note of the row's labels or target."""
+        task = self.spec.task
+        if task == "classification":
+            self._label(*fields.class_of(fields.take(row, "label", where), "label", where), where)
+        elif task == "tagging":
+            value = fields.as_plain(fields.take(row, "labels", where))
+            for label in fields.tags_of(row, len(value) if hasattr(value, "__len__") else 0, where):
+                if label is not None:
+                    self._label(*label, where)
+        elif task == "regression":
+            target = fields.target_of(row, where, self.outputs)
+            self.outputs = len(target)
+            if not self.is_held(index):
+                self.targets.add(target[None])
+
+    def _label(self, kind: str, name: str, where: str) -> None:
+        other = next(iter(self.labels.values()), kind)
+        if kind != other:
+            raise DataError(f"{where}: label {name} is a {kind} where the rows before hold a {other}; use one kind of label")
+        self.labels[name] = kind
+
+    def is_held(self, index: int) -> bool:
+        """Whether a row is held out of training."""
+        return bool(index < len(self.held) and self.held[index])
+
+    def texts(self) -> Iterator[str]:
+        """Each row's text, as it is tokenised."""
+        for index, where, row in self.each():
+            self.watch(index, where, row)
+            yield ended(fields.text_of(row, where), self.spec.task, self.spec.data.tokens)
+
+    def words(self) -> Iterator[list[str]]:
+        """Each row's list of words."""
+        for index, where, row in self.each():
+            self.watch(index, where, row)
+            yield words_of(row, where)
+
+    def numbers(self) -> None:
+        """Reads rows whose tokens are numbers."""
+        for index, where, row in self.each():
+            self.watch(index, where, row)
+            self.largest = max(self.largest, int(ids_of(row, where).max(initial=-1)))
+
+    def steps(self) -> None:
+        """Reads rows of numeric steps."""
+        for index, where, row in self.each():
+            self.watch(index, where, row)
+            matrix = fields.steps_of(row, where, self.columns)
+            self.columns = matrix.shape[1]
+            if not self.is_held(index):
+                self.features.add(matrix)
+
+
+def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
+    """The codec of training rows; `held` marks those that are not trained on."""
+    first = next(iter(rows), None)
+    if first is None:
+        raise DataError(f"{rows.name} is empty; give data that holds at least one row")
+    where, content = rows.where(first[0]), fields.content_field(first[1], rows.where(first[0]))
+    seen = _Learned(rows, spec, held, content)
+    known: dict[str, Any] = {}
+    if content == "text":
+        words, bpe, size = vocabulary.learn(spec.data.tokens, seen.texts(), spec.data)
+        known = {"kind": spec.data.tokens, "vocabulary": words, "bpe": bpe, "size": size}
+    elif content == "tokens" and isinstance(fields.tokens_of(first[1], where), list):
+        words = vocabulary.choose(vocabulary.count_words(seen.words()), spec.data)
+        known = {"kind": "word", "vocabulary": words, "size": len(words)}
+    elif content == "tokens":
+        seen.numbers()
+        known = {"kind": "int", "size": seen.largest + 1}
+    elif spec.task == "language":
+        raise DataError(f"{where}: a language model reads text or tokens, the row holds steps; use task=forecasting, or give text")
+    else:
+        seen.steps()
+        width = seen.columns or 0
+        mean, std = seen.features.scale(wanted=spec.data.standardize, columns=width)
+        known = {"columns": tuple(str(number) for number in range(width)), "mean": mean, "std": std}
+    if spec.task == "regression":
+        known["target_mean"], known["target_std"] = seen.targets.scale(wanted=spec.data.standardize, columns=seen.outputs or 0)
+    return Codec(spec.task, content, labels=_in_order(seen.labels, rows, spec), **known)
+
+
+def _in_order(labels: dict[str, str], rows: Rows, spec: Spec) -> tuple[str, ...]:
+    if spec.task in ("classification", "tagging") and not labels:
+        raise DataError(f"{rows.name} holds no label at all; give each row a label, or each step one")
+    numeric = all(name.removeprefix("-").isdecimal() for name in labels)
+    return tuple(sorted(labels, key=lambda name: (int(name), name) if numeric else (0, name)))
+
+
+def ended(text: str, task: str, kind: str | None) -> str:
+    """A text as it is tokenised: a language model's words end with <eos>; line ends inside other texts are white space."""
+    if kind != "word":
+        return text
+    flat = " ".join(text.split()) if task != "language" else text
+    return flat + "\n" if task == "language" and not text.endswith("\n") else flat
+
+
+def words_of(row: Row, where: str) -> list[str]:
+    """A row's tokens, which must be words."""
+    tokens = fields.tokens_of(row, where)
+    if not isinstance(tokens, list):
+        raise DataError(f"{where}: tokens holds numbers where the training data holds words; use one kind of token")
+    return tokens
+
+
+def ids_of(row: Row, where: str) -> NDArray[np.int64]:
+    """A row's tokens, which must be numbers."""
+    tokens = fields.tokens_of(row, where)
+    if isinstance(tokens, list):
+        if not tokens:
+            return np.empty(0, np.int64)
+        raise DataError(f"{where}: tokens holds words where the training data holds numbers; use one kind of token")
+    return tokens
+
+
+def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: bool) -> Sequences:
+    """All rows by a codec; `join` lays them end to end as one sequence."""
+    writer = _Writer(codec, new, labelled)
+    shortest = 0 if join else 2 if codec.task == "language" and labelled else 1
+    count = 0
+    for number, row in rows:
+        where = rows.where(number)
+        steps = writer.content(row, where)
+        if len(steps) < shortest:
+            if not len(steps):
+                raise DataError(f"{where}: {codec.field} is a zero-length sequence; remove the row, or give it at least one step")
+            raise DataError(f"{where}: the sequence has {len(steps)} token, and a language model needs 2 to have a target; make it longer or remove it")
+        writer.add(steps, row, where)
+        count += 1
+    if not count:
+        raise DataError(f"{rows.name} is empty; give data that holds at least one row")
+    if join and writer.rows < (2 if labelled else 1):
+        raise DataError(f"{rows.name} holds {writer.rows} tokens, and a language model needs 2 to have a target; give more text")
+    return writer.close(join=join)
+
+
+class _Writer:
+    """Appends rows to the arrays of one `Sequences`."""
+
+    def __init__(self, codec: Codec, new: NewArray, labelled: bool) -> None:
+        self.codec, self.rows = codec, 0
+        self.inputs = new(np.float32, len(codec.columns)) if codec.kind is None else new(token_dtype(codec.size), None)
+        self.starts, self.lengths = new(np.int64, None), new(np.int64, None)
+        self.labels: Appender | None = None
+        self.tags: Appender | None = None
+        if labelled and codec.task == "classification":
+            self.labels = new(np.int64, None)
+        elif labelled and codec.task == "regression":
+            self.labels = new(np.float32, codec.outputs)
+        elif labelled and codec.task == "tagging":
+            self.tags = new(np.int64, None)
+
+    def content(self, row: Row, where: str) -> NDArray[Any]:
+        """What the model reads of a row: tokens [steps], or numbers [steps, features]."""
+        codec = self.codec
+        if codec.kind is None:
+            scaled = standardise(fields.steps_of(row, where, len(codec.columns)), codec.mean, codec.std)
+            if not np.isfinite(scaled).all():
+                step, column = (int(place) for place in np.argwhere(~np.isfinite(scaled))[0])
+                raise DataError(f"{where}: step {step}, column {column} of steps is too large for float32; scale the column down")
+            return scaled
+        if codec.field == "text":
+            text = ended(fields.text_of(row, where), codec.task, codec.kind)
+            return self._known(codec.tokens.ids(text), where, lambda place: codec.tokens.name(text, place))
+        if isinstance(codec.tokens, Words):
+            words = words_of(row, where)
+            return self._known(codec.tokens.word_ids(words), where, lambda place: words[place])
+        ids = ids_of(row, where)
+        return self._known(np.where(ids < codec.size, ids, -1).astype(np.int32), where, lambda place: str(ids[place]))
+
+    def _known(self, ids: Ids, where: str, name: Any) -> Ids:
+        unknown = first_unknown(ids)
+        if unknown is None:
+            return ids
+        if self.codec.kind == "int":
+            raise DataError(f"{where}: token {name(unknown)} is outside the {self.codec.size} tokens of the training data; train with data that has it, or remove it")
+        raise DataError(unknown_token(name(unknown), where))
+
+    def add(self, steps: NDArray[Any], row: Row, where: str) -> None:
+        """One more row."""
+        codec = self.codec
+        if self.tags is not None:
+            tags = fields.tags_of(row, len(steps), where)
+            self.tags.append(np.array([fields.IGNORED if tag is None else self._class(tag[1], where) for tag in tags], np.int64))
+        elif self.labels is not None and codec.task == "classification":
+            _, label = fields.class_of(fields.take(row, "label", where), "label", where)
+            self.labels.append(np.array([self._class(label, where)], np.int64))
+        elif self.labels is not None:
+            target = fields.target_of(row, where, codec.outputs)
+            self.labels.append(standardise(target, codec.target_mean, codec.target_std)[None])
+        self.inputs.append(steps)
+        self.starts.append(np.array([self.rows], np.int64))
+        self.lengths.append(np.array([len(steps)], np.int64))
+        self.rows += len(steps)
+
+    def _class(self, label: str, where: str) -> int:
+        number = self.codec.label_numbers.get(label)
+        if number is None:
+            known = ", ".join(self.codec.labels[:5]) + (", …" if len(self.codec.labels) > 5 else "")
+            raise DataError(f"{where}: label {label!r} was never seen in training (labels: {known}); add training data with it, or remove the row")
+        return number
+
+    def close(self, *, join: bool) -> Sequences:
+        """The sequences."""
+        starts, lengths = self.starts.close(), self.lengths.close()
+        if join:
+            starts, lengths = np.array([0], np.int64), np.array([self.rows], np.int64)
+        labels = None if self.labels is None else self.labels.close()
+        return Sequences(self.inputs.close(), starts, lengths, labels, None if self.tags is None else self.tags.close())

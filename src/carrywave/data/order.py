@@ -1,0 +1,250 @@
+"""What is trained on, and in which order: a pure function of (lengths, seed, epoch), torch-free, that knows nothing of workers.
+
+`StreamOrder` walks through contiguous streams side by side, window after window. `SequenceOrder` puts separate sequences of
+similar length together under a budget. Both answer "what is window k of epoch e" directly, so resuming costs no replay.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data.buckets import length_grid
+from carrywave.data.permute import BATCHES, MEMBERS, permutation, varied_steps
+from carrywave.data.sequences import Ints
+from carrywave.errors import DataError
+
+
+class Cursor(NamedTuple):
+    """The whole position in the data."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Which steps of which sequences stand in each lane of one batch."""
+
+    steps: int  # padded
+    sequence: Ints  # [B], -1 in an idle lane
+    offset: Ints  # [B] first step within its sequence
+    length: Ints  # [B] real steps, 0 … steps
+    fresh: NDArray[np.bool_]  # [B] a sequence, or a piece of one, starts here
+
+
+class Order(Protocol):
+    """The windows of an epoch, by number."""
+
+    def num_steps(self, epoch: int) -> int:
+        """Windows in an epoch."""
+        ...
+
+    def window(self, cursor: Cursor) -> Window:
+        """The window at a cursor."""
+        ...
+
+
+class StreamOrder:
+    """Contiguous streams: every lane works through its pieces one after the other, all on one grid of windows.
+
+    With `cut`, a sequence longer than an even share of all steps is cut into pieces, so that one corpus gives each lane one
+    piece. Without, sequences stay whole, and there are no more lanes than sequences.
+    """
+
+    def __init__(self, lengths: Ints, *, lanes: int, steps: int, seed: int = 0, vary: bool = False, cut: bool = True) -> None:
+        lengths = _checked(lengths)
+        total = int(lengths.sum())
+        if cut and total < lanes:
+            raise DataError(f"batch.lanes={lanes} is more than the {total} steps in train; use batch.lanes<={total}")
+        self.lanes = lanes if cut else min(lanes, len(lengths))
+        self.steps, self.cut = steps, cut
+        self._seed, self._vary = seed, vary
+        sequence, offset, length = _pieces(lengths, lanes) if cut else (np.arange(len(lengths)), np.zeros_like(lengths), lengths)
+        lane = _least_loaded(-(-length // steps), self.lanes)
+        by_lane = np.argsort(lane, kind="stable")
+        self._sequence, self._offset, self._length = sequence[by_lane], offset[by_lane], length[by_lane]
+        self._lane = lane[by_lane]
+        self._count = np.bincount(lane, minlength=self.lanes)  # pieces of each lane
+        self._begin = np.cumsum(self._count) - self._count
+        self._layout = lru_cache(maxsize=2)(self._lay_out)  # safe to share between the loader's thread and the loop
+
+    def num_steps(self, epoch: int) -> int:
+        """Windows in an epoch."""
+        return len(self._layout(self._key(epoch)).edges) - 1
+
+    def window(self, cursor: Cursor) -> Window:
+        """The window at a cursor."""
+        layout, at = self._layout(self._key(cursor.epoch)), cursor.step
+        number = _in_range(at, len(layout.edges) - 1)
+        lanes = np.arange(self.lanes)
+        # A lane without any piece finds that of another lane, or -1; it is idle all the same.
+        piece = np.searchsorted(layout.keys, lanes * (number + 1) + at, side="right") - 1
+        first = layout.first[piece]
+        done = layout.edges[at] - layout.edges[first]
+        planned = layout.edges[at + 1] - layout.edges[at]
+        length = np.where(self._count > 0, np.clip(self._length[piece] - done, 0, planned), 0)
+        active = length > 0
+        return Window(
+            steps=int(length.max()),
+            sequence=np.where(active, self._sequence[piece], -1),
+            offset=np.where(active, self._offset[piece] + done, 0),
+            length=length,
+            fresh=active & (first == at),
+        )
+
+    def _key(self, epoch: int) -> int:
+        return epoch if self._vary else 0  # windows of one length lie alike in every epoch
+
+    def _lay_out(self, epoch: int) -> _Layout:
+        first, edges = self._varied(epoch) if self._vary else self._regular()
+        return _Layout(first, edges, self._lane * len(edges) + first)
+
+    def _regular(self) -> tuple[Ints, Ints]:
+        windows = -(-self._length // self.steps)
+        after = np.cumsum(windows)
+        before_lane = np.concatenate([[0], after])[self._begin]
+        first = after - windows - before_lane[self._lane]
+        return first, np.arange(int((first + windows).max()) + 1) * self.steps
+
+    def _varied(self, epoch: int) -> tuple[Ints, Ints]:
+        edges = np.zeros(1, dtype=np.int64)
+        first = np.zeros_like(self._length)
+        position = np.zeros(self.lanes, dtype=np.int64)  # the next window of each lane
+        for rank in range(int(self._count.max())):
+            lanes = np.flatnonzero(self._count > rank)
+            piece = self._begin[lanes] + rank
+            first[piece] = position[lanes]
+            while True:
+                # A lane's position never lies beyond the last edge: the search that set it found an edge.
+                end = edges[position[lanes]] + self._length[piece]
+                if end.max() <= edges[-1]:
+                    break
+                known = len(edges) - 1
+                more = varied_steps(self.steps, seed=self._seed, epoch=epoch, first=known, count=known + 1024)
+                edges = np.concatenate([edges, edges[-1] + np.cumsum(more)])
+            position[lanes] = np.searchsorted(edges, end)
+        return first, edges[: int(position.max()) + 1]
+
+
+class SequenceOrder:
+    """Separate sequences, bucketed by length, as many in a batch as a budget of steps (padding included) holds.
+
+    Lengths are rounded up to a grid. From the longest down, a batch takes the grid value of its first sequence as its window
+    and fills up, into the next smaller bucket if need be. So an epoch has few shapes, and the same ones every epoch; who
+    shares a batch, and the order of batches, are drawn anew.
+    """
+
+    def __init__(self, lengths: Ints, *, tokens: int, seed: int = 0, shuffle: bool = True, max_shapes: int = 64) -> None:
+        if max_shapes < 3:
+            raise ValueError(f"max_shapes={max_shapes} leaves no room for a grid; use 3 or more")
+        self._lengths = _checked(lengths)
+        self._seed, self._shuffle = seed, shuffle
+        self.oversized = int((self._lengths > tokens).sum())
+        """Sequences over the budget; each is a batch of its own."""
+        # Two less than the shapes allowed: the last batch may be partial, and one shape is kept in reserve.
+        self.grid = length_grid(self._lengths, most=max_shapes - 2, edge=tokens)
+        # Bytes where they suffice: NumPy sorts them by radix, many times faster.
+        place = len(self.grid) - 1 - np.searchsorted(self.grid, self._lengths)
+        self._bucket = place.astype(np.uint8 if len(self.grid) <= 256 else np.int64)  # 0 holds the longest
+        self._starts, self._steps = _walk(np.bincount(self._bucket, minlength=len(self.grid)), self.grid[::-1], tokens)
+        self._table = lru_cache(maxsize=2)(self._tabulate)
+
+    def num_steps(self, epoch: int) -> int:
+        """Batches in an epoch."""
+        return len(self._steps)
+
+    def window(self, cursor: Cursor) -> Window:
+        """The batch at a cursor."""
+        _in_range(cursor.step, len(self._steps))
+        members, order = self._table(cursor.epoch if self._shuffle else 0)
+        batch = order[cursor.step]
+        sequence = members[self._starts[batch] : self._starts[batch + 1]]
+        return Window(
+            steps=int(self._steps[batch]),
+            sequence=sequence,
+            offset=np.zeros_like(sequence),
+            length=self._lengths[sequence],
+            fresh=np.ones(len(sequence), dtype=np.bool_),
+        )
+
+    def waste(self, epoch: int) -> float:
+        """Share of an epoch's steps that is padding."""
+        return 1.0 - float(self._lengths.sum()) / float((self._steps * np.diff(self._starts)).sum())
+
+    def shapes(self, epoch: int) -> list[tuple[int, int]]:
+        """The distinct (steps, lanes) of an epoch's batches."""
+        return sorted({(int(steps), int(lanes)) for steps, lanes in zip(self._steps, np.diff(self._starts), strict=True)})
+
+    def _tabulate(self, epoch: int) -> tuple[Ints, Ints]:
+        """Sequences as they stand in the batches, and the order of the batches."""
+        if self._shuffle:
+            drawn = permutation(len(self._lengths), seed=self._seed, epoch=epoch, site=MEMBERS)
+            order = permutation(len(self._steps), seed=self._seed, epoch=epoch, site=BATCHES)
+        else:
+            drawn, order = np.arange(len(self._lengths)), np.arange(len(self._steps))
+        return drawn[np.argsort(self._bucket[drawn], kind="stable")], order
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Where the pieces lie on the grid of windows of one epoch."""
+
+    first: Ints  # [pieces] window in which a piece starts
+    edges: Ints  # [windows + 1] planned steps before each window
+    keys: Ints  # [pieces] rises over lanes and windows, so that one search finds every lane's piece
+
+
+def _pieces(lengths: Ints, lanes: int) -> tuple[Ints, Ints, Ints]:
+    """Sequence, offset and length of every piece. Only sequences over an even share are cut, into pieces within that share."""
+    total = int(lengths.sum())
+    share = -(-total // lanes)
+    # By the exact quotient, not by the rounded share: one corpus must give every lane a piece, however short.
+    count = np.where(lengths > share, -(-lengths * lanes // total), 1)
+    sequence = np.repeat(np.arange(len(lengths)), count)
+    part = np.arange(len(sequence)) - np.repeat(np.cumsum(count) - count, count)
+    size, longer = np.divmod(lengths[sequence], count[sequence])
+    return sequence, part * size + np.minimum(part, longer), size + (part < longer)
+
+
+def _least_loaded(loads: Ints, lanes: int) -> Ints:
+    """The lane of each piece: in order, each to the lane that has least so far, the first of equals."""
+    heap = [(0, lane) for lane in range(lanes)]
+    lane_of = []
+    for load in loads.tolist():
+        taken, lane = heap[0]
+        lane_of.append(lane)
+        heapq.heapreplace(heap, (taken + load, lane))
+    return np.array(lane_of, dtype=np.int64)
+
+
+def _walk(counts: Ints, tops: Ints, tokens: int) -> tuple[Ints, Ints]:
+    """Boundaries of the batches in the sorted sequences, and the steps of each batch."""
+    starts, steps = [], []
+    position = 0
+    for end, top in zip(np.cumsum(counts).tolist(), tops.tolist(), strict=True):
+        if position < end:  # else the batches before took all of this bucket
+            lanes = max(1, tokens // top)
+            begins = np.arange(position, end, lanes)
+            starts.append(begins)
+            steps.append(np.full(len(begins), top))
+            position = int(begins[-1]) + lanes
+    return np.concatenate([*starts, [int(counts.sum())]]), np.concatenate(steps)
+
+
+def _checked(lengths: Ints) -> Ints:
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if len(lengths) == 0 or int(lengths.min()) < 1:
+        raise ValueError("an order needs at least one sequence, and at least one step in each")
+    return lengths
+
+
+def _in_range(step: int, number: int) -> int:
+    if not 0 <= step < number:
+        raise IndexError(f"step {step} of an epoch of {number} steps")
+    return number

@@ -1,0 +1,176 @@
+"""From a spec to data ready to train on: files found, read, split, cached; and one more file read by the codec of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from carrywave.data import cache, examples, parts, series, text
+from carrywave.data.arrays import MemoryAppender, NewArray
+from carrywave.data.codec import Codec
+from carrywave.data.rows import open_rows
+from carrywave.data.sequences import Sequences
+from carrywave.data.source import Source, find
+from carrywave.data.table import Choice, Table, arrange, read_table
+from carrywave.errors import DataError, SpecError
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import Spec
+
+SMALL_BYTES = 16 << 20  # a file to predict from is read in memory up to this size, so that no cache need be written
+LABELLED = ("classification", "tagging", "regression")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data ready to train on."""
+
+    train: Sequences
+    valid: Sequences | None
+    test: Sequences | None
+    codec: Codec
+    facts: DataFacts
+    fingerprint: str  # of the files' content and of how they are read
+
+
+def _silent(_: str) -> None:
+    """Says nothing."""
+
+
+def prepare(spec: Spec, *, note: Callable[[str], None] = _silent) -> Prepared:
+    """Reads, or finds in the cache, everything that the spec names."""
+    check_spec(spec)
+    names = {"train": spec.data.train, "valid": spec.data.valid, "test": spec.data.test}
+    sources = {part: find(name, field=f"data.{part}", format=spec.data.format) for part, name in names.items() if name is not None}
+    for source in sources.values():
+        _check_format(source, spec, labelled=True)
+    key = _key(spec, sources)
+    place = cache.folder(spec.data.cache)
+
+    def build(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+        note(f"reading {', '.join(source.name for source in sources.values())} into the cache {place / key}")
+        return _build(spec, sources, new)
+
+    entry = cache.fetch(place, key, build)
+    return bundle(entry.parts, entry.codec, key, note)
+
+
+def bundle(found: dict[str, Sequences], codec: Codec, fingerprint: str, note: Callable[[str], None]) -> Prepared:
+    """Parts with their codec and facts; each part's fingerprint says which part of what it is."""
+    if "valid" not in found:
+        note("nothing is held out to validate on")
+    marked = {part: replace(value, fingerprint=f"{fingerprint}:{part}") for part, value in found.items()}
+    return Prepared(marked["train"], marked.get("valid"), marked.get("test"), codec, codec.facts(marked["train"]), fingerprint)
+
+
+def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
+    """One more file by the codec of a run; without `labelled`, labels may be missing and are not read."""
+    source = find(str(path), field=part, format=spec.data.format if labelled else "auto")
+    _check_format(source, spec, labelled=labelled)
+
+    def build(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+        return {part: _encode(source, codec, spec, new, labelled=labelled, part=part)}, codec
+
+    key = _hash(["read", cache.FORMAT, source.digest(), source.format, codec.to_json(), spec.streams, spec.data.horizon, labelled, part])
+    if source.path is None or source.path.stat().st_size <= SMALL_BYTES:
+        found = build(MemoryAppender)[0][part]
+    else:
+        found = cache.fetch(cache.folder(spec.data.cache), key, build).parts[part]
+    return replace(found, fingerprint=f"{key}:{part}")
+
+
+def check_spec(spec: Spec) -> None:
+    """Refuses settings of reading that contradict each other."""
+    if spec.data.train is None:
+        raise SpecError("data.train is empty; give a file to train on")
+    if spec.data.split is not None and spec.task != "forecasting":
+        raise SpecError(f"data.split is for forecasting, not for {spec.task}; give files for data.valid and data.test, or use data.share")
+
+
+def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
+    if spec.task in LABELLED and labelled and source.format == "text":
+        raise DataError(f"{source.name} is read as plain text, which holds no labels for {spec.task}; give a .jsonl file, or set data.format")
+    if spec.task == "forecasting" and source.format not in ("csv", "parquet", "jsonl"):
+        raise DataError(f"{source.name} is read as plain text, and forecasting reads tables; give a .csv or .parquet file, or set data.format")
+
+
+def _key(spec: Spec, sources: dict[str, Source]) -> str:
+    """A hash of what is read and of every option that changes the result."""
+    data = spec.data
+    keyed = "valid" not in sources and data.share > 0 and not spec.streams
+    options = {
+        "format": cache.FORMAT,
+        "files": {part: [source.digest(), source.format, source.tabs, source.compression] for part, source in sources.items()},
+        "task": spec.task,
+        "streams": spec.streams,
+        "seed": spec.train.seed if keyed or spec.task in LABELLED else None,
+        "window": spec.steps if spec.task == "forecasting" else None,
+        "data": data.model_dump(
+            mode="json",
+            include={"tokens", "vocabulary", "min_count", "share", "split", "columns", "targets", "time", "series", "horizon", "season", "context", "standardize"},
+        ),
+    }
+    return _hash(options)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _build(spec: Spec, sources: dict[str, Source], new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+    if spec.task == "forecasting":
+        return series.build({part: _table_opener(source, spec) for part, source in sources.items()}, spec, new)
+    train, share = sources["train"], 0.0 if "valid" in sources else spec.data.share
+    if _is_stream(train, spec):
+        codec = text.learn_stream(train, spec.data, spec.task)
+        held = np.zeros(0, np.bool_)
+    else:
+        rows = open_rows(train, numeric_label=spec.task == "regression")
+        held = parts.held_out(rows.count() if share else 0, share, spec.train.seed)
+        codec = examples.learn(rows, spec, held)
+    found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
+    return hold_out(found, spec, share, held, train.name), codec
+
+
+def hold_out(found: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:
+    """The parts, with a share of train as valid where there is none: the end of a stream, or the rows that are `held`."""
+    valid: Sequences | None = None
+    if share and spec.task == "language" and spec.streams and len(found["train"]) == 1:
+        train, valid = parts.split_tail(found["train"], share, name)
+    else:
+        train, valid = parts.split_keyed(found["train"], held)
+    return {**found, "train": train} if valid is None else {**found, "train": train, "valid": valid}
+
+
+def _is_stream(source: Source, spec: Spec) -> bool:
+    return spec.task == "language" and spec.streams and source.format == "text"
+
+
+def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled: bool, part: str) -> Sequences:
+    """A whole file by a codec."""
+    if spec.task == "forecasting":
+        return series.read(_table_opener(source, spec)(codec), codec, spec, new, part=part, labelled=labelled)
+    if _is_stream(source, spec):
+        tokens = text.encode_stream(source, codec, new)
+        if len(tokens) < parts.LEAST_TOKENS and labelled:
+            raise DataError(f"{source.name} holds {len(tokens)} token, and a language model needs 2 to have a target; give more text")
+        return Sequences(tokens, np.array([0], np.int64), np.array([len(tokens)], np.int64))
+    rows = open_rows(source, numeric_label=spec.task == "regression")
+    join = spec.task == "language" and spec.streams and rows.join
+    return examples.encode(rows, codec, new, labelled=labelled, join=join)
+
+
+def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]:
+    """Reads a table by the spec, or as the codec of the training data says."""
+
+    def open_table(codec: Codec | None) -> Table:
+        choice = Choice(spec.data.columns, spec.data.time, spec.data.series) if codec is None else Choice(codec.columns, codec.time, codec.series)
+        if source.format == "jsonl":
+            return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice.columns)
+        return arrange(read_table(source), source.name, choice)
+
+    return open_table

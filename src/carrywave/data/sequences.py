@@ -1,0 +1,32 @@
+"""`Sequences` is all data in one shape: sequences that lie end to end in flat arrays, in memory or memory-mapped.
+
+A language corpus is one long sequence of tokens, a set of labelled examples is many short ones, a table of series is one
+for each series. Parts of one series (train, valid, test) may share the flat array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Rows of `inputs`, cut into sequences by `starts` and `lengths`."""
+
+    inputs: NDArray[Any]  # [rows] tokens (uint8, uint16 or int32), or [rows, features] float32
+    starts: Ints  # [n] first row of each sequence
+    lengths: Ints  # [n] rows of each sequence, at least 1
+    labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32
+    tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 where there is none
+    warm: Ints | None = None  # [n] first rows of a sequence that only warm up the carry
+    names: tuple[str, ...] | None = None  # for each sequence, where it has one (a series)
+    fingerprint: str = ""  # of content and reading; equal data, equal text
+
+    def __len__(self) -> int:
+        return len(self.lengths)

@@ -1,0 +1,184 @@
+"""Forecasting: series in time, cut into train, valid and test in this order, all parts of one flat array.
+
+A part that follows another in its series begins `warm` rows earlier: they bring the carry up to date and are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data.arrays import NewArray
+from carrywave.data.codec import Codec
+from carrywave.data.fields import steps_of
+from carrywave.data.moments import Moments, standardise
+from carrywave.data.rows import Rows
+from carrywave.data.sequences import Ints, Sequences
+from carrywave.data.table import Table
+from carrywave.errors import DataError, SpecError
+from carrywave.spec.spec import Spec
+
+BLOCK_ROWS = 1 << 16
+PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One part of each series: rows `starts … starts + lengths - 1` of the table, of which the first `warm` only warm up."""
+
+    starts: Ints
+    lengths: Ints
+    warm: Ints
+
+
+def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dict[str, Span]:
+    """The parts of a training table, by `data.split`, or with the last share as valid where there is no file for it."""
+    data = spec.data
+    if data.split is not None:
+        if valid_file or (test_file and len(data.split) == 3):
+            raise SpecError("data.split cuts valid and test out of the training file, and files for them are given too; give one of the two")
+        bounds = np.array([_bounds(int(length), data.split, name, table.name) for length, name in zip(table.lengths, table.names, strict=True)], np.int64)
+    elif data.share > 0 and not valid_file:
+        held = np.maximum(np.floor(table.lengths * data.share + 1e-9).astype(np.int64), data.horizon)
+        bounds = np.stack([table.lengths - held, table.lengths], axis=1)
+    else:
+        bounds = table.lengths[:, None]
+    context = data.context or max(10 * data.season, 4 * spec.steps)
+    found: dict[str, Span] = {}
+    before = np.zeros_like(table.lengths)
+    for place, part in enumerate(PARTS[: bounds.shape[1]]):
+        warm = np.minimum(before, context)
+        found[part] = Span(table.starts + before - warm, bounds[:, place] - before + warm, warm)
+        before = bounds[:, place]
+    return found
+
+
+def _bounds(rows: int, split: tuple[float, ...], series: str, name: str) -> list[int]:
+    """Where the parts of one series end."""
+    sums = np.cumsum(split)
+    if any(part < 1 for part in split):
+        return [int(np.floor(rows * total + 1e-9)) for total in sums]
+    if sums[-1] > rows:
+        raise DataError(f"{name}: series {series} has {rows} rows, data.split asks for {int(sums[-1])}; ask for fewer, or give shares below 1")
+    return [int(total) for total in sums]
+
+
+def whole(table: Table) -> Span:
+    """All of every series, with nothing to warm up."""
+    return Span(table.starts, table.lengths, np.zeros_like(table.lengths))
+
+
+def check(span: Span, table: Table, part: str, horizon: int) -> None:
+    """Refuses a series whose part holds no row with its whole horizon after it."""
+    own = span.lengths - span.warm
+    short = own < np.where(span.warm > 0, horizon, horizon + 1)
+    if short.any():
+        place = int(np.argmax(short))
+        raise DataError(
+            f"{table.name}: series {table.names[place]} has {int(own[place])} rows in {part}, "
+            f"a horizon of {horizon} needs {horizon + (span.warm[place] == 0)}; set a smaller data.horizon, give more to {part}, or remove the series"
+        )
+
+
+def learn(table: Table, train: Span, spec: Spec) -> Codec:
+    """The codec of a training table: columns, and their scale over the rows that are trained on."""
+    targets = spec.data.targets or table.columns
+    for target in targets:
+        if target not in table.columns:
+            raise DataError(f"{table.name}: data.targets names {target!r}, which is not among the columns read ({', '.join(table.columns[:8])}); add it to data.columns")
+    moments = Moments()
+    for start, length in zip(train.starts, train.lengths, strict=True):
+        moments.add(table.values[int(start) : int(start + length)])
+    mean, std = moments.scale(wanted=spec.data.standardize, columns=len(table.columns))
+    places = tuple(table.columns.index(target) for target in targets)
+    return Codec(
+        spec.task,
+        "columns",
+        columns=table.columns,
+        targets=places,
+        mean=mean,
+        std=std,
+        target_mean=tuple(mean[place] for place in places),
+        target_std=tuple(std[place] for place in places),
+        time=table.time,
+        series=table.series,
+    )
+
+
+def encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
+    """All rows of a table, standardised."""
+    inputs = new(np.float32, len(codec.columns))
+    for first in range(0, len(table.values), BLOCK_ROWS):
+        block = table.values[first : first + BLOCK_ROWS]
+        scaled = standardise(block, codec.mean, codec.std)
+        if not np.isfinite(scaled).all():
+            row, column = (int(place) for place in np.argwhere(~np.isfinite(scaled))[0])
+            raise DataError(f"{table.name}: {block[row, column]} in column {codec.columns[column]} is too large for float32; scale the column down")
+        inputs.append(scaled)
+    return inputs.close()
+
+
+def sequences(inputs: NDArray[Any], span: Span, table: Table) -> Sequences:
+    """One part of every series."""
+    return Sequences(inputs, span.starts, span.lengths, warm=span.warm if span.warm.any() else None, names=table.names)
+
+
+def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+    """The parts of forecasting data: train's own table, and one more for each file of its own."""
+    table = tables["train"](None)
+    cut = spans(table, spec, valid_file="valid" in tables, test_file="test" in tables)
+    for part, span in cut.items():
+        check(span, table, part, spec.data.horizon)
+    codec = learn(table, cut["train"], spec)
+    inputs = encode(table, codec, new)
+    parts = {part: sequences(inputs, span, table) for part, span in cut.items()}
+    for part, open_table in tables.items():
+        if part != "train":
+            parts[part] = read(open_table(codec), codec, spec, new, part=part, labelled=True)
+    return parts, codec
+
+
+def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
+    """A table of its own, by the codec of the training data."""
+    if labelled:
+        check(whole(table), table, part, spec.data.horizon)
+    return sequences(encode(table, codec, new), whole(table), table)
+
+
+def from_rows(rows: Rows) -> Table:
+    """A table of series given as rows with `steps`."""
+    matrices: list[NDArray[np.float64]] = []
+    for number, row in rows:
+        matrices.append(steps_of(row, rows.where(number), matrices[0].shape[1] if matrices else None))
+    if not matrices:
+        raise DataError(f"{rows.name} is empty; give data that holds at least one series")
+    return from_matrices(matrices, rows.name)
+
+
+def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
+    """A table of series given as matrices [rows, columns]."""
+    lengths = np.array([len(matrix) for matrix in matrices], np.int64)
+    return Table(
+        name,
+        tuple(str(place) for place in range(matrices[0].shape[1])),
+        np.concatenate(matrices),
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]]),
+        lengths,
+        tuple(f"{name} item {place}" for place in range(len(matrices))) if len(matrices) > 1 else (name,),
+        None,
+        None,
+    )
+
+
+def choose_columns(table: Table, columns: tuple[str, ...] | None) -> Table:
+    """A table with only some of its columns."""
+    if columns is None or columns == table.columns:
+        return table
+    missing = [column for column in columns if column not in table.columns]
+    if missing:
+        raise DataError(f"{table.name} has no column {missing[0]!r} (data.columns); it has {', '.join(table.columns[:8])}")
+    return replace(table, columns=columns, values=table.values[:, [table.columns.index(column) for column in columns]])

@@ -1,0 +1,163 @@
+"""A `Source` is one file as the user named it: found, decompressed by its name, and read in blocks, never whole.
+
+Everything above reads blocks of bytes, blocks of text or numbered lines; nothing above knows about compression.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import importlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from carrywave.errors import DataError
+from carrywave.spec.spec import BUILTIN_TEXT
+
+Format = Literal["text", "jsonl", "csv", "parquet"]
+
+BLOCK_BYTES = 8 << 20
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+FORMATS: dict[str, Format] = {
+    ".txt": "text",
+    ".text": "text",
+    ".tokens": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
+BOM = codecs.BOM_UTF8
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, or a text that ships with Python."""
+
+    name: str  # as the user wrote it; errors speak of it so
+    path: Path | None  # None for the built-in text
+    format: Format
+    compression: str | None = None
+    block_bytes: int = BLOCK_BYTES
+
+    @property
+    def tabs(self) -> bool:
+        """Whether the name says that columns are separated by tabs."""
+        return ".tsv" in Path(self.name).suffixes
+
+    def digest(self) -> str:
+        """SHA-256 of the bytes as they are stored."""
+        if self.path is None:
+            return hashlib.sha256(builtin_text().encode()).hexdigest()
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def open(self) -> Any:
+        """A binary stream of the decompressed content."""
+        if self.path is None:
+            return io.BytesIO(builtin_text().encode())
+        file = pa.OSFile(str(self.path), "rb")
+        return pa.CompressedInputStream(file, self.compression) if self.compression else file
+
+    def blocks(self) -> Iterator[bytes]:
+        """The content in blocks of at most `block_bytes`."""
+        with self.open() as stream:
+            while block := self.guard(lambda: stream.read(self.block_bytes)):
+                yield bytes(block)
+
+    def guard(self, read: Callable[[], Any]) -> Any:
+        """The result of `read`, with what pyarrow says about a broken file turned into a user's error."""
+        try:
+            return read()
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{self.name} cannot be read ({one_line(error)}); check that the file is whole and of the format its name says") from error
+
+    def texts(self) -> Iterator[str]:
+        """The content as blocks of text; a character whose bytes straddle a border is kept whole."""
+        pending, offset_bytes = b"", 0
+        for number, block in enumerate(self.blocks()):
+            data = pending + block
+            if number == 0 and data.startswith(BOM):
+                data, offset_bytes = data[len(BOM) :], len(BOM)
+            text, used = self._decode(data, offset_bytes, final=False)
+            pending, offset_bytes = data[used:], offset_bytes + used
+            if text:
+                yield text
+        if pending:
+            self._decode(pending, offset_bytes, final=True)
+
+    def _decode(self, data: bytes, offset_bytes: int, *, final: bool) -> tuple[str, int]:
+        try:
+            return codecs.utf_8_decode(data, "strict", final)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.name}: byte {offset_bytes + error.start} is not valid utf-8; convert the file to utf-8, or read it with data.tokens=byte"
+            ) from error
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Numbered lines (from 1) without their line end."""
+        number, parts = 1, []
+        for index, block in enumerate(self.blocks()):
+            data = block[len(BOM) :] if index == 0 and block.startswith(BOM) else block
+            *whole, rest = data.split(b"\n")
+            for line in whole:
+                yield number, b"".join((*parts, line))
+                number, parts = number + 1, []
+            parts.append(rest)
+        last = b"".join(parts)
+        if last:
+            yield number, last
+
+
+def find(name: str, *, field: str, format: str = "auto", block_bytes: int = BLOCK_BYTES) -> Source:
+    """The source behind a name in the spec, or an error that says what is wrong with it."""
+    if name == BUILTIN_TEXT:
+        return Source(name, None, "text", block_bytes=block_bytes)
+    if name.startswith("builtin:"):
+        raise DataError(f"{field}={name} is not built in; use {BUILTIN_TEXT} or a file's path")
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise DataError(f"{field}={name}: there is no such file{_from_where(path)}; give the path of a file that exists")
+    if path.is_dir():
+        raise DataError(f"{field}={name} is a folder; give the path of a file")
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    kind = suffixes[-2] if compression and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
+    source = Source(name, path, named_format(kind, format), compression, block_bytes)
+    if source.format == "parquet" and compression:
+        raise DataError(f"{field}={name}: Parquet is compressed inside; decompress the file and name it .parquet")
+    try:
+        with path.open("rb"):
+            return source
+    except OSError as error:
+        raise DataError(f"{field}={name} cannot be opened ({error.strerror}); check its permissions") from error
+
+
+def named_format(suffix: str, asked: str) -> Format:
+    """The format that the spec asks for, or else the one that a file's name says; text where it says nothing."""
+    if asked in ("text", "jsonl", "csv", "parquet"):
+        return asked  # type: ignore[return-value]
+    return FORMATS.get(suffix, "text")
+
+
+def builtin_text() -> str:
+    """The prose of Python's own language reference, about 460 kB of English."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return "\n\n".join(topics[key] for key in sorted(topics))
+
+
+def one_line(error: BaseException) -> str:
+    """An error of a library in one line."""
+    return " ".join(str(error).split())[:200]
+
+
+def _from_where(path: Path) -> str:
+    return "" if path.is_absolute() else f" in {Path.cwd()}"

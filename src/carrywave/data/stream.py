@@ -1,0 +1,149 @@
+"""Batches from a view and an order: gathered in NumPy, built ahead by one background thread, copied without blocking on CUDA.
+
+One thread, not worker processes: a batch is a handful of gathers that take a fraction of a millisecond, so there is
+nothing to configure, no memory is copied between processes, and the order of batches is the order of the data.
+
+Shapes: T time, B lane.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from carrywave.data.batch import IGNORED, Batch
+from carrywave.data.order import Cursor, Order, Window
+from carrywave.data.sequences import Ints
+from carrywave.data.view import View
+
+Lanes = slice | Ints  # which of the global lanes a process holds; a slice fits batches of any number of lanes
+
+
+def build(view: View, window: Window, cursor: Cursor, *, lanes: Lanes | None = None) -> Batch:
+    """The batch of a window, or of those of its lanes that this process holds."""
+    held = np.arange(len(window.sequence))
+    if lanes is not None:
+        held = held[lanes]
+    sequence, offset, length = window.sequence[held], window.offset[held], window.length[held]
+    known = np.maximum(sequence, 0)  # an idle lane reads the first sequence, and all of it is masked
+    time_T1 = np.arange(window.steps)[:, None]
+    # Padding repeats the last real row, so that every row that is asked for exists, its target too.
+    rows_TB = view.starts[known] + offset + np.minimum(time_T1, np.maximum(length - 1, 0))
+    padded_TB = time_T1 >= length
+    inputs = np.take(np.asarray(view.inputs), rows_TB, axis=0)
+    inputs = inputs.astype(np.float32 if inputs.dtype.kind == "f" else np.int64, copy=False)
+    inputs[padded_TB] = 0
+    targets = None
+    if view.targets_at is not None:
+        ignored_TB = padded_TB if view.warm is None else padded_TB | (time_T1 + offset < view.warm[known])
+        targets = _ignoring(view.targets_at(rows_TB), ignored_TB)
+    elif view.labels is not None:
+        targets = _ignoring(view.labels[known], sequence < 0)
+    return Batch(
+        inputs=torch.from_numpy(inputs),
+        targets=None if targets is None else torch.from_numpy(targets),
+        lengths=torch.from_numpy(length),
+        fresh=torch.from_numpy(window.fresh[held]),
+        lanes=torch.from_numpy(held),
+        sequence=torch.from_numpy(sequence),
+        offset=torch.from_numpy(offset),
+        epoch=cursor.epoch,
+        step=cursor.step,
+        real=int(length.sum()),
+    )
+
+
+class Loader:
+    """The batches of an epoch from any cursor on, on a device, built ahead of their use."""
+
+    def __init__(self, view: View, order: Order, *, device: torch.device, lanes: Lanes | None = None, ahead: int = 4) -> None:
+        self.view, self.order, self.device, self.lanes, self.ahead = view, order, device, lanes, ahead
+
+    def batches(self, start: Cursor) -> Iterator[Batch]:
+        """From `start` to the end of its epoch. Closing the iterator stops the thread and waits for it."""
+        number = self.order.num_steps(start.epoch)
+        if not 0 <= start.step <= number:
+            raise ValueError(f"step {start.step} of an epoch of {number} steps")
+        return self._run(start, number)
+
+    def _run(self, start: Cursor, number: int) -> Iterator[Batch]:
+        made: SimpleQueue[_Made | BaseException] = SimpleQueue()
+        room = threading.Semaphore(self.ahead)
+        stopped = threading.Event()
+        worker = threading.Thread(target=self._make, args=(start, number, made, room, stopped), name="carrywave-loader", daemon=True)
+        worker.start()
+        try:
+            for _ in range(start.step, number):
+                item = made.get()
+                room.release()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item.take()
+        finally:
+            stopped.set()
+            room.release()  # the worker may be waiting for room
+            worker.join()
+
+    def _make(
+        self, start: Cursor, number: int, made: SimpleQueue[_Made | BaseException], room: threading.Semaphore, stopped: threading.Event
+    ) -> None:
+        try:
+            # A stream of its own: copies run beside the computation, and do not wait for what is queued there.
+            side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            with nullcontext() if side is None else torch.cuda.stream(side):
+                for step in range(start.step, number):
+                    room.acquire()
+                    if stopped.is_set():
+                        return
+                    cursor = Cursor(start.epoch, step)
+                    batch = build(self.view, self.order.window(cursor), cursor, lanes=self.lanes)
+                    if side is None:
+                        made.put(_Made(batch.to(self.device)))
+                    else:
+                        # The allocator of pinned memory keeps a block until the copies from it are done.
+                        moved = _each_tensor(batch, Tensor.pin_memory).to(self.device)
+                        made.put(_Made(moved, side.record_event()))
+        except BaseException as fault:  # whatever it is, it belongs to the consumer
+            made.put(fault)
+
+
+class _Made:
+    """A batch, and on CUDA the event after which it has arrived."""
+
+    def __init__(self, batch: Batch, arrived: torch.cuda.Event | None = None) -> None:
+        self.batch, self.arrived = batch, arrived
+
+    def take(self) -> Batch:
+        """The batch, ready for use on the current stream."""
+        if self.arrived is None:
+            return self.batch
+        current = torch.cuda.current_stream(self.batch.inputs.device)
+        current.wait_event(self.arrived)
+
+        def used_here(tensor: Tensor) -> Tensor:
+            tensor.record_stream(current)  # it was allocated on the side stream, which must not reuse it too early
+            return tensor
+
+        return _each_tensor(self.batch, used_here)
+
+
+def _each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: change(value) for name, value in tensors.items() if isinstance(value, Tensor)})
+
+
+def _ignoring(values: NDArray[Any], ignored: NDArray[np.bool_]) -> NDArray[Any]:
+    """Targets in the type that losses take, with those that count for nothing marked as such."""
+    real = values.dtype.kind == "f"
+    targets: NDArray[Any] = np.require(values, dtype=np.float32 if real else np.int64, requirements=["C", "W", "O"])
+    targets[ignored] = np.nan if real else IGNORED
+    return targets

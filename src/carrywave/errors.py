@@ -1,0 +1,27 @@
+"""Errors that a user can act on: each says the fact and the remedy, and becomes one line and exit code 2."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in what the user supplied. The command line prints it as one line and exits with 2."""
+
+
+class SpecError(UserError):
+    """The spec asks for something impossible or unknown."""
+
+
+class DataError(UserError):
+    """A data file, or an object given as data, is not what the spec says it is."""
+
+
+class PlanError(UserError):
+    """The plan cannot be carried out with these layers, lanes or workers."""
+
+
+class RunError(UserError):
+    """A run folder, snapshot or weights file cannot be used."""
+
+
+class Diverged(RunError):
+    """The loss or a gradient stopped being a number. Nothing of that step is kept."""

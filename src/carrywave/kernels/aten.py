@@ -1,0 +1,100 @@
+"""The LSTM layer through torch's own kernels: cuDNN on CUDA, torch's native loop on the CPU.
+
+Lengths cost no packing and no look at the device. Padded steps run like any other, but their input carries a flag whose
+weights shut the input gate and open the forget gate so far that both saturate, so c passes through them unchanged, to the
+bit; h is read at the last real step, and outputs past it are zeroed.
+
+Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projection, or H), D directions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from carrywave.kernels.carry import Carry
+from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
+from carrywave.kernels.weights import Layer, LayerWeights
+
+# The sigmoid of ±1e4 is exactly 1 and 0 in every precision, whatever the other inputs add; fp16 still holds the number.
+_SATURATED = 1.0e4
+
+
+def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
+    """One layer: outputs [T, B, P·D] and the carry at each lane's real end."""
+    if lengths_B is None:
+        return _run(x_TBI, carry, weights)
+    real_TB1 = real_steps(lengths_B, x_TBI.shape[0])
+    padded_TBJ = _flagged(x_TBI, real_TB1)
+    ys, hs, cs = [], [], []
+    for direction, direction_weights in enumerate(weights):
+        each = padded_TBJ if direction == 0 else reversed_steps(padded_TBJ, lengths_B)
+        start = Carry(carry.h[direction : direction + 1], carry.c[direction : direction + 1])
+        y_TBP, end = _run(each, start, (_with_flag(direction_weights, padded_TBJ.shape[-1]),))
+        y_TBP = torch.where(real_TB1, y_TBP, 0.0)
+        hs.append(last_real(y_TBP, lengths_B, start.h[0].to(y_TBP.dtype)))
+        cs.append(end.c[0])
+        ys.append(y_TBP if direction == 0 else reversed_steps(y_TBP, lengths_B))
+    return torch.cat(ys, dim=-1), Carry(torch.stack(hs), torch.stack(cs))
+
+
+def _flagged(x_TBI: Tensor, real_TB1: Tensor) -> Tensor:
+    """The input with padding zeroed and a column that is 1 at padded steps, the width rounded up to a multiple of 8."""
+    steps, lanes, inputs = x_TBI.shape
+    rest = -(inputs + 1) % 8
+    columns = [torch.where(real_TB1, x_TBI, 0.0), (~real_TB1).to(x_TBI.dtype)]
+    if rest:
+        columns.append(x_TBI.new_zeros(steps, lanes, rest))
+    return torch.cat(columns, dim=-1)
+
+
+def _with_flag(weights: LayerWeights, width: int) -> LayerWeights:
+    hidden = weights.w_ih.shape[0] // 4
+    extra_GJ = weights.w_ih.new_zeros(4 * hidden, width - weights.w_ih.shape[1])
+    extra_GJ[:hidden, 0] = -_SATURATED
+    extra_GJ[hidden : 2 * hidden, 0] = _SATURATED
+    return weights._replace(w_ih=torch.cat((weights.w_ih, extra_GJ), dim=1))
+
+
+def _run(x_TBI: Tensor, carry: Carry, weights: Layer) -> tuple[Tensor, Carry]:
+    """torch's kernel over one or both directions, every step real."""
+    biased = weights[0].b_ih is not None
+    flat = _flat(weights, x_TBI)
+    h_DBP, c_DBH = carry.h.to(x_TBI.dtype).contiguous(), carry.c.to(x_TBI.dtype).contiguous()
+    # `train` only matters for dropout inside the kernel, which is never used, and for whether cuDNN keeps what backward needs.
+    train = torch.is_grad_enabled()
+    with _native(x_TBI):
+        y_TBO, h_DBP, c_DBH = torch.lstm(x_TBI, (h_DBP, c_DBH), flat, biased, 1, 0.0, train, len(weights) == 2, False)
+    return y_TBO, Carry(h_DBP, c_DBH)
+
+
+def _flat(weights: Layer, like: Tensor) -> list[Tensor]:
+    """The weights in nn.LSTM's order; on CUDA views of one buffer in cuDNN's order, which it would else build itself, and warn."""
+    each = [[tensor.to(like.dtype) for tensor in (w.w_ih, w.w_hh, w.b_ih, w.b_hh, w.w_hr) if tensor is not None] for w in weights]
+    if not like.is_cuda:
+        return [tensor for tensors in each for tensor in tensors]
+    # cuDNN keeps the matrices of all directions first, then the biases.
+    order = [(d, n) for want in (2, 1) for d, tensors in enumerate(each) for n, tensor in enumerate(tensors) if tensor.dim() == want]
+    parts = torch.split(torch.cat([each[d][n].reshape(-1) for d, n in order]), [each[d][n].numel() for d, n in order])
+    for (d, n), part in zip(order, parts, strict=True):
+        each[d][n] = part.view_as(each[d][n])
+    return [tensor for tensors in each for tensor in tensors]
+
+
+@contextlib.contextmanager
+def _native(x_TBI: Tensor) -> Iterator[None]:
+    """torch's native loop on the CPU: oneDNN took 1.3 to 3 times as long, in training and in inference, at every shape tried."""
+    backend: Any = torch.backends.mkldnn
+    before = backend.enabled
+    if x_TBI.is_cuda or not before:
+        yield
+        return
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = before

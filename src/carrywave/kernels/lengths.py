@@ -1,0 +1,29 @@
+"""What every backend needs to honour lengths without packing: masks, the last real step, a lane read backwards.
+
+Shapes: T time, B lane. Lengths never leave the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def real_steps(lengths_B: Tensor, steps: int) -> Tensor:
+    """[T, B, 1] bool: which steps are real."""
+    return (torch.arange(steps, device=lengths_B.device)[:, None] < lengths_B)[..., None]
+
+
+def last_real(y_TBP: Tensor, lengths_B: Tensor, otherwise_BP: Tensor) -> Tensor:
+    """[B, P]: each lane's output at its last real step, and something else for a lane that has none."""
+    index_1BP = (lengths_B - 1).clamp(min=0)[None, :, None].expand(1, *y_TBP.shape[1:])
+    return torch.where(lengths_B[:, None] > 0, y_TBP.gather(0, index_1BP)[0], otherwise_BP)
+
+
+def reversed_steps(x_TBI: Tensor, lengths_B: Tensor | None) -> Tensor:
+    """Each lane read backwards within its length; padding stays where it is. Its own inverse."""
+    if lengths_B is None:
+        return x_TBI.flip(0)
+    step_T1 = torch.arange(x_TBI.shape[0], device=x_TBI.device)[:, None]
+    index_TB = torch.where(step_T1 < lengths_B, lengths_B - 1 - step_T1, step_T1)
+    return x_TBI.gather(0, index_TB[..., None].expand(x_TBI.shape))

@@ -1,0 +1,146 @@
+"""Keyed randomness: every random number is a pure function of a key and of the element's global coordinates.
+
+There is no generator and no order of drawing, so a mask is the same however lanes and time are cut, on CPU and on CUDA.
+All arithmetic is on 32-bit words, wrapping, and any kernel can repeat it:
+
+    mix(x):          x ^= x >>> 16;  x *= 0x85EBCA6B;  x ^= x >>> 13;  x *= 0xC2B2AE35;  x ^= x >>> 16
+    absorb(a, b, w): a = mix((a ^ w) * 0x9E3779B1 + b);  b = mix(a ^ b ^ 0x7F4A7C15)        (b uses the new a)
+    fold(key, site): absorb(a, b, site)
+    bits(key, coordinates w_1 … w_n):
+        a, b = key;  for w in w_1 … w_(n-1): absorb(a, b, w);   bits = mix(mix(a ^ mix(w_n + 0x9E3779B9)) + b)
+
+Coordinates count modulo 2**32. `absorb` is a bijection of (a, b) for each word, and `bits` one of its last coordinate, so
+nothing is lost on the way. As an int32 the result is uniform; `uniform` is (bits >> 8) + 2**23, over 2**24.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_WORD = 1 << 32
+
+
+class Draw(Protocol):
+    """`uniform` and `normal`."""
+
+    def __call__(self, key: Tensor, /, *coords: Tensor, dtype: torch.dtype = ...) -> Tensor: ...
+
+
+def _signed(word: int) -> int:
+    """The int32 with the same bits."""
+    word %= _WORD
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+_MIX_1, _MIX_2 = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
+_ABSORB, _SECOND, _LAST = _signed(0x9E3779B1), _signed(0x7F4A7C15), _signed(0x9E3779B9)
+
+
+def site(name: str) -> int:
+    """The number of a named place where randomness enters."""
+    return zlib.crc32(name.encode())
+
+
+def key(seed: int, *path: int) -> Tensor:
+    """A key, int32[2] on the CPU: 8 bytes of BLAKE2b over the decimal numbers, so seeds of any size count in full."""
+    digest = hashlib.blake2b(",".join(str(int(number)) for number in (seed, *path)).encode(), digest_size=8).digest()
+    words = (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
+    return torch.tensor([_signed(word) for word in words], dtype=torch.int32)
+
+
+def draw() -> Tensor:
+    """A key from torch's default generator: torch.manual_seed repeats it. Only for use outside a trainer."""
+    return torch.randint(-(1 << 31), (1 << 31) - 1, (2,), dtype=torch.int64).to(torch.int32)
+
+
+def fold(key: Tensor, site: int) -> Tensor:
+    """The key of a place under this key. Only tensor operations: a captured graph can replay it with another key."""
+    first, second = _absorb(key[0], key[1], _signed(site))
+    return torch.stack((first, second))
+
+
+def bits(key: Tensor, *coords: Tensor) -> Tensor:
+    """32 random bits, as int32, for every element of the broadcast coordinates."""
+    if not coords:
+        raise ValueError("bits needs at least one coordinate")
+    first, second = key[0], key[1]
+    for coord in coords[:-1]:
+        first, second = _absorb(first, second, coord.to(torch.int32))
+    last = _mix_(coords[-1].to(torch.int32) + _LAST)
+    # Only what follows runs at full size, so it reuses one buffer.
+    words = torch.bitwise_xor(first, last)
+    return _mix_(_mix_(words).add_(second))
+
+
+def uniform(key: Tensor, *coords: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers in [0, 1), multiples of 2**-24, so exact in float32 and float64 and equal on every device."""
+    return (bits(key, *coords) >> 8).add_(1 << 23).to(torch.promote_types(dtype, torch.float32)).mul_(2.0**-24).to(dtype)
+
+
+def normal(key: Tensor, *coords: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers (Box–Muller in float64). Devices may differ in the last bit: initialise on the CPU."""
+    radius = uniform(fold(key, 1), *coords, dtype=torch.float64).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
+    angle = uniform(fold(key, 2), *coords, dtype=torch.float64).mul_(2 * math.pi).cos_()
+    return radius.mul_(angle).to(dtype)
+
+
+def keep(key: Tensor, p: float, *coords: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The dropout multiplier: 0 where `uniform` is below p, 1/(1-p) elsewhere."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"a dropout share must be at least 0 and below 1, got {p}")
+    # The comparison of `uniform` with p, on the integers it is made of.
+    threshold = (math.ceil(p * (1 << 24)) - (1 << 23)) << 8
+    return bits(key, *coords).ge(threshold).to(dtype).mul_(1.0 / (1.0 - p))
+
+
+def _absorb(first: Tensor, second: Tensor, word: Tensor | int) -> tuple[Tensor, Tensor]:
+    first = _mix_((first ^ word) * _ABSORB + second)
+    return first, _mix_(first ^ second ^ _SECOND)
+
+
+def _mix_(words: Tensor) -> Tensor:
+    """Murmur3's finaliser, in place. torch shifts arithmetically, so each shift is masked into a logical one."""
+    spare = words >> 16
+    words.bitwise_xor_(spare.bitwise_and_(0xFFFF)).mul_(_MIX_1)
+    torch.bitwise_right_shift(words, 13, out=spare)
+    words.bitwise_xor_(spare.bitwise_and_(0x7FFFF)).mul_(_MIX_2)
+    torch.bitwise_right_shift(words, 16, out=spare)
+    return words.bitwise_xor_(spare.bitwise_and_(0xFFFF))
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a module that sees only x stands: the batch's key, the global lanes of x, the time of its first step."""
+
+    key: Tensor | None
+    lanes: Tensor | None  # [B]; None: 0, 1, …
+    start: int = 0
+    pooled: bool = False  # x is [lane, …] instead of [time, lane, …]
+
+
+_SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("carrywave_scope", default=None)
+
+
+@contextlib.contextmanager
+def scope(key: Tensor | None, lanes: Tensor | None, start: int = 0, *, pooled: bool = False) -> Iterator[Scope]:
+    """Within it, keyed modules know their coordinates."""
+    token = _SCOPE.set(Scope(key, lanes, start, pooled))
+    try:
+        yield _SCOPE.get()  # type: ignore[misc]  # set just above
+    finally:
+        _SCOPE.reset(token)
+
+
+def current_scope() -> Scope | None:
+    """The innermost scope, or None outside of one."""
+    return _SCOPE.get()

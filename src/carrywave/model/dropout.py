@@ -1,0 +1,81 @@
+"""Keyed dropout for modules that see only x: the mask depends on the batch's key and x's global place, never on the worker.
+
+`keyed` makes a user's own module safe to cut over workers: torch's dropout becomes a keyed one, and modules whose answer
+depends on which lanes stand side by side (batch norm) or on an unkeyed generator are refused by name.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from carrywave.errors import UserError
+from carrywave.kernels import random
+from carrywave.kernels.lstm import dropout_mask
+from carrywave.model.lstm import LSTM
+
+
+class Dropout(nn.Module):
+    """Dropout on x [time, lane, …], keyed by (start + time, lane, unit), or by (lane, unit) when locked.
+
+    Within a pooled scope x is [lane, …]. Outside of any scope the key comes from torch's default generator.
+    """
+
+    def __init__(self, p: float, locked: bool = False, name: str = "") -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise UserError(f"dropout p={p} must be at least 0 and below 1; 0 switches it off")
+        self.p = p
+        self.locked = locked
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        scope = random.current_scope()
+        key = scope.key if scope is not None else None
+        key = random.draw().to(x.device) if key is None else key
+        lanes, start, pooled = (None, 0, False) if scope is None else (scope.lanes, scope.start, scope.pooled)
+        lead = 1 if pooled else 2
+        expected = None if lanes is None else lanes.shape[0]
+        if x.dim() < lead or (expected is not None and x.shape[lead - 1] != expected):
+            form = "[lane, …]" if pooled else "[time, lane, …]"
+            raise UserError(
+                f"dropout {self.name} got x of shape {list(x.shape)} for {expected} lanes; keep x as {form} where dropout applies"
+            )
+        x_TBU = x.reshape(1 if pooled else x.shape[0], x.shape[lead - 1], -1)
+        mask = dropout_mask(x_TBU, random.fold(key, random.site(self.name)), self.p, locked=self.locked or pooled, lanes=lanes, start=start)
+        return (x_TBU * mask).reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, locked={self.locked}, name={self.name!r}"
+
+
+def keyed(module: nn.Module, prefix: str) -> nn.Module:
+    """The module with every nn.Dropout in it replaced by a keyed one, whose site is its path; refuses what cannot be keyed."""
+    _refuse(module, prefix)
+    if type(module) is nn.Dropout:
+        return Dropout(module.p, name=prefix).train(module.training)
+    if isinstance(module, Dropout) and not module.name:
+        module.name = prefix
+    if isinstance(module, LSTM):
+        module.path = prefix
+    # Not named_children(): it names a shared child once, and the other name would keep torch's dropout.
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            module._modules[name] = keyed(child, f"{prefix}.{name}")
+    return module
+
+
+def _refuse(module: nn.Module, path: str) -> None:
+    kind = type(module).__name__
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        raise UserError(f"{path} is a {kind}, whose result depends on which lanes share a worker; use nn.LayerNorm")
+    others = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    if isinstance(module, others) or (isinstance(module, nn.Dropout) and type(module) is not nn.Dropout):
+        raise UserError(f"{path} is a {kind}, whose mask cannot be keyed; use nn.Dropout or carrywave's Dropout(p, locked=True)")
+    if isinstance(module, nn.RReLU):
+        raise UserError(f"{path} is an RReLU, whose slopes cannot be keyed; use nn.LeakyReLU")
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout:
+        raise UserError(
+            f"{path} is a {kind} with dropout={module.dropout} inside, which cannot be keyed; set it to 0 and add nn.Dropout beside it"
+        )

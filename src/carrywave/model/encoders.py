@@ -1,0 +1,68 @@
+"""Encoders turn a step's raw input into what the first layer reads. They work step by step, so time can be cut anywhere.
+
+Shapes: T time, B lane, E embedding width, F features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from carrywave.errors import UserError
+from carrywave.kernels import random
+
+
+class Embedding(nn.Module):
+    """Tokens [T, B] to vectors [T, B, E]. `dropout_words` drops whole words for a batch, wherever they stand in it."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        dropout_words: float = 0.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if vocabulary < 1 or width < 1:
+            raise UserError(f"an embedding of vocabulary={vocabulary} and width={width} holds nothing; both must be at least 1")
+        if not 0.0 <= dropout_words < 1.0:
+            raise UserError(f"dropout_words={dropout_words} must be at least 0 and below 1; 0 switches it off")
+        self.vocabulary = vocabulary
+        self.width = width
+        self.dropout_words = dropout_words
+        self.path = "encoder"  # names the site of its randomness
+        self.weight = nn.Parameter(torch.empty(vocabulary, width, device=device, dtype=dtype).uniform_(-0.1, 0.1))
+
+    def forward(self, tokens_TB: Tensor) -> Tensor:
+        x_TBE = embedding(tokens_TB, self.weight)
+        if not self.training or not self.dropout_words:
+            return x_TBE
+        scope = random.current_scope()
+        key = random.draw().to(tokens_TB.device) if scope is None or scope.key is None else scope.key
+        # The row is the coordinate, so the mask of the whole matrix need never be made.
+        kept_TB = random.keep(random.fold(key, random.site(f"{self.path}.words")), self.dropout_words, tokens_TB, dtype=x_TBE.dtype)
+        return x_TBE * kept_TB[..., None]
+
+    def extra_repr(self) -> str:
+        return f"{self.vocabulary}, {self.width}" + (f", dropout_words={self.dropout_words}" if self.dropout_words else "")
+
+
+class Numbers(nn.Module):
+    """Numbers [T, B, F] as they are: the LSTM casts them to its dtype and masks their padding."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        if features < 1:
+            raise UserError(f"numeric input of {features} features holds nothing; at least 1 is needed")
+        self.width = features
+
+    def forward(self, x_TBF: Tensor) -> Tensor:
+        if x_TBF.shape[-1] != self.width:
+            raise UserError(f"a step has {x_TBF.shape[-1]} features, the model reads {self.width}; give the features it was made for")
+        return x_TBF
+
+    def extra_repr(self) -> str:
+        return str(self.width)

@@ -1,0 +1,250 @@
+"""Heads: one result for each step (`Softmax`, `Forecast`) or one for each sequence (`PooledSoftmax`, `PooledNumbers`).
+
+Every head has `forward(y) -> out`, `score(out, target) -> (loss sum, count)` and `loss(y, target)`, which is both. Sums, not
+means: replicas, chunks and slices hold different numbers of targets, and the division happens once. A target that is not
+there (-100 among integers, NaN among floats) adds nothing to sum, count or gradient. Losses are in float32 at least.
+
+A pooled head reads sequences that may come in several chunks of time: `pool` takes each chunk's outputs into an
+accumulator, which starts as `start`, and forward, score and loss read that, once, at the end.
+
+Shapes: T time, B lane, W width of the last layer, V classes, K steps ahead, C columns, Q quantiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear, softplus
+
+from carrywave.errors import UserError
+from carrywave.kernels.lengths import last_real, real_steps
+
+IGNORED = -100  # an integer target that counts for nothing
+
+Accumulator = tuple[Tensor, Tensor]  # (last or sum [B, W], steps seen [B] int64)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x, cast up where autocast made it shorter."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def score_classes(logits: Tensor, target: Tensor, weights_V: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy and the number of real targets, or the sum of their class weights, so that the quotient is torch's mean."""
+    logits = at_least_float32(logits).reshape(-1, logits.shape[-1])
+    target = target.reshape(-1)
+    weights_V = None if weights_V is None else weights_V.to(logits.dtype)
+    total = cross_entropy(logits, target, weight=weights_V, ignore_index=IGNORED, reduction="sum")
+    real = target != IGNORED
+    if weights_V is None:
+        return total, real.sum().to(logits.dtype)
+    return total, torch.where(real, weights_V[target.clamp(min=0)], 0.0).sum()
+
+
+def score_numbers(out: Tensor, target: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The error of each number, 0 where there is no target, and which targets are there."""
+    out = at_least_float32(out)
+    real = torch.isfinite(target)
+    # Before the arithmetic: a NaN that is only masked after it would still reach the gradient.
+    gap = torch.where(real, out - torch.where(real, target, 0.0).to(out.dtype), 0.0)
+    return (gap.square() if kind == "mse" else gap.abs()), real
+
+
+def check_loss(kind: str) -> str:
+    """A known loss for numbers."""
+    if kind not in ("mse", "mae"):
+        raise UserError(f"loss={kind} is not known; use mse or mae")
+    return kind
+
+
+def class_weights(weights: Tensor | None, classes: int) -> Tensor | None:
+    """Class weights, checked against the number of classes."""
+    if weights is not None and (weights.shape != (classes,) or not bool((torch.isfinite(weights) & (weights >= 0)).all())):
+        raise UserError(f"class weights {weights.tolist()} do not fit {classes} classes; give one finite number of at least 0 for each")
+    return None if weights is None else weights.detach().clone().float()
+
+
+class Softmax(nn.Module):
+    """Cross entropy over classes at every step. `tied` is the embedding's matrix, shared."""
+
+    pooled = False
+
+    def __init__(
+        self, width: int, classes: int, tied: nn.Parameter | None = None, bias: bool = True, weights: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        if tied is not None and tied.shape != (classes, width):
+            raise UserError(
+                f"a tied matrix of shape {list(tied.shape)} does not fit {classes} classes x width {width}; use one of that shape"
+            )
+        self.width = width
+        self.classes = classes
+        self.weight = nn.Parameter(torch.empty(classes, width).uniform_(-0.1, 0.1)) if tied is None else tied
+        self.bias = nn.Parameter(torch.zeros(classes)) if bias else None
+        self.weights: Tensor | None
+        self.register_buffer("weights", class_weights(weights, classes))
+
+    def forward(self, y_TBW: Tensor) -> Tensor:
+        """Logits [T, B, V]."""
+        return linear(y_TBW, self.weight, self.bias)
+
+    def score(self, logits_TBV: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and count."""
+        return score_classes(logits_TBV, target_TB, self.weights)
+
+    def loss(self, y_TBW: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and count, from the last layer's output."""
+        return self.score(self(y_TBW), target_TB)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, {self.classes}"
+
+
+def tie(head: Softmax, embedding: nn.Module) -> None:
+    """Head and embedding share one matrix from now on: the same Parameter object."""
+    weight = embedding.weight
+    if not isinstance(weight, nn.Parameter) or weight.shape != head.weight.shape:
+        shape = list(weight.shape) if isinstance(weight, Tensor) else None
+        raise UserError(f"the embedding's matrix {shape} cannot be tied to the softmax's {list(head.weight.shape)}; use equal widths")
+    head.weight = weight
+
+
+class Forecast(nn.Module):
+    """At every step, the next K values of C columns: [T, B, K, C], or [T, B, K, C, Q] where quantiles are asked for.
+
+    Quantiles cannot cross: the first is free, and each next one adds a positive increment. Their loss is the pinball loss,
+    averaged over quantiles.
+    """
+
+    pooled = False
+
+    def __init__(self, width: int, horizon: int, outputs: int, quantiles: Sequence[float] | None = None, loss: str = "mse") -> None:
+        super().__init__()
+        self.horizon = horizon
+        self.outputs = outputs
+        self.quantiles = None if quantiles is None else tuple(quantiles)
+        self.kind = check_loss(loss)
+        if self.quantiles is not None and (
+            not self.quantiles or any(not low < high for low, high in zip((0.0, *self.quantiles), (*self.quantiles, 1.0), strict=True))
+        ):
+            raise UserError(f"quantiles {list(self.quantiles)} must rise between 0 and 1; list each once, from low to high")
+        self.linear = nn.Linear(width, horizon * outputs * len(self.quantiles or (0.5,)))
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, y_TBW: Tensor) -> Tensor:
+        """The forecasts made at each step."""
+        out = self.linear(y_TBW).unflatten(-1, (self.horizon, self.outputs, -1))
+        if self.quantiles is None:
+            return cast(Tensor, out[..., 0])
+        out = at_least_float32(out)
+        # Shifted so that a fresh model's quantiles lie log(2) apart in all rather than for each step.
+        rises = softplus(out[..., 1:] - math.log(max(1, len(self.quantiles) - 1)))
+        return torch.cat((out[..., :1], out[..., :1] + rises.cumsum(-1)), dim=-1)
+
+    def score(self, out: Tensor, target_TBKC: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum over the target numbers that are there, and how many they are."""
+        if self.quantiles is None:
+            errors, real = score_numbers(out, target_TBKC, self.kind)
+            return errors.sum(), real.sum().to(errors.dtype)
+        out = at_least_float32(out)
+        real = torch.isfinite(target_TBKC)
+        gap = torch.where(real[..., None], torch.where(real, target_TBKC, 0.0).to(out.dtype)[..., None] - out, 0.0)
+        share_Q = torch.tensor(self.quantiles, dtype=out.dtype, device=out.device)
+        pinball = torch.maximum(share_Q * gap, (share_Q - 1.0) * gap)
+        return pinball.sum() / len(self.quantiles), real.sum().to(out.dtype)
+
+    def loss(self, y_TBW: Tensor, target_TBKC: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and count, from the last layer's output."""
+        return self.score(self(y_TBW), target_TBKC)
+
+
+class Pooled(nn.Module):
+    """What both share: a linear layer over the last real step, or over the mean of all real steps.
+
+    The last step of two directions is the forward half at the last real step and the reverse half at the first one, which
+    is where the reverse direction ends.
+    """
+
+    pooled = True
+
+    def __init__(self, width: int, outputs: int, pool: str, bidirectional: bool) -> None:
+        super().__init__()
+        if pool not in ("last", "mean"):
+            raise UserError(f"pool={pool} is not known; use last or mean")
+        if bidirectional and width % 2:
+            raise UserError(f"two directions cannot share a width of {width}; it must be even")
+        self.width = width
+        self.pooling = pool
+        self.bidirectional = bidirectional
+        self.weight = nn.Parameter(torch.empty(outputs, width).uniform_(-(width**-0.5), width**-0.5))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def start(self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Accumulator:
+        """The accumulator before the first step. At least float32, so that long sums keep their small terms."""
+        dtype = torch.promote_types(dtype or self.weight.dtype, torch.float32)
+        device = device or self.weight.device
+        return torch.zeros(lanes, self.width, dtype=dtype, device=device), torch.zeros(lanes, dtype=torch.int64, device=device)
+
+    def pool(self, y_TBW: Tensor, lengths_B: Tensor, acc: Accumulator) -> Accumulator:
+        """The accumulator after a chunk in which each lane has so many real steps."""
+        seen_BW, count_B = acc
+        y_TBW = y_TBW.to(seen_BW.dtype)
+        if self.pooling == "mean":
+            added_BW = torch.where(real_steps(lengths_B, y_TBW.shape[0]), y_TBW, 0.0).sum(0)
+            return seen_BW + added_BW, count_B + lengths_B
+        last_BW = last_real(y_TBW, lengths_B, seen_BW)
+        if self.bidirectional:
+            half = self.width // 2
+            begins_B1 = ((count_B == 0) & (lengths_B > 0))[:, None]
+            last_BW = torch.cat((last_BW[:, :half], torch.where(begins_B1, y_TBW[0, :, half:], seen_BW[:, half:])), dim=-1)
+        return last_BW, count_B + lengths_B
+
+    def forward(self, acc: Accumulator) -> Tensor:
+        """One result for each lane."""
+        seen_BW, count_B = acc
+        pooled_BW = seen_BW / count_B.clamp(min=1)[:, None] if self.pooling == "mean" else seen_BW
+        return linear(pooled_BW.to(self.weight.dtype), self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, {self.weight.shape[0]}, pool={self.pooling!r}, bidirectional={self.bidirectional}"
+
+
+class PooledSoftmax(Pooled):
+    """Cross entropy over classes, one label a sequence."""
+
+    def __init__(self, width: int, classes: int, pool: str = "last", weights: Tensor | None = None, *, bidirectional: bool = False) -> None:
+        super().__init__(width, classes, pool, bidirectional)
+        self.classes = classes
+        self.weights: Tensor | None
+        self.register_buffer("weights", class_weights(weights, classes))
+
+    def score(self, logits_BV: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and count."""
+        return score_classes(logits_BV, label_B, self.weights)
+
+    def loss(self, acc: Accumulator, label_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and count, from the accumulator."""
+        return self.score(self(acc), label_B)
+
+
+class PooledNumbers(Pooled):
+    """A vector of numbers for each sequence; a lane's error is the mean over its numbers, and it counts if all are there."""
+
+    def __init__(self, width: int, outputs: int, pool: str = "last", loss: str = "mse", *, bidirectional: bool = False) -> None:
+        super().__init__(width, outputs, pool, bidirectional)
+        self.outputs = outputs
+        self.kind = check_loss(loss)
+
+    def score(self, out_BC: Tensor, target_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and count."""
+        whole_B1 = torch.isfinite(target_BC).all(dim=-1, keepdim=True)
+        errors_BC, _ = score_numbers(out_BC, torch.where(whole_B1, target_BC, torch.nan), self.kind)
+        return errors_BC.sum() / self.outputs, whole_B1.sum().to(errors_BC.dtype)
+
+    def loss(self, acc: Accumulator, target_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss sum and count, from the accumulator."""
+        return self.score(self(acc), target_BC)

@@ -1,0 +1,102 @@
+"""Initial weights, keyed by (seed, parameter name) and by row and column: equal wherever a parameter lives, in whatever order.
+
+Generated in float64 on the CPU, then cast and copied, so that device and dtype change nothing but rounding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import SpecError
+from carrywave.kernels import random
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads import Pooled, Softmax
+from carrywave.model.lstm import LSTM
+
+INITS = ("torch", "orthogonal", "xavier")
+
+
+def initialize(
+    model: nn.Module, seed: int, *, init: str = "torch", forget_bias: float | None = None, embedding_scale: float = 0.1
+) -> tuple[str, ...]:
+    """Sets every parameter of the modules it knows; names those of a user's own modules, which it leaves as they are."""
+    if init not in INITS:
+        raise SpecError(f"model.init={init} is not known; use one of {', '.join(INITS)}")
+    left: list[str] = []
+    done: set[int] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in done:
+                continue  # tied: it is set where its first name stands
+            done.add(id(parameter))
+            full_name = f"{path}.{name}" if path else name
+            value = _value(module, name, parameter, random.key(seed, random.site(full_name)), init, forget_bias, embedding_scale)
+            if value is None:
+                left.append(full_name)
+                continue
+            with torch.no_grad():
+                parameter.copy_(value)
+    return tuple(left)
+
+
+def _value(
+    module: nn.Module, name: str, parameter: Tensor, key: Tensor, init: str, forget_bias: float | None, embedding_scale: float
+) -> Tensor | None:
+    shape = tuple(parameter.shape)
+    if isinstance(module, LSTM):
+        return _lstm(module, name, shape, key, init, forget_bias)
+    if isinstance(module, Embedding):
+        return _uniform(key, shape, embedding_scale)
+    if isinstance(module, nn.Embedding):
+        value = _grid(random.normal, key, shape)
+        if module.padding_idx is not None:
+            value[module.padding_idx] = 0.0
+        return value
+    if isinstance(module, (Softmax, Pooled)):
+        bound = embedding_scale if isinstance(module, Softmax) else 1.0 / math.sqrt(shape[-1])
+        return torch.zeros(shape) if name == "bias" else _uniform(key, shape, bound)
+    if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
+        return torch.ones(shape) if name == "weight" else torch.zeros(shape)
+    if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+        return _uniform(key, shape, 1.0 / math.sqrt(module.weight[0].numel()))
+    return None
+
+
+def _lstm(module: LSTM, name: str, shape: tuple[int, ...], key: Tensor, init: str, forget_bias: float | None) -> Tensor:
+    if name.startswith("carry"):
+        return torch.zeros(shape)
+    hidden = module.widths[int(name.split("_l", 1)[1].split("_")[0])]
+    if name.startswith("bias"):
+        value = _uniform(key, shape, 1.0 / math.sqrt(hidden)) if init == "torch" else torch.zeros(shape, dtype=torch.float64)
+        if forget_bias is not None:
+            value[hidden : 2 * hidden] = forget_bias if name.startswith("bias_ih") else 0.0
+        return value
+    if init == "torch":
+        return _uniform(key, shape, 1.0 / math.sqrt(hidden))
+    blocks = 1 if name.startswith("weight_hr") else 4
+    if init == "orthogonal" and name.startswith("weight_hh"):
+        return torch.cat([_orthogonal(block) for block in _grid(random.normal, key, shape).chunk(blocks)])
+    # The gates are four matrices that lie on each other: the fan out of each is a quarter of the rows.
+    return _uniform(key, shape, math.sqrt(6.0 / (shape[0] // blocks + shape[1])))
+
+
+def _orthogonal(block: Tensor) -> Tensor:
+    q, r = torch.linalg.qr(block)
+    # The sign of R's diagonal is the library's choice; fixed, Q is a function of the block, and uniform.
+    signed: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+    return signed
+
+
+def _uniform(key: Tensor, shape: tuple[int, ...], bound: float) -> Tensor:
+    return _grid(random.uniform, key, shape).mul_(2.0 * bound).sub_(bound)
+
+
+def _grid(draw: random.Draw, key: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Float64 numbers by (row, column); further dimensions count as columns."""
+    rows = torch.arange(shape[0])
+    if len(shape) == 1:
+        return draw(key, rows, dtype=torch.float64)
+    return draw(key, rows[:, None], torch.arange(math.prod(shape[1:])), dtype=torch.float64).view(shape)

@@ -1,0 +1,286 @@
+"""`LSTM`: a stacked LSTM with the parameters and the state_dict of torch.nn.LSTM, lengths instead of packing, and an explicit carry.
+
+`forward` is the public way in, with nn.LSTM's shapes; `run`, `initial` and `reset` are what a trainer calls, with one
+`Carry` for each layer so that widths may differ.
+
+Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projection, or H), L layers, D directions, O = P·D.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import UserError
+from carrywave.kernels import random
+from carrywave.kernels.carry import Carries, Carry
+from carrywave.kernels.lstm import choose, lstm
+from carrywave.kernels.weights import Layer, LayerWeights
+
+AnyCarry = tuple[Tensor, Tensor] | Carry | Sequence[Carry] | Sequence[tuple[Tensor, Tensor]]
+
+
+class LSTM(nn.Module):
+    """Stacked LSTM. All of nn.LSTM's options, one width or a list of widths, and keyed dropout of several kinds."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int | Sequence[int],
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        *,
+        locked: bool = False,
+        weight_drop: float = 0.0,
+        layer_norm: bool = False,
+        learned_carry: bool = False,
+        kernel: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        widths = tuple(hidden_size) if isinstance(hidden_size, Sequence) else (hidden_size,) * num_layers
+        if isinstance(hidden_size, Sequence) and num_layers not in (1, len(widths)):
+            raise UserError(f"hidden_size lists {len(widths)} widths for num_layers={num_layers}; give one width for each layer")
+        if input_size < 1 or not widths or min(widths) < 1:
+            raise UserError(f"input_size={input_size}, hidden_size={hidden_size}, num_layers={num_layers} must all be at least 1")
+        for name, share in (("dropout", dropout), ("weight_drop", weight_drop)):
+            if not 0.0 <= share < 1.0:
+                raise UserError(f"{name}={share} must be at least 0 and below 1; 0 switches it off")
+        if proj_size < 0 or (proj_size and proj_size >= min(widths)):
+            raise UserError(f"proj_size={proj_size} must be smaller than hidden_size={min(widths)}; 0 means no projection")
+        choose(kernel)
+        self.input_size = input_size
+        self.hidden_size = hidden_size if isinstance(hidden_size, int) else widths
+        self.widths = widths
+        self.num_layers = len(widths)
+        self.bias = bias
+        self.batch_first = batch_first
+        self.dropout = dropout
+        self.bidirectional = bidirectional
+        self.proj_size = proj_size
+        self.locked = locked
+        self.weight_drop = weight_drop
+        self.layer_norm = layer_norm
+        self.learned_carry = learned_carry
+        self.kernel = kernel
+        self.path = "lstm"  # names the sites of its randomness; two LSTMs in one model need two names
+        make: dict[str, Any] = {"device": device, "dtype": dtype}
+        for layer, hidden in enumerate(widths):
+            inputs = self.input_size if layer == 0 else self.outputs(layer - 1)
+            for suffix in self._suffixes(layer):
+                shapes: dict[str, tuple[int, ...]] = {"weight_ih": (4 * hidden, inputs), "weight_hh": (4 * hidden, proj_size or hidden)}
+                if bias:
+                    shapes |= {"bias_ih": (4 * hidden,), "bias_hh": (4 * hidden,)}
+                if proj_size:
+                    shapes |= {"weight_hr": (proj_size, hidden)}
+                for name, shape in shapes.items():
+                    self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **make)))
+            if layer_norm:
+                self.add_module(f"norm_l{layer}", nn.LayerNorm(self.outputs(layer), **make))
+            if learned_carry:
+                self.register_parameter(f"carry_h_l{layer}", nn.Parameter(torch.zeros(self.directions, proj_size or hidden, **make)))
+                self.register_parameter(f"carry_c_l{layer}", nn.Parameter(torch.zeros(self.directions, hidden, **make)))
+        self.reset_parameters()
+
+    @property
+    def directions(self) -> int:
+        """1, or 2 where it reads both ways."""
+        return 2 if self.bidirectional else 1
+
+    @property
+    def output_size(self) -> int:
+        """Width of what the last layer gives."""
+        return self.outputs(self.num_layers - 1)
+
+    def outputs(self, layer: int) -> int:
+        """Width of what a layer gives, both directions together."""
+        return (self.proj_size or self.widths[layer]) * self.directions
+
+    def reset_parameters(self) -> None:
+        """nn.LSTM's initial weights, from torch's default generator. A trainer uses `initialize`, which is keyed."""
+        with torch.no_grad():
+            for layer, hidden in enumerate(self.widths):
+                bound = 1.0 / math.sqrt(hidden)
+                for weights in self._parameters_of(layer):
+                    for tensor in weights:
+                        if tensor is not None:
+                            tensor.uniform_(-bound, bound)
+
+    def forward(
+        self,
+        x: Tensor,
+        carry: AnyCarry | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
+        key: Tensor | None = None,
+        *,
+        lanes: Tensor | None = None,
+        start: int = 0,
+        full: bool = False,
+        fresh: Tensor | None = None,
+    ) -> tuple[Tensor, Carry | Carries]:
+        """Outputs and the carry at each lane's real end, in nn.LSTM's shapes; a carry for each layer where widths differ.
+
+        x is [T, B, I], [B, T, I] with batch_first, or [T, I] without lanes. Lanes that are `fresh` start from the initial
+        carry instead of the given one. Without a key, dropout in training takes the scope's, or one from torch's generator.
+        """
+        if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
+            raise UserError(f"LSTM got x of shape {list(x.shape)}; it needs [time, lane, {self.input_size}] or [time, {self.input_size}]")
+        batched = x.dim() == 3
+        x_TBI = x[:, None] if not batched else x.transpose(0, 1) if self.batch_first else x
+        steps, count = x_TBI.shape[:2]
+        if steps == 0 or count == 0:
+            raise UserError(f"LSTM got x of shape {list(x.shape)}; it needs at least one step and one lane")
+        lengths_B = None if lengths is None else self._lengths(lengths, steps, count, x.device)
+        given = self.initial(count, x.dtype, x.device) if carry is None else self.split(carry, count, batched=batched)
+        y_TBO, ends = self.run(x_TBI, given, lengths=lengths_B, fresh=fresh, lanes=lanes, start=start, key=key, full=full)
+        y = y_TBO[:, 0] if not batched else y_TBO.transpose(0, 1) if self.batch_first else y_TBO
+        ends = ends if batched else tuple(Carry(end.h[:, 0], end.c[:, 0]) for end in ends)
+        return y, self.join(ends)
+
+    def run(
+        self,
+        x_TBI: Tensor,
+        carries: Carries,
+        *,
+        lengths: Tensor | None = None,
+        fresh: Tensor | None = None,
+        lanes: Tensor | None = None,
+        start: int = 0,
+        key: Tensor | None = None,
+        full: bool = False,
+        layers: range | None = None,
+    ) -> tuple[Tensor, Carries]:
+        """Some layers (all, if left out), time first, from one carry for each of them. See `kernels.lstm.lstm`."""
+        layers = range(self.num_layers) if layers is None else layers
+        if fresh is not None:
+            carries = self.reset(carries, fresh, layers)
+        sites = [random.site(f"{self.path}.l{layer}.dropout") for layer in layers if layer < self.num_layers - 1]
+        if self.training and (self.weight_drop or (self.dropout and sites)):
+            scope = random.current_scope()
+            if key is None and scope is not None:
+                key, lanes, start = scope.key, scope.lanes if lanes is None else lanes, scope.start
+            key = random.draw().to(x_TBI.device) if key is None else key
+        else:
+            key = None
+        norms = [getattr(self, f"norm_l{layer}") for layer in layers] if self.layer_norm else None
+        return lstm(
+            x_TBI,
+            carries,
+            [self.weights(layer, key) for layer in layers],
+            lengths,
+            full=full,
+            dropout=self.dropout,
+            locked=self.locked,
+            norms=norms,
+            key=key,
+            lanes=lanes,
+            start=start,
+            sites=sites,
+            backend=self.kernel,
+        )
+
+    def weights(self, layer: int, key: Tensor | None = None) -> Layer:
+        """The weights of a layer; with a key, recurrent ones dropped by (row, column), the same for all chunks of a batch."""
+        directions = self._parameters_of(layer)
+        if key is None or not self.weight_drop:
+            return directions
+        dropped = []
+        for suffix, direction in zip(self._suffixes(layer), directions, strict=True):
+            rows, columns = (torch.arange(size, device=direction.w_hh.device) for size in direction.w_hh.shape)
+            folded = random.fold(key, random.site(f"{self.path}.weight_hh{suffix}.drop"))
+            mask = random.keep(folded, self.weight_drop, rows[:, None], columns, dtype=direction.w_hh.dtype)
+            dropped.append(direction._replace(w_hh=direction.w_hh * mask))
+        return tuple(dropped)
+
+    def initial(
+        self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None, layers: range | None = None
+    ) -> Carries:
+        """The carry at the start of a sequence, for so many lanes: zero, or learned."""
+        like = self.get_parameter("weight_ih_l0")
+        carries = []
+        for layer in range(self.num_layers) if layers is None else layers:
+            shapes = (self.directions, lanes, self.proj_size or self.widths[layer]), (self.directions, lanes, self.widths[layer])
+            if self.learned_carry:
+                learned = (getattr(self, f"carry_{part}_l{layer}") for part in "hc")
+                h, c = (each[:, None].expand(shape).to(dtype=dtype, device=device) for each, shape in zip(learned, shapes, strict=True))
+            else:
+                h, c = (torch.zeros(shape, dtype=dtype or like.dtype, device=device or like.device) for shape in shapes)
+            carries.append(Carry(h, c))
+        return tuple(carries)
+
+    def reset(self, carries: Carries, fresh_B: Tensor, layers: range | None = None) -> Carries:
+        """The carries, with the initial ones where a lane starts anew."""
+        first = carries[0].h
+        fresh_B1 = fresh_B[:, None]
+        starts = self.initial(first.shape[1], first.dtype, first.device, layers)
+        return tuple(
+            Carry(torch.where(fresh_B1, begin.h, carry.h), torch.where(fresh_B1, begin.c.to(carry.c.dtype), carry.c))
+            for begin, carry in zip(starts, carries, strict=True)
+        )
+
+    def split(self, carry: AnyCarry, lanes: int, *, batched: bool = True) -> Carries:
+        """One carry for each layer, checked, from nn.LSTM's stacked pair or from such carries themselves."""
+        shapes = [((self.directions, lanes, self.proj_size or width), (self.directions, lanes, width)) for width in self.widths]
+        stacked = len(carry) == 2 and isinstance(carry[0], Tensor) and isinstance(carry[1], Tensor)
+        if stacked and len(set(self.widths)) > 1:
+            raise UserError(f"layers of widths {list(self.widths)} need one carry for each layer; pass a tuple of {self.num_layers} (h, c)")
+        if stacked:
+            h, c = (each if batched else each[:, None] for each in (carry[0], carry[1]) if isinstance(each, Tensor))
+            for name, got, want in (("h", h, shapes[0][0]), ("c", c, shapes[0][1])):
+                expected = (self.num_layers * want[0], *want[1:])
+                if tuple(got.shape) != expected:
+                    shown, wanted = (
+                        (list(got.shape), list(expected)) if batched else ([*got.shape[:1], *got.shape[2:]], [expected[0], expected[2]])
+                    )
+                    raise UserError(f"carry {name} has shape {shown}, expected {wanted}; make it anew for these layers and lanes")
+            return tuple(Carry(*pair) for pair in zip(torch.split(h, self.directions), torch.split(c, self.directions), strict=True))
+        if len(carry) != self.num_layers:
+            raise UserError(f"got {len(carry)} carries for {self.num_layers} layers; pass one (h, c) for each layer")
+        carries = tuple(Carry(h, c) if batched else Carry(h[:, None], c[:, None]) for h, c in carry)
+        for layer, (each, expected) in enumerate(zip(carries, shapes, strict=True)):
+            if (tuple(each.h.shape), tuple(each.c.shape)) != expected:
+                shown = f"{list(each.h.shape)} and {list(each.c.shape)}, expected {list(expected[0])} and {list(expected[1])}"
+                raise UserError(f"carry of layer {layer} has shapes {shown}; make it anew for these layers and lanes")
+        return carries
+
+    def join(self, carries: Carries) -> Carry | Carries:
+        """nn.LSTM's stacked pair where all widths are equal, else the carries as they are."""
+        if len(set(self.widths)) > 1:
+            return carries
+        return Carry(torch.cat([carry.h for carry in carries]), torch.cat([carry.c for carry in carries]))
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}"]
+        for name in ("dropout", "bidirectional", "proj_size", "locked", "weight_drop", "layer_norm", "learned_carry"):
+            if getattr(self, name):
+                parts.append(f"{name}={getattr(self, name)}")
+        return ", ".join(parts)
+
+    def _suffixes(self, layer: int) -> tuple[str, ...]:
+        return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
+
+    def _parameters_of(self, layer: int) -> Layer:
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+        return tuple(LayerWeights(*[getattr(self, name + suffix, None) for name in names]) for suffix in self._suffixes(layer))  # type: ignore[arg-type]
+
+    def _lengths(self, lengths: Tensor | Sequence[int], steps: int, count: int, device: torch.device) -> Tensor:
+        lengths_B = torch.as_tensor(lengths)
+        if lengths_B.shape != (count,) or lengths_B.is_floating_point():
+            raise UserError(
+                f"lengths has shape {list(lengths_B.shape)} and dtype {lengths_B.dtype}; it needs {count} whole numbers, one for each lane"
+            )
+        # Lengths that live on a GPU are not looked at: that would wait for it.
+        if not lengths_B.is_cuda and bool(((lengths_B < 0) | (lengths_B > steps)).any()):
+            raise UserError(
+                f"lengths go from {int(lengths_B.min())} to {int(lengths_B.max())}; they must lie between 0 and the {steps} steps of x"
+            )
+        return lengths_B.to(device=device, dtype=torch.int64)

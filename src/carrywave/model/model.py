@@ -1,0 +1,82 @@
+"""`Model(encoder, lstm, head)`: where a user's own modules enter. They are checked here and made safe to cut over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import UserError
+from carrywave.model.dropout import keyed
+from carrywave.model.heads import Pooled
+from carrywave.model.lstm import LSTM
+from carrywave.model.stage import Stage
+from carrywave.model.state import Chunk, State
+
+__all__ = ["Chunk", "Model", "State"]
+
+
+class Model(nn.Module):
+    """Any per-step encoder, an LSTM stack, any head.
+
+    The encoder maps a chunk's inputs [T, B, …] to [T, B, I]. A head has `loss(y, target) -> (sum, count)`; one with
+    `pooled = True` also has `start` and `pool`, and its loss reads the accumulator. Their nn.Dropout becomes keyed.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, lstm: LSTM, head: nn.Module, *, dropout_in: nn.Module | None = None, dropout_out: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        if not isinstance(lstm, LSTM):
+            raise UserError(
+                f"the middle of a model is a carrywave LSTM, got {type(lstm).__name__}; build one and load_state_dict the weights"
+            )
+        if lstm.batch_first:
+            raise UserError("a model runs time first; build its LSTM without batch_first")
+        if not callable(getattr(head, "loss", None)):
+            raise UserError(f"the head {type(head).__name__} has no loss; give it loss(y, target) -> (sum, count)")
+        self.pooled = bool(getattr(head, "pooled", False))
+        missing = [name for name in ("start", "pool") if not callable(getattr(head, name, None))]
+        if self.pooled and missing:
+            raise UserError(f"the pooled head {type(head).__name__} has no {missing[0]}; a pooled head needs start, pool and loss")
+        if isinstance(head, Pooled):
+            # Only here are both known: where the reverse half of the last layer's output ends.
+            head.bidirectional = lstm.bidirectional
+        self.encoder = keyed(encoder, "encoder")
+        self.dropout_in = None if dropout_in is None else keyed(dropout_in, "dropout_in")
+        self.lstm = lstm
+        self.dropout_out = None if dropout_out is None else keyed(dropout_out, "dropout_out")
+        self.head = keyed(head, "head")
+
+    @property
+    def units(self) -> int:
+        """Encoder, layers and head: what stages are cut from."""
+        return self.lstm.num_layers + 2
+
+    def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
+        """The state before the first step."""
+        return Stage(self).start(lanes, device, dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
+        key: Tensor | None = None,
+        *,
+        fresh: Tensor | None = None,
+        lanes: Tensor | None = None,
+        start: int = 0,
+        full: bool = False,
+    ) -> tuple[Tensor, State]:
+        """What enters the head for x [T, B, …], and the state after it. `output` gives the head's result."""
+        lengths_B = None if lengths is None else torch.as_tensor(lengths, device=x.device)
+        state = self.start(x.shape[1], x.device) if state is None else state
+        y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh, lanes, start, key, full))
+        return y, state
+
+    def output(self, y: Tensor, state: State) -> Any:
+        """The head's result: for each step of y, or for each lane from the accumulator where the head pools."""
+        return self.head(state.acc if self.pooled else y)

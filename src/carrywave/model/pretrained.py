@@ -1,0 +1,81 @@
+"""Pretrained embeddings from text in GloVe's or word2vec's form: a token and its numbers on each line, perhaps after a line `N D`."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from carrywave.errors import DataError
+
+
+def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tensor) -> int:
+    """Copies the vectors of the vocabulary's tokens into the matrix's rows, and says how many were found.
+
+    Nothing is changed unless the whole file is right. Where a token comes twice, its first line counts.
+    """
+    if weight_VE.shape[0] < len(vocabulary):
+        raise DataError(
+            f"the embedding has {weight_VE.shape[0]} rows for a vocabulary of {len(vocabulary)} tokens; make it as large as the vocabulary"
+        )
+    rows = {token: row for row, token in enumerate(vocabulary)}
+    found: dict[int, list[float]] = {}
+    width = weight_VE.shape[1]
+    opener = gzip.open if str(path).endswith(".gz") else open
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8", newline="\n") as lines:
+            for number, line in enumerate(lines, start=1):
+                fields = line.rstrip().split(" ")
+                if number == 1 and width > 1 and len(fields) == 2 and all(field.isdigit() for field in fields):
+                    if int(fields[1]) != width:
+                        raise DataError(
+                            f"{path}:1: vectors of width {fields[1]}, the embedding has {width}; set model.embedding={fields[1]}"
+                        )
+                    continue
+                token = _token(fields, width, path, number)
+                row = rows.get(token)
+                if row is not None and row not in found:
+                    found[row] = _numbers(fields[-width:], path, number)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}); give a text file of embeddings") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path}:{number + 1}: not UTF-8 text; give embeddings as text, a token and its numbers on each line") from None
+    if found:
+        with torch.no_grad():
+            weight_VE[list(found)] = torch.tensor(list(found.values()), dtype=weight_VE.dtype, device=weight_VE.device)
+    return len(found)
+
+
+def _token(fields: list[str], width: int, path: str | Path, line: int) -> str:
+    """What stands before the numbers. A token may hold spaces; too many numbers are another width, not a long token."""
+    extra = len(fields) - 1 - width
+    if extra < 0 or (extra and all(_is_number(field) for field in fields[1 : 1 + extra])):
+        shown = len(fields) - 1
+        raise DataError(
+            f"{path}:{line}: {shown} numbers, the embedding has width {width}; set model.embedding={shown} or give another file"
+        )
+    return " ".join(fields[: 1 + extra])
+
+
+def _numbers(fields: list[str], path: str | Path, line: int) -> list[float]:
+    try:
+        values = [float(field) for field in fields]
+    except ValueError:
+        bad = next(field for field in fields if not _is_number(field))
+        raise DataError(f"{path}:{line}: {bad!r} is not a number; every line needs a token and {len(fields)} numbers") from None
+    if not all(math.isfinite(value) for value in values):
+        raise DataError(f"{path}:{line}: a number is not finite; every line needs a token and {len(fields)} finite numbers")
+    return values
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

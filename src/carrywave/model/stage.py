@@ -1,0 +1,132 @@
+"""A `Stage` is the units [first, last) of a model (encoder, layers, head): what one worker runs of every chunk.
+
+`y, raw, state = stage(x, state, chunk)`: nothing is hidden, so chunks can be run anywhere, in any order that the carries allow.
+
+Shapes: T time, B lane, W width of the last layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import PlanError
+from carrywave.kernels import random
+from carrywave.kernels.lengths import real_steps
+from carrywave.model.state import Chunk, State
+
+if TYPE_CHECKING:
+    from carrywave.model.model import Model
+
+__all__ = ["Chunk", "Stage", "State", "regularize"]
+
+Score = tuple[Tensor, Tensor]  # (loss sum, count)
+
+
+class Stage(nn.Module):
+    """Units of a model, sharing its modules and the names of their parameters."""
+
+    def __init__(self, model: Model, first: int = 0, last: int | None = None) -> None:
+        super().__init__()
+        units = model.lstm.num_layers + 2
+        last = units if last is None else last
+        if not 0 <= first < last <= units:
+            raise PlanError(f"a stage of units {first} to {last} does not fit a model of {units} units; give 0 <= first < last <= {units}")
+        self.first, self.last = first, last
+        self.layers = range(max(first, 1) - 1, min(last - 1, model.lstm.num_layers))
+        self.has_encoder, self.has_head = first == 0, last == units
+        self.encoder = model.encoder if self.has_encoder else None
+        self.dropout_in = model.dropout_in if self.has_encoder else None
+        self.lstm = model.lstm
+        self.dropout_out = model.dropout_out if self.has_head else None
+        self.head: Any = model.head if self.has_head else None
+        self.pooled = self.has_head and model.pooled
+
+    def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
+        """The state before the first chunk: initial carries of this stage's layers, and the head's accumulator."""
+        acc = self.head.start(lanes, dtype, device) if self.pooled else None
+        return State(self.lstm.initial(lanes, dtype, device, self.layers), acc)
+
+    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, Tensor, State]:
+        """One chunk: what goes to the next stage or into the head, the same before output dropout, and the state after it."""
+        if self.lstm.bidirectional and chunk.start:
+            raise PlanError(f"bidirectional layers read whole sequences, got a chunk from step {chunk.start}; leave plan.chunk_steps out")
+        with random.scope(chunk.key, chunk.lanes, chunk.start):
+            raw = x if self.encoder is None else self.encoder(x)
+            raw = raw if self.dropout_in is None else self.dropout_in(raw)
+            carries = state.carries
+            if self.layers:
+                raw, carries = self.lstm.run(
+                    raw,
+                    carries,
+                    lengths=chunk.lengths,
+                    fresh=chunk.fresh,
+                    lanes=chunk.lanes,
+                    start=chunk.start,
+                    key=chunk.key,
+                    full=chunk.full,
+                    layers=self.layers,
+                )
+            y = raw if self.dropout_out is None else self.dropout_out(raw)
+        return y, raw, State(carries, self._pool(y, state.acc, chunk) if self.pooled else state.acc)
+
+    def scope(self, chunk: Chunk) -> contextlib.AbstractContextManager[object]:
+        """The head runs within it, so that dropout in a user's head is keyed."""
+        return random.scope(chunk.key, chunk.lanes, 0 if self.pooled else chunk.start, pooled=self.pooled)
+
+    def loss(self, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
+        """Loss sum and count of the chunk; where the head pools, of the whole sequences, asked once after the last chunk."""
+        with self.scope(chunk):
+            score: Score = self.head.loss(state.acc if self.pooled else y, target)
+        return score
+
+    def regularize(self, raw: Tensor, y: Tensor, previous: Tensor | None, alpha: float, beta: float, lengths: Tensor | None) -> Tensor:
+        """See `regularize`; `previous` is the last layer's h [B, W] before this chunk, None in the first chunk of a window."""
+        norm = getattr(self.lstm, f"norm_l{self.lstm.num_layers - 1}", None)
+        before = previous if previous is None or norm is None else norm(previous)
+        return regularize(raw, y, before, alpha, beta, lengths)
+
+    def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[Tensor, ...]:
+        steps, lanes = y.shape[:2]
+        if chunk.fresh is not None:
+            acc = restart(acc, self.head.start(lanes, acc[0].dtype, y.device), chunk.fresh)
+        lengths = torch.full((lanes,), steps, dtype=torch.int64, device=y.device) if chunk.lengths is None else chunk.lengths
+        pooled: tuple[Tensor, ...] = self.head.pool(y, lengths, acc)
+        return pooled
+
+
+def restart(acc: tuple[Tensor, ...], begin: tuple[Tensor, ...], fresh_B: Tensor) -> tuple[Tensor, ...]:
+    """The accumulator, begun anew in the lanes that are fresh."""
+    return tuple(torch.where(fresh_B.reshape(-1, *[1] * (old.dim() - 1)), new, old) for new, old in zip(begin, acc, strict=True))
+
+
+def regularize(
+    y_raw_TBW: Tensor,
+    y_dropped_TBW: Tensor,
+    previous_BW: Tensor | None,
+    alpha: float,
+    beta: float,
+    lengths_B: Tensor | None,
+) -> Tensor:
+    """A sum over real steps, to be divided by the count of real targets along with the loss.
+
+    alpha weighs the mean square of each step's outputs after dropout; beta that of their change from the step before, without
+    dropout. `previous` is the output just before this chunk (None at the start of a window: no change is counted across it).
+    """
+    y_raw_TBW, y_dropped_TBW = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (y_raw_TBW, y_dropped_TBW))
+    real_TB1 = None if lengths_B is None else real_steps(lengths_B, y_raw_TBW.shape[0])
+
+    def total(values_TBW: Tensor, skipped: int) -> Tensor:
+        values_TBW = values_TBW if real_TB1 is None else torch.where(real_TB1[skipped:], values_TBW, 0.0)
+        return values_TBW.square().sum() / values_TBW.shape[-1]
+
+    result = y_raw_TBW.new_zeros(())
+    if alpha:
+        result = result + alpha * total(y_dropped_TBW, 0)
+    if beta:
+        joined = y_raw_TBW if previous_BW is None else torch.cat((previous_BW.to(y_raw_TBW.dtype)[None], y_raw_TBW))
+        result = result + beta * total(joined[1:] - joined[:-1], 1 if previous_BW is None else 0)
+    return result

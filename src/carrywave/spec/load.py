@@ -1,0 +1,291 @@
+"""Reads a spec: a YAML file, then `key=value` overrides, then validation. What is wrong becomes one line: fact and remedy.
+
+YAML is read with a `SafeLoader` that differs from PyYAML's in five ways: `3e-4` and `1e5` are numbers, only `true` and `false`
+are truth values (a label may be called `no`), keys are always text, and a key given twice and an alias (which could make a few
+lines into gigabytes) are refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from carrywave.errors import SpecError
+from carrywave.spec.describe import Key, keys
+from carrywave.spec.spec import Spec
+
+OPENED_BY_OVERRIDE = {"plan": "auto", "train.class_weights": "balanced"}  # words that stand for a whole section
+TYPE_ERRORS = ("_type", "literal_error", "int_from_float")
+SHOWN_CHARACTERS = 60
+YAML_TAG = "tag:yaml.org,2002:"
+NUMBER = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
+)
+TRUTH = re.compile(r"true|True|TRUE|false|False|FALSE")
+
+
+def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
+    """The spec in a YAML file (none: the defaults) with `key=value` overrides on top, validated."""
+    tree = _read(path) if path is not None else {}
+    for override in overrides:
+        _override(tree, override)
+    return parse(tree)
+
+
+def parse(tree: Mapping[str, Any]) -> Spec:
+    """The spec in a tree of plain values, such as a YAML file holds, validated."""
+    tree = {key: value for key, value in tree.items() if value is not None}  # a section whose keys are all commented out
+    unknown = list(_unknown(tree))
+    if unknown:
+        raise SpecError(_first_of(unknown))
+    try:
+        # Through JSON, because strict validation of JSON takes a list for a tuple, and still no text or truth value for a number.
+        return Spec.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        raise SpecError(_first_of(_explain(error, tree))) from None
+
+
+def dump(spec: Spec) -> str:
+    """The whole resolved spec as YAML; `load` reads it back to an equal one."""
+    return yaml.dump(spec.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Loader(yaml.SafeLoader):
+    """`SafeLoader` with the numbers, truth values and keys described above."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise _refusal("an alias (*name) is not allowed; write the value out", self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would take for a number, writes lists on one line, and no aliases."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+def _resolvers(base: Mapping[str, list[tuple[str, Any]]]) -> dict[str, list[tuple[str, Any]]]:
+    """PyYAML's resolvers less the ones for floats and truth values, which are added anew below."""
+    dropped = (f"{YAML_TAG}float", f"{YAML_TAG}bool", f"{YAML_TAG}merge", f"{YAML_TAG}value")
+    return {first: [(tag, pattern) for tag, pattern in rules if tag not in dropped] for first, rules in base.items()}
+
+
+_Loader.yaml_implicit_resolvers = _resolvers(yaml.SafeLoader.yaml_implicit_resolvers)
+for _kind in (_Loader, _Dumper):
+    # Whole numbers are resolved before these, so that 10 stays one.
+    _kind.add_implicit_resolver(f"{YAML_TAG}float", re.compile(f"^(?:{NUMBER.pattern})$"), list("-+0123456789."))
+_Loader.add_implicit_resolver(f"{YAML_TAG}bool", re.compile(f"^(?:{TRUTH.pattern})$"), list("tTfF"))
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> float | int:
+    value = loader.construct_yaml_float(node)
+    # 1e5 is a fine way to write a whole number of steps; 1.0 is not.
+    whole = "." not in node.value and math.isfinite(value) and abs(value) < 2**53 and value == int(value)
+    return int(value) if whole else float(value)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise _refusal("a key must be plain text; write key: value", key_node.start_mark)
+        if key_node.value in found:
+            raise _refusal(f"key {key_node.value} is given twice; keep one of the two", key_node.start_mark)
+        found[key_node.value] = loader.construct_object(value_node, deep=True)
+    return found
+
+
+def _refuse_tag(loader: _Loader, node: yaml.Node) -> None:
+    tag = node.tag.replace(YAML_TAG, "!!", 1)
+    raise _refusal(f"the tag {tag} is not allowed; a spec holds plain values only", node.start_mark)
+
+
+_Dumper.add_representer(list, lambda dumper, value: dumper.represent_sequence(f"{YAML_TAG}seq", value, flow_style=True))
+_Loader.add_constructor(f"{YAML_TAG}float", _number)
+_Loader.add_constructor(f"{YAML_TAG}map", _mapping)
+_Loader.add_constructor(None, _refuse_tag)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f":{mark.line + 1}" if mark is not None and "\n" in text else ""
+        problem = str(error.problem) if error.context is None else f"{error.context}, {error.problem}"
+        remedy = "" if ";" in problem else "; this is not YAML, quotes around text may help"
+        raise SpecError(f"{where}{line}: {problem}{remedy}") from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"{where}: {str(error).splitlines()[0]}; this is not YAML, write it as UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{where}: {str(error).splitlines()[0]}; this cannot be read as YAML, put text in quotes") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise SpecError(f"{path} does not exist; give the path of a spec file, or key=value") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is not UTF-8 text; give a spec file in YAML") from None
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror}; give the path of a spec file") from None
+    tree = _parse(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path} holds {_show(tree)}, not a mapping; write keys such as model: {{hidden: 256}}")
+    return tree
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    """Sets one dotted key in place; later overrides win."""
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise SpecError(f"{override!r} is not key=value; write for example model.hidden=256")
+    problem = _check_dotted(dotted)
+    if problem:
+        raise SpecError(problem)
+    value = _parse(text, override)
+    *parents, last = _split(dotted)
+    section, name = tree, ""
+    for parent in parents:
+        name = f"{name}.{parent}" if name else parent
+        below = section.get(parent)
+        if below is None or below == OPENED_BY_OVERRIDE.get(name):
+            below = section[parent] = {}
+        if not isinstance(below, dict):
+            raise SpecError(f"{name} is {_show(below)}, so {dotted} cannot be set; make {name} a section")
+        section = below
+    section[last] = value
+
+
+def _split(dotted: str) -> list[str]:
+    """The steps of a dotted key; below a key with free names the rest is one name, dots and all."""
+    for key in keys().values():
+        if key.free and dotted.startswith(f"{key.name}."):
+            return [*key.name.split("."), dotted[len(key.name) + 1 :]]
+    return dotted.split(".")
+
+
+def _check_dotted(dotted: str) -> str | None:
+    parent = ".".join(_split(dotted)[:-1])
+    if dotted in keys() or (parent in keys() and keys()[parent].free):
+        return None
+    return _suggest(dotted)
+
+
+def _unknown(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for field, value in tree.items():
+        key = keys().get(prefix + field)
+        if key is None:
+            yield _suggest(prefix + field)
+        elif key.section and isinstance(value, Mapping):
+            yield from _unknown(value, f"{key.name}.")
+
+
+def _suggest(dotted: str) -> str:
+    """The message for an unknown key, with the nearest known one."""
+    section, _, last = dotted.rpartition(".")
+    known = list(keys())
+    beside = [name for name in known if name.rpartition(".")[0] == section] or [name for name in known if "." not in name]
+    meant = (
+        [name for name in known if name.rpartition(".")[2] == last]
+        or _nearest(last, beside)
+        or difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
+        or _nearest(last, known)
+    )
+    if meant:
+        return f"unknown key {dotted}; did you mean {' or '.join(meant)}?"
+    return f"unknown key {dotted}; use one of {', '.join(beside)}"
+
+
+def _nearest(last: str, names: Sequence[str]) -> list[str]:
+    """The name whose last part is most like this, if any is; sections apart, the whole names would all look alike."""
+    by_last_part = {name.rpartition(".")[2]: name for name in names}
+    return [by_last_part[match] for match in difflib.get_close_matches(last, by_last_part, n=1)]
+
+
+def _first_of(problems: Sequence[str]) -> str:
+    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+
+
+def _explain(error: ValidationError, tree: Mapping[str, Any]) -> list[str]:
+    """One line for each field that is wrong; of the branches of a union, only the one that came nearest."""
+    by_field: dict[str, list[tuple[str, object, ErrorDetails]]] = {}
+    for detail in error.errors(include_url=False):
+        name, place, value = _locate(detail["loc"], tree)
+        by_field.setdefault(name, []).append((place, value, detail))
+    problems = []
+    for name, found in by_field.items():
+        if any(other.startswith(f"{name}.") for other in by_field):
+            continue  # the other branch of a union: the value is a section, and something in it is wrong
+        nearest = max(found, key=lambda one: (len(one[0]), not _is_type_error(one[2])))
+        problems.append(_sentence(name, *nearest))
+    return problems
+
+
+def _is_type_error(detail: ErrorDetails) -> bool:
+    return detail["type"].endswith(TYPE_ERRORS)
+
+
+def _locate(location: tuple[int | str, ...], tree: Mapping[str, Any]) -> tuple[str, str, object]:
+    """The key that an error is about, the place in its value (`model.hidden[1]`), and what stands there.
+
+    Pydantic puts the name of a union's branch between the steps; what cannot be followed in the tree is such a name.
+    """
+    name, place, value = "", "", tree
+    inside_value = False
+    for step in location:
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+            place = f"{place}.{step}" if place else str(step)
+            inside_value = inside_value or place not in keys()
+        elif isinstance(value, list) and isinstance(step, int) and step < len(value):
+            value, place, inside_value = value[step], f"{place}[{step}]", True
+        if not inside_value:
+            name = place
+    return name, place, value
+
+
+def _sentence(name: str, place: str, value: object, detail: ErrorDetails) -> str:
+    if detail["type"] == "value_error":
+        message = detail["msg"].removeprefix("Value error, ")
+        return message if not place or message.startswith(f"{place}.") else f"{place}.{message}"
+    key = keys().get(name)
+    if key is None:
+        return f"the spec cannot be read: {detail['msg']}; write plain text, numbers, lists and sections"
+    return f"{place} is {_show(value)}{_why(value, key, detail)}; use {key.takes}"
+
+
+def _why(value: object, key: Key, detail: ErrorDetails) -> str:
+    """What the value alone does not show."""
+    if "number" in key.takes and isinstance(value, str) and detail["type"] != "literal_error":
+        return ", which is text"
+    if detail["type"] == "string_type" and not isinstance(value, (dict, list)):
+        return ", which is not text (quotes make it text)"
+    if isinstance(value, float) and not math.isfinite(value):
+        return ", which is not finite"
+    return ""
+
+
+def _show(value: object) -> str:
+    """A value on one line, as YAML has it, cut short where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = text.replace("NaN", "nan").replace("Infinity", "inf") if isinstance(value, float) else text
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"

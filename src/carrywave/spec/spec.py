@@ -1,0 +1,248 @@
+"""What the user asked for, as frozen pydantic models. Torch-free: a laptop can check a spec for a cluster.
+
+Every field that changes the answer lives here; how the work is split lives in `PlanSpec` and changes nothing but speed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+
+BUILTIN_TEXT = "builtin:python-topics"
+
+
+class Section(BaseModel):
+    """A part of the spec: frozen, and closed to unknown keys and to non-finite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=False)
+
+
+class DataSpec(Section):
+    """Where the data is and how it is read."""
+
+    train: str | None = Field(BUILTIN_TEXT, description="file to train on; builtin:python-topics ships with Python")
+    valid: str | None = Field(None, description="file to validate on; without it, a share of train is held out")
+    test: str | None = Field(None, description="file to test on after training")
+    format: Literal["auto", "text", "jsonl", "csv", "parquet"] = Field("auto", description="auto goes by the file's name")
+    tokens: Literal["char", "word", "bpe", "byte"] = Field("char", description="how text becomes tokens")
+    vocabulary: Positive | None = Field(
+        None, description="keep this many most frequent tokens, the rest become <unk>; the size of a byte-pair vocabulary"
+    )
+    min_count: Positive = Field(1, description="tokens seen less often in train become <unk>")
+    share: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
+        0.1, description="part of train held out when there is no valid file; 0 for none"
+    )
+    split: tuple[float, ...] | None = Field(
+        None, description="forecasting: rows (or shares) of train, valid and test in one file, in this order"
+    )
+    columns: tuple[str, ...] | None = Field(None, description="columns the model reads; all numeric ones if left out")
+    targets: tuple[str, ...] | None = Field(None, description="forecasting: columns to forecast; all that are read if left out")
+    time: str | None = Field(None, description="the column of dates: ds, date or the first one that is not a number")
+    series: str | None = Field(None, description="the column that names a series in long format: unique_id")
+    horizon: Positive = Field(24, description="forecasting: steps ahead")
+    season: Positive = Field(1, description="forecasting: steps in a season, for the seasonal-naive baseline")
+    residual: Literal["none", "last", "season"] = Field(
+        "last", description="forecasting: what is forecast is the difference from this naive forecast"
+    )
+    quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
+        None, description="forecasting: quantiles to forecast, rising"
+    )
+    context: Positive | None = Field(None, description="forecasting: rows before a valid or test part that warm up the carry")
+    standardize: bool = Field(True, description="numeric features are shifted and scaled by train's mean and deviation")
+    cache: str | None = Field(None, description="folder of parsed data; $CARRYWAVE_CACHE or ~/.cache/carrywave if left out")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.quantiles is not None and (
+            not self.quantiles or any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
+        ):
+            raise ValueError(f"quantiles must rise, got {list(self.quantiles)}; list them from low to high, each once")
+        if self.split is not None:
+            if len(self.split) not in (2, 3) or any(part <= 0 for part in self.split):
+                raise ValueError(f"split {list(self.split)} must hold two or three positive parts: train, valid and perhaps test")
+            if any(part < 1 for part in self.split) and sum(self.split) > 1 + 1e-9:
+                raise ValueError(f"split {list(self.split)} adds up to more than 1; use shares that add up to at most 1, or whole rows")
+            if all(part >= 1 for part in self.split) and any(part != int(part) for part in self.split):
+                raise ValueError(f"split {list(self.split)} must be whole numbers of rows, or shares below 1")
+        return self
+
+
+class ModelSpec(Section):
+    """The network: encoder, stacked LSTM, head."""
+
+    hidden: Positive | tuple[Positive, ...] = Field(256, description="units of each layer; a list gives each layer its own width")
+    layers: Positive = Field(2, description="number of LSTM layers")
+    embedding: Positive | None = Field(None, description="width of the token embedding; hidden if left out")
+    projection: Annotated[int, Field(ge=0)] = Field(0, description="width that each layer's output is projected to (proj_size); 0 for none")
+    bidirectional: bool = Field(False, description="read separate sequences in both directions")
+    dropout: Share = Field(0.0, description="dropout on the embedding or input, between layers and before the head")
+    dropout_input: Share | None = Field(None, description="on the encoder's output; dropout if left out")
+    dropout_hidden: Share | None = Field(None, description="between layers; dropout if left out")
+    dropout_output: Share | None = Field(None, description="before the head; dropout if left out")
+    dropout_words: Share = Field(0.0, description="drops whole rows of the embedding")
+    weight_drop: Share = Field(0.0, description="drops recurrent weights, the same for all steps of a batch")
+    locked: bool = Field(False, description="dropout masks are the same at every step of a batch (variational)")
+    tie: bool = Field(False, description="language: softmax and embedding share one matrix")
+    layer_norm: bool = Field(False, description="normalise each layer's output")
+    learned_carry: bool = Field(False, description="the state at the start of a sequence is learned instead of zero")
+    init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="initial LSTM weights")
+    forget_bias: float | None = Field(None, description="initial bias of the forget gate")
+    pool: Literal["last", "mean"] = Field(
+        "last", description="classification, regression: the last real step, or the mean of all real steps"
+    )
+    pretrained: str | None = Field(None, description="text file of pretrained embeddings: a token and its numbers on each line")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:
+            raise ValueError(f"hidden lists {len(self.hidden)} widths for {self.layers} layers; give one width for each layer")
+        widths = self.widths
+        if self.projection and self.projection >= min(widths):
+            raise ValueError(f"projection {self.projection} must be smaller than hidden {min(widths)}")
+        return self
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Hidden units of each layer."""
+        return self.hidden if isinstance(self.hidden, tuple) else (self.hidden,) * self.layers
+
+
+class BatchSpec(Section):
+    """How much goes into one batch: streams × window, or a budget of steps for separate sequences."""
+
+    lanes: Positive | None = Field(None, description="contiguous streams that go side by side")
+    steps: Positive | None = Field(None, description="window of back-propagation through time; the carry is kept between windows")
+    vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed); the learning rate follows the length")
+    tokens: Positive | None = Field(None, description="separate sequences: steps in a batch, padding included")
+    eval_lanes: Positive | None = Field(None, description="streams in evaluation; lanes if left out")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tokens is not None and (self.lanes is not None or self.steps is not None):
+            raise ValueError("batch.tokens is for separate sequences and batch.lanes/batch.steps for streams; give one of the two")
+        return self
+
+
+class TrainSpec(Section):
+    """The optimisation."""
+
+    optimizer: Literal["sgd", "adam", "adamw", "ntasgd"] = Field(
+        "adam", description="rule of the step; ntasgd is SGD that averages its weights once it stalls"
+    )
+    lr: Annotated[float, Field(gt=0.0)] = Field(2e-3, description="learning rate")
+    momentum: Share = Field(0.0, description="sgd only")
+    betas: tuple[Share, Share] = Field((0.9, 0.999), description="adam and adamw")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="pulls weights to zero; adamw apart from the gradient, the others through it"
+    )
+    nonmono: Positive = Field(5, description="ntasgd: evaluations without a better one before averaging starts")
+    clip: Annotated[float, Field(gt=0.0)] | None = Field(None, description="largest norm of all gradients together")
+    epochs: Positive = Field(10, description="passes over train")
+    max_steps: Positive | None = Field(None, description="stop after this many optimizer steps")
+    accumulate: Positive = Field(1, description="batches for each optimizer step")
+    precision: Literal["fp32", "tf32", "fp64", "bf16", "fp16"] = Field(
+        "fp32", description="arithmetic; with bf16 and fp16, parameters and optimizer stay in fp32"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="keys all randomness: weights, order, dropout")
+    schedule: Literal["constant", "cosine", "plateau", "step", "linear"] = Field("constant", description="course of the learning rate")
+    warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up, with any schedule")
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.25, description="plateau and step multiply the rate by this")
+    patience: Annotated[int, Field(ge=0)] = Field(0, description="plateau: evaluations without a better one that are let pass")
+    every: Positive = Field(10, description="step: epochs between two reductions")
+    min_lr: Annotated[float, Field(ge=0.0)] = Field(0.0, description="no schedule goes below this")
+    alpha: Annotated[float, Field(ge=0.0)] = Field(0.0, description="activation regularisation")
+    beta: Annotated[float, Field(ge=0.0)] = Field(0.0, description="temporal activation regularisation")
+    evaluate_every: Positive | None = Field(None, description="optimizer steps between evaluations; at each epoch's end if left out")
+    early_stop: Positive | None = Field(None, description="stop after this many evaluations without a better one")
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
+        None, description="classification, tagging"
+    )
+    loss: Literal["mse", "mae"] = Field("mse", description="forecasting without quantiles, regression")
+    log_every: Positive = Field(50, description="optimizer steps between lines in metrics.jsonl")
+    keep: Positive = Field(2, description="snapshots kept")
+
+
+class PlanSpec(Section):
+    """How the work is split. Changes speed and memory, never the answer."""
+
+    replicas: Positive | None = Field(None, description="copies that share the lanes; workers ÷ stages if left out")
+    stages: Positive = Field(1, description="parts of the layers, one after the other")
+    chunk_steps: Positive | None = Field(None, description="steps of a time chunk; the whole window if left out")
+    slices: Positive = Field(1, description="parts of the lanes that follow each other through the stages")
+    cuts: tuple[Positive, ...] | None = Field(
+        None, description="first unit of each stage after the first; encoder is unit 0, head the last"
+    )
+    recompute: bool = Field(False, description="keep only what enters a chunk, and compute the rest again in backward")
+    kernel: Literal["auto", "reference", "aten"] = Field("auto", description="backend of the LSTM")
+
+
+class Spec(Section):
+    """One training run, whole."""
+
+    task: TaskName = Field(
+        "language", description="what is learned: the next token, a label a sequence, a label a step, the next values, numbers a sequence"
+    )
+    data: DataSpec = DataSpec()
+    model: ModelSpec = ModelSpec()
+    batch: BatchSpec = BatchSpec()
+    train: TrainSpec = TrainSpec()
+    plan: Literal["auto"] | PlanSpec = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        streams = self.streams
+        if self.model.tie:
+            if self.task != "language":
+                raise ValueError(f"model.tie is for language models, not for {self.task}; leave it out")
+            last = self.model.projection or self.model.widths[-1]
+            first = self.model.embedding or self.model.widths[0]
+            if last != first:
+                raise ValueError(
+                    f"model.tie needs embedding and last layer of one width, got {first} and {last}; set model.embedding={last}"
+                )
+        if self.model.bidirectional and (streams or self.task in ("language", "forecasting")):
+            raise ValueError(
+                "model.bidirectional needs whole separate sequences (classification, tagging, regression with batch.tokens); "
+                "it cannot read a stream backwards"
+            )
+        if self.task == "forecasting" and self.batch.tokens is not None:
+            raise ValueError("forecasting reads streams; give batch.lanes and batch.steps instead of batch.tokens")
+        if self.task in ("classification", "regression") and streams:
+            raise ValueError(f"{self.task} reads separate sequences; give batch.tokens instead of batch.lanes and batch.steps")
+        if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
+            raise ValueError("train.optimizer=ntasgd averages instead of lowering the rate; use train.schedule=constant")
+        return self
+
+    @property
+    def streams(self) -> bool:
+        """Whether data is cut into contiguous streams with a carried state, rather than separate sequences."""
+        if self.batch.tokens is not None:
+            return False
+        if self.batch.lanes is not None or self.batch.steps is not None:
+            return True
+        return self.task in ("language", "forecasting")
+
+    @property
+    def lanes(self) -> int:
+        """Streams side by side in training."""
+        return self.batch.lanes or 32
+
+    @property
+    def steps(self) -> int:
+        """Window of a stream."""
+        return self.batch.steps or 64
+
+    @property
+    def tokens(self) -> int:
+        """Steps in a batch of separate sequences."""
+        return self.batch.tokens or 4096
+
+    @property
+    def plan_spec(self) -> PlanSpec:
+        """The plan as asked for; `auto` leaves everything to the planner."""
+        return PlanSpec() if self.plan == "auto" else self.plan

@@ -1,0 +1,201 @@
+"""Metrics as sums on the device: they can be added over ranks, kept in a snapshot, and are read by the host only at the end.
+
+Targets that count for nothing (-100, or NaN among floats) add nothing. Shapes: T time, B lane, K classes or outputs,
+H horizon, C columns, Q quantiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import IGNORED
+from carrywave.errors import RunError
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import Spec
+
+
+class Metric(Protocol):
+    """Sums that batches add to."""
+
+    def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
+        """Add a batch: what the head put out, its targets, and perhaps a baseline's forecast."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The sums themselves, not copies: adding those of all ranks in place gives the metric of the whole."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up sums from a snapshot."""
+
+    def values(self) -> dict[str, float]:
+        """The metrics by name; waits for the device."""
+
+
+def for_task(spec: Spec, facts: DataFacts, device: torch.device | str = "cpu", scale_C: Tensor | None = None) -> Metric | None:
+    """The metric of a spec's task; None for language models, whose loss says it all (see `language`)."""
+    match spec.task:
+        case "language":
+            return None
+        case "classification" | "tagging":
+            return Confusion(len(facts.labels), device)
+        case "forecasting":
+            return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, scale_C, device)
+        case "regression":
+            return Errors(1, facts.outputs, device=device)
+
+
+def language(loss: float) -> dict[str, float]:
+    """Perplexity and bits a token, from the mean loss in nats."""
+    # Past this the exponential leaves float64.
+    return {"perplexity": math.exp(loss) if loss < 709.0 else loss if math.isnan(loss) else math.inf, "bits": loss / math.log(2.0)}
+
+
+class Mean:
+    """A mean of summed losses over their counts."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
+        """Add a sum of losses (`out`) and the number of targets in it (`target`)."""
+        self.loss_sum += out.detach()
+        self.count += target
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The sums."""
+        return {"loss_sum": self.loss_sum, "count": self.count}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up sums from a snapshot."""
+        _take(self.tensors(), tensors)
+
+    def values(self) -> dict[str, float]:
+        """The mean; NaN where nothing was added."""
+        return {"loss": _ratio(self.loss_sum, self.count)}
+
+
+class Confusion:
+    """Accuracy and macro F1, from how often each class was taken for each."""
+
+    def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
+        self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # target, guess
+
+    @torch.no_grad()
+    def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
+        """Add logits [B, K] or [T, B, K] and classes [B] or [T, B]."""
+        real = (target != IGNORED).reshape(-1)
+        place = (target * self.counts_KK.shape[0] + out.argmax(-1)).reshape(-1)
+        # Ignored ones add zero to the first cell: picking the others out would make the host wait for their number.
+        self.counts_KK.view(-1).scatter_add_(0, torch.where(real, place, 0), real.to(torch.int64))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The sums."""
+        return {"confusion": self.counts_KK}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up sums from a snapshot."""
+        _take(self.tensors(), tensors)
+
+    def values(self) -> dict[str, float]:
+        """Accuracy, and the mean F1 of the classes that occur as a target or as a guess."""
+        counts_KK = self.counts_KK.cpu().to(torch.float64)
+        hits_K = counts_KK.diagonal()
+        occurrences_K = counts_KK.sum(0) + counts_KK.sum(1)
+        f1_K = (2.0 * hits_K / occurrences_K)[occurrences_K > 0]
+        return {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
+
+
+class Errors:
+    """Errors of numbers, for each step ahead and column: MAE, RMSE; for forecasts MASE, the baseline's MAE, coverage of quantiles."""
+
+    def __init__(
+        self,
+        horizon: int,
+        outputs: int,
+        quantiles: Sequence[float] | None = None,
+        scale_C: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.quantiles = tuple(quantiles or ())
+        self.scale_C = None if scale_C is None else scale_C.to("cpu", torch.float64)  # the seasonal-naive MAE within train, of each column
+        zeros_HC = torch.zeros(horizon, outputs, dtype=torch.float64, device=device)
+        self.absolute_HC, self.square_HC, self.count_HC = zeros_HC.clone(), zeros_HC.clone(), zeros_HC.clone()
+        self.naive_HC, self.naive_count_HC = zeros_HC.clone(), zeros_HC.clone()
+        self.covered_Q = torch.zeros(len(self.quantiles), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
+        """Add forecasts [T, B, H, C] or [T, B, H, C, Q] and targets [T, B, H, C], or [B, K] and [B, K]."""
+        tail = tuple(self.count_HC.shape)
+        target_NHC = target.reshape(-1, *tail)
+        real_NHC = ~target_NHC.isnan()
+        self.count_HC += real_NHC.sum(0)
+        if self.quantiles:
+            out_NHCQ = out.to(target.dtype).reshape(-1, *tail, len(self.quantiles))
+            below_NHCQ = (target_NHC.unsqueeze(-1) <= out_NHCQ) & real_NHC.unsqueeze(-1)
+            self.covered_Q += below_NHCQ.flatten(0, -2).sum(0)
+            out_NHC = out_NHCQ[..., self._median]
+        else:
+            out_NHC = out.to(target.dtype).reshape(-1, *tail)
+        error_NHC = torch.where(real_NHC, out_NHC - target_NHC, 0.0).to(torch.float64)
+        self.absolute_HC += error_NHC.abs().sum(0)
+        self.square_HC += error_NHC.square().sum(0)
+        if baseline is not None:
+            # The baseline may reach back before the data begins, and is NaN there.
+            gap_NHC = (baseline.reshape(-1, *tail) - target_NHC).to(torch.float64)
+            self.naive_HC += gap_NHC.abs().nansum(0)
+            self.naive_count_HC += (~gap_NHC.isnan()).sum(0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The sums."""
+        return {
+            "absolute": self.absolute_HC,
+            "square": self.square_HC,
+            "count": self.count_HC,
+            "naive": self.naive_HC,
+            "naive_count": self.naive_count_HC,
+            "covered": self.covered_Q,
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up sums from a snapshot."""
+        _take(self.tensors(), tensors)
+
+    def values(self) -> dict[str, float]:
+        """MAE and RMSE; MASE where a scale was given; the baseline's MAE where there was one; coverage of each quantile."""
+        count = self.count_HC.sum()
+        found = {"mae": _ratio(self.absolute_HC.sum(), count), "rmse": math.sqrt(_ratio(self.square_HC.sum(), count))}
+        if self.scale_C is not None:
+            # A column that never changes within a season has no scale, and no MASE.
+            known_C = self.scale_C > 0
+            scaled_HC = self.absolute_HC.cpu()[:, known_C] / self.scale_C[known_C]
+            found["mase"] = _ratio(scaled_HC.sum(), self.count_HC.cpu()[:, known_C].sum())
+        if self.naive_count_HC.sum().item() > 0:
+            found["naive_mae"] = _ratio(self.naive_HC.sum(), self.naive_count_HC.sum())
+        for quantile, covered in zip(self.quantiles, self.covered_Q, strict=True):
+            found[f"coverage_{quantile:g}"] = _ratio(covered, count)
+        return found
+
+    @property
+    def _median(self) -> int:
+        """The quantile that serves as the point forecast: the one nearest to 0.5."""
+        return min(range(len(self.quantiles)), key=lambda number: abs(self.quantiles[number] - 0.5))
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    total = whole.item()
+    return part.item() / total if total else math.nan
+
+
+def _take(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    for name, place in own.items():
+        tensor = given.get(name)
+        if tensor is None or tensor.shape != place.shape or tensor.dtype != place.dtype:
+            raise RunError(f"the snapshot's metric {name} does not fit this task; resume with the spec it was made with")
+        place.copy_(tensor)

@@ -1,0 +1,153 @@
+"""A task puts its parts together: a view of the data, a network with its head, and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from carrywave.data.codec import Codec
+from carrywave.data.sequences import Sequences
+from carrywave.data.view import View
+from carrywave.errors import SpecError
+from carrywave.model.dropout import Dropout
+from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.heads import Forecast, Softmax
+from carrywave.model.initial import initialize
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+from carrywave.model.pooled import PooledNumbers, PooledSoftmax
+from carrywave.model.pretrained import load_embeddings
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import Spec
+from carrywave.tasks import metrics, views
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the data as a task reads it: train, valid, test, or a file that came later."""
+
+    name: str
+    data: Sequences
+    view: View
+    baseline: dict[str, float] = field(default_factory=dict)  # what a forecaster that knows nothing but the season reaches
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a spec and its data ask for."""
+
+    spec: Spec
+    codec: Codec
+    facts: DataFacts
+    scale: tuple[float, ...] = ()  # forecasting: what MASE divides by, for each column that is forecast
+
+    @staticmethod
+    def of(spec: Spec, codec: Codec, facts: DataFacts, train: Sequences) -> Task:
+        """The task of a run that trains on this data."""
+        scale: tuple[float, ...] = ()
+        if spec.task == "forecasting":
+            scale = tuple(views.naive_scale(train, spec.data.season, np.array(codec.targets)).tolist())
+        return Task(spec, codec, facts, scale)
+
+    def part(self, name: str, data: Sequences) -> Part:
+        """The steps and targets of a part."""
+        match self.spec.task:
+            case "language":
+                view = views.language(data)
+            case "tagging":
+                view = views.tagging(data)
+            case "forecasting":
+                view = views.forecasting(data, self.spec.data, np.array(self.codec.targets))
+            case "classification" | "regression":
+                view = views.pooled(data)
+        return Part(name, data, view, self._baseline(data) if name != "train" else {})
+
+    def _baseline(self, data: Sequences) -> dict[str, float]:
+        if self.spec.task != "forecasting":
+            return {}
+        return {"naive_mae": float(views.naive_error(data, self.spec.data, np.array(self.codec.targets)).mean())}
+
+    def model(self, train: Sequences | None = None) -> Model:
+        """The network, with initial weights keyed by the seed. Balanced class weights need the training data."""
+        spec = self.spec.model
+        tokens = self.facts.vocabulary > 0
+        width = (spec.embedding or spec.widths[0]) if tokens else self.facts.features
+        encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words) if tokens else Numbers(width)
+        hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
+        lstm = LSTM(
+            width,
+            spec.widths,
+            spec.layers,
+            dropout=hidden,
+            bidirectional=spec.bidirectional,
+            proj_size=spec.projection,
+            locked=spec.locked,
+            weight_drop=spec.weight_drop,
+            layer_norm=spec.layer_norm,
+            learned_carry=spec.learned_carry,
+            kernel=self.spec.plan_spec.kernel,
+        )
+        first = spec.dropout if spec.dropout_input is None else spec.dropout_input
+        last = spec.dropout if spec.dropout_output is None else spec.dropout_output
+        # Numbers are few and each of them matters; their default is no dropout.
+        first = first if tokens or spec.dropout_input is not None else 0.0
+        model = Model(
+            encoder,
+            lstm,
+            self._head(lstm.output_size, encoder, train),
+            dropout_in=Dropout(first, locked=spec.locked, name="dropout_in"),
+            dropout_out=Dropout(last, locked=spec.locked, name="dropout_out"),
+        )
+        initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias)
+        if spec.pretrained is not None:
+            self._pretrain(encoder)
+        return model
+
+    def _head(self, width: int, encoder: Embedding | Numbers, train: Sequences | None) -> Softmax | PooledSoftmax | PooledNumbers | Forecast:
+        spec, facts = self.spec, self.facts
+        match spec.task:
+            case "language":
+                tied = encoder.weight if spec.model.tie and isinstance(encoder, Embedding) else None
+                return Softmax(width, facts.vocabulary, tied=tied)
+            case "tagging":
+                return Softmax(width, len(facts.labels), weights=self._class_weights(train))
+            case "classification":
+                return PooledSoftmax(width, len(facts.labels), spec.model.pool, self._class_weights(train), bidirectional=spec.model.bidirectional)
+            case "regression":
+                return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
+            case "forecasting":
+                return Forecast(width, spec.data.horizon, facts.outputs, spec.data.quantiles, loss=spec.train.loss)
+
+    def _class_weights(self, train: Sequences | None) -> Tensor | None:
+        asked, labels = self.spec.train.class_weights, self.facts.labels
+        if asked is None:
+            return None
+        if isinstance(asked, dict):
+            unknown = sorted(set(asked) - set(labels))
+            if unknown:
+                raise SpecError(f"train.class_weights names {unknown[0]!r}, which is not a label; the labels are {', '.join(labels)}")
+            return torch.tensor([asked.get(label, 1.0) for label in labels])
+        numbers = None if train is None else train.labels if self.spec.task == "classification" else train.tags
+        if numbers is None:
+            return torch.ones(len(labels))  # weights come with the parameters; only their shape matters here
+        counts = np.bincount(np.asarray(numbers)[np.asarray(numbers) >= 0], minlength=len(labels))
+        return torch.tensor(counts.sum() / (len(labels) * np.maximum(counts, 1)), dtype=torch.float32)
+
+    def _pretrain(self, encoder: Embedding | Numbers) -> None:
+        path = self.spec.model.pretrained
+        if path is None or not isinstance(encoder, Embedding) or not self.codec.vocabulary:
+            raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters (data.tokens=word); leave it out")
+        load_embeddings(path, list(self.codec.vocabulary), encoder.weight)
+
+    def meter(self, device: torch.device) -> metrics.Metric | None:
+        """An empty metric, for one pass over a part."""
+        scale = torch.tensor(self.scale) if self.scale else None
+        return metrics.for_task(self.spec, self.facts, device, scale)
+
+    def derived(self, loss: float) -> dict[str, float]:
+        """Metrics that follow from the loss alone."""
+        return metrics.language(loss) if self.spec.task == "language" else {}
+

@@ -1,0 +1,112 @@
+"""What each task reads of its data: `Sequences` in, a `View` of steps and targets out. NumPy only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data.sequences import Ints, Sequences
+from carrywave.data.view import View
+from carrywave.spec.spec import DataSpec
+
+
+def language(data: Sequences) -> View:
+    """Each token but the last of a sequence predicts the one after it."""
+    tokens = data.inputs
+
+    def next_token(rows: Ints) -> NDArray[np.int64]:
+        return np.asarray(tokens[rows + 1], dtype=np.int64)
+
+    return View(tokens, data.starts, data.lengths - 1, targets_at=next_token)
+
+
+def tagging(data: Sequences) -> View:
+    """Each step has a tag of its own; without tags (prediction) there are no targets."""
+    tags = data.tags
+    if tags is None:
+        return View(data.inputs, data.starts, data.lengths)
+
+    def tag(rows: Ints) -> NDArray[np.int64]:
+        return np.asarray(tags[rows], dtype=np.int64)
+
+    return View(data.inputs, data.starts, data.lengths, targets_at=tag)
+
+
+def pooled(data: Sequences) -> View:
+    """One label for each sequence: classification and regression."""
+    return View(data.inputs, data.starts, data.lengths, labels=data.labels)
+
+
+class Naive:
+    """The naive forecast that a forecast is the difference from: nothing, the last value, or the season before."""
+
+    def __init__(self, data: Sequences, columns: Ints, horizon: int, season: int, kind: str) -> None:
+        self.values, self.columns, self.kind = data.inputs, columns, kind
+        order = np.argsort(data.starts, kind="stable")
+        self._starts = data.starts[order]
+        ahead = np.arange(1, horizon + 1)
+        # The latest value in the same place of the season that is known at the origin.
+        self._back = ahead - season * -(-ahead // season)
+
+    def __call__(self, rows: Ints) -> NDArray[Any]:
+        """Forecasts [..., horizon, columns] made at the given rows."""
+        if self.kind == "none":
+            return np.zeros((*rows.shape, len(self._back), len(self.columns)), dtype=np.float32)
+        wanted = rows[..., None] + (self._back if self.kind == "season" else np.zeros_like(self._back))
+        starts = self._starts[np.searchsorted(self._starts, rows, side="right") - 1]
+        # Where a season of history is not there yet, the last value stands in for it.
+        known = np.where(wanted >= starts[..., None], wanted, rows[..., None])
+        return np.asarray(self.values[known][..., self.columns])
+
+
+def forecasting(data: Sequences, spec: DataSpec, columns: Ints) -> View:
+    """Every row from which the whole horizon lies inside its part is an origin; targets are differences from the naive forecast."""
+    naive = Naive(data, columns, spec.horizon, spec.season, spec.residual)
+    ahead = np.arange(1, spec.horizon + 1)
+    values = data.inputs
+
+    def future(rows: Ints) -> NDArray[Any]:
+        # Rows of padding repeat a real row, so only the end of the whole array needs care.
+        wanted = np.minimum(rows[..., None] + ahead, len(values) - 1)
+        return (values[wanted][..., columns] - naive(rows)).astype(np.float32)
+
+    # The last row of the context is the origin of the first forecast.
+    warm = None if data.warm is None else np.maximum(data.warm - 1, 0)
+    return View(values, data.starts, data.lengths - spec.horizon, targets_at=future, warm=warm)
+
+
+def naive_error(data: Sequences, spec: DataSpec, columns: Ints) -> NDArray[np.float64]:
+    """Mean absolute error of the seasonal-naive forecast for each column, over the origins that a forecaster is scored on."""
+    seasonal = Naive(data, columns, spec.horizon, spec.season, "season")
+    ahead = np.arange(1, spec.horizon + 1)
+    total, count = np.zeros(len(columns)), 0
+    for rows in _origins(data, spec.horizon):
+        error = np.abs(np.asarray(data.inputs[rows[:, None] + ahead][..., columns], dtype=np.float64) - seasonal(rows))
+        total += error.sum(axis=(0, 1))
+        count += error.shape[0] * error.shape[1]
+    return total / max(count, 1)
+
+
+def naive_scale(data: Sequences, season: int, columns: Ints) -> NDArray[np.float64]:
+    """Mean absolute change over one season for each column: what MASE divides by."""
+    total, count = np.zeros(len(columns)), 0
+    for start, length in zip(data.starts, data.lengths, strict=True):
+        if length <= season:
+            continue
+        part = np.asarray(data.inputs[start : start + length][:, columns], dtype=np.float64)
+        total += np.abs(part[season:] - part[:-season]).sum(axis=0)
+        count += length - season
+    scale = total / max(count, 1)
+    return np.where(scale > 0, scale, 1.0)
+
+
+def _origins(data: Sequences, horizon: int, block: int = 1024) -> list[Ints]:
+    """Rows that count as origins, in blocks, so that memory stays flat."""
+    blocks: list[Ints] = []
+    warm = np.zeros(len(data), dtype=np.int64) if data.warm is None else np.maximum(data.warm - 1, 0)
+    for start, length, skip in zip(data.starts, data.lengths, warm, strict=True):
+        rows = np.arange(start + skip, start + length - horizon, dtype=np.int64)
+        blocks += [rows[i : i + block] for i in range(0, len(rows), block)]
+    return blocks

@@ -1,0 +1,166 @@
+"""Files that are either whole or not there, and tensors in them: atomic writes, and safetensors written by hand.
+
+The safetensors library writes metadata in a random order and copies every tensor first. Ours writes tensor after tensor,
+and equal content gives equal bytes. Reading is the library's, behind checks that name what is wrong with a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from carrywave.errors import RunError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@contextmanager
+def writing(what: str, kept: str = "") -> Iterator[None]:
+    """Turns a failure of the disk into one line; `kept` says what is still there."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"{what} could not be written: {reason}; {kept}free some room or make the folder writable, then go on") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames within a folder last through a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes its name only when it is whole and on the disk."""
+    # A fixed name, so that what a killed run left is overwritten and not collected.
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        with draft.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a small file atomically."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Write tensors as safetensors into an open file; returns its bytes and their SHA-256.
+
+    One copy in memory at most, of one tensor at a time. Equal tensors and metadata give equal bytes.
+    """
+    # Wide elements first keeps every tensor aligned, as the library's own writer does.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    total = 0
+    for piece in _pieces(text, tensors, names):
+        file.write(piece)
+        digest.update(piece)
+        total += len(piece)
+    return total, digest.hexdigest()
+
+
+def _pieces(text: bytes, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[memoryview]:
+    yield memoryview(len(text).to_bytes(8, "little"))
+    yield memoryview(text)
+    for name in names:
+        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        # Bytes as they are: NumPy has no bfloat16.
+        yield flat.view(torch.uint8).numpy().data
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; one line for a file that is anything else."""
+    check_form(path)
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RunError(f"{path} is not a sound safetensors file ({_line(error)}); copy it again, or use another one") from error
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts that a safetensors file carries beside its tensors."""
+    check_form(path)
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{path} is not a sound safetensors file ({_line(error)}); copy it again, or use another one") from error
+
+
+def check_form(path: Path) -> None:
+    """Whether a file can be safetensors at all: there, no pickle, and as long as its header says."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(head, "little")
+            text = file.read(length) if 8 + length <= size else b""
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}; give the path of a safetensors file") from error
+    # torch.save writes a zip archive, or in its old form a bare pickle: protocol 2 and above begin with 0x80.
+    if head[:4] == b"PK\x03\x04" or (
+        head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and not text.startswith(b"{")
+    ):
+        raise RunError(f"{path} is a pickle (torch.save), which can run code when it is read; convert it to safetensors first")
+    if len(head) < 8 or (not text and length < 2**32):
+        raise RunError(f"{path} is truncated: {size} bytes are less than its header; copy it again, or use another one")
+    try:
+        header = json.loads(text)
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise RunError(f"{path} is not a safetensors file: it has no readable header; give the path of a safetensors file") from error
+    if isinstance(end, int) and size < 8 + length + end:
+        raise RunError(f"{path} is truncated: {size} of {8 + length + end} bytes are there; copy it again, or use another one")
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder as far as that can be done; what is left of it is never read."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

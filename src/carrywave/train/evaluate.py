@@ -1,0 +1,90 @@
+"""Judging a model on one part of the data: a pass without gradients, with a carry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import Batch
+from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
+from carrywave.data.stream import Loader
+from carrywave.data.view import View
+from carrywave.model.model import Model
+from carrywave.model.stage import Stage
+from carrywave.parallel import pipeline
+from carrywave.parallel.precision import autocast
+from carrywave.plan.plan import Plan
+from carrywave.spec.spec import Spec
+from carrywave.tasks.metrics import Metric
+from carrywave.tasks.task import Part, Task
+
+
+def order_for(spec: Spec, view: View, *, training: bool) -> Order:
+    """The order in which a part is read: streams or buckets of sequences; shuffled and varied in training only."""
+    if not spec.streams:
+        return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
+    lanes = spec.lanes
+    if not training:
+        # A small part may hold fewer steps than there are lanes; a part of its own may be cut as suits it.
+        lanes = max(1, min(spec.batch.eval_lanes or lanes, int(view.lengths.sum())))
+    # A series keeps its whole past when it is judged, so it is not cut into lanes.
+    cut = training or spec.task != "forecasting"
+    return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=spec.batch.vary and training, cut=cut)
+
+
+def evaluate(
+    model: Model, task: Task, part: Part, *, plan: Plan, device: torch.device, tick: Callable[[int, int], None] | None = None
+) -> dict[str, float]:
+    """Mean loss over all real targets of a part, and the task's metrics."""
+    meter = task.meter(device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    observe = None if meter is None else _observer(meter)
+    for _, outcome in passes(model, task.spec, part, plan=plan, device=device, observe=observe, tick=tick):
+        sums += torch.stack([outcome.loss_sum, outcome.count])
+    loss_sum, count = sums.tolist()
+    loss = loss_sum / count if count else float("nan")
+    return {"loss": loss} | task.derived(loss) | ({} if meter is None else meter.values()) | part.baseline
+
+
+def passes(
+    model: Model,
+    spec: Spec,
+    part: Part,
+    *,
+    plan: Plan,
+    device: torch.device,
+    observe: pipeline.Observer | None = None,
+    tick: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[Batch, pipeline.Outcome]]:
+    """One pass over a part without gradients, batch by batch, the carry of streams kept."""
+    order = order_for(spec, part.view, training=False)
+    loader = Loader(part.view, order, device=device)
+    stage = Stage(model)
+    was_training = model.training
+    model.eval()
+    state = None
+    total = order.num_steps(0)
+    try:
+        for batch in loader.batches(Cursor(0, 0)):
+            lanes = batch.lanes.shape[0]
+            if state is None or not spec.streams:
+                state = model.start(lanes, device)
+            schedule = pipeline.schedule_for(plan, batch.steps, lanes, backward=False)
+            with torch.no_grad(), autocast(spec.train.precision, device):
+                outcome = pipeline.run(stage, plan, schedule, pipeline.Job(batch=batch, state=state, observe=observe))
+            state = outcome.state
+            yield batch, outcome
+            if tick is not None:
+                tick(batch.step + 1, total)
+    finally:
+        model.train(was_training)
+
+
+def _observer(meter: Metric) -> pipeline.Observer:
+    def observe(out: Tensor, target: Tensor | None) -> None:
+        if target is not None:
+            meter.update(out, target)
+
+    return observe

@@ -1,0 +1,234 @@
+"""`train` carries out one spec, from data to weights; `fit` is the same from Python, with the user's own data and modules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from carrywave.data.codec import Codec
+from carrywave.data.inputs import from_python
+from carrywave.data.order import SequenceOrder
+from carrywave.data.prepare import Prepared, prepare
+from carrywave.errors import PlanError, RunError, SpecError
+from carrywave.model.model import Model
+from carrywave.parallel.precision import parameter_dtype
+from carrywave.plan.plan import Plan, resolve
+from carrywave.spec.load import load, parse
+from carrywave.spec.spec import Spec
+from carrywave.tasks.task import Task
+from carrywave.train.keep import check_same, go_on, keep, load_parameters
+from carrywave.train.loop import Ending, Loop, Parts
+from carrywave.train.run import Run
+from carrywave.train.snapshot import Snapshot, load_weights
+from carrywave.train.snapshot import load as load_snapshot
+from carrywave.train.summary import summarize
+from carrywave.train.trainer import Trainer
+from carrywave.train.watch import Silent, Watcher
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    run: Path
+    ending: Ending | None  # None: nothing was trained (a dry run)
+    metrics: dict[str, dict[str, float]]  # of the best weights, by part
+    model: Model  # with the best weights
+
+
+def train(
+    spec: Spec,
+    *,
+    run: Path | None = None,
+    resume: bool = False,
+    init: str | None = None,
+    device: str = "auto",
+    watch: Watcher | None = None,
+    dry_run: bool = False,
+) -> Result:
+    """Train what a spec describes, from its files."""
+    watch = watch or Silent()
+    where = pick_device(device)
+    folder, snapshot = _folder(spec, run, resume)
+    if snapshot is not None:
+        check_same(spec, snapshot)
+    codec = None if init is None else _init_codec(init)
+    prepared = prepare(spec, codec=codec, note=watch.say)
+    return _train(spec, prepared, None, folder, snapshot, init, where, watch, dry_run)
+
+
+def fit(
+    model: Model | Mapping[str, Any] | None,
+    data: Any,
+    *,
+    spec: Spec | Mapping[str, Any] | str | Path | None = None,
+    run: str | Path | None = None,
+    resume: bool = False,
+    init: str | None = None,
+    devices: int = 1,
+    plan: str | Mapping[str, Any] | Plan = "auto",
+    device: str = "auto",
+    watch: Watcher | None = None,
+    **sections: Any,
+) -> Result:
+    """Train from Python: `model` is a `Model` of the user's own modules, or the spec's model section; `data` files, arrays or Datasets.
+
+    What else a spec holds goes into `spec`, or section by section: `fit(None, texts, task="language", train={"epochs": 3})`.
+    """
+    if devices != 1:
+        raise PlanError(f"devices={devices}: this version trains on one device; use devices=1")
+    asked = _spec_of(spec, model, plan, sections)
+    watch = watch or Silent()
+    where = pick_device(device)
+    folder, snapshot = _folder(asked, None if run is None else Path(run), resume)
+    if snapshot is not None:
+        check_same(asked, snapshot)
+    own = model if isinstance(model, Model) else None
+    if data is None or isinstance(data, Path):
+        prepared = prepare(asked if data is None else asked.model_copy(update={"data": asked.data.model_copy(update={"train": str(data)})}))
+    else:
+        prepared = from_python(data, asked)
+    return _train(asked, prepared, own, folder, snapshot, init, where, watch, dry_run=False)
+
+
+def pick_device(name: str) -> torch.device:
+    """cpu, cuda, or the GPU where there is one."""
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise SpecError("device cuda was asked for and no GPU can be used; use --device cpu")
+    return torch.device("cuda" if there and name in ("auto", "cuda") else "cpu")
+
+
+def _folder(spec: Spec, run: Path | None, resume: bool) -> tuple[Run, Snapshot | None]:
+    if not resume:
+        return Run.create(run, spec.task), None
+    if run is None:
+        raise RunError("--resume needs to know which run to go on with; add --run DIR")
+    folder = Run.open(run)
+    return folder, load_snapshot(folder.snapshots)
+
+
+def _train(
+    spec: Spec,
+    prepared: Prepared,
+    own: Model | None,
+    folder: Run,
+    snapshot: Snapshot | None,
+    init: str | None,
+    device: torch.device,
+    watch: Watcher,
+    dry_run: bool,
+) -> Result:
+    task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
+    parts = Parts(
+        task.part("train", prepared.train),
+        None if prepared.valid is None else task.part("valid", prepared.valid),
+        None if prepared.test is None else task.part("test", prepared.test),
+    )
+    model = own or task.model(prepared.train)
+    plan = resolve(spec.plan_spec, layers=model.lstm.num_layers, workers=1, lanes=spec.lanes if spec.streams else None)
+    model.to(parameter_dtype(spec.train.precision))
+    if init is not None:
+        _initialize_from(model, init)
+    trainer = Trainer(model, spec.train, plan=plan, device=device, keep_state=spec.streams)
+    loop = Loop(spec, task, trainer, parts, folder, watch, save=lambda loop: keep(loop, prepared.fingerprint))
+    watch.begin(summarize(spec, prepared.facts, model, plan, loop.order, str(device)))
+    if isinstance(loop.order, SequenceOrder) and loop.order.oversized:
+        watch.say(f"{loop.order.oversized} sequences are longer than batch.tokens={spec.tokens}: each is a batch of its own")
+    if dry_run:
+        watch.end("dry run: nothing was trained and nothing written")
+        return Result(folder.path, None, {}, model)
+    with folder:
+        if snapshot is not None:
+            go_on(loop, snapshot, prepared.fingerprint)
+            watch.say(f"going on from step {loop.progress.step} (epoch {loop.progress.epoch + 1})")
+        folder.write_spec(spec)
+        folder.write_json("plan.json", asdict(plan))
+        folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
+        folder.write_json("facts.json", asdict(prepared.facts) | {"scale": list(task.scale)})
+        return _carry_out(loop, watch)
+
+
+def _carry_out(loop: Loop, watch: Watcher) -> Result:
+    at = loop.progress
+    if at.ending == "done" and at.epoch < loop.spec.train.epochs and not _max_steps_reached(loop):
+        at.ending = None  # the run is asked to go on for longer than it was
+    already = at.ending
+    ending = already or loop.run()
+    if ending in ("interrupted", "terminated"):
+        watch.end(f"{ending} at step {at.step}; go on with: carrywave train --resume --run {loop.folder.path}")
+        return Result(loop.folder.path, ending, {}, loop.trainer.model)
+    reached = _finish(loop, judged=already is None)
+    told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
+    stopped = " (stopped early)" if ending == "early" else ""
+    watch.end(f"{loop.folder.path}: {at.step} steps{stopped}{'; best ' + told if told else ''}")
+    return Result(loop.folder.path, ending, reached, loop.trainer.model)
+
+
+def _max_steps_reached(loop: Loop) -> bool:
+    limit = loop.spec.train.max_steps
+    return limit is not None and loop.progress.step >= limit
+
+
+def _finish(loop: Loop, *, judged: bool) -> dict[str, dict[str, float]]:
+    """Take up the best weights, and judge them on the test part."""
+    own = loop.trainer.parameters()
+    load_parameters(own, load_weights(loop.folder.weights, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), "weights.safetensors")
+    reached = {}
+    if loop.progress.best is not None:
+        reached["valid"] = {"loss": loop.progress.best} | loop.task.derived(loop.progress.best)
+    if judged and loop.parts.test is not None:
+        reached["test"] = loop.judge(loop.parts.test)
+    return reached
+
+
+def _initialize_from(model: Model, init: str) -> None:
+    own = {name: p.detach() for name, p in model.named_parameters()} | {name: b.detach() for name, b in model.named_buffers()}
+    expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+    load_parameters(own, load_weights(_weights_file(init), expected), init)
+
+
+def _weights_file(init: str) -> Path:
+    path = Path(init)
+    if path.is_dir():
+        path = Run.open(path).weights
+    if not path.is_file():
+        raise RunError(f"--init {init}: there is no such run or weights file; give a run folder or a .safetensors file")
+    return path
+
+
+def _init_codec(init: str) -> Codec | None:
+    """The codec that stands with the weights, so that new data is read as the old was; None where the file has none."""
+    path = _weights_file(init)
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            described = file.metadata() or {}
+    except Exception as error:
+        raise RunError(f"{path} is not a safetensors file, or is damaged ({error}); give the weights of a run") from error
+    return Codec.from_json(described["codec"]) if "codec" in described else None
+
+
+def _spec_of(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:
+    base: dict[str, Any]
+    if isinstance(spec, Spec):
+        base = spec.model_dump(mode="json")
+    elif isinstance(spec, str | Path):
+        base = load(Path(spec), []).model_dump(mode="json")
+    else:
+        base = dict(spec or {})
+    for name, value in sections.items():
+        old = base.get(name)
+        base[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
+    if isinstance(model, Mapping):
+        base["model"] = dict(model)
+    if isinstance(plan, Plan):
+        plan = {name: value for name, value in asdict(plan).items() if value != getattr(Plan(), name)}
+    if plan != "auto":
+        base["plan"] = dict(plan)
+    return parse(base)

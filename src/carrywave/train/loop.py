@@ -1,0 +1,271 @@
+"""The training loop: epochs of optimizer steps, evaluation, the best weights, snapshots, and an orderly end.
+
+Everything the loop knows is in `Progress` and in the trainer, so a snapshot of the two continues bit for bit. What depends
+on the clock goes to the watcher and to timing.jsonl only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import Batch
+from carrywave.data.order import Cursor
+from carrywave.data.stream import Loader
+from carrywave.errors import Diverged
+from carrywave.spec.spec import Spec
+from carrywave.tasks.task import Part, Task
+from carrywave.train import optimizer as optimizers
+from carrywave.train import rate as rates
+from carrywave.train.clock import Clock
+from carrywave.train.evaluate import evaluate, order_for
+from carrywave.train.run import Run
+from carrywave.train.snapshot import save_weights
+from carrywave.train.stop import Reason, Stop
+from carrywave.train.trainer import StepResult, Trainer
+from carrywave.train.watch import StepInfo, Watcher
+
+Ending = Literal["done", "early"] | Reason
+
+
+@dataclass
+class Progress:
+    """Where the run stands. All of it goes into a snapshot."""
+
+    epoch: int = 0
+    batch: int = 0  # batches done in this epoch: with the epoch, the cursor
+    step: int = 0  # optimizer steps done
+    rate: rates.Rate = field(default_factory=rates.Rate)
+    history: list[float] = field(default_factory=list)  # validation losses
+    best: float | None = None
+    ending: Ending | None = None
+    lr: float = 0.0
+
+    @property
+    def shown_epoch(self) -> int:
+        """The epoch in hand, counted from 1; between two epochs, the one that just ended."""
+        return self.epoch + 1 if self.batch else max(self.epoch, 1)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run reads."""
+
+    train: Part
+    valid: Part | None
+    test: Part | None
+
+
+class Loop:
+    """One run from wherever `progress` stands to its end."""
+
+    def __init__(self, spec: Spec, task: Task, trainer: Trainer, parts: Parts, run: Run, watch: Watcher, save: Callable[[Loop], None]) -> None:
+        self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = spec, task, trainer, parts, run, watch
+        self.order = order_for(spec, parts.train.view, training=True)
+        self.loader = Loader(parts.train.view, self.order, device=trainer.device)
+        self.progress = Progress()
+        self.save = save
+        self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps, first bad step + 1
+        self.cells = [0, 0]  # real and padded steps since the last row
+        self.clock = Clock()
+        per_epoch = -(-self.order.num_steps(0) // spec.train.accumulate)
+        self.total_steps = min(per_epoch * spec.train.epochs, spec.train.max_steps or math.inf)
+
+    def run(self) -> Ending:
+        """Train to the end, or until a signal asks to stop; the snapshot is written either way."""
+        train, at = self.spec.train, self.progress
+        with Stop() as stop:
+            while at.ending is None and at.epoch < train.epochs:
+                self._epoch(stop)
+                if stop.asked is not None:
+                    self.check()
+                    self.save(self)
+                    return stop.asked
+        at.ending = at.ending or "done"
+        return at.ending
+
+    def _epoch(self, stop: Stop) -> None:
+        """Train from the cursor to the end of its epoch, then evaluate and take a snapshot."""
+        train, at = self.spec.train, self.progress
+        batches = self.loader.batches(Cursor(at.epoch, at.batch))
+        try:
+            for group in self._groups(batches):
+                self._step(group)
+                if train.max_steps is not None and at.step >= train.max_steps:
+                    at.ending = "done"
+                    break
+                if train.evaluate_every and at.step % train.evaluate_every == 0:
+                    self._judge()
+                if at.ending is not None or stop.asked is not None:
+                    break
+        finally:
+            batches.close()
+        finished = at.batch >= self.order.num_steps(at.epoch)
+        if stop.asked is not None and not finished and at.ending is None:
+            return
+        self.write_row()
+        if not train.evaluate_every or at.ending is not None:
+            self._judge()
+        if finished:
+            # Streams start anew with the next epoch: the state of the lanes is not needed beyond it.
+            at.epoch, at.batch = at.epoch + 1, 0
+        self.check()
+        self.save(self)
+
+    def _groups(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:
+        """Batches for one optimizer step each; the last group of an epoch may be smaller, and none is dropped."""
+        group: list[Batch] = []
+        for batch in batches:
+            group.append(batch)
+            if len(group) == self.spec.train.accumulate:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _step(self, group: list[Batch]) -> None:
+        train, at = self.spec.train, self.progress
+        at.lr = rates.lr(train, at.rate, at.step, int(self.total_steps), at.epoch)
+        if self.spec.batch.vary:
+            # A shorter window has a smaller sum of gradients through time, so it takes a smaller step (AWD-LSTM).
+            at.lr *= sum(batch.steps for batch in group) / (len(group) * self.spec.steps)
+        self.trainer.set_lr(at.lr)
+        result = self.trainer.update(*group)
+        at.step += 1
+        at.batch += len(group)
+        real, padded = sum(b.real for b in group), sum(b.steps * b.lanes.shape[0] for b in group)
+        self.cells = [self.cells[0] + real, self.cells[1] + padded]
+        self._add(result)
+        self.clock.count(real)
+        if self.trainer.device.type == "cpu" or self.clock.due():
+            self.check()
+        if self.clock.due():
+            self._tick(result)
+        if at.step % train.log_every == 0:
+            self.write_row()
+
+    def _add(self, result: StepResult) -> None:
+        """Add one step to the sums on the device, and note the first step whose numbers are not numbers."""
+        at = self.progress
+        bad = torch.where(result.finite | (self.sums[4] > 0), self.sums[4], float(at.step))
+        one = torch.ones((), dtype=torch.float64, device=self.sums.device)
+        self.sums = self.sums + torch.stack([result.loss_sum, result.count, result.norm.double(), one, torch.zeros_like(one)])
+        self.sums[4] = bad
+
+    def check(self) -> None:
+        """Stop if the loss or a gradient stopped being a number; nothing of such a step is ever saved."""
+        bad = int(self.sums[4].item())
+        if bad:
+            at = self.progress
+            raise Diverged(
+                f"the loss or its gradient is not a number any more at step {bad} (epoch {at.shown_epoch}); "
+                f"lower train.lr={self.spec.train.lr:g} or set train.clip; nothing of that step was saved"
+            )
+
+    def write_row(self) -> None:
+        """One line of metrics for the steps since the last one."""
+        self.check()
+        loss_sum, count, norm, steps, _ = self.sums.tolist()
+        if not steps:
+            return
+        at = self.progress
+        loss = loss_sum / count if count else 0.0
+        waste = 1.0 - self.cells[0] / self.cells[1]
+        self.folder.metrics("train", at.shown_epoch, at.step, loss, {"lr": at.lr, "norm": norm / steps, "waste": waste})
+        seconds, rate = self.clock.lap()
+        self.folder.timing(at.shown_epoch, at.step, {"split": "train", "seconds": seconds, "tokens_per_second": rate})
+        self.folder.scalars(at.step, {"train/loss": loss, "train/lr": at.lr, "train/norm": norm / steps, "speed/tokens_per_second": rate})
+        self.sums = torch.zeros_like(self.sums)
+        self.cells = [0, 0]
+
+    def _judge(self) -> None:
+        """Evaluate, let the schedule and the averaging see the result, keep the best weights, and decide on stopping."""
+        at, train = self.progress, self.spec.train
+        self.check()
+        with self.trainer.evaluation_weights():
+            if self.parts.valid is None:
+                self.keep_weights()
+                return
+            values = self.judge(self.parts.valid)
+            loss = values["loss"]
+            if not math.isfinite(loss):
+                raise Diverged(f"the validation loss is {loss} at step {at.step}; lower train.lr={train.lr:g} or set train.clip; nothing of it was saved")
+            if at.best is None or loss < at.best:
+                at.best = loss
+                self.keep_weights()
+        at.history.append(loss)
+        at.rate = rates.after_evaluation(train, at.rate, loss)
+        optimizer = self.trainer.optimizer
+        if isinstance(optimizer, optimizers.NTASGD) and not optimizer.average_active and optimizers.nonmonotone(at.history, train.nonmono):
+            optimizer.trigger()
+            self.watch.say(f"averaging of the weights starts at step {at.step}")
+        if rates.stops_early(train, at.rate):
+            at.ending = "early"
+
+    def judge(self, part: Part) -> dict[str, float]:
+        """Evaluate the present weights on one part, and write its row."""
+        at = self.progress
+        started = time.monotonic()
+
+        def tick(done: int, total: int) -> None:
+            if self.clock.due():
+                self.clock.ticked()
+                self.watch.step(self._info(part.name, done, total, None))
+
+        trainer = self.trainer
+        values = evaluate(trainer.model, self.task, part, plan=trainer.plan, device=trainer.device, tick=tick)
+        rest = {name: value for name, value in values.items() if name != "loss"}
+        self.folder.metrics(part.name, at.shown_epoch, at.step, values["loss"], rest)
+        self.folder.scalars(at.step, {f"{part.name}/{name}": value for name, value in values.items()})
+        seconds = time.monotonic() - started
+        self.folder.timing(at.shown_epoch, at.step, {"split": part.name, "seconds": seconds})
+        self.watch.evaluated({"split": part.name, "epoch": at.shown_epoch, "step": at.step} | values)
+        self.clock.skip(seconds)
+        return values
+
+    def keep_weights(self) -> None:
+        """The present weights become the run's best."""
+        described = {"spec": self.spec.model_dump_json(), "codec": self.task.codec.to_json()}
+        save_weights(self.folder.weights, self.trainer.parameters(), described)
+
+    def _tick(self, result: StepResult) -> None:
+        self.clock.ticked()
+        loss = float((result.loss_sum / result.count.clamp(min=1)).item())
+        self.watch.step(self._info("train", self.progress.batch, self.order.num_steps(self.progress.epoch), loss))
+
+    def _info(self, phase: str, done: int, total: int, loss: float | None) -> StepInfo:
+        at = self.progress
+        return StepInfo(
+            epoch=at.shown_epoch,
+            epochs=self.spec.train.epochs,
+            step=done,
+            steps=total,
+            loss=loss,
+            tokens_per_second=self.clock.rate,
+            waste=1.0 - self.cells[0] / self.cells[1] if self.cells[1] else 0.0,
+            lr=at.lr,
+            eta_seconds=self.clock.eta(at.step, self.total_steps),
+            phase=phase,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Sums in hand, for the snapshot."""
+        return {"sums": self.sums}
+
+    def numbers(self) -> dict[str, Any]:
+        """Progress in hand, as plain numbers for the snapshot."""
+        return asdict(self.progress) | {"cells": list(self.cells)}
+
+    def restore(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Go on where a snapshot left off."""
+        numbers = dict(numbers)
+        self.cells = list(numbers.pop("cells"))
+        numbers["rate"] = rates.from_json(numbers["rate"])
+        self.progress = Progress(**numbers)
+        self.sums = tensors["sums"].to(self.sums.device)

@@ -1,0 +1,198 @@
+"""Optimizers, and their state as flat tensors named after parameters.
+
+All state is there from the start, on the parameters' device, and every optimizer built here takes `found_inf`: so a
+snapshot has the same names before and after the first step, and a step can be skipped without the host knowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from carrywave.errors import RunError
+from carrywave.spec.spec import TrainSpec
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
+    """The optimizer a spec asks for, over parameters that are already on their device."""
+    parameters = [parameter for _, parameter in named]
+    # Fused, on CPU as well: those kernels skip a step by a flag on the device, and repeat bit for bit.
+    optimizer: Optimizer
+    match spec.optimizer:
+        case "sgd":
+            optimizer = SGD(parameters, spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, fused=True)
+            if spec.momentum:
+                # Zeros instead of torch's lazy buffer: the first step gives the same, and a first step that is skipped leaves
+                # no uninitialised memory behind.
+                for parameter in parameters:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        case "adam" | "adamw":
+            kind = Adam if spec.optimizer == "adam" else AdamW
+            optimizer = kind(parameters, spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
+            for parameter in parameters:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        case "ntasgd":
+            optimizer = NTASGD(parameters, spec.lr, weight_decay=spec.weight_decay)
+    return optimizer
+
+
+def nonmonotone(history: Sequence[float], nonmono: int) -> bool:
+    """Whether averaging should begin: the last loss is worse than the best of those older than the `nonmono` before it."""
+    older = history[: max(0, len(history) - 1 - nonmono)]
+    return bool(older) and history[-1] > min(older)
+
+
+class NTASGD(Optimizer):
+    """Non-monotonically triggered averaged SGD (Merity, Keskar, Socher 2018).
+
+    Plain SGD until `trigger`; from then on the mean of the weights at the trigger and after each step since is kept beside
+    them as `ax`, with the number of weights in it as `count`. The raw weights go on being trained.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        # How torch's own gradient scaler and ours ask whether an optimizer heeds `found_inf`.
+        self._step_supports_amp_scaling = True
+
+    @property
+    def average_active(self) -> bool:
+        """Whether averaging has begun."""
+        return any("ax" in self.state[parameter] for parameter in self._parameters() if parameter in self.state)
+
+    @torch.no_grad()
+    def trigger(self) -> None:
+        """Begin the average with the weights as they are; once it has begun, nothing."""
+        if self.average_active:
+            return
+        for parameter in self._parameters():
+            self.state[parameter] = {
+                "ax": parameter.detach().clone(),
+                "count": torch.ones((), dtype=torch.int64, device=parameter.device),
+            }
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of SGD, and of the average once it has begun; no change at all where `found_inf` is 1."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        changing = [*self._parameters(), *(t for p in self._parameters() for t in self.state.get(p, {}).values())]
+        before = [tensor.clone() for tensor in changing] if found_inf is not None else []
+        for group in self.param_groups:
+            self._descend(group)
+        if self.average_active:
+            self._average()
+        if found_inf is not None:
+            skip = found_inf > 0
+            for tensor, old in zip(changing, before, strict=True):
+                tensor.copy_(torch.where(skip, old, tensor))
+        return loss
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The averaged weights stand in the parameters inside this context; the raw ones come back, bit for bit."""
+        if not self.average_active:
+            yield
+            return
+        parameters = self._parameters()
+        with torch.no_grad():
+            raw = [parameter.clone() for parameter in parameters]
+            for parameter in parameters:
+                parameter.copy_(self.state[parameter]["ax"])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, kept in zip(parameters, raw, strict=True):
+                    parameter.copy_(kept)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _descend(self, group: dict[str, Any]) -> None:
+        moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not moved:
+            return
+        grads: list[Tensor] = [parameter.grad for parameter in moved]
+        if group["weight_decay"]:
+            grads = list(torch._foreach_add(grads, moved, alpha=group["weight_decay"]))
+        torch._foreach_add_(moved, grads, alpha=-group["lr"])
+
+    def _average(self) -> None:
+        parameters: list[Tensor] = list(self._parameters())
+        averages: list[Tensor] = [self.state[parameter]["ax"] for parameter in parameters]
+        counts = [self.state[parameter]["count"] for parameter in parameters]
+        torch._foreach_add_(counts, 1)
+        # The counts are equal: all parameters are averaged at every step, also those without a gradient.
+        weight = counts[0].to(torch.float64).reciprocal().to(averages[0].dtype)
+        gaps = torch._foreach_sub(parameters, averages)
+        torch._foreach_add_(averages, list(torch._foreach_mul(gaps, weight)))
+
+
+def state_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
+    """The optimizer's state as flat tensors: `exp_avg/lstm.weight_ih_l0`."""
+    return {
+        f"{key}/{name}": value
+        for name, parameter in named
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+@torch.no_grad()
+def load_state(optimizer: Optimizer, named: Named, tensors: Mapping[str, Tensor]) -> None:
+    """Take up a state that `state_tensors` gave, by the parameters' names."""
+    named = list(named)
+    if isinstance(optimizer, NTASGD):
+        if tensors:
+            optimizer.trigger()
+        else:
+            optimizer.state.clear()
+    own = state_tensors(optimizer, named)
+    plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+    if not own and tensors and not plain:
+        _load_lazy(optimizer, dict(named), tensors)
+        return
+    remedy = "resume with the train.optimizer, train.precision and model it was made with"
+    if missing := sorted(own.keys() - tensors.keys()):
+        raise RunError(f"the snapshot lacks the optimizer state {missing[0]}; {remedy}")
+    if extra := sorted(tensors.keys() - own.keys()):
+        raise RunError(f"the snapshot holds the optimizer state {extra[0]}, which this run has no place for; {remedy}")
+    for name, place in own.items():
+        given = tensors[name]
+        if given.shape != place.shape or given.dtype != place.dtype:
+            there, here = f"{given.dtype} {list(given.shape)}", f"{place.dtype} {list(place.shape)}"
+            raise RunError(f"the snapshot's optimizer state {name} is {there}, this run needs {here}; {remedy}")
+    for name, place in own.items():
+        place.copy_(tensors[name])
+
+
+def _load_lazy(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+    """A state for an optimizer that makes its own at the first step: torch knows on which device each tensor belongs."""
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(order)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for flat, tensor in tensors.items():
+        key, _, name = flat.partition("/")
+        parameter = parameters.get(name)
+        if parameter is None or (tensor.ndim > 0 and tensor.shape != parameter.shape):
+            raise RunError(f"the snapshot's optimizer state {flat} fits no parameter of this run; resume with the model it was made with")
+        state.setdefault(numbers[id(parameter)], {})[key] = tensor.clone()
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

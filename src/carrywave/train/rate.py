@@ -1,0 +1,75 @@
+"""The course of the learning rate: a pure function of the spec, the position, and a small state that evaluations move on.
+
+Nothing here counts by itself: `lr` is asked for a step, `after_evaluation` returns the next state. So a resumed run, and one
+on another plan, takes the same course.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from carrywave.errors import RunError
+from carrywave.spec.spec import TrainSpec
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What evaluations have done to the learning rate so far."""
+
+    scale: float = 1.0  # the product of plateau's reductions
+    best: float | None = None  # lowest loss of an evaluation
+    bad_evals: int = 0  # evaluations since the best one, or since the last reduction
+    since_best: int = 0  # evaluations since the best one
+
+
+def lr(spec: TrainSpec, state: Rate, step: int, total_steps: int, epoch: int) -> float:
+    """The rate of optimizer step `step` (the first is 0) of `total_steps`, in `epoch` (the first is 0).
+
+    Warm-up rises evenly and reaches the full rate at step `warmup`; cosine and linear would reach `min_lr` at step `total_steps`.
+    """
+    progress = min(1.0, max(0.0, (step - spec.warmup) / max(1, total_steps - spec.warmup)))
+    match spec.schedule:
+        case "cosine":
+            rate = spec.min_lr + (spec.lr - spec.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "linear":
+            rate = spec.lr + (spec.min_lr - spec.lr) * progress
+        case "step":
+            rate = spec.lr * spec.factor ** (epoch // spec.every)
+        case "plateau":
+            rate = spec.lr * state.scale
+        case "constant":
+            rate = spec.lr
+    if step < spec.warmup:
+        rate *= (step + 1) / (spec.warmup + 1)
+    return max(rate, spec.min_lr)
+
+
+def after_evaluation(spec: TrainSpec, state: Rate, loss: float) -> Rate:
+    """The state after an evaluation with this loss; a loss that is not a number is no improvement."""
+    if not math.isnan(loss) and (state.best is None or loss < state.best):
+        return replace(state, best=loss, bad_evals=0, since_best=0)
+    bad, since = state.bad_evals + 1, state.since_best + 1
+    if spec.schedule == "plateau" and bad > spec.patience:
+        return replace(state, scale=state.scale * spec.factor, bad_evals=0, since_best=since)
+    return replace(state, bad_evals=bad, since_best=since)
+
+
+def stops_early(spec: TrainSpec, state: Rate) -> bool:
+    """Whether so many evaluations in a row were no better that training ends."""
+    return spec.early_stop is not None and state.since_best >= spec.early_stop
+
+
+def to_json(state: Rate) -> dict[str, Any]:
+    """The state as a snapshot keeps it."""
+    return asdict(state)
+
+
+def from_json(kept: Mapping[str, Any]) -> Rate:
+    """The state from a snapshot."""
+    fields = {"scale": (int, float), "best": (int, float, type(None)), "bad_evals": (int,), "since_best": (int,)}
+    if set(kept) != set(fields) or any(not isinstance(kept[name], kinds) for name, kinds in fields.items()):
+        raise RunError(f"the snapshot's learning rate state {dict(kept)!r} is not one of this version; start a new run with --init")
+    return Rate(**kept)

@@ -1,0 +1,207 @@
+"""A `Run` is a folder: spec, plan, codec, metrics, events, weights, snapshots, logs. It is made at the first write, not before.
+
+`metrics.jsonl` holds nothing that depends on the clock, so that equal runs give equal bytes; what does goes to `timing.jsonl`.
+Both are cut back to the snapshot on resume.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from torch import Tensor
+
+from carrywave.errors import RunError
+from carrywave.spec.spec import Spec
+from carrywave.train import durable
+from carrywave.train.snapshot import save_weights
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FIRST = ("split", "epoch", "step", "loss")
+METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+Value = float | int | str | bool | None
+
+
+class Run:
+    """One run's folder, and the files that are open in it."""
+
+    def __init__(self, path: Path, *, new: bool, events: bool = True) -> None:
+        self.path = path
+        self._made = not new
+        self._with_events = events
+        self._files: dict[str, IO[bytes]] = {}
+        self._events: SummaryWriter | None = None
+        self._purge_step: int | None = None
+
+    @classmethod
+    def create(cls, path: Path | None, task: str, *, events: bool = True) -> Self:
+        """A new run in this folder, or in runs/TASK-NUMBER with the first number that is free. Nothing is written yet."""
+        if path is None:
+            path = next(free for number in count(1) if not (free := Path("runs") / f"{task}-{number}").exists())
+        _refuse_occupied(path)
+        return cls(path, new=True, events=events)
+
+    @classmethod
+    def open(cls, path: Path, *, events: bool = True) -> Self:
+        """A run that is already there."""
+        if not path.is_dir():
+            raise RunError(f"{path} is no run: there is no such folder; give the folder of a run, such as runs/language-1")
+        if not (path / "spec.yaml").is_file():
+            raise RunError(f"{path} is no run: it has no spec.yaml; give the folder of a run, such as runs/language-1")
+        return cls(path, new=False, events=events)
+
+    @property
+    def snapshots(self) -> Path:
+        """The folder of snapshots."""
+        return self.path / "snapshots"
+
+    @property
+    def weights(self) -> Path:
+        """The file of the best weights."""
+        return self.path / "weights.safetensors"
+
+    def make(self) -> None:
+        """Make the folder, where it is not there yet; every write does so by itself."""
+        if self._made:
+            return
+        _refuse_occupied(self.path)  # another run may have taken the name since
+        with durable.writing(str(self.path)):
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._made = True
+
+    def write_spec(self, spec: Spec) -> None:
+        """The resolved spec, as spec.yaml."""
+        from carrywave.spec.load import dump
+
+        self._write("spec.yaml", dump(spec))
+
+    def write_json(self, name: str, value: Any) -> None:
+        """A small object, such as plan.json or codec.json."""
+        self._write(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """An object that `write_json` wrote."""
+        path = self.path / name
+        try:
+            return json.loads(path.read_bytes())
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror or error}; give the folder of a whole run") from error
+        except ValueError as error:
+            raise RunError(f"{path} is damaged: it is not JSON; give the folder of a whole run") from error
+
+    def write_metrics(self, row: Mapping[str, Value]) -> None:
+        """Add a line to metrics.jsonl: split, epoch, step and loss first, then the rest by name; and the same to TensorBoard."""
+        ordered = {key: row[key] for key in FIRST} | {key: row[key] for key in sorted(row.keys() - set(FIRST))}
+        self._append(METRICS, ordered)
+        if not self._with_events:
+            return
+        with durable.writing(str(self.path / "tb")):
+            events, step = self._open_events(), row["step"]
+            for key, value in ordered.items():
+                if isinstance(value, float):
+                    events.add_scalar(f"{row['split']}/{key}", value, step)
+
+    def write_timing(self, row: Mapping[str, Value]) -> None:
+        """Add a line to timing.jsonl, for all that depends on the clock."""
+        self._append(TIMING, row)
+
+    def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        """Replace weights.safetensors; the spec goes along in its metadata."""
+        self.make()
+        spec = self.path / "spec.yaml"
+        metadata = {"format": "pt"} | ({"spec": spec.read_text("utf-8")} if spec.is_file() else {})
+        save_weights(self.weights, parameters, metadata)
+
+    def sync(self) -> tuple[int, int]:
+        """Bring both logs to the disk; returns their bytes, for the snapshot that is written next."""
+        with durable.writing(str(self.path / METRICS)):
+            for file in self._files.values():
+                os.fsync(file.fileno())
+            if self._events is not None:
+                self._events.flush()
+        return _size(self.path / METRICS), _size(self.path / TIMING)
+
+    def cut_back(self, metrics_bytes: int, timing_bytes: int, step: int | None = None) -> None:
+        """Before resuming: cut both logs back to a snapshot, and have TensorBoard forget what came after its optimizer step."""
+        present = _size(self.path / METRICS)
+        if present < metrics_bytes:
+            had = f"{self.path / METRICS} has {present} bytes, the snapshot was made after {metrics_bytes}"
+            raise RunError(f"{had}; put the file back, or start a new run with --init")
+        self.close()
+        with durable.writing(str(self.path / METRICS)):
+            for name, kept in ((METRICS, metrics_bytes), (TIMING, timing_bytes)):
+                # Lost timings are no loss to the run: that file is only ever shortened.
+                if _size(self.path / name) > kept:
+                    os.truncate(self.path / name, kept)
+        self._purge_step = None if step is None else step + 1
+
+    def log_file(self, name: str) -> Path:
+        """The path of a file under logs/, whose folder is there."""
+        self.make()
+        folder = self.path / "logs"
+        with durable.writing(str(folder)):
+            folder.mkdir(exist_ok=True)
+        return folder / name
+
+    def close(self) -> None:
+        """Close what is open; a later write opens it again."""
+        with durable.writing(str(self.path)):
+            while self._files:
+                self._files.popitem()[1].close()
+            if self._events is not None:
+                events, self._events = self._events, None
+                events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _write(self, name: str, text: str) -> None:
+        self.make()
+        with durable.writing(str(self.path / name)):
+            durable.write_bytes(self.path / name, text.encode())
+
+    def _append(self, name: str, row: Mapping[str, Value]) -> None:
+        # JSON has no infinity and no NaN.
+        plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        line = json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
+        self.make()
+        with durable.writing(str(self.path / name)):
+            if name not in self._files:
+                # Unbuffered: one write a line, so what is on the disk ends with a whole line.
+                self._files[name] = (self.path / name).open("ab", buffering=0)
+            self._files[name].write(line.encode())
+
+    def _open_events(self) -> SummaryWriter:
+        if self._events is None:
+            self.make()
+            with warnings.catch_warnings():
+                # TensorBoard's imports warn about themselves; a user can do nothing about it.
+                warnings.simplefilter("ignore")
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._events = SummaryWriter(str(self.path / "tb"), purge_step=self._purge_step)
+                self._purge_step = None
+        return self._events
+
+
+def _refuse_occupied(path: Path) -> None:
+    if path.is_dir() and any(path.iterdir()):
+        raise RunError(f"{path} is already there and not empty; use --resume to go on with it, or another --run")
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file, and a run is a folder; use another --run")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -1,0 +1,103 @@
+"""The summary before the first step: what is trained, how large it is, how it will be read and split."""
+
+from __future__ import annotations
+
+from carrywave.data.order import Cursor, Order, SequenceOrder
+from carrywave.model.model import Model
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule import serial, show
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import Spec
+
+OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors as large as the parameters
+
+
+def summarize(spec: Spec, facts: DataFacts, model: Model, plan: Plan, order: Order, device: str) -> str:
+    """A few lines of plain text."""
+    parameters = sum(p.numel() for p in model.parameters())
+    widest, lanes = _largest(order)
+    per_epoch = order.num_steps(0)
+    steps = -(-per_epoch // spec.train.accumulate)
+    size = 8 if spec.train.precision == "fp64" else 4
+    weights = parameters * size
+    copies = OPTIMIZER_COPIES[spec.train.optimizer] + (1 if spec.train.momentum else 0)
+    activations = _activation_bytes(spec, facts, widest, lanes, size)
+    total = weights * (2 + copies) + activations
+    lines = [
+        f"task      {spec.task}: {_data(facts)}",
+        f"model     {_network(spec, facts)}: {parameters:,} parameters",
+        f"memory    about {_bytes(total)}: {_bytes(weights)} weights, {_bytes(weights)} gradients, "
+        f"{_bytes(weights * copies)} optimizer, {_bytes(activations)} activations",
+        f"batch     {_batch(spec, order)}; {_whole(spec, plan)}",
+        f"epoch     {per_epoch:,} batches, {steps:,} optimizer steps; {spec.train.epochs} epochs",
+        f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
+    ]
+    chunks = plan.chunks(widest)
+    if chunks > 1 and chunks <= 12:
+        lines += [f"          {row}" for row in show(serial(chunks, plan.slices)).splitlines()]
+    return "\n".join(lines)
+
+
+def _largest(order: Order) -> tuple[int, int]:
+    """(steps, lanes) of the largest batch."""
+    if isinstance(order, SequenceOrder):
+        return max(order.shapes(0), key=lambda shape: shape[0] * shape[1])
+    window = order.window(Cursor(0, 0))
+    return window.steps, len(window.length)
+
+
+def _activation_bytes(spec: Spec, facts: DataFacts, steps: int, lanes: int, size: int) -> int:
+    half = 2 if spec.train.precision in ("bf16", "fp16") else size
+    directions = 2 if spec.model.bidirectional else 1
+    # Of each step a layer keeps its four gates, cell, output and a dropped copy of it.
+    layers = sum(width * 7 * half * directions for width in spec.model.widths)
+    outputs = facts.vocabulary * 2 if spec.task == "language" else len(facts.labels) * 2
+    return steps * lanes * (layers + outputs * 4)
+
+
+def _data(facts: DataFacts) -> str:
+    what = f"{facts.vocabulary:,} tokens in the vocabulary" if facts.vocabulary else f"{facts.features} features"
+    many = f"{facts.sequences:,} sequences of up to {facts.longest:,} steps, " if facts.sequences > 1 else ""
+    labels = f", {len(facts.labels)} labels" if facts.labels else ""
+    return f"{many}{facts.steps:,} steps in train, {what}{labels}"
+
+
+def _network(spec: Spec, facts: DataFacts) -> str:
+    widths = spec.model.widths
+    shape = f"{len(widths)} x {widths[0]}" if len(set(widths)) == 1 else " -> ".join(map(str, widths))
+    extras = [
+        f"projection {spec.model.projection}" if spec.model.projection else "",
+        "bidirectional" if spec.model.bidirectional else "",
+        "tied" if spec.model.tie else "",
+        "layer norm" if spec.model.layer_norm else "",
+    ]
+    return ", ".join([f"LSTM {shape}", *filter(None, extras)])
+
+
+def _batch(spec: Spec, order: Order) -> str:
+    if spec.streams:
+        return f"{spec.lanes} lanes x {spec.steps} steps{' (varied)' if spec.batch.vary else ''}, carry kept between windows"
+    if isinstance(order, SequenceOrder):
+        return f"{spec.tokens:,} steps, {len(order.shapes(0))} shapes, {order.waste(0):.1%} padding"
+    return f"{spec.tokens:,} steps"
+
+
+def _whole(spec: Spec, plan: Plan) -> str:
+    unit = f"{spec.lanes // plan.replicas} lanes" if spec.streams else f"{spec.tokens:,} steps"
+    times = f"; x {spec.train.accumulate} accumulated" if spec.train.accumulate > 1 else ""
+    return f"{unit} on each of {plan.workers} device{'s' if plan.workers > 1 else ''}{times}"
+
+
+def _plan(plan: Plan) -> str:
+    if plan == Plan(kernel=plan.kernel):
+        return "serial (one device, one chunk)"
+    parts = [f"{plan.replicas} replicas x {plan.stages} stages", f"chunks of {plan.chunk_steps} steps" if plan.chunk_steps else "one chunk"]
+    return ", ".join([*parts, f"{plan.slices} slices", "recomputation" if plan.recompute else "no recomputation"])
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")

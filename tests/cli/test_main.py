@@ -1,0 +1,233 @@
+"""The command line: what reaches the functions below it, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import carrywave.benchmarks
+from carrywave.cli.main import app
+from carrywave.errors import DataError
+from carrywave.spec.load import dump, load
+from carrywave.spec.spec import Spec
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Puts functions in the place of a module of carrywave.train, so that the commands can be tried without training."""
+
+    def put(module: str, **functions: Callable[..., Any]) -> None:
+        stand_in = ModuleType(module)
+        vars(stand_in).update(functions)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+
+    return put
+
+
+def call(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def process(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "carrywave", *words], capture_output=True, text=True, cwd=folder, timeout=60)
+
+
+# As processes: these three pay for the start of Python.
+
+
+def test_a_mistake_in_a_spec_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("model: {hiden: 3}\n")
+    ended = process("train", "spec.yaml", folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "carrywave: unknown key model.hiden; did you mean model.hidden?\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["spec.yaml"]
+
+
+def test_a_python_tag_runs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("task: !!python/object/apply:os.system [touch hacked]\n")
+    ended = process("train", "spec.yaml", folder=tmp_path)
+    assert ended.returncode == 2
+    assert (
+        ended.stderr == "carrywave: spec.yaml:1: the tag !!python/object/apply:os.system is not allowed; a spec holds plain values only\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["spec.yaml"]
+
+
+def test_a_wrong_option_is_exit_2_without_a_traceback(tmp_path: Path) -> None:
+    ended = process("train", "--nonsense", folder=tmp_path)
+    assert ended.returncode == 2
+    assert "No such option" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+# Within this process.
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "missing.yaml"], "missing.yaml does not exist; give the path of a spec file, or key=value"),
+        (["train", "model.hidden=0"], "model.hidden is 0; use a whole number >= 1, or a list, each a whole number >= 1"),
+        (["train", "train.lr=.nan"], "train.lr is nan, which is not finite; use a number > 0"),
+        (["train", "a.yaml", "b.yaml"], "b.yaml is a second spec file beside a.yaml; give one SPEC.yaml, and the rest as key=value"),
+        (["train", "--resume"], "--resume needs to know which run; add --run DIR"),
+        (["train", "--resume", "--run", "none"], "none holds no run to go on with (no spec.yaml in it); leave out --resume to start one"),
+        (["train", "--json", "no/rows.json"], "no/rows.json cannot be written: there is no folder no; make it, or write elsewhere"),
+        (["evaluate", "run", "--json", "."], ". is a folder; give the name of a file"),
+        (["predict", "run", "--temperature", "nan"], "--temperature is nan; use a number >= 0"),
+        (["predict", "run", "--temperature", "-1"], "--temperature is -1.0; use a number >= 0"),
+        (["schema", "-o", "no/schema.json"], "no/schema.json cannot be written: there is no folder no; make it, or write elsewhere"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(words: list[str], message: str) -> None:
+    assert call(*words) == (2, "", f"carrywave: {message}\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train", "--device", "tpu"], ["predict", "run", "--tokens", "0"], ["nonsense"], ["bench"]],
+)
+def test_wrong_usage_is_exit_2(words: list[str]) -> None:
+    code, out, err = call(*words)
+    assert (code, out) == (2, "")
+    assert "Usage" in err
+
+
+def test_help_and_version() -> None:
+    assert call("--version") == (0, f"carrywave {carrywave.__version__}\n", "")
+    code, out, _ = call("train", "--help")
+    assert code == 0
+    assert "--dry-run" in out
+
+
+def test_train_hands_everything_on(install: Install, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def train(spec: Spec, *, watch: Any, **rest: object) -> object:
+        seen.update(rest, spec=spec)
+        watch.begin("summary")
+        watch.evaluated({"split": "valid", "epoch": 1, "step": 5, "loss": 0.5, "mase": float("nan")})
+        watch.end("done")
+        return SimpleNamespace(ending="done")
+
+    install("carrywave.train.fit", train=train)
+    spec, rows = tmp_path / "spec.yaml", tmp_path / "rows.json"
+    spec.write_text("model: {hidden: 8}\n")
+    words = ["train", str(spec), "train.lr=3e-4", "--run", "r", "--init", "w", "--device", "cpu", "--json", str(rows), "plan.slices=2"]
+    assert call(*words) == (0, "summary\nvalid epoch 1 step 5: loss 0.5000  mase nan\ndone\n", "")
+    assert seen.pop("spec") == load(spec, ["train.lr=3e-4", "plan.slices=2"])
+    assert seen == {"run": Path("r"), "resume": False, "init": "w", "device": "cpu", "dry_run": False}
+    assert json.loads(rows.read_text()) == [{"split": "valid", "epoch": 1, "step": 5, "loss": 0.5, "mase": None}]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json", "spec.yaml"]
+
+
+def test_a_dry_run_prints_the_resolved_spec(install: Install) -> None:
+    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done"))
+    code, out, _ = call("train", "model.hidden=8", "--dry-run")
+    assert code == 0
+    assert out.startswith(dump(load(None, ["model.hidden=8"])))
+
+
+def test_resume_takes_the_spec_of_the_run(install: Install, tmp_path: Path) -> None:
+    seen: list[Spec] = []
+
+    def train(spec: Spec, **rest: object) -> object:
+        seen.append(spec)
+        return SimpleNamespace(ending="done")
+
+    install("carrywave.train.fit", train=train)
+    (tmp_path / "spec.yaml").write_text("model: {hidden: 8}\n")
+    assert call("train", "--resume", "--run", str(tmp_path), "train.epochs=3")[0] == 0
+    assert seen == [load(None, ["model.hidden=8", "train.epochs=3"])]
+
+
+@pytest.mark.parametrize(("ending", "code"), [("done", 0), ("early", 0), ("interrupted", 130), ("terminated", 75)])
+def test_the_end_of_a_run_is_the_exit_code(install: Install, ending: str, code: int) -> None:
+    install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending=ending))
+    assert call("train")[0] == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (DataError("a.txt is empty;\ngive text"), 2, "carrywave: a.txt is empty; give text"),
+        (KeyboardInterrupt(), 130, "carrywave: interrupted"),
+        (KeyboardInterrupt("go on with --resume"), 130, "carrywave: go on with --resume"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/a/x"),
+            2,
+            "carrywave: no room on the disk for runs/a/x; free some space, or choose another folder with --run, data.cache or TMPDIR",
+        ),
+        (ZeroDivisionError("our fault"), 1, "carrywave: ZeroDivisionError: our fault"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), 1, "carrywave: PermissionError: [Errno 13] Permission denied: 'x'"),
+    ],
+)
+def test_what_is_raised_becomes_a_line_and_a_code(install: Install, error: BaseException, code: int, line: str) -> None:
+    def train(spec: Spec, **rest: object) -> None:
+        raise error
+
+    install("carrywave.train.fit", train=train)
+    ended, out, err = call("train")
+    assert (ended, out) == (code, "")
+    assert err.splitlines()[0] == line
+    assert ("Traceback" in err) == (code == 1)
+    assert len(err.splitlines()) == 1 or code == 1
+
+
+def test_evaluate(install: Install, tmp_path: Path) -> None:
+    seen: list[object] = []
+
+    def evaluate_run(run: Path, data: Path | None, device: str) -> dict[str, float]:
+        seen.extend((run, data, device))
+        return {"loss": 0.25, "accuracy": 0.975}
+
+    install("carrywave.train.evaluate", evaluate_run=evaluate_run)
+    rows = tmp_path / "rows.json"
+    assert call("evaluate", "r", "--data", "d.jsonl", "--json", str(rows)) == (0, "loss 0.2500  accuracy 0.9750\n", "")
+    assert seen == [Path("r"), Path("d.jsonl"), "auto"]
+    assert json.loads(rows.read_text()) == [{"loss": 0.25, "accuracy": 0.975}]
+
+
+def test_predict(install: Install) -> None:
+    seen: dict[str, object] = {}
+    install("carrywave.train.predict", predict_run=lambda run, input, output, **rest: seen.update(rest, files=(run, input, output)))
+    assert (
+        call("predict", "r", "in.jsonl", "-o", "out.jsonl", "--prompt", "The", "--tokens", "5", "--temperature", "0", "--seed", "3")[0] == 0
+    )
+    files = (Path("r"), Path("in.jsonl"), Path("out.jsonl"))
+    assert seen == {"files": files, "prompt": "The", "tokens": 5, "temperature": 0.0, "seed": 3, "device": "auto"}
+
+
+def test_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "fast.py").write_text('"""A benchmark."""\n\n\ndef run(*, quick):\n    return [{"who": "ours", "quick": str(quick)}]\n')
+    (tmp_path / "peers.py").write_text("raise RuntimeError('a helper of benchmarks is not loaded to list them')\n")
+    monkeypatch.setattr(carrywave.benchmarks, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "carrywave.benchmarks.fast", raising=False)
+    rows = tmp_path / "rows.json"
+    code, out, _ = call("bench", "fast", "--quick", "--json", str(rows))
+    assert code == 0
+    assert "bench fast" in out
+    assert json.loads(rows.read_text()) == [{"who": "ours", "quick": "True"}]
+    assert call("bench", "slow") == (2, "", "carrywave: there is no benchmark slow; use one of fast\n")
+    monkeypatch.delitem(sys.modules, "carrywave.benchmarks.fast")
+
+
+def test_schema(tmp_path: Path) -> None:
+    code, out, _ = call("schema")
+    file = tmp_path / "schema.json"
+    assert code == 0
+    assert call("schema", "-o", str(file)) == (0, "", "")
+    assert json.loads(file.read_text()) == json.loads(out)
+    assert "ModelSpec" in json.loads(out)["$defs"]

@@ -1,0 +1,165 @@
+"""What a person sees, as text."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from carrywave.cli.show import PlainWatcher, Recorder, RichWatcher, duration, figure, row_line, step_line, table_of, watcher_for
+from carrywave.train.watch import Silent, StepInfo
+
+INFO = StepInfo(epoch=2, epochs=10, step=30, steps=120, loss=2.34567, tokens_per_second=12345.6, waste=0.0123, lr=0.002, eta_seconds=83.4)
+ROW = {"split": "valid", "epoch": 2, "step": 300, "loss": 1.23456, "perplexity": 3.4369}
+
+
+class Hand:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def console(*, terminal: bool = False, width: int = 160) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, legacy_windows=False)
+
+
+def written(on: Console) -> str:
+    assert isinstance(on.file, io.StringIO)
+    return on.file.getvalue()
+
+
+def test_a_step_on_one_line() -> None:
+    assert step_line(INFO) == "epoch 2/10 step 30/120 loss 2.3457  12,346 tokens/s  waste 1.2%  lr 0.002  ETA 1:23"
+    assert step_line(replace(INFO, phase="valid", loss=None)) == "epoch 2/10 valid step 30/120 12,346 tokens/s  waste 1.2%"
+
+
+def test_an_evaluation_on_one_line() -> None:
+    assert row_line(ROW) == "valid epoch 2 step 300: loss 1.2346  perplexity 3.4369"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")]
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.0000"), (1.5, "1.5000"), (-2e-5, "-2e-05"), (123456.0, "1.235e+05"), (7, "7"), ("a", "a"), (float("nan"), "nan")],
+)
+def test_figures(value: object, text: str) -> None:
+    assert figure(value) == text
+
+
+def test_plain_lines_come_every_five_seconds_and_evaluations_always() -> None:
+    on, clock = console(width=20), Hand()
+    with PlainWatcher(on, clock=clock) as watch:
+        watch.begin("2 layers [of 8]")
+        watch.step(INFO)
+        clock.seconds += 4.9
+        watch.step(replace(INFO, step=31))
+        watch.evaluated(ROW)
+        clock.seconds += 0.2
+        watch.step(replace(INFO, step=32))
+        watch.step(replace(INFO, step=33))
+        watch.say("a line that is longer than the console is wide")
+        watch.end("reached [1]")
+    assert written(on).splitlines() == [
+        "2 layers [of 8]",
+        step_line(INFO),
+        row_line(ROW),
+        step_line(replace(INFO, step=32)),
+        "a line that is longer than the console is wide",
+        "reached [1]",
+    ]
+
+
+def test_the_live_display_shows_the_figures_and_ends_with_the_last_line() -> None:
+    on = console(terminal=True)
+    with RichWatcher(on) as watch:
+        watch.begin("summary")
+        watch.step(INFO)
+        watch.step(replace(INFO, step=120))
+        watch.evaluated(ROW)
+        watch.step(replace(INFO, phase="valid", loss=None, step=1))
+        watch.end("runs/a: loss 1.2")
+    text = written(on)
+    for part in (
+        "summary",
+        "epoch 2/10",
+        "120/120",
+        "loss 2.3457  12,346 tokens/s  waste 1.2%  lr 0.002  ETA 1:23",
+        row_line(ROW),
+        "epoch 2/10 valid",
+    ):
+        assert part in text
+    assert text.rstrip().endswith("runs/a: loss 1.2")
+
+
+def test_the_live_display_is_drawn_at_most_ten_times_a_second() -> None:
+    on, clock = console(terminal=True), Hand()
+    with RichWatcher(on, clock=clock) as watch:
+        watch.begin("")
+        watch.step(INFO)
+        watch.step(replace(INFO, loss=7.7777))
+        clock.seconds += 0.2
+        watch.step(replace(INFO, loss=8.8888))
+    assert "7.7777" not in written(on)
+    assert "8.8888" in written(on)
+
+
+def test_a_display_that_is_left_early_gives_the_cursor_back() -> None:
+    on = console(terminal=True)
+
+    def fail() -> None:
+        with RichWatcher(on) as watch:
+            watch.begin("")
+            watch.step(INFO)
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert written(on).count("\x1b[?25l") == written(on).count("\x1b[?25h") == 1
+
+
+def test_the_console_chooses_the_watcher() -> None:
+    assert isinstance(watcher_for(console(terminal=True)), RichWatcher)
+    assert isinstance(watcher_for(console()), PlainWatcher)
+
+
+def test_the_recorder_keeps_rows_and_passes_everything_on() -> None:
+    on = console()
+    watch = Recorder(PlainWatcher(on))
+    watch.begin("a")
+    watch.step(INFO)
+    watch.evaluated(ROW)
+    watch.say("b")
+    watch.end("c")
+    assert watch.rows == [ROW]
+    assert written(on).splitlines() == ["a", step_line(INFO), row_line(ROW), "b", "c"]
+
+
+def test_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    watch = Silent()
+    watch.begin("a")
+    watch.step(INFO)
+    watch.evaluated(ROW)
+    watch.say("b")
+    watch.end("c")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_table_has_the_columns_of_all_rows() -> None:
+    on = console()
+    on.print(table_of("bench x", [{"who": "ours", "tokens/s": 2.5}, {"who": "theirs", "tokens/s": 1.25, "note": "eager"}]))
+    lines = [line.split() for line in written(on).replace("│", " ").replace("┃", " ").splitlines()]
+    assert ["who", "tokens/s", "note"] in lines
+    assert ["ours", "2.5000"] in lines
+    assert ["theirs", "1.2500", "eager"] in lines

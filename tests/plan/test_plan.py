@@ -1,0 +1,40 @@
+"""A plan is checked against model, workers and lanes before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from carrywave.errors import PlanError
+from carrywave.plan.plan import Plan, even_cuts, resolve
+from carrywave.spec.spec import PlanSpec
+
+
+def test_serial_is_a_value() -> None:
+    assert resolve(PlanSpec(), layers=2, workers=1, lanes=20) == Plan.serial()
+
+
+def test_replicas_left_out_are_workers_over_stages() -> None:
+    assert resolve(PlanSpec(stages=2), layers=4, workers=6, lanes=None) == Plan(replicas=3, stages=2, cuts=(3,))
+
+
+def test_chunks_of_a_window() -> None:
+    assert [Plan(chunk_steps=8).chunks(steps) for steps in (1, 8, 9, 35)] == [1, 1, 2, 5]
+    assert Plan.serial().chunks(35) == 1
+
+
+def test_even_cuts_share_the_units() -> None:
+    assert even_cuts(6, 3) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers", "lanes", "message"),
+    [
+        (PlanSpec(replicas=2), 1, None, "needs 2 workers, 1 are running"),
+        (PlanSpec(stages=5), 5, None, "the model has 4 units"),
+        (PlanSpec(slices=4), 1, 3, "batch.lanes=3 cannot be shared by 1 replicas x 4 slices"),
+        (PlanSpec(stages=2, cuts=(9,)), 2, None, r"plan.cuts=\[9\] must be 1 rising"),
+    ],
+)
+def test_impossible_plans_are_refused(asked: PlanSpec, workers: int, lanes: int | None, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        resolve(asked, layers=2, workers=workers, lanes=lanes)

@@ -1,0 +1,261 @@
+"""Reading a spec: what is right comes through unchanged, what is wrong is one line with the fact and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrywave.errors import SpecError
+from carrywave.spec.describe import keys
+from carrywave.spec.load import dump, load
+from carrywave.spec.spec import DataSpec, ModelSpec, PlanSpec, Spec, TrainSpec
+
+HIDDEN = "use a whole number >= 1, or a list, each a whole number >= 1"
+
+
+@pytest.fixture
+def spec_file(tmp_path: Path) -> Path:
+    return tmp_path / "spec.yaml"
+
+
+def refused(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(SpecError) as caught:
+        load(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_nothing_at_all_is_the_default() -> None:
+    assert load() == load(None, []) == Spec()
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "model:\n", "{}", "\ufeffmodel: {hidden: 256}\n"])
+def test_files_that_change_nothing(spec_file: Path, text: str) -> None:
+    spec_file.write_text(text)
+    assert load(spec_file) == Spec()
+
+
+def test_a_whole_file(spec_file: Path) -> None:
+    spec_file.write_text(
+        "task: classification\n"
+        "data: {train: train.jsonl, test: test.jsonl}\n"
+        "model: {hidden: [400, 1150], layers: 2, dropout: 0.2, locked: true}\n"
+        "batch: {tokens: 2048}\n"
+        "train: {optimizer: adam, lr: 3e-3, betas: [0.8, 0.99], epochs: 30, class_weights: {no: 2, 1: 0.5}}\n"
+        "plan: {chunk_steps: 16}\n"
+    )
+    spec = load(spec_file)
+    assert spec.model == ModelSpec(hidden=(400, 1150), layers=2, dropout=0.2, locked=True)
+    assert spec.train == TrainSpec(optimizer="adam", lr=0.003, betas=(0.8, 0.99), epochs=30, class_weights={"no": 2.0, "1": 0.5})
+    assert spec.data == DataSpec(train="train.jsonl", test="test.jsonl")
+    assert spec.plan == PlanSpec(chunk_steps=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("3e-4", 3e-4), ("1e5", 1e5), ("1E+2", 100.0), (".5", 0.5), ("5", 5.0), ("1.5e-3", 1.5e-3), ("1_000", 1000.0)]
+)
+def test_numbers_are_numbers(text: str, value: float) -> None:
+    rate = load(None, [f"train.lr={text}"]).train.lr
+    assert rate == value
+    assert isinstance(rate, float)
+
+
+def test_a_whole_number_may_have_an_exponent() -> None:
+    steps = load(None, ["train.max_steps=1e5"]).train.max_steps
+    assert steps == 100_000
+    assert isinstance(steps, int)
+
+
+def test_overrides_come_after_the_file_and_later_ones_win(spec_file: Path) -> None:
+    spec_file.write_text("model: {hidden: 100, layers: 3}\n")
+    spec = load(spec_file, ["model.hidden=200", "train.betas=[0.5, 0.6]", "model.hidden=300", "data.valid=a=b.txt", "train.clip=null"])
+    assert spec.model == ModelSpec(hidden=300, layers=3)
+    assert spec.train.betas == (0.5, 0.6)
+    assert spec.data.valid == "a=b.txt"
+
+
+def test_an_override_may_replace_a_section(spec_file: Path) -> None:
+    spec_file.write_text("model: {hidden: 100, layers: 3}\n")
+    assert load(spec_file, ["model={hidden: 7}"]).model == ModelSpec(hidden=7)
+
+
+def test_an_override_inside_a_plan_that_is_auto_opens_it(spec_file: Path) -> None:
+    spec_file.write_text("plan: auto\n")
+    assert load(spec_file, ["plan.stages=2"]).plan == PlanSpec(stages=2)
+    assert load(None, ["plan.stages=2"]).plan == PlanSpec(stages=2)
+    assert load(None, ["plan.stages=2", "plan=auto"]).plan == "auto"
+
+
+def test_class_weights_by_override_take_any_name() -> None:
+    weights = load(None, ["train.class_weights=balanced", "train.class_weights.a.b=2", "train.class_weights.no=1"]).train.class_weights
+    assert weights == {"a.b": 2.0, "no": 1.0}
+
+
+def test_a_date_is_text_where_text_is_wanted() -> None:
+    assert load(None, ["data.train=2026-01-31"]).data.train == "2026-01-31"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        # keys
+        ("model.hiden=3", "unknown key model.hiden; did you mean model.hidden?"),
+        ("modle.hiden=3", "unknown key modle.hiden; did you mean model.hidden?"),
+        ("model.lr=3", "unknown key model.lr; did you mean train.lr?"),
+        ("lr=3", "unknown key lr; did you mean train.lr?"),
+        ("tokens=3", "unknown key tokens; did you mean data.tokens or batch.tokens?"),
+        ("modle=3", "unknown key modle; did you mean model?"),
+        ("epoch=3", "unknown key epoch; did you mean train.epochs?"),
+        ("model.hidden.x=3", "unknown key model.hidden.x; did you mean model.hidden?"),
+        ("zzzz=3", "unknown key zzzz; use one of task, data, model, batch, train, plan"),
+        ("batch.zzzz=3", "unknown key batch.zzzz; use one of batch.lanes, batch.steps, batch.vary, batch.tokens, batch.eval_lanes"),
+        ("model", "'model' is not key=value; write for example model.hidden=256"),
+        ("=3", "'=3' is not key=value; write for example model.hidden=256"),
+        # numbers
+        ("model.hidden=0", f"model.hidden is 0; {HIDDEN}"),
+        ("model.hidden=[200, 0]", f"model.hidden[1] is 0; {HIDDEN}"),
+        ("model.hidden=big", f'model.hidden is "big", which is text; {HIDDEN}'),
+        ("model.hidden='650'", f'model.hidden is "650", which is text; {HIDDEN}'),
+        ("model.hidden=", f"model.hidden is null; {HIDDEN}"),
+        ("model.layers=true", "model.layers is true; use a whole number >= 1"),
+        ("model.layers=1.5", "model.layers is 1.5; use a whole number >= 1"),
+        ("model.dropout=1", "model.dropout is 1; use a number >= 0 and < 1"),
+        ("train.lr=-1", "train.lr is -1; use a number > 0"),
+        ("train.lr=-3e-4", "train.lr is -0.0003; use a number > 0"),
+        ("train.lr=0", "train.lr is 0; use a number > 0"),
+        ("train.lr=.nan", "train.lr is nan, which is not finite; use a number > 0"),
+        ("train.lr=.inf", "train.lr is inf, which is not finite; use a number > 0"),
+        ("train.lr=1e999", "train.lr is inf, which is not finite; use a number > 0"),
+        ("train.lr=nan", 'train.lr is "nan", which is text; use a number > 0'),
+        ("train.lr=fast", 'train.lr is "fast", which is text; use a number > 0'),
+        ("train.lr=true", "train.lr is true; use a number > 0"),
+        ("train.betas=[0.9]", "train.betas is [0.9]; use a list of 2 numbers, each a number >= 0 and < 1"),
+        ("train.betas=[0.9, 1.5]", "train.betas[1] is 1.5; use a list of 2 numbers, each a number >= 0 and < 1"),
+        ("train.seed=9223372036854775808", "train.seed is 9223372036854775808; use a whole number >= 0 and < 2^63"),
+        ("train.class_weights={a: 0}", "train.class_weights.a is 0; use balanced, or a mapping of names, each to a number > 0"),
+        # choices, truth values, text
+        ("task=laguage", 'task is "laguage"; use one of language, classification, tagging, forecasting, regression'),
+        ("train.optimizer=sgdd", 'train.optimizer is "sgdd"; use one of sgd, adam, adamw, ntasgd'),
+        ("model.locked=yes", 'model.locked is "yes"; use true or false'),
+        ("model.locked=1", "model.locked is 1; use true or false"),
+        ("data.train=5", "data.train is 5, which is not text (quotes make it text); use text"),
+        ("data.train={a: b}", 'data.train is {"a": "b"}; use text'),
+        # sections
+        ("plan.stages=0", "plan.stages is 0; use a whole number >= 1"),
+        ("plan=fast", 'plan is "fast"; use auto, or a section with replicas, stages, chunk_steps, slices, cuts, recompute, kernel'),
+        ("batch=3", "batch is 3; use a section with lanes, steps, vary, tokens, eval_lanes"),
+        # what fields say of each other
+        ("model.hidden=[1, 2, 3]", "model.hidden lists 3 widths for 2 layers; give one width for each layer"),
+        ("data.quantiles=[0.5, 0.1]", "data.quantiles must rise, got [0.5, 0.1]; list them from low to high, each once"),
+        (
+            "batch={lanes: 2, tokens: 8}",
+            "batch.tokens is for separate sequences and batch.lanes/batch.steps for streams; give one of the two",
+        ),
+        # values that are not YAML
+        (
+            "model.hidden=[1",
+            "model.hidden=[1: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'; "
+            "this is not YAML, quotes around text may help",
+        ),
+        (
+            "data.train=!!python/name:os.system",
+            "data.train=!!python/name:os.system: the tag !!python/name:os.system is not allowed; a spec holds plain values only",
+        ),
+    ],
+)
+def test_refused_in_one_line(override: str, message: str) -> None:
+    assert refused(None, override) == message
+
+
+def test_several_mistakes_are_counted(spec_file: Path) -> None:
+    spec_file.write_text("model: {hidden: 0, layers: x}\ntrain: {lr: -1}\n")
+    assert refused(spec_file) == f"model.hidden is 0; {HIDDEN} (and 2 more)"
+    spec_file.write_text("modl: 3\nmodel: {hidden: 0, hiden: 3}\n")
+    assert refused(spec_file) == "unknown key modl; did you mean model? (and 1 more)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {hidden: 3}\nmodel: {layers: 4}\n", "{path}:2: key model is given twice; keep one of the two"),
+        ("model:\n  hidden: 3\n  hidden: 3\n", "{path}:3: key hidden is given twice; keep one of the two"),
+        ("- 1\n- 2\n", "{path} holds [1, 2], not a mapping; write keys such as model: {{hidden: 256}}"),
+        ("hello\n", '{path} holds "hello", not a mapping; write keys such as model: {{hidden: 256}}'),
+        (
+            "x: !!python/object/apply:os.system [touch hacked]\n",
+            "{path}:1: the tag !!python/object/apply:os.system is not allowed; a spec holds plain values only",
+        ),
+        ("data: &d {train: a}\nmodel: *d\n", "{path}:2: an alias (*name) is not allowed; write the value out"),
+        ("? [a, b]\n: 3\n", "{path}:1: a key must be plain text; write key: value"),
+        ("a: b: c\n", "{path}:1: mapping values are not allowed here; this is not YAML, quotes around text may help"),
+        ("train: {lr: '3e-4'}\n", 'train.lr is "3e-4", which is text; use a number > 0'),
+        ("<<: {task: tagging}\n", "unknown key <<; use one of task, data, model, batch, train, plan"),
+    ],
+)
+def test_files_refused_in_one_line(spec_file: Path, text: str, message: str) -> None:
+    spec_file.write_text(text)
+    assert refused(spec_file) == message.format(path=spec_file)
+    assert list(spec_file.parent.iterdir()) == [spec_file]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, "model: {hidden: " + "9" * 5000 + "}", "a: \x07", "data: {time: 2026-99-99}", 'data: {train: "\\ud800"}', "a: 'b"]
+)
+def test_strange_files_are_refused_in_one_line(spec_file: Path, text: str) -> None:
+    spec_file.write_text(text)
+    assert ";" in refused(spec_file)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing, binary = tmp_path / "missing.yaml", tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert refused(missing) == f"{missing} does not exist; give the path of a spec file, or key=value"
+    assert refused(tmp_path) == f"{tmp_path} cannot be read: Is a directory; give the path of a spec file"
+    assert refused(binary) == f"{binary} is not UTF-8 text; give a spec file in YAML"
+
+
+def test_a_section_that_is_no_section_takes_no_override(spec_file: Path) -> None:
+    spec_file.write_text("model: 3\n")
+    assert refused(spec_file, "model.hidden=4") == "model is 3, so model.hidden cannot be set; make model a section"
+
+
+def test_a_long_value_is_cut_short() -> None:
+    message = refused(None, f"train.optimizer={'x' * 500}")
+    assert len(message) < 150
+
+
+texts = st.text(st.characters(codec="utf-8"), min_size=1)
+weights = st.dictionaries(texts, st.floats(min_value=1e-9, allow_infinity=False), max_size=3)
+specs = st.builds(
+    Spec,
+    data=st.builds(
+        DataSpec,
+        train=texts | st.sampled_from(["3e-4", "1e5", "yes", "null", "2026-01-31", "1_0", "~", "0x1f", ".5"]),
+        columns=st.lists(texts).map(tuple),
+    ),
+    model=st.builds(
+        ModelSpec,
+        hidden=st.integers(1, 10**9) | st.tuples(st.integers(1, 9), st.integers(1, 9)),
+        forget_bias=st.floats(allow_nan=False, allow_infinity=False),
+    ),
+    train=st.builds(TrainSpec, lr=st.floats(min_value=1e-300, allow_infinity=False), seed=st.integers(0, 2**63 - 1), class_weights=weights),
+    plan=st.just("auto") | st.builds(PlanSpec, cuts=st.lists(st.integers(1, 9)).map(tuple)),
+)
+
+
+@given(specs)
+def test_what_is_dumped_loads_to_an_equal_spec(tmp_path_factory: pytest.TempPathFactory, spec: Spec) -> None:
+    path = tmp_path_factory.mktemp("spec") / "spec.yaml"
+    path.write_text(dump(spec), encoding="utf-8")
+    assert load(path) == spec
+
+
+def test_a_dump_shows_every_key_in_order() -> None:
+    lines = dump(Spec()).splitlines()
+    assert lines[:3] == ["task: language", "data:", "  train: builtin:python-topics"]
+    assert lines[-1] == "plan: auto"
+    assert len(lines) == sum(not key.startswith("plan.") for key in keys())

@@ -1,0 +1,64 @@
+"""Each task's view: which rows are steps, and what their targets are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from carrywave.data.sequences import Sequences
+from carrywave.spec.spec import DataSpec
+from carrywave.tasks import views
+
+
+def series(rows: int, columns: int = 2) -> np.ndarray:
+    return np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
+
+
+def test_language_predicts_the_next_token_within_each_sequence() -> None:
+    data = Sequences(np.array([5, 6, 7, 8, 9], dtype=np.uint8), np.array([0, 3]), np.array([3, 2]))
+    view = views.language(data)
+    assert view.lengths.tolist() == [2, 1]
+    assert view.targets_at is not None
+    assert view.targets_at(np.array([[0, 3], [1, 3]])).tolist() == [[6, 9], [7, 9]]
+
+
+def test_forecasting_targets_are_the_whole_horizon_ahead() -> None:
+    data = Sequences(series(10), np.array([0]), np.array([10]))
+    view = views.forecasting(data, DataSpec(horizon=3, residual="none"), np.array([1]))
+    assert view.lengths.tolist() == [7]  # the last origin sees rows 7, 8, 9
+    assert view.targets_at is not None
+    assert view.targets_at(np.array([[6]]))[0, 0, :, 0].tolist() == [15.0, 17.0, 19.0]
+
+
+def test_residual_is_the_difference_from_the_season_before() -> None:
+    data = Sequences(series(12), np.array([0]), np.array([12]))
+    view = views.forecasting(data, DataSpec(horizon=5, season=3, residual="season"), np.array([0]))
+    assert view.targets_at is not None
+    # From row 4: rows 5..9 against rows 2, 3, 4 and then 2, 3 again; a row is worth 2.
+    assert view.targets_at(np.array([[4]]))[0, 0, :, 0].tolist() == [6.0, 6.0, 6.0, 12.0, 12.0]
+
+
+def test_without_a_season_of_history_the_last_value_stands_in() -> None:
+    two = Sequences(series(12), np.array([0, 6]), np.array([6, 6]))
+    naive = views.Naive(two, np.array([0]), horizon=2, season=3, kind="season")
+    # Row 7 is the second of its series: a season back lies in the other series.
+    assert naive(np.array([7]))[0, :, 0].tolist() == [14.0, 12.0]
+
+
+def test_warm_rows_end_one_before_the_first_origin() -> None:
+    data = Sequences(series(20), np.array([5]), np.array([15]), warm=np.array([5]))
+    view = views.forecasting(data, DataSpec(horizon=4), np.array([0]))
+    # The part is rows 10..19: origins 9..15, so that all targets lie in it. That is 10 - 4 + 1 = 7 of them.
+    assert view.warm is not None
+    assert view.warm.tolist() == [4]
+    assert view.lengths.tolist() == [11]
+    origins = np.concatenate(views._origins(data, 4))
+    assert origins.tolist() == list(range(9, 16))
+
+
+def test_naive_error_and_scale_by_hand() -> None:
+    values = np.array([[0.0], [1.0], [4.0], [9.0], [16.0], [25.0]], dtype=np.float32)
+    data = Sequences(values, np.array([0]), np.array([6]))
+    spec = DataSpec(horizon=1, season=1)
+    changes = np.abs(np.diff(values[:, 0]))
+    assert views.naive_error(data, spec, np.array([0])).tolist() == [changes.mean()]
+    assert views.naive_scale(data, 2, np.array([0])).tolist() == [np.abs(values[2:] - values[:-2]).mean()]
