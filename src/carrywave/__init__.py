@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from carrywave.plan.plan import Plan
     from carrywave.spec.load import load as load_spec
     from carrywave.spec.spec import Spec
-    from carrywave.train.evaluate import evaluate
     from carrywave.train.fit import fit
-    from carrywave.train.predict import predict
+    from carrywave.train.predict import predict_run as predict
+    from carrywave.train.saved import evaluate_run as evaluate
     from carrywave.train.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -30,10 +30,10 @@ _HOMES = {
     "Plan": ("carrywave.plan.plan", "Plan"),
     "Spec": ("carrywave.spec.spec", "Spec"),
     "Trainer": ("carrywave.train.trainer", "Trainer"),
-    "evaluate": ("carrywave.train.evaluate", "evaluate"),
+    "evaluate": ("carrywave.train.saved", "evaluate_run"),
     "fit": ("carrywave.train.fit", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),
-    "predict": ("carrywave.train.predict", "predict"),
+    "predict": ("carrywave.train.predict", "predict_run"),
 }
 
 

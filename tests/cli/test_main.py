@@ -189,15 +189,15 @@ def test_what_is_raised_becomes_a_line_and_a_code(install: Install, error: BaseE
 def test_evaluate(install: Install, tmp_path: Path) -> None:
     seen: list[object] = []
 
-    def evaluate_run(run: Path, data: Path | None, device: str) -> dict[str, float]:
+    def evaluate_run(run: Path, data: Path | None, device: str) -> dict[str, object]:
         seen.extend((run, data, device))
-        return {"loss": 0.25, "accuracy": 0.975}
+        return {"split": "test", "loss": 0.25, "accuracy": 0.975}
 
-    install("carrywave.train.evaluate", evaluate_run=evaluate_run)
+    install("carrywave.train.saved", evaluate_run=evaluate_run)
     rows = tmp_path / "rows.json"
-    assert call("evaluate", "r", "--data", "d.jsonl", "--json", str(rows)) == (0, "loss 0.2500  accuracy 0.9750\n", "")
+    assert call("evaluate", "r", "--data", "d.jsonl", "--json", str(rows)) == (0, "test: loss 0.2500  accuracy 0.9750\n", "")
     assert seen == [Path("r"), Path("d.jsonl"), "auto"]
-    assert json.loads(rows.read_text()) == [{"loss": 0.25, "accuracy": 0.975}]
+    assert json.loads(rows.read_text()) == [{"split": "test", "loss": 0.25, "accuracy": 0.975}]
 
 
 def test_predict(install: Install) -> None:

@@ -9,10 +9,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder, Window
+from carrywave.data.permute import varied_steps
 from carrywave.errors import DataError
 
 many_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=25).map(lambda values: np.array(values))
@@ -99,6 +100,7 @@ def test_a_lane_is_shorter_than_its_window_only_where_its_piece_ends(given_order
         assert after.fresh[short].all()
 
 
+@settings(max_examples=40)
 @given(stream_orders(), st.randoms(use_true_random=False))
 def test_streams_can_be_entered_anywhere(given_order: tuple[np.ndarray, StreamOrder], random: object) -> None:
     lengths, order = given_order
@@ -129,6 +131,18 @@ def test_streams_by_hand() -> None:
         [(0, 4, 2, False), (0, 10, 1, False), (2, 0, 3, True)],
     ]
     assert [w.steps for w in windows] == [4, 3]
+
+
+def test_a_sequence_of_just_an_even_share_is_not_cut() -> None:
+    (window,) = epoch_of(StreamOrder(np.array([4, 3, 3]), lanes=3, steps=10))
+    assert window.length.tolist() == [4, 3, 3]
+
+
+def test_varied_windows_are_drawn_anew_however_many_there_are() -> None:
+    order = StreamOrder(np.array([40_000]), lanes=1, steps=8, seed=2, vary=True)
+    steps = [window.steps for window in epoch_of(order, 3)]
+    assert len(steps) > 3_000  # more than are drawn at once
+    assert steps[:-1] == varied_steps(8, seed=2, epoch=3, first=0, count=len(steps)).tolist()[:-1]
 
 
 def test_whole_sequences_are_not_cut() -> None:
@@ -181,6 +195,8 @@ def test_sequences_come_once_each_under_the_budget(lengths: np.ndarray, tokens: 
         assert (window.length == lengths[window.sequence]).all()
         assert (window.length <= window.steps).all()
         assert len(window.sequence) == 1 or window.steps * len(window.sequence) <= tokens
+        if max_shapes > 3:  # one grid value cannot tell lengths within the budget from those over it
+            assert window.steps <= tokens or window.length.max() > tokens
     padded = sum(w.steps * len(w.sequence) for w in windows)
     assert order.waste(epoch) == pytest.approx(1 - lengths.sum() / padded, abs=1e-12)
 

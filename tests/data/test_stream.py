@@ -106,6 +106,14 @@ def test_the_data_may_be_read_only() -> None:
     assert view.inputs.tolist() == list(range(6))
 
 
+def test_targets_that_share_memory_with_the_data_are_not_written_to() -> None:
+    table = np.arange(6).reshape(3, 2)
+    batch = build(view_of([3, 1], targets_at=lambda rows: table), window_of(3, (0, 0, 3), (1, 0, 1)), Cursor(0, 0))
+    assert batch.targets is not None
+    assert batch.targets.tolist() == [[0, 1], [2, -100], [4, -100]]
+    assert table.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 5), st.booleans(), st.integers(1, 4))
 def test_shards_make_up_the_whole_batch(lengths: list[int], lanes: int, streams: bool, replicas: int) -> None:
     view = view_of(lengths, targets_at=lambda rows: rows * 2, warm=np.array(lengths) // 4)
@@ -163,17 +171,16 @@ class Counting:
     def __init__(self, fault: BaseException | None = None, at: int = 3) -> None:
         self.asked: list[int] = []
         self.fault, self.at = fault, at
-        self.reached = threading.Event()
+        self.reached = [threading.Event() for _ in range(100)]
 
     def num_steps(self, epoch: int) -> int:
         return 100
 
     def window(self, cursor: Cursor) -> Window:
         self.asked.append(cursor.step)
-        if cursor.step == self.at:
-            self.reached.set()
-            if self.fault is not None:
-                raise self.fault
+        self.reached[cursor.step].set()
+        if cursor.step == self.at and self.fault is not None:
+            raise self.fault
         return window_of(1, (0, 0, 1))
 
 
@@ -193,10 +200,11 @@ def test_an_error_in_the_thread_comes_out_as_it_is_after_the_batches_before_it()
 
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_batches_are_built_ahead_but_not_further(ahead: int) -> None:
-    order = Counting(at=ahead)
+    order = Counting()
     batches = Loader(view_of([1]), order, device=CPU, ahead=ahead).batches(Cursor(0, 0))
     assert next(batches).step == 0
-    assert order.reached.wait(timeout=30)  # nobody asked for this one yet
+    assert order.reached[ahead].wait(timeout=30)  # nobody asked for this one yet
+    assert not order.reached[ahead + 1].wait(timeout=0.1)
     batches.close()  # type: ignore[attr-defined]
     assert order.asked == list(range(ahead + 1))
 
@@ -225,7 +233,7 @@ def test_no_thread_before_the_first_batch_and_none_after_the_last() -> None:
     assert loader_threads() == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_cuda_batches_arrive_whole_while_the_gpu_is_busy() -> None:
     device = torch.device("cuda")
     view = view_of([60_000], targets_at=lambda rows: rows)

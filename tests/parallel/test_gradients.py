@@ -55,9 +55,7 @@ def test_norm_of_halves_is_taken_in_float32() -> None:
 
 
 def test_sum_of_squares_outlives_float32() -> None:
-    grads = [torch.tensor([1e25]), torch.tensor([1e25])]  # each norm fits float32, their squares do not
-    grads = [grad * 1e-6 for grad in grads]
-    norm = gradients.global_norm([torch.tensor([1e19]), torch.tensor([1e19])])
+    norm = gradients.global_norm([torch.tensor([1e19]), torch.tensor([1e19])])  # each norm fits float32, their squares do not
     assert_close(norm.item(), math.sqrt(2.0) * 1e19, rtol=1e-6, atol=0)
     assert norm.dtype == torch.float64
 
@@ -92,3 +90,20 @@ def test_mixed_dtypes_and_nothing_at_all() -> None:
     gradients.divide_([], torch.tensor(1))
     gradients.clip_([], torch.tensor(1.0), 1.0)
     assert gradients.global_norm([]).item() == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_nothing_waits_for_the_device() -> None:
+    grads = [grad.cuda() for grad in made((20, 3), (4,), dtype=torch.float32)]
+    count, wanted = torch.tensor(3.0, dtype=torch.float64, device="cuda"), made((20, 3), (4,))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients.divide_(grads, count)
+        norm = gradients.global_norm(grads)
+        gradients.clip_(grads, norm, 0.25)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    gradients.divide_(wanted, count.cpu())
+    gradients.clip_(wanted, gradients.global_norm(wanted), 0.25)
+    assert_close([grad.cpu().double() for grad in grads], wanted, rtol=1e-6, atol=0)  # float32 has 24 bits

@@ -14,10 +14,9 @@ from carrywave.data.batch import IGNORED, Batch
 from carrywave.kernels import random
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Softmax
+from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.model.pooled import PooledSoftmax
 from carrywave.model.stage import Stage
 from carrywave.parallel.pipeline import Job, Outcome, run, schedule_for
 from carrywave.plan.plan import Plan

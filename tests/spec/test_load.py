@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from carrywave.errors import SpecError
 from carrywave.spec.describe import keys
-from carrywave.spec.load import dump, load
+from carrywave.spec.load import dump, load, parse
 from carrywave.spec.spec import DataSpec, ModelSpec, PlanSpec, Spec, TrainSpec
 
 HIDDEN = "use a whole number >= 1, or a list, each a whole number >= 1"
@@ -216,6 +218,38 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert refused(missing) == f"{missing} does not exist; give the path of a spec file, or key=value"
     assert refused(tmp_path) == f"{tmp_path} cannot be read: Is a directory; give the path of a spec file"
     assert refused(binary) == f"{binary} is not UTF-8 text; give a spec file in YAML"
+
+
+def test_values_from_python() -> None:
+    values = {
+        "data": DataSpec(train="a.txt"),
+        "model": {"hidden": (4, np.int64(8)), "dropout": np.float32(0.5), "pretrained": Path("a.vec")},
+        "train": {"class_weights": {0: 1.0, "b": 2}},
+        "batch": None,
+    }
+    spec = parse(values)
+    assert spec.data == DataSpec(train="a.txt")
+    assert spec.model == ModelSpec(hidden=(4, 8), dropout=0.5, pretrained="a.vec")
+    assert spec.train.class_weights == {"0": 1.0, "b": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": {"hidden": (4, 0)}}, f"model.hidden[1] is 0; {HIDDEN}"),
+        ({"model": {"layers": True}}, "model.layers is true; use a whole number >= 1"),
+        ({"model": {"hiden": 4}}, "unknown key model.hiden; did you mean model.hidden?"),
+        ({"train": {"lr": float("nan")}}, "train.lr is nan, which is not finite; use a number > 0"),
+        (
+            {"train": {"class_weights": {(1, 2): 3}}},
+            "the spec cannot be read: keys must be str, int, float, bool or None, not tuple; give numbers, text, lists and mappings",
+        ),
+    ],
+)
+def test_values_from_python_are_refused_alike(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse(values)
+    assert str(caught.value) == message
 
 
 def test_a_section_that_is_no_section_takes_no_override(spec_file: Path) -> None:

@@ -123,7 +123,7 @@ def test_does_not_grow_out_of_float32() -> None:
 def test_gradients_of_a_scaled_loss_come_back_exactly() -> None:
     scaler = Scaler(initial=2.0**7)
     x = torch.tensor([1.5, -2.25], requires_grad=True)
-    scaler.scale_loss((x * x).sum()).backward()
+    torch.autograd.backward(scaler.scale_loss((x * x).sum()))
     assert x.grad is not None
     assert x.grad.tolist() == [3.0 * 2**7, -4.5 * 2**7]
     scaler.unscale_([x.grad])
@@ -153,3 +153,29 @@ def test_state_goes_on() -> None:
 def test_refuses_a_state_that_is_none(kept: dict[str, Tensor]) -> None:
     with pytest.raises(RunError, match="no loss scale"):
         Scaler().load(kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("name", SPECS)
+def test_on_the_device_without_waiting_for_it(name: str) -> None:
+    made = [(label, nn.Parameter(p.detach().cuda())) for label, p in parameters()]
+    optimizer = optimizers.build(SPECS[name], made, torch.device("cuda"))
+    if isinstance(optimizer, NTASGD) and name == "averaging":
+        optimizer.trigger()
+    scaler = Scaler("cuda", initial=8.0)
+    grads = {step: [torch.full_like(p, 8.0 if step else math.inf) for _, p in made] for step in range(2)}
+    states = [bits(made, optimizer)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(2):
+            for (_, parameter), grad in zip(made, grads[step], strict=True):
+                parameter.grad = grad
+            scaler.unscale_(grads[step])
+            scaler.step(optimizer)
+            states.append(bits(made, optimizer))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert same(states[0], states[1])
+    assert not torch.equal(states[1]["w"], states[2]["w"])
+    assert scaler.scale.item() == 4.0

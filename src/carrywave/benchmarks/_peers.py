@@ -51,7 +51,9 @@ class PlainClassifier(nn.Module):
 class PlainStreams:
     """Truncated back-propagation through a corpus cut into lanes, as in the word-level language model that everybody starts from."""
 
-    def __init__(self, tokens: Tensor, model: PlainLanguageModel, *, lanes: int, steps: int, lr: float, clip: float, device: torch.device) -> None:
+    def __init__(
+        self, tokens: Tensor, model: PlainLanguageModel, *, lanes: int, steps: int, lr: float, clip: float, device: torch.device
+    ) -> None:
         rows = tokens.numel() // lanes
         self.data_TB = tokens[: rows * lanes].view(lanes, rows).t().contiguous().to(device)
         self.model, self.steps, self.clip = model.to(device), steps, clip
@@ -80,7 +82,15 @@ class PlainSequences:
     """A DataLoader with random order and `pad_sequence`, and one step for each of its batches."""
 
     def __init__(
-        self, sequences: list[Tensor], labels: list[int], model: PlainClassifier, *, batch: int, lr: float, clip: float, device: torch.device
+        self,
+        sequences: list[Tensor],
+        labels: list[int],
+        model: PlainClassifier,
+        *,
+        batch: int,
+        lr: float,
+        clip: float,
+        device: torch.device,
     ) -> None:
         self.loader = DataLoader(list(zip(sequences, labels, strict=True)), batch_size=batch, shuffle=True, collate_fn=_collate)  # type: ignore[arg-type]
         self.model, self.clip, self.device = model.to(device), clip, device

@@ -92,9 +92,9 @@ def run(*, quick: bool) -> list[dict[str, object]]:
         sizes: dict[str, list[tuple[int, int]]] = {}
         for epoch in range(rounds + 1):
             for name, batches in zip(times, (_ours(ours, epoch), _theirs(theirs)), strict=True):
-                seconds, sizes[name] = _timed(batches)
+                taken_seconds, sizes[name] = _timed(batches)
                 if epoch > 0:
-                    times[name].append(seconds)
+                    times[name].append(taken_seconds)
     finally:
         torch.set_num_threads(threads)
 

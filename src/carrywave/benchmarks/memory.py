@@ -113,7 +113,7 @@ def _write_text(path: Path, num_bytes: int) -> None:
     words = [bytes(letters[random.integers(0, 26, size=size)]) for size in random.integers(1, 12, size=5_000)]
     pages = []
     for _ in range(16):
-        picked = (random.random(100_000) ** 3 * len(words)).astype(np.int64).tolist()
+        picked = (random.random(30_000) ** 3 * len(words)).astype(np.int64).tolist()
         lines = (b" ".join(words[word] for word in picked[start : start + 15]) for start in range(0, len(picked), 15))
         pages.append(b"\n".join(lines) + b"\n")
     # Pages come again in a random order: what a file holds matters little here, and its size does.

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from carrywave import __version__
 from carrywave.cli.exits import INTERRUPTED, STOPPED, with_exit_codes
-from carrywave.cli.show import Recorder, figure, row_line, table_of, watcher_for
+from carrywave.cli.show import Recorder, row_line, table_of, watcher_for
 from carrywave.errors import RunError, UserError
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import dump, load
@@ -99,10 +99,10 @@ def evaluate(
 ) -> None:
     """Evaluate the best weights of a run."""
     _check_writable(json_file)
-    from carrywave.train.evaluate import evaluate_run
+    from carrywave.train.saved import evaluate_run
 
-    row: dict[str, object] = dict(evaluate_run(run, data, device.value))
-    typer.echo(row_line(row) if "split" in row else "  ".join(f"{name} {figure(value)}" for name, value in row.items()))
+    row = evaluate_run(run, data, device.value)
+    typer.echo(row_line(row))
     _write_rows(json_file, [row])
 
 

@@ -155,7 +155,12 @@ def _open(place: Path) -> Entry:
         for name, known in files.items():
             path = place / name
             # A manifest may not lead out of its folder, neither by a path nor by a link.
-            if not PLAIN_NAME.fullmatch(name) or path.is_symlink() or path.stat().st_size != known["bytes"] or _sha256(path) != known["sha256"]:
+            if (
+                not PLAIN_NAME.fullmatch(name)
+                or path.is_symlink()
+                or path.stat().st_size != known["bytes"]
+                or _sha256(path) != known["sha256"]
+            ):
                 raise ValueError(name)
         if CONTENT not in files:
             raise ValueError(CONTENT)
@@ -167,7 +172,8 @@ def _open(place: Path) -> Entry:
 
 def _sequences(layout: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sequences:
     names = layout["names"]
-    return Sequences(**{field: arrays[layout[field]] for field in ARRAYS if field in layout}, names=None if names is None else tuple(names))
+    fields: dict[str, Any] = {field: arrays[layout[field]] for field in ARRAYS if field in layout}
+    return Sequences(**fields, names=None if names is None else tuple(names))
 
 
 @contextlib.contextmanager
@@ -180,5 +186,9 @@ def _matching(place: Path) -> Iterator[None]:
 
 def _refuse(where: Path, error: OSError) -> NoReturn:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise DataError(f"there is no room on the disk for the cache {where}; free some, or set $CARRYWAVE_CACHE to a folder with room") from error
-    raise DataError(f"the cache {where} cannot be written ({error.strerror or error}); set $CARRYWAVE_CACHE to a folder that can") from error
+        raise DataError(
+            f"there is no room on the disk for the cache {where}; free some, or set $CARRYWAVE_CACHE to a folder with room"
+        ) from error
+    raise DataError(
+        f"the cache {where} cannot be written ({error.strerror or error}); set $CARRYWAVE_CACHE to a folder that can"
+    ) from error

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-
 from carrywave.data.sequences import Sequences
 from carrywave.data.tokens import Ids, Kind, Tokens
 from carrywave.data.tokens import make as make_tokens
@@ -55,7 +54,8 @@ class Codec:
         known = {field.name for field in fields(Codec)}
         if not isinstance(values, dict) or not {"task", "field"} <= set(values) <= known:
             raise DataError("the codec is not one that this version wrote; prepare the data again")
-        return Codec(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        frozen: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return Codec(**frozen)
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -91,7 +91,8 @@ class Codec:
 
     def restore(self, values: NDArray[Any]) -> NDArray[Any]:
         """Predicted numbers [..., outputs] in the units of the data."""
-        return values * np.array(self.target_std, values.dtype) + np.array(self.target_mean, values.dtype)
+        restored: NDArray[Any] = values * np.array(self.target_std, values.dtype) + np.array(self.target_mean, values.dtype)
+        return restored
 
     def facts(self, sequences: Sequences) -> DataFacts:
         """What the model and the plan must know of the training data."""
@@ -114,7 +115,8 @@ def first_unknown(ids: Ids) -> int | None:
 
 def unknown_token(token: str, where: str) -> str:
     """The message about a token that a vocabulary without <unk> does not hold."""
-    return f"{where}: token {token!r} is not in the vocabulary of the training data; train with data.min_count=2 or data.vocabulary to have <unk>, or remove it"
+    remedy = "train with data.min_count=2 or data.vocabulary to have <unk>, or remove it"
+    return f"{where}: token {token!r} is not in the vocabulary of the training data; {remedy}"
 
 
 def histogram(lengths: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:

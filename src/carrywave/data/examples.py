@@ -6,8 +6,8 @@ means and deviations from the rows that are trained on alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,17 +26,16 @@ from carrywave.spec.spec import Spec
 Held = NDArray[np.bool_]
 
 
-@dataclass
+@dataclasses.dataclass
 class _Learned:
     """What the first pass gathers besides tokens."""
 
     rows: Rows
     spec: Spec
     held: Held
-    field: str
-    labels: dict[str, str] = field(default_factory=dict)  # name -> kind
-    features: Moments = field(default_factory=Moments)
-    targets: Moments = field(default_factory=Moments)
+    labels: dict[str, str] = dataclasses.field(default_factory=dict)  # name -> kind
+    features: Moments = dataclasses.field(default_factory=Moments)
+    targets: Moments = dataclasses.field(default_factory=Moments)
     columns: int | None = None
     outputs: int | None = None
     largest: int = -1
@@ -106,7 +105,7 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
     if first is None:
         raise DataError(f"{rows.name} is empty; give data that holds at least one row")
     where, content = rows.where(first[0]), fields.content_field(first[1], rows.where(first[0]))
-    seen = _Learned(rows, spec, held, content)
+    seen = _Learned(rows, spec, held)
     known: dict[str, Any] = {}
     if content == "text":
         words, bpe, size = vocabulary.learn(spec.data.tokens, seen.texts(), spec.data)
@@ -173,7 +172,9 @@ def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: boo
         if len(steps) < shortest:
             if not len(steps):
                 raise DataError(f"{where}: {codec.field} is a zero-length sequence; remove the row, or give it at least one step")
-            raise DataError(f"{where}: the sequence has {len(steps)} token, and a language model needs 2 to have a target; make it longer or remove it")
+            raise DataError(
+                f"{where}: the sequence has {len(steps)} token, and a language model needs 2 to have a target; make it longer or remove it"
+            )
         writer.add(steps, row, where)
         count += 1
     if not count:
@@ -203,11 +204,7 @@ class _Writer:
         """What the model reads of a row: tokens [steps], or numbers [steps, features]."""
         codec = self.codec
         if codec.kind is None:
-            scaled = standardise(fields.steps_of(row, where, len(codec.columns)), codec.mean, codec.std)
-            if not np.isfinite(scaled).all():
-                step, column = (int(place) for place in np.argwhere(~np.isfinite(scaled))[0])
-                raise DataError(f"{where}: step {step}, column {column} of steps is too large for float32; scale the column down")
-            return scaled
+            return standardise(fields.steps_of(row, where, len(codec.columns)), codec.mean, codec.std)
         if codec.field == "text":
             text = ended(fields.text_of(row, where), codec.task, codec.kind)
             return self._known(codec.tokens.ids(text), where, lambda place: codec.tokens.name(text, place))
@@ -222,7 +219,10 @@ class _Writer:
         if unknown is None:
             return ids
         if self.codec.kind == "int":
-            raise DataError(f"{where}: token {name(unknown)} is outside the {self.codec.size} tokens of the training data; train with data that has it, or remove it")
+            size = self.codec.size
+            raise DataError(
+                f"{where}: token {name(unknown)} is outside the {size} tokens of the training data; train with it, or remove it"
+            )
         raise DataError(unknown_token(name(unknown), where))
 
     def add(self, steps: NDArray[Any], row: Row, where: str) -> None:
@@ -235,8 +235,8 @@ class _Writer:
             _, label = fields.class_of(fields.take(row, "label", where), "label", where)
             self.labels.append(np.array([self._class(label, where)], np.int64))
         elif self.labels is not None:
-            target = fields.target_of(row, where, codec.outputs)
-            self.labels.append(standardise(target, codec.target_mean, codec.target_std)[None])
+            scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std)
+            self.labels.append(scaled[None])
         self.inputs.append(steps)
         self.starts.append(np.array([self.rows], np.int64))
         self.lengths.append(np.array([len(steps)], np.int64))
@@ -246,7 +246,9 @@ class _Writer:
         number = self.codec.label_numbers.get(label)
         if number is None:
             known = ", ".join(self.codec.labels[:5]) + (", …" if len(self.codec.labels) > 5 else "")
-            raise DataError(f"{where}: label {label!r} was never seen in training (labels: {known}); add training data with it, or remove the row")
+            raise DataError(
+                f"{where}: label {label!r} was never seen in training (labels: {known}); add training data with it, or remove the row"
+            )
         return number
 
     def close(self, *, join: bool) -> Sequences:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from carrywave.data.moments import unusable
 from carrywave.data.rows import Row
 from carrywave.errors import DataError
 
@@ -53,7 +54,7 @@ def tokens_of(row: Row, where: str) -> list[str] | NDArray[np.int64]:
     if isinstance(value, np.ndarray):
         return _whole(value, where)
     if not isinstance(value, list):
-        raise DataError(f"{where}: tokens is {_kind(value)}, not a list; write [\"a\", \"b\"] or [1, 2]")
+        raise DataError(f'{where}: tokens is {_kind(value)}, not a list; write ["a", "b"] or [1, 2]')
     if all(isinstance(token, str) for token in value):
         return value
     for place, token in enumerate(value):
@@ -64,7 +65,9 @@ def tokens_of(row: Row, where: str) -> list[str] | NDArray[np.int64]:
 
 def _whole(value: NDArray[Any], where: str) -> NDArray[np.int64]:
     if value.ndim != 1 or (value.size and value.dtype.kind not in "iu"):
-        raise DataError(f"{where}: tokens must be a flat list of whole numbers, got {value.dtype} of shape {list(value.shape)}; give one number for each step")
+        raise DataError(
+            f"{where}: tokens must be a flat list of whole numbers, got {value.dtype} of shape {list(value.shape)}; give one a step"
+        )
     if value.size and int(value.min()) < 0:
         raise DataError(f"{where}: token {int(value.min())} at step {int(value.argmin())} is negative; tokens count from 0")
     if value.size and int(value.max()) >= 2**31 - 1:
@@ -83,10 +86,12 @@ def steps_of(row: Row, where: str, columns: int | None) -> Matrix:
         raise DataError(f"{where}: steps has shape {list(matrix.shape)}; write a list of steps, each a list of numbers")
     if columns is not None and matrix.shape[1] != columns:
         raise DataError(f"{where}: a step has {matrix.shape[1]} features, the training data has {columns}; give {columns} in every step")
-    bad = ~np.isfinite(matrix)
+    bad = unusable(matrix)
     if bad.any():
         step, column = (int(place) for place in np.argwhere(bad)[0])
-        raise DataError(f"{where}: step {step}, column {column} of steps is {matrix[step, column]}, not a finite number; remove the row or fill the gap")
+        raise DataError(
+            f"{where}: step {step}, column {column} of steps is {matrix[step, column]}, not a finite number (below 1e25); remove the row or fill the gap"
+        )
     return matrix
 
 
@@ -105,16 +110,22 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
     for step, item in enumerate(items):
         for column, number in enumerate(item if isinstance(item, (list, tuple, np.ndarray)) else [item]):
             if isinstance(number, (list, tuple, np.ndarray)):
-                raise DataError(f"{where}: step {step}, column {column} of {field} is a list; write a list of steps, each a list of numbers")
+                raise DataError(
+                    f"{where}: step {step}, column {column} of {field} is a list; write a list of steps, each a list of numbers"
+                )
             if number is not None and not isinstance(number, (int, float, np.number)):
-                raise DataError(f"{where}: step {step}, column {column} of {field} is {_kind(number)} ({number!r:.40}), not a number; write a number")
+                raise DataError(
+                    f"{where}: step {step}, column {column} of {field} is {_kind(number)} ({number!r:.40}), not a number; write a number"
+                )
     widths = {len(item) if isinstance(item, (list, tuple, np.ndarray)) else -1 for item in items}
     if len(widths) > 1:
         raise DataError(f"{where}: {field} is ragged, it has steps of {_widths(widths)}; give every step the same number of features")
     try:
         return np.array(value, np.float64)  # None becomes NaN, and a whole number beyond 64 bits the nearest float
     except (ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{where}: {field} cannot be read as numbers ({str(error)[:80]}); write a list of steps, each a list of numbers") from error
+        raise DataError(
+            f"{where}: {field} cannot be read as numbers ({str(error)[:80]}); write a list of steps, each a list of numbers"
+        ) from error
 
 
 def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
@@ -127,7 +138,9 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
         return "whole number", str(value)
     if isinstance(value, str):
         return "string", value
-    raise DataError(f"{where}: {field} is {_kind(value)} ({value!r:.40}); a class is a string, a whole number or a boolean (numbers: task=regression)")
+    raise DataError(
+        f"{where}: {field} is {_kind(value)} ({value!r:.40}); a class is a string, a whole number or a boolean (numbers: task=regression)"
+    )
 
 
 def tags_of(row: Row, steps: int, where: str) -> list[tuple[str, str] | None]:
@@ -154,9 +167,10 @@ def target_of(row: Row, where: str, outputs: int | None) -> Matrix:
         raise DataError(f"{where}: label has shape {list(target.shape)}; write a number or a flat list of numbers")
     if outputs is not None and len(target) != outputs:
         raise DataError(f"{where}: label has {len(target)} numbers, the rows before have {outputs}; give {outputs} in every row")
-    if not np.isfinite(target).all():
-        place = int(np.argmin(np.isfinite(target)))
-        raise DataError(f"{where}: number {place} of label is {target[place]}, not finite; remove the row or fill the gap")
+    bad = unusable(target)
+    if bad.any():
+        place = int(np.argmax(bad))
+        raise DataError(f"{where}: number {place} of label is {target[place]}, not a finite number (below 1e25); remove the row or fill the gap")
     return target
 
 
@@ -169,9 +183,15 @@ def as_plain(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", type(None): "null"}.get(
-        type(value), f"of type {type(value).__name__}"
-    )
+    return {
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+        type(None): "null",
+    }.get(type(value), f"of type {type(value).__name__}")
 
 
 def _names(row: Row) -> str:

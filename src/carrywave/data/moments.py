@@ -7,6 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# Beyond this a number is refused where it enters: whatever train's deviation (never below 1e-12), what is scaled fits float32.
+LARGEST = 1e25
+
+
+def unusable(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Where numbers are NaN, infinite or absurdly large."""
+    refused: NDArray[np.bool_] = ~(np.abs(values) <= LARGEST)
+    return refused
+
 
 class Moments:
     """Count, mean and sum of squared deviations, merged by Chan's rule: exact to rounding however the rows are cut."""
@@ -43,5 +52,5 @@ class Moments:
 
 def standardise(rows: NDArray[Any], mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
     """Shifted and scaled in float64, so that large offsets lose nothing, then float32."""
-    with np.errstate(over="ignore"):  # the caller refuses what is no longer finite
-        return ((rows - np.array(mean)) / np.array(std)).astype(np.float32)
+    scaled: NDArray[np.float32] = ((rows - np.array(mean)) / np.array(std)).astype(np.float32)
+    return scaled

@@ -41,19 +41,19 @@ def _silent(_: str) -> None:
     """Says nothing."""
 
 
-def prepare(spec: Spec, *, note: Callable[[str], None] = _silent) -> Prepared:
+def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], None] = _silent) -> Prepared:
     """Reads, or finds in the cache, everything that the spec names."""
     check_spec(spec)
     names = {"train": spec.data.train, "valid": spec.data.valid, "test": spec.data.test}
     sources = {part: find(name, field=f"data.{part}", format=spec.data.format) for part, name in names.items() if name is not None}
     for source in sources.values():
         _check_format(source, spec, labelled=True)
-    key = _key(spec, sources)
+    key = _key(spec, sources, codec)
     place = cache.folder(spec.data.cache)
 
     def build(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
         note(f"reading {', '.join(source.name for source in sources.values())} into the cache {place / key}")
-        return _build(spec, sources, new)
+        return _build(spec, sources, new, codec)
 
     entry = cache.fetch(place, key, build)
     return bundle(entry.parts, entry.codec, key, note)
@@ -85,33 +85,56 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
 
 def check_spec(spec: Spec) -> None:
     """Refuses settings of reading that contradict each other."""
-    if spec.data.train is None:
-        raise SpecError("data.train is empty; give a file to train on")
     if spec.data.split is not None and spec.task != "forecasting":
         raise SpecError(f"data.split is for forecasting, not for {spec.task}; give files for data.valid and data.test, or use data.share")
 
 
+def check_codec(codec: Codec | None, spec: Spec) -> None:
+    """Refuses the codec of another task."""
+    if codec is not None and codec.task != spec.task:
+        raise DataError(f"task={spec.task}, but the codec to read by is of {codec.task}; start from a run of the same task")
+
+
 def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
     if spec.task in LABELLED and labelled and source.format == "text":
-        raise DataError(f"{source.name} is read as plain text, which holds no labels for {spec.task}; give a .jsonl file, or set data.format")
+        raise DataError(
+            f"{source.name} is read as plain text, which holds no labels for {spec.task}; give a .jsonl file, or set data.format"
+        )
     if spec.task == "forecasting" and source.format not in ("csv", "parquet", "jsonl"):
-        raise DataError(f"{source.name} is read as plain text, and forecasting reads tables; give a .csv or .parquet file, or set data.format")
+        raise DataError(
+            f"{source.name} is read as plain text, and forecasting reads tables; give a .csv or .parquet file, or set data.format"
+        )
 
 
-def _key(spec: Spec, sources: dict[str, Source]) -> str:
+def _key(spec: Spec, sources: dict[str, Source], codec: Codec | None) -> str:
     """A hash of what is read and of every option that changes the result."""
     data = spec.data
     keyed = "valid" not in sources and data.share > 0 and not spec.streams
     options = {
         "format": cache.FORMAT,
         "files": {part: [source.digest(), source.format, source.tabs, source.compression] for part, source in sources.items()},
+        "codec": None if codec is None else codec.to_json(),
         "task": spec.task,
         "streams": spec.streams,
         "seed": spec.train.seed if keyed or spec.task in LABELLED else None,
         "window": spec.steps if spec.task == "forecasting" else None,
         "data": data.model_dump(
             mode="json",
-            include={"tokens", "vocabulary", "min_count", "share", "split", "columns", "targets", "time", "series", "horizon", "season", "context", "standardize"},
+            include={
+                "tokens",
+                "vocabulary",
+                "min_count",
+                "share",
+                "split",
+                "columns",
+                "targets",
+                "time",
+                "series",
+                "horizon",
+                "season",
+                "context",
+                "standardize",
+            },
         ),
     }
     return _hash(options)
@@ -121,17 +144,17 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _build(spec: Spec, sources: dict[str, Source], new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec | None) -> tuple[dict[str, Sequences], Codec]:
     if spec.task == "forecasting":
-        return series.build({part: _table_opener(source, spec) for part, source in sources.items()}, spec, new)
+        return series.build({part: _table_opener(source, spec) for part, source in sources.items()}, spec, new, codec=codec)
     train, share = sources["train"], 0.0 if "valid" in sources else spec.data.share
     if _is_stream(train, spec):
-        codec = text.learn_stream(train, spec.data, spec.task)
+        codec = codec or text.learn_stream(train, spec.data, spec.task)
         held = np.zeros(0, np.bool_)
     else:
         rows = open_rows(train, numeric_label=spec.task == "regression")
         held = parts.held_out(rows.count() if share else 0, share, spec.train.seed)
-        codec = examples.learn(rows, spec, held)
+        codec = codec or examples.learn(rows, spec, held)
     found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
     return hold_out(found, spec, share, held, train.name), codec
 
@@ -168,7 +191,11 @@ def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]
     """Reads a table by the spec, or as the codec of the training data says."""
 
     def open_table(codec: Codec | None) -> Table:
-        choice = Choice(spec.data.columns, spec.data.time, spec.data.series) if codec is None else Choice(codec.columns, codec.time, codec.series)
+        choice = (
+            Choice(spec.data.columns, spec.data.time, spec.data.series)
+            if codec is None
+            else Choice(codec.columns, codec.time, codec.series)
+        )
         if source.format == "jsonl":
             return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice.columns)
         return arrange(read_table(source), source.name, choice)

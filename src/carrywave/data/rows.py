@@ -63,9 +63,13 @@ class JsonRows:
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-            raise DataError(f"{self.where(number)}: the line is not JSON ({str(error)[:100]}); write one object on each line: {EXAMPLE}") from error
+            raise DataError(
+                f"{self.where(number)}: the line is not JSON ({str(error)[:100]}); write one object on each line: {EXAMPLE}"
+            ) from error
         if not isinstance(row, dict):
-            raise DataError(f"{self.where(number)}: the line holds a JSON {_json_type(row)}, not an object; write one object on each line: {EXAMPLE}")
+            raise DataError(
+                f"{self.where(number)}: the line holds a JSON {_json_type(row)}, not an object; write one object on each line: {EXAMPLE}"
+            )
         return row
 
     def count(self) -> int:
@@ -95,7 +99,9 @@ class LineRows:
                 try:
                     yield number, {"text": line.decode().rstrip("\r")}
                 except UnicodeDecodeError as error:
-                    raise DataError(f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; convert the file to utf-8") from error
+                    raise DataError(
+                        f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; convert the file to utf-8"
+                    ) from error
 
     def count(self) -> int:
         """Lines that are not blank."""

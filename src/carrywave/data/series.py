@@ -40,8 +40,12 @@ def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dic
     data = spec.data
     if data.split is not None:
         if valid_file or (test_file and len(data.split) == 3):
-            raise SpecError("data.split cuts valid and test out of the training file, and files for them are given too; give one of the two")
-        bounds = np.array([_bounds(int(length), data.split, name, table.name) for length, name in zip(table.lengths, table.names, strict=True)], np.int64)
+            raise SpecError(
+                "data.split cuts valid and test out of the training file, and files for them are given too; give one of the two"
+            )
+        bounds = np.array(
+            [_bounds(int(length), data.split, name, table.name) for length, name in zip(table.lengths, table.names, strict=True)], np.int64
+        )
     elif data.share > 0 and not valid_file:
         held = np.maximum(np.floor(table.lengths * data.share + 1e-9).astype(np.int64), data.horizon)
         bounds = np.stack([table.lengths - held, table.lengths], axis=1)
@@ -63,7 +67,9 @@ def _bounds(rows: int, split: tuple[float, ...], series: str, name: str) -> list
     if any(part < 1 for part in split):
         return [int(np.floor(rows * total + 1e-9)) for total in sums]
     if sums[-1] > rows:
-        raise DataError(f"{name}: series {series} has {rows} rows, data.split asks for {int(sums[-1])}; ask for fewer, or give shares below 1")
+        raise DataError(
+            f"{name}: series {series} has {rows} rows, data.split asks for {int(sums[-1])}; ask for fewer, or give shares below 1"
+        )
     return [int(total) for total in sums]
 
 
@@ -80,7 +86,7 @@ def check(span: Span, table: Table, part: str, horizon: int) -> None:
         place = int(np.argmax(short))
         raise DataError(
             f"{table.name}: series {table.names[place]} has {int(own[place])} rows in {part}, "
-            f"a horizon of {horizon} needs {horizon + (span.warm[place] == 0)}; set a smaller data.horizon, give more to {part}, or remove the series"
+            f"a horizon of {horizon} needs {horizon + (span.warm[place] == 0)}; set a smaller data.horizon, give {part} more, or remove it"
         )
 
 
@@ -89,7 +95,9 @@ def learn(table: Table, train: Span, spec: Spec) -> Codec:
     targets = spec.data.targets or table.columns
     for target in targets:
         if target not in table.columns:
-            raise DataError(f"{table.name}: data.targets names {target!r}, which is not among the columns read ({', '.join(table.columns[:8])}); add it to data.columns")
+            raise DataError(
+                f"{table.name}: data.targets names {target!r}, not a column that is read ({', '.join(table.columns[:8])}); set data.columns"
+            )
     moments = Moments()
     for start, length in zip(train.starts, train.lengths, strict=True):
         moments.add(table.values[int(start) : int(start + length)])
@@ -113,12 +121,7 @@ def encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
     """All rows of a table, standardised."""
     inputs = new(np.float32, len(codec.columns))
     for first in range(0, len(table.values), BLOCK_ROWS):
-        block = table.values[first : first + BLOCK_ROWS]
-        scaled = standardise(block, codec.mean, codec.std)
-        if not np.isfinite(scaled).all():
-            row, column = (int(place) for place in np.argwhere(~np.isfinite(scaled))[0])
-            raise DataError(f"{table.name}: {block[row, column]} in column {codec.columns[column]} is too large for float32; scale the column down")
-        inputs.append(scaled)
+        inputs.append(standardise(table.values[first : first + BLOCK_ROWS], codec.mean, codec.std))
     return inputs.close()
 
 
@@ -127,13 +130,15 @@ def sequences(inputs: NDArray[Any], span: Span, table: Table) -> Sequences:
     return Sequences(inputs, span.starts, span.lengths, warm=span.warm if span.warm.any() else None, names=table.names)
 
 
-def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+def build(
+    tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: NewArray, *, codec: Codec | None
+) -> tuple[dict[str, Sequences], Codec]:
     """The parts of forecasting data: train's own table, and one more for each file of its own."""
-    table = tables["train"](None)
+    table = tables["train"](codec)
     cut = spans(table, spec, valid_file="valid" in tables, test_file="test" in tables)
     for part, span in cut.items():
         check(span, table, part, spec.data.horizon)
-    codec = learn(table, cut["train"], spec)
+    codec = codec or learn(table, cut["train"], spec)
     inputs = encode(table, codec, new)
     parts = {part: sequences(inputs, span, table) for part, span in cut.items()}
     for part, open_table in tables.items():

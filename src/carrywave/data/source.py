@@ -78,7 +78,9 @@ class Source:
         try:
             return read()
         except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{self.name} cannot be read ({one_line(error)}); check that the file is whole and of the format its name says") from error
+            raise DataError(
+                f"{self.name} cannot be read ({one_line(error)}); check that the file is whole and of the format its name says"
+            ) from error
 
     def texts(self) -> Iterator[str]:
         """The content as blocks of text; a character whose bytes straddle a border is kept whole."""
@@ -99,12 +101,13 @@ class Source:
             return codecs.utf_8_decode(data, "strict", final)
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{self.name}: byte {offset_bytes + error.start} is not valid utf-8; convert the file to utf-8, or read it with data.tokens=byte"
+                f"{self.name}: byte {offset_bytes + error.start} is not valid utf-8; convert the file to utf-8, or use data.tokens=byte"
             ) from error
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Numbered lines (from 1) without their line end."""
-        number, parts = 1, []
+        number = 1
+        parts: list[bytes] = []
         for index, block in enumerate(self.blocks()):
             data = block[len(BOM) :] if index == 0 and block.startswith(BOM) else block
             *whole, rest = data.split(b"\n")

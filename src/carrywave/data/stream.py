@@ -98,6 +98,7 @@ class Loader:
     ) -> None:
         try:
             # A stream of its own: copies run beside the computation, and do not wait for what is queued there.
+            # Pinning here is an error to a CUDA graph captured meanwhile, unless its capture_error_mode is thread_local.
             side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
             with nullcontext() if side is None else torch.cuda.stream(side):
                 for step in range(start.step, number):
@@ -137,8 +138,9 @@ class _Made:
 
 
 def _each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return replace(batch, **{name: change(value) for name, value in tensors.items() if isinstance(value, Tensor)})
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    changed: dict[str, Any] = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(batch, **changed)
 
 
 def _ignoring(values: NDArray[Any], ignored: NDArray[np.bool_]) -> NDArray[Any]:

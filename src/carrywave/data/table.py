@@ -17,6 +17,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 from numpy.typing import NDArray
 
+from carrywave.data.moments import unusable
 from carrywave.data.sequences import Ints
 from carrywave.data.source import Source
 from carrywave.errors import DataError
@@ -54,7 +55,9 @@ def read_table(source: Source) -> Any:
     if source.format == "parquet":
         return source.guard(lambda: pa_parquet.read_table(source.path, memory_map=True))
     if source.format != "csv":
-        raise DataError(f"{source.name} is read as {source.format}, and forecasting reads CSV or Parquet; name the file so, or set data.format")
+        raise DataError(
+            f"{source.name} is read as {source.format}, and forecasting reads CSV or Parquet; name the file so, or set data.format"
+        )
     if not any(block.strip() for block in source.blocks()):
         raise DataError(f"{source.name} is empty; give a table with a line of column names and rows below it")
     options = pa_csv.ParseOptions(delimiter="\t" if source.tabs else ",")
@@ -135,10 +138,12 @@ def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
         row = int(np.argmax(wrong.to_numpy(zero_copy_only=False) if isinstance(wrong, pa.Array) else wrong.to_numpy()))
         raise _bad_value(name, row, label, column[row].as_py())
     try:
-        values: NDArray[np.float64] = _flat(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column).cast(pa.float64()).to_numpy(zero_copy_only=False)
+        values: NDArray[np.float64] = (
+            _flat(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column).cast(pa.float64()).to_numpy(zero_copy_only=False)
+        )
     except (pa.ArrowException, ValueError) as error:
         raise DataError(f"{name}: the column {label} holds {column.type}, not numbers; leave it out of data.columns") from error
-    bad = ~np.isfinite(values)
+    bad = unusable(values)
     if bad.any():
         row = int(np.argmax(bad))
         raise _bad_value(name, row, label, column[row].as_py())
@@ -147,7 +152,7 @@ def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
 
 def _bad_value(name: str, row: int, column: str, value: Any) -> DataError:
     shown = "empty" if value is None else repr(value)
-    return DataError(f"{name}: row {row + 1}, column {column} is {shown}, not a finite number; fill the gap or remove the row")
+    return DataError(f"{name}: row {row + 1}, column {column} is {shown}, not a finite number (below 1e25); fill the gap or remove the row")
 
 
 def _flat(column: Any) -> Any:
@@ -191,7 +196,9 @@ def _text_times(column: Any, name: str, label: str, codes: Ints) -> NDArray[Any]
     falls = (np.diff(ranks[order]) < 0) & (np.diff(codes[order]) == 0)
     if falls.any():
         row = int(order[int(np.argmax(falls)) + 1])
-        raise DataError(f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r}, which cannot be put in order; write times as 2024-01-31 23:00:00")
+        raise DataError(
+            f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r}, which cannot be put in order; write 2024-01-31 23:00:00"
+        )
     return ranks
 
 
@@ -200,4 +207,6 @@ def _refuse_twice(table: Any, order: Ints, codes: Ints, times: NDArray[Any], nam
     if same.any():
         row = int(order[int(np.argmax(same)) + 1])
         of = f" of series {names[int(codes[row])]}" if len(names) > 1 else ""
-        raise DataError(f"{name}: row {row + 1}, column {label} is {table[label][row].as_py()} for the second time{of}; keep one row for each time")
+        raise DataError(
+            f"{name}: row {row + 1}, column {label} is {table[label][row].as_py()} for the second time{of}; keep one row for each time"
+        )

@@ -186,7 +186,9 @@ def tokenizers_library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise UserError("data.tokens=bpe needs the package tokenizers, which is not installed; run: pip install 'carrywave[bpe]'") from error
+        raise UserError(
+            "data.tokens=bpe needs the package tokenizers, which is not installed; run: pip install 'carrywave[bpe]'"
+        ) from error
     return tokenizers
 
 

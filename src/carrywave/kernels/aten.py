@@ -10,12 +10,11 @@ Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projectio
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from carrywave.kernels.blas import without_onednn
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
 from carrywave.kernels.weights import Layer, LayerWeights
@@ -67,7 +66,7 @@ def _run(x_TBI: Tensor, carry: Carry, weights: Layer) -> tuple[Tensor, Carry]:
     h_DBP, c_DBH = carry.h.to(x_TBI.dtype).contiguous(), carry.c.to(x_TBI.dtype).contiguous()
     # `train` only matters for dropout inside the kernel, which is never used, and for whether cuDNN keeps what backward needs.
     train = torch.is_grad_enabled()
-    with _native(x_TBI):
+    with contextlib.nullcontext() if x_TBI.is_cuda else without_onednn():
         y_TBO, h_DBP, c_DBH = torch.lstm(x_TBI, (h_DBP, c_DBH), flat, biased, 1, 0.0, train, len(weights) == 2, False)
     return y_TBO, Carry(h_DBP, c_DBH)
 
@@ -83,18 +82,3 @@ def _flat(weights: Layer, like: Tensor) -> list[Tensor]:
     for (d, n), part in zip(order, parts, strict=True):
         each[d][n] = part.view_as(each[d][n])
     return [tensor for tensors in each for tensor in tensors]
-
-
-@contextlib.contextmanager
-def _native(x_TBI: Tensor) -> Iterator[None]:
-    """torch's native loop on the CPU: oneDNN took 1.3 to 3 times as long, in training and in inference, at every shape tried."""
-    backend: Any = torch.backends.mkldnn
-    before = backend.enabled
-    if x_TBI.is_cuda or not before:
-        yield
-        return
-    backend.enabled = False
-    try:
-        yield
-    finally:
-        backend.enabled = before

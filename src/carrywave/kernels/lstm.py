@@ -1,6 +1,7 @@
 """The LSTM contract: `lstm(x, carries, layers, lengths, …) -> y, carries` over one or several layers, on a backend by name.
 
-Backends: `reference` (plain PyTorch, the definition) and `aten` (torch's kernels). `auto` takes the fastest that is right.
+Backends: `reference` (plain PyTorch, the definition), `aten` (torch's kernels) and `manual` (own backward, for the CPU).
+`auto` takes the fastest that serves.
 Each backend runs one layer in one direction or both; dropout between layers and norms are here, the same for all.
 
 Shapes: T time, B lane, I input, P output width of a layer, D directions, O = P·D.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import PlanError
-from carrywave.kernels import aten, random, reference
+from carrywave.kernels import aten, manual, random, reference
 from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.weights import Layer
@@ -30,17 +31,25 @@ class Backend(Protocol):
     def __call__(self, x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, /) -> tuple[Tensor, Carry]: ...
 
 
-BACKENDS: dict[str, Backend] = {"reference": reference.layer, "aten": aten.layer}
+BACKENDS: dict[str, Backend] = {"reference": reference.layer, "aten": aten.layer, "manual": manual.layer}
 
 
-def choose(asked: str = "auto") -> str:
-    """The backend that runs: the one asked for, unless the environment variable CARRYWAVE_KERNEL names another."""
+def check(asked: str) -> str:
+    """The backend's name as asked for, unless the environment variable CARRYWAVE_KERNEL names another."""
     forced = os.environ.get("CARRYWAVE_KERNEL", "")
     name = forced or asked
     if name != "auto" and name not in BACKENDS:
         where = "CARRYWAVE_KERNEL" if forced else "kernel"
         raise PlanError(f"{where}={name} is not a backend; use one of auto, {', '.join(BACKENDS)}")
-    return "aten" if name == "auto" else name
+    return name
+
+
+def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
+    """The backend that runs this layer on x. `manual` leaves what it does not serve to `aten`."""
+    name = check(asked)
+    if name in ("auto", "manual"):
+        return "manual" if manual.serves(x_TBI, layer) else "aten"
+    return name
 
 
 def lstm(
@@ -72,9 +81,9 @@ def lstm(
     # Backends see one dtype throughout, so the autocast that chose it must not cast within.
     with torch.autocast(x_TBI.device.type, enabled=False):
         y_TBO = x_TBI.to(compute)
-        run = BACKENDS[choose(backend)]
         for number, (carry, layer) in enumerate(zip(carries, layers, strict=True)):
             weights = tuple(direction.to(compute) for direction in layer)
+            run = BACKENDS[choose(backend, y_TBO, weights)]
             y_TBO, end = run(y_TBO, Carry(carry.h.to(compute), carry.c.to(compute)), weights, lengths)
             # The carry keeps the dtype it came with, so that every chunk and window finds the same.
             ends.append(Carry(end.h.to(carry.h.dtype), end.c.to(carry.c.dtype)))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -132,16 +131,18 @@ class Forecast(nn.Module):
             not self.quantiles or any(not low < high for low, high in zip((0.0, *self.quantiles), (*self.quantiles, 1.0), strict=True))
         ):
             raise UserError(f"quantiles {list(self.quantiles)} must rise between 0 and 1; list each once, from low to high")
-        self.linear = nn.Linear(width, horizon * outputs * len(self.quantiles or (0.5,)))
-        nn.init.zeros_(self.linear.bias)
+        numbers = horizon * outputs * len(self.quantiles or (0.5,))
+        self.weight = nn.Parameter(torch.empty(numbers, width).uniform_(-(width**-0.5), width**-0.5))
+        self.bias = nn.Parameter(torch.zeros(numbers))
 
     def forward(self, y_TBW: Tensor) -> Tensor:
         """The forecasts made at each step."""
-        out = self.linear(y_TBW).unflatten(-1, (self.horizon, self.outputs, -1))
+        out = linear(y_TBW, self.weight, self.bias)
+        out = out.view(*out.shape[:-1], self.horizon, self.outputs, -1)
         if self.quantiles is None:
-            return cast(Tensor, out[..., 0])
+            return out[..., 0]
         out = at_least_float32(out)
-        # Shifted so that a fresh model's quantiles lie log(2) apart in all rather than for each step.
+        # Shifted so that a fresh model's quantiles span about 1 in all, however many they are.
         rises = softplus(out[..., 1:] - math.log(max(1, len(self.quantiles) - 1)))
         return torch.cat((out[..., :1], out[..., :1] + rises.cumsum(-1)), dim=-1)
 

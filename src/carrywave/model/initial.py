@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from carrywave.errors import SpecError
 from carrywave.kernels import random
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import Pooled, Softmax
+from carrywave.model.heads import Forecast, Pooled, Softmax
 from carrywave.model.lstm import LSTM
 
 INITS = ("torch", "orthogonal", "xavier")
@@ -55,7 +55,7 @@ def _value(
         if module.padding_idx is not None:
             value[module.padding_idx] = 0.0
         return value
-    if isinstance(module, (Softmax, Pooled)):
+    if isinstance(module, (Softmax, Forecast, Pooled)):
         bound = embedding_scale if isinstance(module, Softmax) else 1.0 / math.sqrt(shape[-1])
         return torch.zeros(shape) if name == "bias" else _uniform(key, shape, bound)
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carries, Carry
-from carrywave.kernels.lstm import choose, lstm
+from carrywave.kernels.lstm import check, lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 
 AnyCarry = tuple[Tensor, Tensor] | Carry | Sequence[Carry] | Sequence[tuple[Tensor, Tensor]]
@@ -57,7 +57,7 @@ class LSTM(nn.Module):
                 raise UserError(f"{name}={share} must be at least 0 and below 1; 0 switches it off")
         if proj_size < 0 or (proj_size and proj_size >= min(widths)):
             raise UserError(f"proj_size={proj_size} must be smaller than hidden_size={min(widths)}; 0 means no projection")
-        choose(kernel)
+        check(kernel)
         self.input_size = input_size
         self.hidden_size = hidden_size if isinstance(hidden_size, int) else widths
         self.widths = widths
@@ -229,27 +229,27 @@ class LSTM(nn.Module):
 
     def split(self, carry: AnyCarry, lanes: int, *, batched: bool = True) -> Carries:
         """One carry for each layer, checked, from nn.LSTM's stacked pair or from such carries themselves."""
-        shapes = [((self.directions, lanes, self.proj_size or width), (self.directions, lanes, width)) for width in self.widths]
-        stacked = len(carry) == 2 and isinstance(carry[0], Tensor) and isinstance(carry[1], Tensor)
-        if stacked and len(set(self.widths)) > 1:
-            raise UserError(f"layers of widths {list(self.widths)} need one carry for each layer; pass a tuple of {self.num_layers} (h, c)")
-        if stacked:
-            h, c = (each if batched else each[:, None] for each in (carry[0], carry[1]) if isinstance(each, Tensor))
-            for name, got, want in (("h", h, shapes[0][0]), ("c", c, shapes[0][1])):
-                expected = (self.num_layers * want[0], *want[1:])
-                if tuple(got.shape) != expected:
-                    shown, wanted = (
-                        (list(got.shape), list(expected)) if batched else ([*got.shape[:1], *got.shape[2:]], [expected[0], expected[2]])
+        if len(carry) == 2 and all(isinstance(part, Tensor) for part in carry):
+            stacked = cast("tuple[Tensor, Tensor]", carry)
+            if len(set(self.widths)) > 1:
+                raise UserError(f"layers of widths {list(self.widths)} need one (h, c) each; pass a tuple of {self.num_layers} of them")
+            rows = self.num_layers * self.directions
+            if any(part.shape[:1] != (rows,) for part in stacked):
+                shown = " and ".join(str(list(part.shape)) for part in stacked)
+                raise UserError(f"carry has shapes {shown}; both need {rows} rows first, one for each layer and direction")
+            pairs = list(zip(*(torch.split(part, self.directions) for part in stacked), strict=True))
+        else:
+            pairs = [(h, c) for h, c in cast("Sequence[tuple[Tensor, Tensor]]", carry)]
+        if len(pairs) != self.num_layers:
+            raise UserError(f"got {len(pairs)} carries for {self.num_layers} layers; pass one (h, c) for each layer")
+        carries = tuple(Carry(h, c) if batched else Carry(h[:, None], c[:, None]) for h, c in pairs)
+        for layer, (each, width) in enumerate(zip(carries, self.widths, strict=True)):
+            for name, part, last in (("h", each.h, self.proj_size or width), ("c", each.c, width)):
+                if part.shape != (self.directions, lanes, last):
+                    got, want = list(part.shape), [self.directions, lanes, last]
+                    raise UserError(
+                        f"carry {name} of layer {layer} has shape {got}, expected {want}; make it anew for these layers and lanes"
                     )
-                    raise UserError(f"carry {name} has shape {shown}, expected {wanted}; make it anew for these layers and lanes")
-            return tuple(Carry(*pair) for pair in zip(torch.split(h, self.directions), torch.split(c, self.directions), strict=True))
-        if len(carry) != self.num_layers:
-            raise UserError(f"got {len(carry)} carries for {self.num_layers} layers; pass one (h, c) for each layer")
-        carries = tuple(Carry(h, c) if batched else Carry(h[:, None], c[:, None]) for h, c in carry)
-        for layer, (each, expected) in enumerate(zip(carries, shapes, strict=True)):
-            if (tuple(each.h.shape), tuple(each.c.shape)) != expected:
-                shown = f"{list(each.h.shape)} and {list(each.c.shape)}, expected {list(expected[0])} and {list(expected[1])}"
-                raise UserError(f"carry of layer {layer} has shapes {shown}; make it anew for these layers and lanes")
         return carries
 
     def join(self, carries: Carries) -> Carry | Carries:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
-from carrywave.model.stage import Stage, regularize
+from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import Schedule, Task, serial
@@ -133,35 +133,35 @@ class _Run:
         fresh = batch.fresh if task.chunk == 0 else torch.zeros_like(batch.fresh)
         full = batch.real == batch.steps * batch.inputs.shape[1]
         chunk = Chunk(lengths, fresh, batch.lanes, first, job.key, full)
-        raw, left = self.stage.body(batch.inputs[first:end], entered, chunk)
-        y, left = self.stage.top(raw, left, chunk)
+        y, raw, left = self.stage(batch.inputs[first:end], entered, chunk)
         pooled, last = self.stage.pooled, task.chunk == self.schedule.chunks - 1
         loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
         root: Tensor | None = None
         if last or not pooled:
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
-                root, count = self._observed(y, left, targets, count)
+                root, count = self._observed(y, left, targets, chunk, count)
             elif targets is not None:
                 root, count = self.stage.loss(y, left, targets, chunk)
             if root is not None:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
-            previous = self.stage.previous(entered) if task.chunk > 0 else None
-            extra = regularize(raw, y, previous, job.alpha, job.beta, lengths)
+            previous = entered.carries[-1].h[0] if task.chunk > 0 else None
+            extra = self.stage.regularize(raw, y, previous, job.alpha, job.beta, lengths)
             penalty = extra.detach()
             root = extra if root is None else root + extra
         return left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()])
 
-    def _observed(self, y: Tensor, left: State, targets: Tensor | None, count: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _observed(self, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor) -> tuple[Tensor | None, Tensor]:
         """The head's output, shown to the observer, and its loss where there are targets."""
-        head = cast(Any, self.stage.head)
-        out = head(left.acc if self.stage.pooled else y)
+        head = self.stage.head
+        with self.stage.scope(chunk):
+            out = head(left.acc if self.stage.pooled else y)
         cast(Observer, self.job.observe)(out, targets)
         if targets is None:
             return None, count
         # A user's head may have no `score`: then its loss runs once more from y.
-        scored: tuple[Tensor, Tensor] = head.score(out, targets) if hasattr(head, "score") else self.stage.loss(y, left, targets)
+        scored: tuple[Tensor, Tensor] = head.score(out, targets) if hasattr(head, "score") else self.stage.loss(y, left, targets, chunk)
         return scored
 
 

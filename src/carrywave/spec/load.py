@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from carrywave.errors import SpecError
@@ -41,17 +41,28 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
     return parse(tree)
 
 
-def parse(tree: Mapping[str, Any]) -> Spec:
-    """The spec in a tree of plain values, such as a YAML file holds, validated."""
-    tree = {key: value for key, value in tree.items() if value is not None}  # a section whose keys are all commented out
+def parse(values: Mapping[str, Any]) -> Spec:
+    """The spec that a mapping of plain values describes, validated; `{"model": {"hidden": 256}}`."""
+    # By way of JSON, because strict validation of JSON takes a list for a tuple, and still no text or truth value for a number.
+    try:
+        text = json.dumps({key: value for key, value in values.items() if value is not None}, default=_plain)  # None: an empty section
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"the spec cannot be read: {error}; give numbers, text, lists and mappings") from None
+    tree = json.loads(text)
     unknown = list(_unknown(tree))
     if unknown:
         raise SpecError(_first_of(unknown))
     try:
-        # Through JSON, because strict validation of JSON takes a list for a tuple, and still no text or truth value for a number.
-        return Spec.model_validate_json(json.dumps(tree, default=str), strict=True)
+        return Spec.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise SpecError(_first_of(_explain(error, tree))) from None
+
+
+def _plain(value: object) -> object:
+    """What JSON does not know: a section as an object, a NumPy number, a path or a date."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_unset=True)
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 def dump(spec: Spec) -> str:
@@ -286,6 +297,6 @@ def _why(value: object, key: Key, detail: ErrorDetails) -> str:
 
 def _show(value: object) -> str:
     """A value on one line, as YAML has it, cut short where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=_plain)
     text = text.replace("NaN", "nan").replace("Infinity", "inf") if isinstance(value, float) else text
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"

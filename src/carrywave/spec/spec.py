@@ -166,6 +166,12 @@ class TrainSpec(Section):
     log_every: Positive = Field(50, description="optimizer steps between lines in metrics.jsonl")
     keep: Positive = Field(2, description="snapshots kept")
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower it")
+        return self
+
 
 class PlanSpec(Section):
     """How the work is split. Changes speed and memory, never the answer."""
@@ -178,7 +184,7 @@ class PlanSpec(Section):
         None, description="first unit of each stage after the first; encoder is unit 0, head the last"
     )
     recompute: bool = Field(False, description="keep only what enters a chunk, and compute the rest again in backward")
-    kernel: Literal["auto", "reference", "aten"] = Field("auto", description="backend of the LSTM")
+    kernel: Literal["auto", "reference", "aten", "manual"] = Field("auto", description="backend of the LSTM")
 
 
 class Spec(Section):

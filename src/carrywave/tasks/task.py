@@ -14,12 +14,11 @@ from carrywave.data.view import View
 from carrywave.errors import SpecError
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import Forecast, Softmax
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.initial import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.model.pooled import PooledNumbers, PooledSoftmax
-from carrywave.model.pretrained import load_embeddings
+from carrywave.model.pretrained import load_pretrained
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks import metrics, views
@@ -106,7 +105,9 @@ class Task:
             self._pretrain(encoder)
         return model
 
-    def _head(self, width: int, encoder: Embedding | Numbers, train: Sequences | None) -> Softmax | PooledSoftmax | PooledNumbers | Forecast:
+    def _head(
+        self, width: int, encoder: Embedding | Numbers, train: Sequences | None
+    ) -> Softmax | PooledSoftmax | PooledNumbers | Forecast:
         spec, facts = self.spec, self.facts
         match spec.task:
             case "language":
@@ -115,7 +116,9 @@ class Task:
             case "tagging":
                 return Softmax(width, len(facts.labels), weights=self._class_weights(train))
             case "classification":
-                return PooledSoftmax(width, len(facts.labels), spec.model.pool, self._class_weights(train), bidirectional=spec.model.bidirectional)
+                return PooledSoftmax(
+                    width, len(facts.labels), spec.model.pool, self._class_weights(train), bidirectional=spec.model.bidirectional
+                )
             case "regression":
                 return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
             case "forecasting":
@@ -140,7 +143,7 @@ class Task:
         path = self.spec.model.pretrained
         if path is None or not isinstance(encoder, Embedding) or not self.codec.vocabulary:
             raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters (data.tokens=word); leave it out")
-        load_embeddings(path, list(self.codec.vocabulary), encoder.weight)
+        load_pretrained(path, list(self.codec.vocabulary), encoder.weight)
 
     def meter(self, device: torch.device) -> metrics.Metric | None:
         """An empty metric, for one pass over a part."""
@@ -150,4 +153,3 @@ class Task:
     def derived(self, loss: float) -> dict[str, float]:
         """Metrics that follow from the loss alone."""
         return metrics.language(loss) if self.spec.task == "language" else {}
-

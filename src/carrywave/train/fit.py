@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from carrywave.data.codec import Codec
 from carrywave.data.inputs import from_python
@@ -22,13 +21,14 @@ from carrywave.plan.plan import Plan, resolve
 from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Task
+from carrywave.train import durable
 from carrywave.train.keep import check_same, go_on, keep, load_parameters
 from carrywave.train.loop import Ending, Loop, Parts
 from carrywave.train.run import Run
 from carrywave.train.snapshot import Snapshot, load_weights
 from carrywave.train.snapshot import load as load_snapshot
 from carrywave.train.summary import summarize
-from carrywave.train.trainer import Trainer
+from carrywave.train.trainer import Trainer, tensors_of
 from carrywave.train.watch import Silent, Watcher
 
 
@@ -179,7 +179,9 @@ def _max_steps_reached(loop: Loop) -> bool:
 def _finish(loop: Loop, *, judged: bool) -> dict[str, dict[str, float]]:
     """Take up the best weights, and judge them on the test part."""
     own = loop.trainer.parameters()
-    load_parameters(own, load_weights(loop.folder.weights, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), "weights.safetensors")
+    load_parameters(
+        own, load_weights(loop.folder.weights, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), "weights.safetensors"
+    )
     reached = {}
     if loop.progress.best is not None:
         reached["valid"] = {"loss": loop.progress.best} | loop.task.derived(loop.progress.best)
@@ -189,7 +191,7 @@ def _finish(loop: Loop, *, judged: bool) -> dict[str, dict[str, float]]:
 
 
 def _initialize_from(model: Model, init: str) -> None:
-    own = {name: p.detach() for name, p in model.named_parameters()} | {name: b.detach() for name, b in model.named_buffers()}
+    own = tensors_of(model)
     expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
     load_parameters(own, load_weights(_weights_file(init), expected), init)
 
@@ -205,12 +207,7 @@ def _weights_file(init: str) -> Path:
 
 def _init_codec(init: str) -> Codec | None:
     """The codec that stands with the weights, so that new data is read as the old was; None where the file has none."""
-    path = _weights_file(init)
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            described = file.metadata() or {}
-    except Exception as error:
-        raise RunError(f"{path} is not a safetensors file, or is damaged ({error}); give the weights of a run") from error
+    described = durable.read_metadata(_weights_file(init))
     return Codec.from_json(described["codec"]) if "codec" in described else None
 
 

@@ -26,10 +26,11 @@ from carrywave.train import rate as rates
 from carrywave.train.clock import Clock
 from carrywave.train.evaluate import evaluate, order_for
 from carrywave.train.run import Run
-from carrywave.train.snapshot import save_weights
 from carrywave.train.stop import Reason, Stop
 from carrywave.train.trainer import StepResult, Trainer
 from carrywave.train.watch import StepInfo, Watcher
+
+SMALLEST_SCALE = 2.0**-14  # an fp16 loss scale that has been halved down to this finds no gradient that is a number
 
 Ending = Literal["done", "early"] | Reason
 
@@ -65,7 +66,9 @@ class Parts:
 class Loop:
     """One run from wherever `progress` stands to its end."""
 
-    def __init__(self, spec: Spec, task: Task, trainer: Trainer, parts: Parts, run: Run, watch: Watcher, save: Callable[[Loop], None]) -> None:
+    def __init__(
+        self, spec: Spec, task: Task, trainer: Trainer, parts: Parts, run: Run, watch: Watcher, save: Callable[[Loop], None]
+    ) -> None:
         self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = spec, task, trainer, parts, run, watch
         self.order = order_for(spec, parts.train.view, training=True)
         self.loader = Loader(parts.train.view, self.order, device=trainer.device)
@@ -155,14 +158,17 @@ class Loop:
         at = self.progress
         bad = torch.where(result.finite | (self.sums[4] > 0), self.sums[4], float(at.step))
         one = torch.ones((), dtype=torch.float64, device=self.sums.device)
-        self.sums = self.sums + torch.stack([result.loss_sum, result.count, result.norm.double(), one, torch.zeros_like(one)])
+        norm = torch.where(result.norm.isfinite(), result.norm, 0.0).double()  # a step that fp16 skips has none
+        self.sums = self.sums + torch.stack([result.loss_sum, result.count, norm, one, torch.zeros_like(one)])
         self.sums[4] = bad
 
     def check(self) -> None:
         """Stop if the loss or a gradient stopped being a number; nothing of such a step is ever saved."""
+        at, scaler = self.progress, self.trainer.scaler
         bad = int(self.sums[4].item())
+        if not bad and scaler is not None and float(scaler.scale) < SMALLEST_SCALE:
+            bad = at.step
         if bad:
-            at = self.progress
             raise Diverged(
                 f"the loss or its gradient is not a number any more at step {bad} (epoch {at.shown_epoch}); "
                 f"lower train.lr={self.spec.train.lr:g} or set train.clip; nothing of that step was saved"
@@ -177,10 +183,10 @@ class Loop:
         at = self.progress
         loss = loss_sum / count if count else 0.0
         waste = 1.0 - self.cells[0] / self.cells[1]
-        self.folder.metrics("train", at.shown_epoch, at.step, loss, {"lr": at.lr, "norm": norm / steps, "waste": waste})
+        place = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
+        self.folder.write_metrics(place | {"loss": loss, "lr": at.lr, "norm": norm / steps, "waste": waste})
         seconds, rate = self.clock.lap()
-        self.folder.timing(at.shown_epoch, at.step, {"split": "train", "seconds": seconds, "tokens_per_second": rate})
-        self.folder.scalars(at.step, {"train/loss": loss, "train/lr": at.lr, "train/norm": norm / steps, "speed/tokens_per_second": rate})
+        self.folder.write_timing(place | {"seconds": seconds, "tokens_per_second": rate})
         self.sums = torch.zeros_like(self.sums)
         self.cells = [0, 0]
 
@@ -190,15 +196,18 @@ class Loop:
         self.check()
         with self.trainer.evaluation_weights():
             if self.parts.valid is None:
-                self.keep_weights()
+                self.folder.write_weights(self.trainer.parameters())
                 return
             values = self.judge(self.parts.valid)
             loss = values["loss"]
             if not math.isfinite(loss):
-                raise Diverged(f"the validation loss is {loss} at step {at.step}; lower train.lr={train.lr:g} or set train.clip; nothing of it was saved")
+                raise Diverged(
+                    f"the validation loss is {loss} at step {at.step}; lower train.lr={train.lr:g} or set train.clip; "
+                    f"nothing of it was saved"
+                )
             if at.best is None or loss < at.best:
                 at.best = loss
-                self.keep_weights()
+                self.folder.write_weights(self.trainer.parameters())
         at.history.append(loss)
         at.rate = rates.after_evaluation(train, at.rate, loss)
         optimizer = self.trainer.optimizer
@@ -220,19 +229,13 @@ class Loop:
 
         trainer = self.trainer
         values = evaluate(trainer.model, self.task, part, plan=trainer.plan, device=trainer.device, tick=tick)
-        rest = {name: value for name, value in values.items() if name != "loss"}
-        self.folder.metrics(part.name, at.shown_epoch, at.step, values["loss"], rest)
-        self.folder.scalars(at.step, {f"{part.name}/{name}": value for name, value in values.items()})
+        place = {"split": part.name, "epoch": at.shown_epoch, "step": at.step}
+        self.folder.write_metrics(place | values)
         seconds = time.monotonic() - started
-        self.folder.timing(at.shown_epoch, at.step, {"split": part.name, "seconds": seconds})
-        self.watch.evaluated({"split": part.name, "epoch": at.shown_epoch, "step": at.step} | values)
+        self.folder.write_timing(place | {"seconds": seconds})
+        self.watch.evaluated(place | values)
         self.clock.skip(seconds)
         return values
-
-    def keep_weights(self) -> None:
-        """The present weights become the run's best."""
-        described = {"spec": self.spec.model_dump_json(), "codec": self.task.codec.to_json()}
-        save_weights(self.folder.weights, self.trainer.parameters(), described)
 
     def _tick(self, result: StepResult) -> None:
         self.clock.ticked()

@@ -115,11 +115,11 @@ class Run:
         self._append(TIMING, row)
 
     def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        """Replace weights.safetensors; the spec goes along in its metadata."""
+        """Replace weights.safetensors; the spec and the codec go along in its metadata, so that the file can stand alone."""
         self.make()
-        spec = self.path / "spec.yaml"
-        metadata = {"format": "pt"} | ({"spec": spec.read_text("utf-8")} if spec.is_file() else {})
-        save_weights(self.weights, parameters, metadata)
+        beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
+        metadata = {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
+        save_weights(self.weights, parameters, {"format": "pt", **metadata})
 
     def sync(self) -> tuple[int, int]:
         """Bring both logs to the disk; returns their bytes, for the snapshot that is written next."""

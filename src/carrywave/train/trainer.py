@@ -119,6 +119,12 @@ class Trainer:
             yield
 
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, each stored once (a tied one under its first name)."""
-        seen: dict[str, Tensor] = {name: p.detach() for name, p in self.model.named_parameters()}
-        return seen | {name: b.detach() for name, b in self.model.named_buffers()}
+        """Every parameter and saved buffer by name."""
+        return tensors_of(self.model)
+
+
+def tensors_of(model: Model) -> dict[str, Tensor]:
+    """Every parameter and buffer that is saved, by name, each once (a tied one under its first name); detached, not copied."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    saved = model.state_dict(keep_vars=True).keys()
+    return own | {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}

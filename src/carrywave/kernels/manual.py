@@ -1,0 +1,167 @@
+"""The LSTM layer for the CPU, with its backward written out.
+
+What does not depend on the step before runs over the whole sequence at once: the product with the inputs, the derivative
+of every gate, and all weight gradients, each one matrix product instead of one for each step. A step is left with one
+product forward and one backward. Padded steps are handled as in `aten`: saturated gates pass c through, to the bit, and
+their gradients are exact zeros.
+
+Shapes: T time, B lane, I input, H hidden, G = 4H.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from carrywave.kernels.blas import without_onednn
+from carrywave.kernels.carry import Carry
+from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
+from carrywave.kernels.weights import Layer
+
+_SATURATED = 1.0e4  # as in `aten`
+
+
+def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
+    """One layer without projection: outputs [T, B, H·D] and the carry at each lane's real end."""
+    apply: Any = _Sequence.apply
+    ys, hs, cs = [], [], []
+    for direction, each in enumerate(weights):
+        bias_G = None if each.b_ih is None or each.b_hh is None else each.b_ih + each.b_hh
+        x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)
+        y_TBH, h_BH, c_BH = apply(x, carry.h[direction], carry.c[direction], each.w_ih, each.w_hh, bias_G, lengths_B)
+        ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
+        hs.append(h_BH)
+        cs.append(c_BH)
+    if len(ys) == 1:
+        return ys[0], Carry(hs[0][None], cs[0][None])
+    return torch.cat(ys, dim=-1), Carry(torch.stack(hs), torch.stack(cs))
+
+
+def serves(x_TBI: Tensor, weights: Layer) -> bool:
+    """Whether this backend can run the layer: on the CPU, in float32 or float64, without projection."""
+    return x_TBI.device.type == "cpu" and x_TBI.dtype in (torch.float32, torch.float64) and weights[0].w_hr is None
+
+
+class _Sequence(torch.autograd.Function):
+    """One direction over all steps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TBI: Tensor,
+        h_BH: Tensor,
+        c_BH: Tensor,
+        w_ih_GI: Tensor,
+        w_hh_GH: Tensor,
+        bias_G: Tensor | None,
+        lengths_B: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        steps, lanes, inputs = x_TBI.shape
+        hidden = w_hh_GH.shape[1]
+        real_TB1 = None if lengths_B is None else real_steps(lengths_B, steps)
+        if real_TB1 is not None:
+            x_TBI = torch.where(real_TB1, x_TBI, 0.0)
+        flat_NI = x_TBI.reshape(steps * lanes, inputs)
+        y_TBH, c_TBH, tanh_TBH = (x_TBI.new_empty(steps, lanes, hidden) for _ in range(3))
+        with without_onednn():
+            product = flat_NI @ w_ih_GI.t() if bias_G is None else torch.addmm(bias_G, flat_NI, w_ih_GI.t())
+            gates_TBG = product.view(steps, lanes, 4 * hidden)
+            if real_TB1 is not None:
+                gates_TBG[..., :hidden].masked_fill_(~real_TB1, -_SATURATED)
+                gates_TBG[..., hidden : 2 * hidden].masked_fill_(~real_TB1, _SATURATED)
+            recurrent_HG = w_hh_GH.t()
+            # Views of all steps at once: cheaper than indexing in the loop.
+            gates, after_h, after_c, tanhs = (each.unbind() for each in (gates_TBG, y_TBH, c_TBH, tanh_TBH))
+            before_h, before_c = (h_BH, *after_h[:-1]), (c_BH, *after_c[:-1])
+            both, cell, output = (part.unbind() for part in gates_TBG.split_with_sizes((2 * hidden, hidden, hidden), dim=-1))
+            inputs_, forget = (part.unbind() for part in gates_TBG[..., : 2 * hidden].split_with_sizes((hidden, hidden), dim=-1))
+            for t in range(steps):
+                gates[t].addmm_(before_h[t], recurrent_HG)
+                both[t].sigmoid_()
+                cell[t].tanh_()
+                output[t].sigmoid_()
+                torch.mul(forget[t], before_c[t], out=after_c[t])
+                after_c[t].addcmul_(inputs_[t], cell[t])
+                torch.tanh(after_c[t], out=tanhs[t])
+                torch.mul(output[t], tanhs[t], out=after_h[t])
+        if lengths_B is None or real_TB1 is None:
+            end_BH = y_TBH[-1].clone()
+        else:
+            y_TBH.masked_fill_(~real_TB1, 0.0)
+            end_BH = last_real(y_TBH, lengths_B, h_BH)
+        ctx.save_for_backward(x_TBI, w_ih_GI, w_hh_GH, h_BH, c_BH, gates_TBG, y_TBH, c_TBH, tanh_TBH, lengths_B)
+        ctx.set_materialize_grads(False)
+        return y_TBH, end_BH, c_TBH[-1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_TBH: Tensor | None, grad_h_BH: Tensor | None, grad_c_BH: Tensor | None) -> tuple[Tensor | None, ...]:
+        x_TBI, w_ih_GI, w_hh_GH, h_BH, c_BH, gates_TBG, y_TBH, c_TBH, tanh_TBH, lengths_B = ctx.saved_tensors
+        steps, lanes, inputs = x_TBI.shape
+        hidden = w_hh_GH.shape[1]
+        grad_y_TBH, grad_past_BH = _into_outputs(grad_y_TBH, grad_h_BH, lengths_B, tanh_TBH)
+        with without_onednn():
+            slopes_TBG, through_TBH = _slopes(gates_TBG, c_BH, c_TBH, tanh_TBH)
+            by_gate = slopes_TBG.view(steps, lanes, 4, hidden)
+            slopes, from_cell, from_output = (each.unbind() for each in (slopes_TBG, by_gate[:, :, :3], by_gate[:, :, 3]))
+            forget, through = gates_TBG[..., hidden : 2 * hidden].unbind(), through_TBH.unbind()
+            grads_y = grad_y_TBH.unbind()
+            dc_BH = torch.zeros_like(c_BH) if grad_c_BH is None else grad_c_BH.clone()
+            dh_BH = grads_y[-1]
+            # From here on the slopes become the gradients of the gates, in place.
+            for t in range(steps - 1, -1, -1):
+                dc_BH.addcmul_(dh_BH, through[t])
+                from_cell[t].mul_(dc_BH[:, None])
+                from_output[t].mul_(dh_BH)
+                dc_BH.mul_(forget[t])
+                if t:
+                    dh_BH = torch.addmm(grads_y[t - 1], slopes[t], w_hh_GH)
+            grads_NG = slopes_TBG.view(steps * lanes, 4 * hidden)
+            wants_x, wants_h, wants_c, wants_ih, wants_hh, wants_bias, _ = ctx.needs_input_grad
+            dx_TBI = (grads_NG @ w_ih_GI).view(steps, lanes, inputs) if wants_x else None
+            if wants_h:
+                dh_BH = slopes[0] @ w_hh_GH
+                dh_BH = dh_BH if grad_past_BH is None else dh_BH + grad_past_BH
+            dw_ih_GI = grads_NG.t() @ x_TBI.reshape(steps * lanes, inputs) if wants_ih else None
+            dw_hh_GH = slopes[0].t() @ h_BH if wants_hh else None
+            if dw_hh_GH is not None and steps > 1:
+                dw_hh_GH.addmm_(grads_NG[lanes:].t(), y_TBH[:-1].view(-1, hidden))
+            dbias_G = grads_NG.sum(0) if wants_bias else None
+        return dx_TBI, dh_BH if wants_h else None, dc_BH if wants_c else None, dw_ih_GI, dw_hh_GH, dbias_G, None
+
+
+def _into_outputs(
+    grad_y_TBH: Tensor | None, grad_h_BH: Tensor | None, lengths_B: Tensor | None, like_TBH: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the outputs, with that of the final h where it was read; what a lane without real steps hands to its first h."""
+    if lengths_B is None:
+        grad = torch.zeros_like(like_TBH) if grad_y_TBH is None else grad_y_TBH
+        if grad_h_BH is not None:
+            grad = grad.clone() if grad is grad_y_TBH else grad
+            grad[-1] += grad_h_BH
+        return grad, None
+    real_TB1 = real_steps(lengths_B, like_TBH.shape[0])
+    grad = torch.zeros_like(like_TBH) if grad_y_TBH is None else torch.where(real_TB1, grad_y_TBH, 0.0)
+    if grad_h_BH is None:
+        return grad, None
+    some_B1 = lengths_B[:, None] > 0
+    index_1BH = (lengths_B - 1).clamp(min=0)[None, :, None].expand(1, *grad_h_BH.shape)
+    grad.scatter_add_(0, index_1BH, torch.where(some_B1, grad_h_BH, 0.0)[None])
+    return grad, torch.where(some_B1, 0.0, grad_h_BH)
+
+
+def _slopes(gates_TBG: Tensor, first_c_BH: Tensor, c_TBH: Tensor, tanh_TBH: Tensor) -> tuple[Tensor, Tensor]:
+    """What dc (input, forget, cell) and dh (output) are multiplied by to give the gradient of each gate; and dh, to give its part in dc."""
+    steps, lanes, hidden = tanh_TBH.shape
+    input_, _, cell, output = gates_TBG.view(steps, lanes, 4, hidden).unbind(2)
+    slopes_TBG = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1.0)  # s(1 - s), right for all but the cell
+    of_input, of_forget, of_cell, of_output = slopes_TBG.view(steps, lanes, 4, hidden).unbind(2)
+    of_input.mul_(cell)
+    of_forget[0].mul_(first_c_BH)
+    of_forget[1:].mul_(c_TBH[:-1])
+    torch.addcmul(input_, input_ * cell, cell, value=-1.0, out=of_cell)
+    of_output.mul_(tanh_TBH)
+    return slopes_TBG, torch.addcmul(output, output * tanh_TBH, tanh_TBH, value=-1.0)

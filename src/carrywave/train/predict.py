@@ -1,0 +1,188 @@
+"""Predictions of a trained run: a label, tags, numbers or a forecast for each sequence; a continuation for each prompt."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from carrywave.data.prepare import read
+from carrywave.data.sequences import Sequences
+from carrywave.data.view import View
+from carrywave.errors import DataError, UserError
+from carrywave.parallel.pipeline import Observer
+from carrywave.plan.plan import Plan
+from carrywave.spec.spec import BatchSpec
+from carrywave.tasks.task import Part
+from carrywave.tasks.views import Naive
+from carrywave.train import durable
+from carrywave.train.evaluate import passes
+from carrywave.train.generate import generate
+from carrywave.train.saved import Saved, open_run
+
+Row = dict[str, Any]
+
+
+def predict_run(
+    path: Path,
+    input: Path | None = None,
+    output: Path | None = None,
+    *,
+    prompt: str | None = None,
+    tokens: int = 200,
+    temperature: float = 1.0,
+    seed: int = 1,
+    device: str = "auto",
+) -> list[Row]:
+    """Predict for a file (or, for a language model, a prompt), and write rows to a .jsonl or .csv file or to standard output."""
+    saved = open_run(path, device)
+    if saved.spec.task == "language":
+        rows = continuations(saved, input, prompt, tokens, temperature, seed)
+    elif input is None:
+        raise UserError(f"predict needs an INPUT file for a {saved.spec.task} model; add it after the run")
+    else:
+        rows = predictions(saved, read(str(input), saved.task.codec, saved.spec, labelled=False))
+    text = (
+        _csv(rows)
+        if output is not None and output.suffix == ".csv"
+        else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    )
+    if output is None:
+        sys.stdout.write(text if prompt is None else rows[0]["text"] + "\n")
+    else:
+        with durable.writing(str(output)):
+            durable.write_bytes(output, text.encode())
+    return rows
+
+
+def continuations(saved: Saved, input: Path | None, prompt: str | None, count: int, temperature: float, seed: int) -> list[Row]:
+    """The prompt, or each line of a file, continued."""
+    codec = saved.task.codec
+    prompts = [prompt if prompt is not None else ""] if input is None else list(_prompts(input))
+    if not prompts:
+        raise DataError(f"{input} is empty; give a prompt on each line")
+    # A model must have read something: with an empty prompt, what a line's end is to it.
+    starts = [codec.encode(text) if text else codec.encode("\n")[-1:] for text in prompts]
+    made = generate(saved.model, [ids.tolist() for ids in starts], count, temperature=temperature, seed=seed, device=saved.device)
+    rows = []
+    for text, ids, more in zip(prompts, starts, made, strict=True):
+        whole = codec.decode([*ids.tolist(), *more]) if text else codec.decode(more)
+        rows.append({"prompt": text, "continuation": codec.decode(more), "text": whole})
+    return rows
+
+
+def _prompts(path: Path) -> Iterator[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; give a file with a prompt on each line") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text at byte {error.start}; convert it") from error
+    for number, line in enumerate(lines, start=1):
+        if path.suffix != ".jsonl":
+            yield line
+            continue
+        try:
+            value = json.loads(line)
+            text = value.get("prompt", value.get("text")) if isinstance(value, dict) else value
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: not JSON ({error}); give one object a line") from error
+        if not isinstance(text, str):
+            raise DataError(f'{path}:{number}: no text; give {{"text": "…"}} on each line')
+        yield text
+
+
+def predictions(saved: Saved, data: Sequences) -> list[Row]:
+    """One row for each sequence, in the order of the file; one for each step ahead for a forecast."""
+    match saved.spec.task:
+        case "classification":
+            return [_label(saved, logits) for logits in _outputs(saved, data)]
+        case "regression":
+            values = [saved.task.codec.restore(out).tolist() for out in _outputs(saved, data)]
+            return [{"label": value[0] if len(value) == 1 else value} for value in values]
+        case "tagging":
+            labels = saved.task.codec.labels
+            return [{"labels": [labels[int(tag)] for tag in logits.argmax(-1)]} for logits in _outputs(saved, data)]
+        case _:
+            return [row for number, out in enumerate(_outputs(saved, data)) for row in _forecast(saved, data, number, out)]
+
+
+def _label(saved: Saved, logits: NDArray[Any]) -> Row:
+    shares = torch.softmax(torch.from_numpy(logits).double(), dim=-1).tolist()
+    labels = saved.task.codec.labels
+    best = int(np.argmax(logits))
+    return {
+        "label": labels[best],
+        "probability": round(shares[best], 6),
+        "probabilities": {n: round(s, 6) for n, s in zip(labels, shares, strict=True)},
+    }
+
+
+def _forecast(saved: Saved, data: Sequences, number: int, out: NDArray[Any]) -> Iterator[Row]:
+    """The rows of one series: every step ahead of its last row, in the units of the file."""
+    spec, codec = saved.spec.data, saved.task.codec
+    last = data.starts[number] + data.lengths[number] - 1
+    naive = Naive(data, np.array(codec.targets), spec.horizon, spec.season, spec.residual)(np.array([last]))[0]
+    columns = [codec.columns[index] for index in codec.targets]
+    mean, std = (np.array([values[index] for index in codec.targets]) for values in (codec.mean, codec.std))
+    name = data.names[number] if data.names is not None else None
+    for step in range(spec.horizon):
+        row: Row = {} if name is None else {"unique_id": name}
+        row["step"] = step + 1
+        for place, column in enumerate(columns):
+            value = (out[step, place] + naive[step, place]) * std[place] + mean[place]
+            if spec.quantiles is None:
+                row[column] = float(value)
+            else:
+                row |= {f"{column}-q{quantile:g}": float(v) for quantile, v in zip(spec.quantiles, value, strict=True)}
+        yield row
+
+
+def _outputs(saved: Saved, data: Sequences) -> list[NDArray[Any]]:
+    """What the head puts out for each sequence: of its last step for a forecast, of every step for tags, else of the whole."""
+    spec = saved.spec
+    if spec.task == "tagging" and spec.streams:
+        # Predictions are wanted for each sequence by itself, whatever way the model was trained.
+        spec = spec.model_copy(update={"batch": BatchSpec(tokens=spec.lanes * spec.steps)})
+    part = Part("input", data, View(data.inputs, data.starts, data.lengths))
+    pieces: dict[int, list[Tensor]] = {}
+    seen: list[Tensor] = []
+
+    def observe(out: Tensor, targets: Tensor | None) -> None:
+        seen.append(out)
+
+    watching: Observer = observe
+    for batch, _ in passes(saved.model, spec, part, plan=Plan.serial(), device=saved.device, observe=watching):
+        out = torch.cat(seen) if len(seen) > 1 else seen[0]
+        seen.clear()
+        out = out.float().cpu()
+        lengths, owners = batch.lengths.tolist(), batch.sequence.tolist()
+        for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
+            if owner < 0 or not length:
+                continue
+            if saved.model.pooled:
+                pieces[owner] = [out[lane]]
+            elif spec.task == "forecasting":
+                pieces[owner] = [out[length - 1, lane]]
+            else:
+                pieces.setdefault(owner, []).append(out[:length, lane])
+    whole = (pieces[number] for number in range(len(data)))
+    return [(torch.cat(part) if saved.spec.task == "tagging" else part[0]).numpy() for part in whole]
+
+
+def _csv(rows: list[Row]) -> str:
+    plain = [{name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in row.items()} for row in rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(plain[0]) if plain else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(plain)
+    return text.getvalue()

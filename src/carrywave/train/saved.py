@@ -1,0 +1,79 @@
+"""A run that has been trained, opened again: its spec, codec and best weights, to evaluate or to predict with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from carrywave.data.codec import Codec
+from carrywave.data.prepare import prepare, read
+from carrywave.errors import DataError, RunError
+from carrywave.model.model import Model
+from carrywave.parallel.precision import configure, parameter_dtype
+from carrywave.plan.plan import Plan
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.load import load
+from carrywave.spec.spec import Spec
+from carrywave.tasks.task import Part, Task
+from carrywave.train.evaluate import evaluate
+from carrywave.train.fit import pick_device
+from carrywave.train.keep import load_parameters
+from carrywave.train.run import Run
+from carrywave.train.snapshot import load_weights
+from carrywave.train.trainer import tensors_of
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A trained model and everything that goes with it."""
+
+    run: Run
+    spec: Spec
+    task: Task
+    model: Model
+    device: torch.device
+
+
+def open_run(path: Path, device: str = "auto") -> Saved:
+    """The best weights of a run, in the model of its spec."""
+    run = Run.open(path)
+    spec = load(run.path / "spec.yaml")
+    codec = Codec.from_json(json.dumps(run.read_json("codec.json")))
+    known = run.read_json("facts.json")
+    try:
+        scale = tuple(float(value) for value in known.pop("scale"))
+        facts = DataFacts(**known | {"labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{run.path / 'facts.json'} is damaged ({error}); give the folder of a whole run") from error
+    if not run.weights.is_file():
+        raise RunError(f"{run.path} has no weights.safetensors yet; train it to the end of its first epoch (--resume)")
+    task = Task(spec, codec, facts, scale)
+    where = pick_device(device)
+    configure(spec.train.precision)
+    # The file of pretrained embeddings was needed once, at the start; the weights hold what became of them.
+    bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
+    model = bare.model().to(where, parameter_dtype(spec.train.precision))
+    own = tensors_of(model)
+    load_parameters(own, load_weights(run.weights, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), str(run.weights))
+    model.eval()
+    return Saved(run, spec, task, model, where)
+
+
+def evaluate_run(path: Path, data: Path | None = None, device: str = "auto") -> dict[str, object]:
+    """Loss and metrics of the best weights, on a file, or on the run's own test data (valid where it has none)."""
+    saved = open_run(path, device)
+    part = _part(saved, data)
+    return {"split": part.name, **evaluate(saved.model, saved.task, part, plan=Plan.serial(), device=saved.device)}
+
+
+def _part(saved: Saved, data: Path | None) -> Part:
+    if data is not None:
+        return saved.task.part(str(data), read(str(data), saved.task.codec, saved.spec))
+    prepared = prepare(saved.spec, codec=saved.task.codec)
+    for name, found in (("test", prepared.test), ("valid", prepared.valid)):
+        if found is not None:
+            return saved.task.part(name, found)
+    raise DataError(f"{saved.run.path} was trained without valid or test data; give a file with --data")

@@ -1,0 +1,153 @@
+"""The cache: written whole or not at all, verified when opened, shared by those who race to write it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from carrywave.data import arrays, cache
+from carrywave.data.arrays import NewArray
+from carrywave.data.codec import Codec
+from carrywave.data.sequences import Sequences
+from carrywave.errors import DataError
+
+CODEC = Codec("language", "text", "char", ("a", "b"), size=2)
+
+
+def build(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+    inputs = new(np.uint8, None)
+    inputs.append(np.array([0, 1, 1], np.uint8))
+    inputs.append(np.array([0], np.uint8))
+    unused = new(np.int64, 2)
+    unused.append(np.zeros((3, 2)))
+    unused.close()
+    flat = inputs.close()
+    train = Sequences(flat, np.array([0]), np.array([3]), labels=np.array([7]), names=("x",))
+    return {"train": train, "valid": Sequences(flat, np.array([3]), np.array([1]), warm=np.array([0]))}, CODEC
+
+
+def refuse(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+    raise AssertionError("built again")
+
+
+def test_an_entry_is_built_once_and_memory_mapped(tmp_path: Path) -> None:
+    cache.fetch(tmp_path, "k", build)
+    entry = cache.fetch(tmp_path, "k", refuse)
+    train, valid = entry.parts["train"], entry.parts["valid"]
+    assert entry.codec == CODEC
+    assert (train.inputs.tolist(), train.inputs.dtype, train.labels, train.names) == ([0, 1, 1, 0], np.uint8, np.array([7]), ("x",))
+    assert (valid.starts.tolist(), valid.lengths.tolist(), valid.warm, valid.labels, valid.names) == ([3], [1], np.array([0]), None, None)
+    assert train.inputs is valid.inputs
+    assert isinstance(train.inputs.base, np.memmap)
+    assert not train.inputs.flags.writeable
+    names = sorted(path.name for path in (tmp_path / "k").iterdir())
+    assert sum(name.startswith("a") for name in names) == 1  # shared once, and what no part uses is dropped
+
+
+@pytest.mark.parametrize("name", ["a0.npy", "trainlabels.npy", "content.json", "manifest.json"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_one_flipped_bit_is_noticed(tmp_path: Path, name: str, place: int) -> None:
+    cache.fetch(tmp_path, "k", build)
+    content = bytearray((tmp_path / "k" / name).read_bytes())
+    content[place] ^= 1
+    (tmp_path / "k" / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"the cache {tmp_path}/k does not match its hash; delete the folder {tmp_path}/k$"):
+        cache.fetch(tmp_path, "k", refuse)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "link", "path", "empty manifest", "not a folder"])
+def test_other_damage_is_noticed(tmp_path: Path, damage: str) -> None:
+    cache.fetch(tmp_path, "k", build)
+    inputs, manifest = tmp_path / "k" / "a0.npy", tmp_path / "k" / "manifest.json"
+    if damage == "missing":
+        inputs.unlink()
+    elif damage == "truncated":
+        inputs.write_bytes(inputs.read_bytes()[:-1])
+    elif damage == "link":
+        inputs.rename(tmp_path / "elsewhere.npy")
+        inputs.symlink_to(tmp_path / "elsewhere.npy")
+    elif damage == "path":
+        (tmp_path / "out.npy").write_bytes(inputs.read_bytes())
+        listed = json.loads(manifest.read_text())
+        listed["files"]["../out.npy"] = listed["files"].pop("a0.npy")
+        manifest.write_text(json.dumps(listed))
+    elif damage == "empty manifest":
+        manifest.write_text('{"files": {}}')
+    else:
+        for path in (tmp_path / "k").iterdir():
+            path.unlink()
+        (tmp_path / "k").rmdir()
+        (tmp_path / "k").touch()
+    with pytest.raises(DataError, match="does not match its hash"):
+        cache.fetch(tmp_path, "k", refuse)
+
+
+@pytest.mark.parametrize("error", [DataError("bad row"), KeyboardInterrupt()])
+def test_a_failure_midway_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    def fail(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+        new(np.uint8, None).append(np.zeros(5))
+        raise error
+
+    with pytest.raises(type(error)):
+        cache.fetch(tmp_path, "k", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, r"there is no room on the disk for the cache .*; free some, or set \$CARRYWAVE_CACHE to a folder with room"),
+        (errno.EROFS, r"cannot be written \(Read-only file system\); set \$CARRYWAVE_CACHE to a folder that can"),
+    ],
+)
+@pytest.mark.parametrize("where", ["flush", "sync", "folder"])
+def test_no_room_or_no_right_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, number: int, message: str) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    if where == "flush":
+        monkeypatch.setattr(arrays.FileAppender, "_flush", full)
+    elif where == "sync":
+        monkeypatch.setattr(os, "fsync", full)
+    else:
+        monkeypatch.setattr(cache.tempfile, "mkdtemp", full)
+    with pytest.raises(DataError, match=message):
+        cache.fetch(tmp_path, "k", build)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_loser_of_a_race_uses_the_winners_entry(tmp_path: Path) -> None:
+    def slow(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+        cache.fetch(tmp_path, "k", build)  # another process is faster
+        inputs = new(np.uint8, None)
+        inputs.append(np.array([9, 9], np.uint8))
+        return {"train": Sequences(inputs.close(), np.array([0]), np.array([2]))}, CODEC
+
+    assert cache.fetch(tmp_path, "k", slow).parts["train"].inputs.tolist() == [0, 1, 1, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["k"]
+
+
+def test_folder_is_asked_for_or_of_the_environment_or_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("CARRYWAVE_CACHE", "/scratch")
+    assert cache.folder("~/mine") == Path("/home/me/mine")
+    assert cache.folder(None) == Path("/scratch")
+    monkeypatch.delenv("CARRYWAVE_CACHE")
+    assert cache.folder(None) == Path("/home/me/.cache/carrywave")
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(None, np.arange(300_000)), (3, np.arange(300_000).reshape(-1, 3))])
+def test_appended_files_are_plain_npy(tmp_path: Path, columns: int | None, rows: Any) -> None:
+    appender = arrays.FileAppender(tmp_path / "x.npy", np.int32, columns)
+    for part in np.array_split(rows, 7):
+        appender.append(part)
+    np.testing.assert_array_equal(appender.close(), rows)
+    loaded = np.load(tmp_path / "x.npy", allow_pickle=False)
+    assert loaded.dtype == np.int32
+    np.testing.assert_array_equal(loaded, rows)

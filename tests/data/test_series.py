@@ -1,0 +1,198 @@
+"""Tables as series: formats, order in time, parts by exact row numbers, and every way in which a table is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from carrywave.data.prepare import Prepared, prepare, read
+from carrywave.errors import DataError, SpecError
+from carrywave.spec.spec import Spec
+
+
+def spec(folder: Path, train: str, **data: Any) -> Spec:
+    values = {"horizon": 2, "share": 0, "cache": str(folder / "cache"), "train": str(folder / train), **data}
+    return Spec.model_validate({"task": "forecasting", "data": values, "batch": {"lanes": 2, "steps": 3}})
+
+
+def run(folder: Path, text: str, **data: Any) -> Prepared:
+    (folder / "t.csv").write_text(text)
+    return prepare(spec(folder, "t.csv", **data))
+
+
+def wide(rows: int) -> str:
+    """Column a counts from 0, column b is its negative."""
+    return "date,a,b\n" + "".join(f"2024-01-{row + 1:02d},{row},{-row}\n" for row in range(rows))
+
+
+def values(prepared: Prepared) -> Any:
+    return np.round(prepared.train.inputs * prepared.codec.std + prepared.codec.mean, 4).tolist()
+
+
+def test_wide_is_one_series_of_all_numeric_columns(tmp_path: Path) -> None:
+    found = run(tmp_path, "date,a,note,b\n2024-01-02,2,x,20\n2024-01-01,1,y,10\n2024-01-03,3,z,30\n")
+    assert (found.codec.columns, found.codec.targets, found.codec.time, found.codec.series) == (("a", "b"), (0, 1), "date", None)
+    assert values(found) == [[1, 10], [2, 20], [3, 30]]
+    assert (found.train.starts.tolist(), found.train.lengths.tolist()) == ([0], [3])
+    assert found.train.inputs.dtype == np.float32
+    assert (found.codec.mean, found.codec.std) == ((2.0, 20.0), (pytest.approx(np.sqrt(2 / 3)), pytest.approx(np.sqrt(200 / 3))))
+    assert (found.facts.features, found.facts.outputs, found.valid, found.test) == (2, 2, None, None)
+
+
+def test_long_is_a_sequence_for_each_series(tmp_path: Path) -> None:
+    rows = ["q,2,5,1", "p,3,3,0", "q,1,4,1", "p,1,1,0", "q,3,6,0", "p,2,2,1"]
+    found = run(tmp_path, "unique_id,ds,y,holiday\n" + "\n".join(rows), standardize=False, targets=["y"])
+    assert (found.train.names, found.train.starts.tolist(), found.train.lengths.tolist()) == (("q", "p"), [0, 3], [3, 3])
+    assert found.train.inputs.tolist() == [[4, 1], [5, 1], [6, 0], [1, 0], [2, 1], [3, 0]]
+    assert (found.codec.series, found.codec.time, found.codec.columns, found.codec.targets) == ("unique_id", "ds", ("y", "holiday"), (0,))
+    assert found.facts.outputs == 1
+
+
+def test_parquet_reads_as_csv(tmp_path: Path) -> None:
+    csv = run(tmp_path, wide(9))
+    pyarrow.parquet.write_table(pa.csv.read_csv(tmp_path / "t.csv"), tmp_path / "t.parquet")
+    parquet = prepare(spec(tmp_path, "t.parquet"))
+    assert parquet.codec == csv.codec
+    np.testing.assert_array_equal(parquet.train.inputs, csv.train.inputs)
+
+
+def test_columns_targets_time_and_series_can_be_chosen(tmp_path: Path) -> None:
+    text = "when,who,a,b,c\n2,x,1,2,3\n1,x,4,5,6\n3,x,7,8,9\n"
+    found = run(tmp_path, text, columns=["c", "a"], targets=["a"], time="when", series="who", standardize=False)
+    assert (found.codec.columns, found.codec.targets, found.train.names) == (("c", "a"), (1,), ("x",))
+    assert found.train.inputs.tolist() == [[6, 4], [3, 1], [9, 7]]
+
+
+def test_json_lines_of_steps_are_series(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"steps": [1, 2, 3]}\n{"steps": [4, 5, 6, 7]}\n')
+    found = prepare(spec(tmp_path, "t.jsonl", standardize=False))
+    assert (found.train.inputs.tolist(), found.train.lengths.tolist()) == ([[1], [2], [3], [4], [5], [6], [7]], [3, 4])
+
+
+def test_split_by_rows_with_context(tmp_path: Path) -> None:
+    found = run(tmp_path, wide(30), split=[12, 4, 5], standardize=False, context=6)
+    assert found.valid is not None
+    assert found.test is not None
+    parts = {name: (part.starts.tolist(), part.lengths.tolist()) for name, part in vars(found).items() if name in ("train", "valid", "test")}
+    assert parts == {"train": ([0], [12]), "valid": ([6], [10]), "test": ([10], [11])}
+    assert found.train.warm is None
+    assert found.valid.warm is not None
+    assert found.test.warm is not None
+    assert (found.valid.warm.tolist(), found.test.warm.tolist()) == ([6], [6])
+    first = int(found.valid.starts[0] + found.valid.warm[0])
+    assert found.valid.inputs[first, 0] == 12  # the first row that is valid's own
+    assert found.test.inputs is found.valid.inputs is found.train.inputs  # one array, stored once
+
+
+def test_context_by_season_and_window_is_bounded_by_what_is_there(tmp_path: Path) -> None:
+    by_window = run(tmp_path, wide(30), split=[20, 4]).valid
+    assert by_window is not None
+    assert by_window.warm is not None
+    assert by_window.warm.tolist() == [12]  # 4 windows of 3 steps
+    by_season = run(tmp_path, wide(30), split=[20, 4], season=7).valid
+    assert by_season is not None
+    assert by_season.warm is not None
+    assert by_season.warm.tolist() == [20]  # 10 seasons of 7 rows would be 70
+
+
+def test_split_by_shares_is_for_each_series(tmp_path: Path) -> None:
+    rows = "".join(f"{name},{row},{row}\n" for name, count in (("p", 10), ("q", 20)) for row in range(count))
+    found = run(tmp_path, "unique_id,ds,y\n" + rows, split=[0.5, 0.2, 0.3], context=1)
+    assert found.valid is not None
+    assert found.test is not None
+    assert (found.train.starts.tolist(), found.train.lengths.tolist()) == ([0, 10], [5, 10])
+    assert (found.valid.starts.tolist(), found.valid.lengths.tolist()) == ([4, 19], [3, 5])
+    assert (found.test.starts.tolist(), found.test.lengths.tolist()) == ([6, 23], [4, 7])
+
+
+def test_scale_is_of_train_alone(tmp_path: Path) -> None:
+    assert run(tmp_path, wide(30), split=[3, 10]).codec.mean == (1.0, -1.0)
+
+
+def test_without_valid_the_last_share_is_held_out(tmp_path: Path) -> None:
+    found = run(tmp_path, wide(30), share=0.2)
+    assert found.valid is not None
+    assert found.valid.warm is not None
+    assert (found.train.lengths.tolist(), found.valid.starts.tolist(), found.valid.lengths.tolist(), found.valid.warm.tolist()) == ([24], [12], [18], [12])
+    at_least_the_horizon = run(tmp_path, wide(30), share=0.01)
+    assert at_least_the_horizon.train.lengths.tolist() == [28]
+
+
+def test_files_of_their_own_have_no_context(tmp_path: Path) -> None:
+    (tmp_path / "v.csv").write_text(wide(5))
+    found = run(tmp_path, wide(9), valid=str(tmp_path / "v.csv"))
+    assert found.valid is not None
+    assert (found.train.lengths.tolist(), found.valid.lengths.tolist(), found.valid.warm) == ([9], [5], None)
+    np.testing.assert_allclose(found.valid.inputs * found.codec.std + found.codec.mean, [[row, -row] for row in range(5)], atol=1e-6)
+    again = read(str(tmp_path / "v.csv"), found.codec, spec(tmp_path, "t.csv"))
+    np.testing.assert_array_equal(again.inputs, found.valid.inputs)
+
+
+def test_prediction_needs_no_horizon(tmp_path: Path) -> None:
+    found = run(tmp_path, wide(9))
+    (tmp_path / "p.csv").write_text(wide(1))
+    assert read(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"), labelled=False).lengths.tolist() == [1]
+    with pytest.raises(DataError, match="has 1 rows in data, a horizon of 2 needs 3"):
+        read(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"))
+
+
+def test_text_times_in_order_are_kept(tmp_path: Path) -> None:
+    assert run(tmp_path, "date,a\nQ1,5\nQ2,6\nQ3,7\n", standardize=False).train.inputs.tolist() == [[5], [6], [7]]
+
+
+BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
+    ("", {}, r"t\.csv is empty"),
+    ("date,a\n", {}, "is empty; give a table with at least one row"),
+    ("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n", {}, "row 2, column a is 'x', not a finite number; fill the gap"),
+    ("date,a\n2024-01-01,1\n2024-01-02,\n2024-01-03,2\n", {}, "row 2, column a is empty, not a finite number"),
+    ("date,a\n2024-01-01,1\n2024-01-02,nan\n", {}, "row 2, column a is .*, not a finite number"),
+    ("date,a\n2024-01-01,inf\n2024-01-02,1\n", {}, "row 1, column a is inf"),
+    ("date,a,b\n2024-01-01,1,x\n2024-01-02,1,y\n", {"columns": ["b"]}, "row 1, column b is 'x'"),
+    ("date,load\n2024-01-01,1\n", {"columns": ["laod"]}, r"has no column 'laod' \(data\.columns\); the nearest are load"),
+    ("date,load\n2024-01-01,1\n", {"time": "dat"}, r"has no column 'dat' \(data\.time\); the nearest are date"),
+    ("date,load\n2024-01-01,1\n", {"series": "id"}, r"has no column 'id' \(data\.series\)"),
+    ("date,a\n2024-01-01,1\n2024-01-02,2\n2024-01-03,2\n", {"targets": ["b"]}, r"data\.targets names 'b', not a column that is read \(a\)"),
+    ("date,a\n2024-01-02,1\n2024-01-01,2\n2024-01-02,3\n", {}, "row 3, column date is 2024-01-02 for the second time; keep one row"),
+    ("unique_id,ds,y\np,1,1\nq,1,1\nq,1,2\n", {}, "row 3, column ds is 1 for the second time of series q"),
+    ("date,a\n2024-01-01,1\n,2\n", {}, "row 2, column date is empty; give every row its time"),
+    ("date,a\n31/01/2024,1\n01/02/2024,2\n", {}, "row 2, column date is '01/02/2024', which cannot be put in order"),
+    ("date,b\n2024-01-01,x\n", {}, "has no numeric column besides date"),
+    ("date,a,a\n2024-01-01,1,2\n", {}, "the column a is there twice"),
+    ("date,a\n2024-01-01,1,2\n", {}, "cannot be read .*Expected 2 columns, got 3"),
+    ("unique_id,ds,y\np,1,1\np,2,1\np,3,1\nq,1,1\nq,2,1\n", {}, "series q has 2 rows in train, a horizon of 2 needs 3; set a smaller data.horizon"),
+    (wide(10), {"split": [8, 4]}, r"series .*t\.csv has 10 rows, data\.split asks for 12"),
+    (wide(10), {"split": [8, 1]}, "has 1 rows in valid, a horizon of 2 needs 2"),
+    ("date,a\n2024-01-01,1\n2024-01-02,1e300\n2024-01-03,1\n", {"standardize": False}, "row 2, column a is 1e[+]300, not a finite number"),
+]
+
+
+@pytest.mark.parametrize(("text", "data", "message"), BAD_TABLES)
+def test_bad_table_is_refused(tmp_path: Path, text: str, data: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        run(tmp_path, text, **data)
+    assert "t.csv" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not any((tmp_path / "cache").iterdir())
+
+
+def test_missing_series_name_is_refused(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pa.table({"unique_id": ["p", None], "y": [1.0, 2.0]}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="row 2, column unique_id is empty; name the series of every row"):
+        prepare(spec(tmp_path, "t.parquet"))
+
+
+def test_split_and_files_contradict(tmp_path: Path) -> None:
+    (tmp_path / "v.csv").write_text(wide(9))
+    with pytest.raises(SpecError, match="data.split cuts valid and test out of the training file"):
+        run(tmp_path, wide(30), split=[12, 4], valid=str(tmp_path / "v.csv"))
+
+
+def test_text_file_is_no_table(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("x")
+    with pytest.raises(DataError, match="forecasting reads tables; give a .csv or .parquet file"):
+        prepare(spec(tmp_path, "t.txt"))

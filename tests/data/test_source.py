@@ -1,0 +1,128 @@
+"""Files are found, decompressed and cut into blocks; whatever the block size, the content is the same."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrywave.data.source import Source, builtin_text, find
+from carrywave.errors import DataError
+
+
+def written(folder: Path, content: bytes, block_bytes: int, name: str = "a.txt") -> Source:
+    (folder / name).write_bytes(content)
+    return find(str(folder / name), field="data.train", block_bytes=block_bytes)
+
+
+@given(text=st.text(max_size=60), block_bytes=st.integers(3, 9))
+def test_text_blocks_join_to_the_whole(tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int) -> None:
+    source = written(tmp_path_factory.getbasetemp(), text.encode(), block_bytes)
+    assert "".join(source.texts()) == text.removeprefix("\ufeff")
+
+
+@given(lines=st.lists(st.binary(max_size=9).map(lambda line: line.replace(b"\n", b"")), max_size=9), block_bytes=st.integers(3, 9))
+def test_lines_are_those_of_the_whole(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], block_bytes: int) -> None:
+    source = written(tmp_path_factory.getbasetemp(), b"".join(line + b"\n" for line in lines), block_bytes)
+    assert list(source.lines()) == list(enumerate(lines, start=1))
+
+
+def test_last_line_needs_no_line_end(tmp_path: Path) -> None:
+    assert list(written(tmp_path, b"a\n\nb", 2).lines()) == [(1, b"a"), (2, b""), (3, b"b")]
+
+
+@pytest.mark.parametrize(("name", "compress"), [("a.txt.gz", gzip.compress), ("a.txt.zst", lambda raw: pa.compress(raw, codec="zstd", asbytes=True))])
+def test_compressed_by_name(tmp_path: Path, name: str, compress: object) -> None:
+    raw = "über\n".encode() * 1000
+    assert callable(compress)
+    source = written(tmp_path, compress(raw), 1000, name)
+    assert b"".join(source.blocks()) == raw
+    assert source.format == "text"
+
+
+@pytest.mark.parametrize(("name", "compress"), [("a.txt.gz", gzip.compress), ("a.txt.zst", lambda raw: pa.compress(raw, codec="zstd", asbytes=True))])
+def test_truncated_compressed_file_is_refused(tmp_path: Path, name: str, compress: object) -> None:
+    assert callable(compress)
+    whole = compress(bytes(range(256)) * 100)
+    source = written(tmp_path, whole[: len(whole) // 2], 1 << 20, name)
+    with pytest.raises(DataError, match=rf"{name} cannot be read .*; check that the file is whole"):
+        list(source.blocks())
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2, 3, 100])
+def test_invalid_utf8_is_refused_with_its_place(tmp_path: Path, block_bytes: int) -> None:
+    source = written(tmp_path, b"ab\xc3\xa4c\xff.", block_bytes)
+    with pytest.raises(DataError, match="byte 5 is not valid utf-8"):
+        list(source.texts())
+
+
+def test_text_that_ends_inside_a_character_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="byte 1 is not valid utf-8"):
+        list(written(tmp_path, b"a\xc3", 8).texts())
+
+
+def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    source = written(tmp_path, b"\xef\xbb\xbfab\xff", 8)
+    with pytest.raises(DataError, match="byte 5 "):
+        list(source.texts())
+    assert list(written(tmp_path, b"\xef\xbb\xbfab", 8).texts()) == ["ab"]
+    assert list(written(tmp_path, b"\xef\xbb\xbfab", 8).lines()) == [(1, b"ab")]
+
+
+def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"data\.valid=no\.txt: there is no such file in .*; give the path of a file that exists"):
+        find("no.txt", field="data.valid")
+    with pytest.raises(DataError, match="is a folder"):
+        find(str(tmp_path), field="data.valid")
+    with pytest.raises(DataError, match="is not built in; use builtin:python-topics"):
+        find("builtin:other", field="data.valid")
+
+
+def test_paths_are_relative_expanded_and_may_be_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a.jsonl", "~/a.jsonl", "link.jsonl"):
+        assert b"".join(find(name, field="data.train").blocks()) == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "expected"),
+    [
+        ("a.txt", "auto", "text"),
+        ("a.jsonl", "auto", "jsonl"),
+        ("a.JSONL.gz", "auto", "jsonl"),
+        ("a.csv", "auto", "csv"),
+        ("a.tsv", "auto", "csv"),
+        ("a.parquet", "auto", "parquet"),
+        ("a", "auto", "text"),
+        ("a.data", "jsonl", "jsonl"),
+        ("a.txt", "csv", "csv"),
+    ],
+)
+def test_format_by_name_or_as_asked(tmp_path: Path, name: str, asked: str, expected: str) -> None:
+    (tmp_path / name).touch()
+    assert find(str(tmp_path / name), field="data.train", format=asked).format == expected
+
+
+def test_compressed_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet.gz").touch()
+    with pytest.raises(DataError, match="compressed inside"):
+        find(str(tmp_path / "a.parquet.gz"), field="data.train")
+
+
+def test_builtin_text_is_long_prose() -> None:
+    source = find("builtin:python-topics", field="data.train")
+    assert "".join(source.texts()) == builtin_text()
+    assert len(builtin_text()) > 400_000
+
+
+def test_digest_is_of_the_content(tmp_path: Path) -> None:
+    one, two = written(tmp_path, b"x", 1, "one.txt"), written(tmp_path, b"x", 9, "two.txt")
+    assert one.digest() == two.digest() != written(tmp_path, b"y", 1, "three.txt").digest()

@@ -1,0 +1,233 @@
+"""Every backend against the definition: outputs, carry and all gradients, with lengths, padding of NaN, and both directions."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from carrywave.kernels import aten, manual, reference
+from carrywave.kernels.carry import Carry
+from carrywave.kernels.lstm import BACKENDS, Backend
+from carrywave.kernels.weights import Layer, LayerWeights
+
+OTHERS = {"aten": aten.layer, "manual": manual.layer}
+
+
+@dataclass(frozen=True)
+class Case:
+    steps: int
+    lanes: int
+    inputs: int
+    hidden: int
+    directions: int = 1
+    projection: int = 0
+    bias: bool = True
+    lengths: tuple[int, ...] | None = None
+    seed: int = 0
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    steps, lanes = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    lengths = draw(st.none() | st.tuples(*[st.integers(0, steps)] * lanes))
+    hidden = draw(st.integers(2, 6))
+    return Case(
+        steps,
+        lanes,
+        draw(st.integers(1, 9)),
+        hidden,
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from([0, 0, 1])),
+        draw(st.booleans()),
+        lengths,
+        draw(st.integers(0, 1000)),
+    )
+
+
+class Problem:
+    """Tensors for a case, and gradients of a random projection of everything that a layer gives."""
+
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(case.seed)
+
+        def make(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+        width = case.projection or case.hidden
+        self.x = make(case.steps, case.lanes, case.inputs)
+        self.carry = Carry(make(case.directions, case.lanes, width), make(case.directions, case.lanes, case.hidden))
+        self.layer: Layer = tuple(
+            LayerWeights(
+                make(4 * case.hidden, case.inputs),
+                make(4 * case.hidden, width),
+                make(4 * case.hidden) if case.bias else None,
+                make(4 * case.hidden) if case.bias else None,
+                make(width, case.hidden) if case.projection else None,
+            )
+            for _ in range(case.directions)
+        )
+        self.lengths = None if case.lengths is None else torch.tensor(case.lengths)
+        self.weigh = [make(case.steps, case.lanes, width * case.directions), make(*self.carry.h.shape), make(*self.carry.c.shape)]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, *self.carry, *(tensor for weights in self.layer for tensor in weights if tensor is not None)]
+
+    def solve(self, backend: Backend, x: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        y, end = backend(self.x if x is None else x, self.carry, self.layer, self.lengths)
+        outputs = [y, *end]
+        total = sum(((out * weigh.detach()).sum() for out, weigh in zip(outputs, self.weigh, strict=True)), torch.zeros(()))
+        return [out.detach() for out in outputs], list(torch.autograd.grad(total, self.leaves, materialize_grads=True))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@given(case=cases())
+@settings(max_examples=60)
+def test_backend_is_the_reference(name: str, case: Case) -> None:
+    problem = Problem(case)
+    backend = OTHERS[name]
+    if name == "manual" and case.projection:
+        assert not manual.serves(problem.x, problem.layer)
+        return
+    # Both compute in float64; rounding grows over at most 7 steps of sums of at most 9 terms.
+    torch.testing.assert_close(problem.solve(backend), problem.solve(reference.layer), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("directions", [1, 2])
+def test_padding_of_nan_changes_nothing(name: str, directions: int) -> None:
+    problem = Problem(Case(5, 4, 3, 4, directions, lengths=(5, 2, 0, 3)))
+    assert problem.lengths is not None
+    padding = torch.arange(5)[:, None] >= problem.lengths
+    dirty = torch.where(padding[..., None], torch.nan, problem.x)
+    outputs, gradients = problem.solve(BACKENDS[name])
+    same_outputs, same_gradients = problem.solve(BACKENDS[name], dirty)
+    assert all(torch.equal(a, b) for a, b in zip(outputs + gradients, same_outputs + same_gradients, strict=True))
+    assert not outputs[0][padding].any()
+    assert not gradients[0][padding].any()
+    # A lane without a real step hands its carry through, and its gradient.
+    assert torch.equal(outputs[1][:, 2], problem.carry.h[:, 2])
+    assert torch.equal(gradients[2][:, 2], problem.weigh[2][:, 2])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("onednn", [True, False])
+def test_carry_passes_padded_steps_to_the_bit(name: str, dtype: torch.dtype, onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lanes one by one, without padding, end with the same bits of c as all of them padded."""
+    if name == "manual" and dtype is torch.bfloat16:
+        pytest.skip("manual leaves bfloat16 to aten")
+    if onednn:
+        monkeypatch.setattr(aten, "without_onednn", contextlib.nullcontext)
+    problem = Problem(Case(9, 4, 7, 16, lengths=(9, 4, 1, 0)), dtype)
+    assert problem.lengths is not None
+    _, end = OTHERS[name](problem.x, problem.carry, problem.layer, problem.lengths)
+    # From the end of each lane on, more padding must not move c or h: append ten steps of it.
+    longer = torch.cat((problem.x, torch.full((10, 4, 7), torch.nan, dtype=dtype)))
+    y, later = OTHERS[name](longer, problem.carry, problem.layer, problem.lengths)
+    assert torch.equal(end.c, later.c)
+    assert torch.equal(end.h, later.h)
+    assert torch.equal(later.c[:, 3], problem.carry.c[:, 3])
+    assert not y[9:].any()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("directions", [1, 2])
+def test_lengths_are_packed_sequences(name: str, directions: int) -> None:
+    problem = Problem(Case(6, 4, 3, 5, directions, lengths=(6, 1, 4, 3)))
+    assert problem.lengths is not None
+    packed = nn.utils.rnn.pack_padded_sequence(problem.x, problem.lengths, enforce_sorted=False)
+    flat = [tensor for weights in problem.layer for tensor in weights if tensor is not None]
+    data, h, c = torch.lstm(
+        packed.data,
+        packed.batch_sizes,
+        tuple(part[:, packed.sorted_indices] for part in problem.carry),
+        flat,
+        True,
+        1,
+        0.0,
+        True,
+        directions == 2,
+    )
+    expected, _ = nn.utils.rnn.pad_packed_sequence(packed._replace(data=data))
+    y, end = BACKENDS[name](problem.x, problem.carry, problem.layer, problem.lengths)
+    # Different order of summation in float64.
+    torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(end, Carry(h[:, packed.unsorted_indices], c[:, packed.unsorted_indices]), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 3)])
+def test_manual_gradient_is_the_slope(lengths: tuple[int, ...] | None) -> None:
+    """Against finite differences, so that an error shared by all backends would be seen."""
+    problem = Problem(Case(5, 2, 3, 3, lengths=lengths))
+    weights = problem.layer[0]
+
+    def run(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> tuple[Tensor, ...]:
+        y, end = manual.layer(x, Carry(h, c), (LayerWeights(w_ih, w_hh, b_ih, b_hh),), problem.lengths)
+        return y, *end
+
+    assert torch.autograd.gradcheck(run, (problem.x, *problem.carry, *weights[:4]))
+
+
+def test_manual_handles_every_subset_of_gradients() -> None:
+    """Whatever output is used, and whatever input wants a gradient."""
+    for lengths in (None, (4, 0, 2)):
+        case = Case(4, 3, 2, 3, lengths=lengths)
+        for used in range(3):
+            problem, twin = Problem(case), Problem(case)
+            for each, backend in ((problem, manual.layer), (twin, reference.layer)):
+                each.x.requires_grad_(False)
+                y, end = backend(each.x, each.carry, each.layer, each.lengths)
+                (y, *end)[used].sum().backward()
+            for mine, theirs in zip(problem.leaves[1:], twin.leaves[1:], strict=True):
+                expected = torch.zeros_like(mine) if theirs.grad is None else theirs.grad
+                got = torch.zeros_like(mine) if mine.grad is None else mine.grad
+                torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)  # float64, another order of summation
+            assert problem.x.grad is None
+
+
+def test_manual_output_changed_in_place_is_noticed() -> None:
+    """Backward reads the outputs again; a silent change would give wrong gradients."""
+    problem = Problem(Case(3, 2, 2, 3))
+    y, _ = manual.layer(problem.x, problem.carry, problem.layer, None)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_onednn_flag_is_left_as_it_was(name: str) -> None:
+    problem = Problem(Case(3, 2, 2, 3))
+    before = torch.backends.mkldnn.enabled
+    problem.solve(OTHERS[name])
+    assert torch.backends.mkldnn.enabled == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [Case(9, 4, 7, 16, d, p, b, lengths) for d in (1, 2) for p in (0, 8) for b in (True, False) for lengths in (None, (9, 4, 1, 0))]
+)
+def test_cudnn_is_the_reference(case: Case) -> None:
+    """On CUDA in float64, without cuDNN's warning about scattered weights (warnings are errors)."""
+    problem = Problem(case)
+    expected = problem.solve(reference.layer)
+    for name in ("x", "carry", "layer", "lengths", "weigh"):
+        setattr(problem, name, _cuda(getattr(problem, name)))
+    outputs, gradients = problem.solve(aten.layer)
+    torch.testing.assert_close(([o.cpu() for o in outputs], [g.cpu() for g in gradients]), expected, rtol=1e-10, atol=1e-11)
+
+
+def _cuda(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.detach().cuda().requires_grad_(value.requires_grad)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cuda(each) for each in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cuda(each) for each in value)
+    return value

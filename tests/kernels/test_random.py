@@ -1,0 +1,174 @@
+"""The one source of randomness: fixed bits, good statistics, and no dependence on how coordinates are cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from carrywave.kernels import random
+
+WORD = 1 << 32
+
+
+def grid(steps: int, lanes: int, units: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.arange(steps)[:, None, None], torch.arange(lanes)[:, None], torch.arange(units)
+
+
+def plain_mix(x: int) -> int:
+    x ^= x >> 16
+    x = x * 0x85EBCA6B % WORD
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 % WORD
+    return x ^ x >> 16
+
+
+def plain_absorb(a: int, b: int, w: int) -> tuple[int, int]:
+    a = plain_mix(((a ^ w) * 0x9E3779B1 + b) % WORD)
+    return a, plain_mix(a ^ b ^ 0x7F4A7C15)
+
+
+def plain_bits(a: int, b: int, *coords: int) -> int:
+    """The documented function, in Python's integers."""
+    for w in coords[:-1]:
+        a, b = plain_absorb(a, b, w % WORD)
+    last = plain_mix((coords[-1] + 0x9E3779B9) % WORD)
+    return plain_mix((plain_mix(a ^ last) + b) % WORD)
+
+
+@given(st.integers(0, 2**64), st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_bits_are_the_documented_function(seed: int, coords: list[int]) -> None:
+    key = random.key(seed)
+    a, b = (int(word) % WORD for word in key)
+    drawn = random.bits(key, *(torch.tensor(coord) for coord in coords))
+    assert int(drawn) % WORD == plain_bits(a, b, *coords)
+
+
+def test_golden_values() -> None:
+    """If one of these changes, every trained run changes: never edit them."""
+    assert [int(word) % WORD for word in random.key(1)] == GOLDEN_KEY
+    assert [int(word) % WORD for word in random.key(2**63 - 1, 3, 4)] == GOLDEN_LONG_KEY
+    assert random.site("lstm.l0.dropout") == GOLDEN_SITE
+    assert [int(word) % WORD for word in random.fold(random.key(1), GOLDEN_SITE)] == GOLDEN_FOLD
+    drawn = random.bits(random.key(1), torch.arange(2)[:, None], torch.arange(3)).flatten()
+    assert [int(word) % WORD for word in drawn] == GOLDEN_BITS
+
+
+GOLDEN_KEY = [0x0342FCF6, 0x7637BA9F]
+GOLDEN_LONG_KEY = [0x0F8CCFAE, 0x7B5FFF4F]
+GOLDEN_SITE = 0x58BFC2A4
+GOLDEN_FOLD = [0x264D5765, 0x48767C06]
+GOLDEN_BITS = [0x328120FF, 0xB7A163D7, 0x015F16CB, 0x4B0959F1, 0xFD65EBE1, 0xF438CD63]
+
+
+def test_keys_differ_by_every_number() -> None:
+    keys = [random.key(*path) for path in [(1,), (2,), (1, 0), (1, 1), (1, 0, 0), (11,), (1 + 2**32,), (1 + 2**64,)]]
+    assert len({tuple(key.tolist()) for key in keys}) == len(keys)
+    assert all(key.dtype == torch.int32 and key.shape == (2,) for key in keys)
+
+
+@given(st.integers(0, 2**63), st.integers(0, 5), st.integers(1, 5), st.integers(0, 6), st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_slices_of_coordinates_give_slices_of_bits(seed: int, t0: int, t: int, b0: int, b: int) -> None:
+    key = random.key(seed)
+    time, lane, unit = grid(10, 12, 17)
+    whole = random.bits(key, time, lane, unit)
+    part = random.bits(key, time[t0 : t0 + t], lane[b0 : b0 + b], unit[3:])
+    assert torch.equal(part, whole[t0 : t0 + t, b0 : b0 + b, 3:])
+    # Any order of lanes, too.
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(seed % 1000))
+    assert torch.equal(random.bits(key, time, order[:, None], unit), whole[:, order])
+
+
+def test_every_row_and_every_bit_looks_random() -> None:
+    drawn = random.bits(random.key(7), *grid(40, 50, 400))
+    count = drawn.numel()
+    for bit in range(32):
+        ones = ((drawn >> bit) & 1).double().mean().item()
+        assert abs(ones - 0.5) < 5 * 0.5 / math.sqrt(count), f"bit {bit}"
+    for shift in (0, 8, 16, 24):
+        observed = torch.bincount(((drawn >> shift) & 0xFF).flatten().long(), minlength=256).double()
+        chi_square = ((observed - count / 256) ** 2 / (count / 256)).sum().item()
+        # 255 degrees of freedom: deviation sqrt(510); five of them.
+        assert abs(chi_square - 255) < 5 * math.sqrt(510), f"byte at {shift}"
+    rows = drawn.reshape(-1, 400)
+    assert len({tuple(row) for row in rows[:, :8].tolist()}) == len(rows)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_neighbours_along_a_coordinate_are_not_correlated(dim: int) -> None:
+    values = random.uniform(random.key(3), *grid(40, 50, 400), dtype=torch.float64) - 0.5
+    count = values.numel()
+    assert abs(values.mean().item()) < 5 * math.sqrt(1 / 12 / count)
+    assert abs(values.square().mean().item() - 1 / 12) < 5 / math.sqrt(180 * count)
+    for distance in (1, 2, 8):
+        length = values.shape[dim] - distance
+        product = values.narrow(dim, 0, length) * values.narrow(dim, distance, length)
+        assert abs(product.mean().item()) < 5 / 12 / math.sqrt(product.numel()), f"distance {distance}"
+
+
+def test_masks_of_sites_keys_and_positions_are_unrelated() -> None:
+    key = random.key(5)
+    others = [random.fold(key, 0), random.fold(key, 1), random.fold(random.fold(key, 0), 1), random.key(6)]
+    here = random.uniform(key, *grid(20, 30, 200), dtype=torch.float64) - 0.5
+    for other in others:
+        there = random.uniform(other, *grid(20, 30, 200), dtype=torch.float64) - 0.5
+        assert abs((here * there).mean().item()) < 5 / 12 / math.sqrt(here.numel())
+    # Swapped coordinates are another place.
+    swapped = random.bits(key, torch.arange(30)[:, None], torch.arange(30))
+    assert (swapped == swapped.t()).sum().item() == 30
+
+
+def test_uniform_is_exact_in_every_wide_dtype() -> None:
+    single = random.uniform(random.key(9), torch.arange(10_000))
+    double = random.uniform(random.key(9), torch.arange(10_000), dtype=torch.float64)
+    assert torch.equal(single.double(), double)
+    assert single.min() >= 0.0
+    assert single.max() < 1.0
+
+
+def test_normal_has_mean_zero_and_deviation_one() -> None:
+    values = random.normal(random.key(9), torch.arange(300)[:, None], torch.arange(300), dtype=torch.float64)
+    count = values.numel()
+    assert abs(values.mean().item()) < 5 / math.sqrt(count)
+    assert abs(values.square().mean().item() - 1) < 5 * math.sqrt(2 / count)
+    assert abs(values.pow(4).mean().item() - 3) < 5 * math.sqrt(96 / count)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_keep_is_uniform_compared_with_p(p: float) -> None:
+    coords = grid(10, 20, 100)
+    mask = random.keep(random.key(2), p, *coords, dtype=torch.float64)
+    expected = torch.where(random.uniform(random.key(2), *coords) >= p, 1 / (1 - p), 0.0).double()
+    torch.testing.assert_close(mask, expected, rtol=1e-7, atol=0)  # 1/(1-p) passed through float32 in `expected`
+    assert abs(mask.mean().item() - 1) < 5 * math.sqrt(p / (1 - p) / mask.numel()) + 1e-12
+
+
+def test_keep_refuses_to_drop_everything() -> None:
+    with pytest.raises(ValueError, match="below 1"):
+        random.keep(random.key(1), 1.0, torch.arange(3))
+
+
+def test_drawn_keys_follow_torch_seed() -> None:
+    torch.manual_seed(3)
+    first, second = random.draw(), random.draw()
+    torch.manual_seed(3)
+    assert torch.equal(random.draw(), first)
+    assert not torch.equal(first, second)
+
+
+def test_scopes_nest_and_end() -> None:
+    assert random.current_scope() is None
+    with random.scope(random.key(1), torch.arange(3), 5):
+        with random.scope(None, None, 7, pooled=True) as inner:
+            assert random.current_scope() is inner
+            assert inner.start == 7
+        outer = random.current_scope()
+        assert outer is not None
+        assert outer.start == 5
+    assert random.current_scope() is None

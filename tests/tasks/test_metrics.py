@@ -1,0 +1,203 @@
+"""Metrics against plain counting, and their sums as sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from carrywave.errors import RunError
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import DataSpec, Spec
+from carrywave.tasks import metrics
+from carrywave.tasks.metrics import Confusion, Errors, Mean
+
+NAN = math.nan
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_mean_is_of_all_targets_not_of_batches() -> None:
+    mean = Mean()
+    mean.update(torch.tensor(6.0), torch.tensor(2))
+    mean.update(torch.tensor(1.0), torch.tensor(5))
+    assert mean.values() == {"loss": 1.0}
+    assert math.isnan(Mean().values()["loss"])
+
+
+def test_perplexity_and_bits() -> None:
+    assert metrics.language(math.log(8.0)) == pytest.approx({"perplexity": 8.0, "bits": 3.0}, rel=1e-15)
+    assert metrics.language(1000.0)["perplexity"] == math.inf
+    assert math.isnan(metrics.language(NAN)["perplexity"])
+
+
+def logits_for(guesses: list[int], classes: int) -> Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(guesses), classes).float()
+
+
+def counted(targets: list[int], guesses: list[int]) -> dict[str, float]:
+    pairs = [(t, g) for t, g in zip(targets, guesses, strict=True) if t != -100]
+    scores = []
+    for label in {t for t, _ in pairs} | {g for _, g in pairs}:
+        hits = sum(t == g == label for t, g in pairs)
+        wrong = sum(g == label != t for t, g in pairs)
+        missed = sum(t == label != g for t, g in pairs)
+        scores.append(2 * hits / (2 * hits + wrong + missed))
+    return {"accuracy": sum(t == g for t, g in pairs) / len(pairs), "macro_f1": sum(scores) / len(scores)}
+
+
+TARGETS, GUESSES = [0, 1, 2, 2, -100, 1, 0, 2, -100, 2], [0, 2, 2, 2, 0, 1, 3, 0, 1, 2]
+
+
+def test_accuracy_and_macro_f1_by_counting() -> None:
+    confusion = Confusion(6)  # classes 4 and 5 never occur, 3 only as a guess
+    confusion.update(logits_for(GUESSES, 6), torch.tensor(TARGETS))
+    assert confusion.values() == pytest.approx(counted(TARGETS, GUESSES), rel=1e-15)
+
+
+def test_tags_in_batches_of_time_and_lanes() -> None:
+    confusion = Confusion(4)
+    logits_TBK, targets_TB = logits_for(GUESSES, 4).reshape(5, 2, 4), torch.tensor(TARGETS).reshape(5, 2)
+    confusion.update(logits_TBK[:2], targets_TB[:2])
+    confusion.update(logits_TBK[2:], targets_TB[2:])
+    assert confusion.values() == pytest.approx(counted(TARGETS, GUESSES), rel=1e-15)
+
+
+def test_no_targets_no_numbers() -> None:
+    confusion = Confusion(3)
+    confusion.update(torch.zeros(2, 3), torch.tensor([-100, -100]))
+    assert confusion.counts_KK.sum().item() == 0
+    assert all(math.isnan(value) for value in confusion.values().values())
+    assert all(math.isnan(value) for value in Errors(2, 1).values().values())
+
+
+def test_regression_by_hand() -> None:
+    errors = Errors(1, 2)
+    errors.update(torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([[0.0, 4.0], [NAN, 3.0]]))
+    errors.update(torch.tensor([[1.0, 1.0]]), torch.tensor([[NAN, NAN]]))
+    assert errors.values() == pytest.approx({"mae": (1 + 2 + 3) / 3, "rmse": math.sqrt((1 + 4 + 9) / 3)}, rel=1e-15)
+
+
+def forecasts() -> tuple[Tensor, Tensor, Tensor]:
+    out_TBHC, target_TBHC, naive_TBHC = random(4, 3, 2, 2), random(4, 3, 2, 2, seed=2), random(4, 3, 2, 2, seed=3)
+    target_TBHC[1, 2] = NAN
+    target_TBHC[0, 0, 1, 0] = NAN
+    naive_TBHC[3, 1, 0] = NAN
+    return out_TBHC, target_TBHC, naive_TBHC
+
+
+def test_forecasting_by_hand() -> None:
+    out_TBHC, target_TBHC, naive_TBHC = forecasts()
+    scale_C = torch.tensor([0.5, 2.0])
+    errors = Errors(2, 2, scale_C=scale_C)
+    for lane in range(3):  # lane by lane: the sums must not care
+        errors.update(out_TBHC[:, lane : lane + 1], target_TBHC[:, lane : lane + 1], naive_TBHC[:, lane : lane + 1])
+    absolute, square, scaled, naive = [], [], [], []
+    for o, t, n, c in zip(out_TBHC.flatten(), target_TBHC.flatten(), naive_TBHC.flatten(), [0, 1] * 24, strict=True):
+        if not t.isnan():
+            gap = (o - t).abs().item()
+            absolute.append(gap)
+            square.append(gap * gap)
+            scaled.append(gap / scale_C[c].item())
+            if not n.isnan():
+                naive.append((n - t).abs().item())
+    assert len(absolute) == 48 - 4 - 1
+    wanted = {
+        "mae": sum(absolute) / len(absolute),
+        "rmse": math.sqrt(sum(square) / len(square)),
+        "mase": sum(scaled) / len(scaled),
+        "naive_mae": sum(naive) / len(naive),
+    }
+    assert errors.values() == pytest.approx(wanted, rel=1e-13)  # float64, summed in another order
+
+
+def test_a_column_without_a_scale_has_no_mase() -> None:
+    errors = Errors(1, 2, scale_C=torch.tensor([0.0, 2.0]))
+    errors.update(torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 0.0]]))
+    assert errors.values()["mase"] == 0.5
+
+
+def test_quantiles() -> None:
+    errors = Errors(1, 1, quantiles=(0.1, 0.4, 0.9))
+    out_TBHCQ = torch.tensor([[-1.0, 0.0, 1.0]] * 4).reshape(4, 1, 1, 1, 3)
+    target_TBHC = torch.tensor([-2.0, -0.5, 0.0, NAN]).reshape(4, 1, 1, 1)
+    errors.update(out_TBHCQ, target_TBHC)
+    wanted = {"mae": 2.5 / 3, "rmse": math.sqrt(4.25 / 3), "coverage_0.1": 1 / 3, "coverage_0.4": 1.0, "coverage_0.9": 1.0}
+    assert errors.values() == pytest.approx(wanted, rel=1e-15)  # the point forecast is the quantile nearest to the median
+
+
+def test_half_precision_outputs_are_compared_with_whole_targets() -> None:
+    errors = Errors(1, 1)
+    errors.update(torch.full((1000, 1), 3.0, dtype=torch.bfloat16), torch.full((1000, 1), 3.001))
+    assert errors.values()["mae"] == pytest.approx(0.001, rel=1e-3)  # float32 has seven digits of 3.001, four of the gap
+
+
+def filled(metric: metrics.Metric, seed: int) -> metrics.Metric:
+    if isinstance(metric, Mean):
+        metric.update(random(seed=seed).abs(), torch.tensor(seed))
+    elif isinstance(metric, Confusion):
+        metric.update(random(7, 3, seed=seed), torch.arange(7) % 3)
+    else:
+        metric.update(random(5, 2, 2, 3, seed=seed), random(5, 2, 2, seed=seed + 9), random(5, 2, 2, seed=seed + 5))
+    return metric
+
+
+@pytest.mark.parametrize("make", [Mean, lambda: Confusion(3), lambda: Errors(2, 2, (0.2, 0.5, 0.8))])
+def test_sums_add_over_ranks_and_go_through_a_snapshot(make: type[Mean]) -> None:
+    whole = filled(filled(make(), 1), 2)
+    first, second = filled(make(), 1), filled(make(), 2)
+    for name, tensor in first.tensors().items():
+        tensor += second.tensors()[name]  # as an all-reduce does, in place
+    assert first.values() == pytest.approx(whole.values(), rel=1e-14)
+    back = make()
+    back.load({name: tensor.clone() for name, tensor in whole.tensors().items()})
+    assert back.values() == whole.values()
+    with pytest.raises(RunError, match="does not fit this task"):
+        make().load({})
+    with pytest.raises(RunError, match="does not fit this task"):
+        make().load({name: torch.zeros(77) for name in whole.tensors()})
+
+
+def test_each_task_has_its_metric() -> None:
+    facts = DataFacts(labels=("a", "b"), outputs=3)
+    assert metrics.for_task(Spec(task="language"), facts) is None
+    assert isinstance(metrics.for_task(Spec(task="tagging"), facts), Confusion)
+    forecasting = metrics.for_task(Spec(task="forecasting", data=DataSpec(horizon=5, quantiles=(0.1, 0.5))), facts)
+    assert isinstance(forecasting, Errors)
+    assert forecasting.count_HC.shape == (5, 3)
+    assert forecasting.quantiles == (0.1, 0.5)
+    regression = metrics.for_task(Spec(task="regression"), facts)
+    assert isinstance(regression, Errors)
+    assert regression.count_HC.shape == (1, 3)
+    classification = metrics.for_task(Spec(task="classification"), facts)
+    assert isinstance(classification, Confusion)
+    assert classification.counts_KK.shape == (2, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("quantiles", [None, (0.2, 0.5, 0.8)])
+def test_updates_do_not_wait_for_the_device(quantiles: tuple[float, ...] | None) -> None:
+    out = random(5, 2, 2, 2, *([3] if quantiles else []))
+    target, baseline = random(5, 2, 2, 2, seed=2), random(5, 2, 2, 2, seed=3)
+    target[1, 1] = NAN
+    logits, tags = random(5, 2, 3), torch.arange(10).reshape(5, 2) % 3
+    moved = [tensor.cuda() for tensor in (out, target, baseline, logits, tags)]
+    errors, confusion, mean = Errors(2, 2, quantiles, device="cuda"), Confusion(3, "cuda"), Mean("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        errors.update(*moved[:3])
+        confusion.update(moved[3], moved[4])
+        mean.update(moved[0].sum(), torch.ones_like(moved[0]).sum())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    there, here = Errors(2, 2, quantiles), Confusion(3)
+    there.update(out, target, baseline)
+    here.update(logits, tags)
+    assert errors.values() == pytest.approx(there.values(), rel=1e-13)  # float64, summed in another order
+    assert confusion.values() == here.values()
+    assert mean.values()["loss"] == pytest.approx(out.mean().item(), rel=1e-12)
