@@ -95,12 +95,20 @@ def test_the_live_display_shows_the_figures_and_ends_with_the_last_line() -> Non
         "summary",
         "epoch 2/10",
         "120/120",
-        "loss 2.3457  12,346 tokens/s  waste 1.2%  lr 0.002  ETA 1:23",
+        "loss 2.3457 12,346 tokens/s waste 1.2% lr 0.002 ETA 1:23",
         row_line(ROW),
         "epoch 2/10 valid",
     ):
         assert part in text
     assert text.rstrip().endswith("runs/a: loss 1.2")
+
+
+def test_the_live_display_fits_a_narrow_terminal() -> None:
+    on = console(terminal=True, width=80)
+    with RichWatcher(on) as watch:
+        watch.begin("")
+        watch.step(INFO)
+    assert " 30/120 loss 2.3457 12,346 tokens/s waste 1.2% lr 0.002 ETA 1:23" in written(on)
 
 
 def test_the_live_display_is_drawn_at_most_ten_times_a_second() -> None:

@@ -27,7 +27,9 @@ def spec(task: str, **data: Any) -> Spec:
     return Spec.model_validate({"task": task, "data": data, "batch": {"tokens": 64}})
 
 
-def run(folder: Path, rows: list[Any], asked: Spec, codec: Codec | None = None, *, labelled: bool = True, join: bool = False) -> tuple[Sequences, Codec]:
+def run(
+    folder: Path, rows: list[Any], asked: Spec, codec: Codec | None = None, *, labelled: bool = True, join: bool = False
+) -> tuple[Sequences, Codec]:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / "d.jsonl").write_text("\n".join(lines))
     source = find(str(folder / "d.jsonl"), field="data.train")
@@ -60,7 +62,9 @@ def test_scale_is_of_the_rows_trained_on(tmp_path: Path) -> None:
     assert (codec.mean, codec.std, codec.target_mean, codec.target_std) == ((2.0,), (1.0,), (1.0,), (1.0,))
 
 
-@pytest.mark.parametrize(("labels", "expected"), [([10, 2, -1], ("-1", "2", "10")), (["b", "a", "B"], ("B", "a", "b")), ([True, False, True], ("false", "true"))])
+@pytest.mark.parametrize(
+    ("labels", "expected"), [([10, 2, -1], ("-1", "2", "10")), (["b", "a", "B"], ("B", "a", "b")), ([True, False, True], ("false", "true"))]
+)
 def test_labels_are_sorted(tmp_path: Path, labels: list[Any], expected: tuple[str, ...]) -> None:
     _, codec = run(tmp_path, [{"steps": [1], "label": label} for label in labels], spec("classification"))
     assert codec.labels == expected
@@ -83,7 +87,9 @@ def test_words_of_text_have_no_end_token_outside_language(tmp_path: Path) -> Non
 
 
 def test_tagging_ignores_null_and_minus_hundred(tmp_path: Path) -> None:
-    data, codec = run(tmp_path, [{"tokens": ["x", "y", "x"], "labels": ["N", None, -100]}, {"tokens": ["y"], "labels": ["V"]}], spec("tagging"))
+    data, codec = run(
+        tmp_path, [{"tokens": ["x", "y", "x"], "labels": ["N", None, -100]}, {"tokens": ["y"], "labels": ["V"]}], spec("tagging")
+    )
     assert (codec.kind, codec.vocabulary, codec.labels) == ("word", ("x", "y"), ("N", "V"))
     assert data.tags is not None
     assert (data.inputs.tolist(), data.tags.tolist()) == ([0, 1, 0, 1], [0, -100, -100, 1])
@@ -154,8 +160,16 @@ def test_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: Any, message
         ("classification", ["", " "], "is empty"),
         ("classification", [{"label": 1}], r":1: the row has none of the fields steps, text and tokens \(it has label\)"),
         ("classification", [GOOD, {"steps": [[1, 2]], "label": 1}], ":2: label 1 is a whole number where the rows before hold a string"),
-        ("classification", [{"tokens": ["a"], "label": 1}, {"tokens": [1], "label": 1}], ":2: tokens holds numbers where the training data holds words"),
-        ("classification", [{"tokens": [1], "label": 1}, {"tokens": ["a"], "label": 1}], ":2: tokens holds words where the training data holds numbers"),
+        (
+            "classification",
+            [{"tokens": ["a"], "label": 1}, {"tokens": [1], "label": 1}],
+            ":2: tokens holds numbers where the training data holds words",
+        ),
+        (
+            "classification",
+            [{"tokens": [1], "label": 1}, {"tokens": ["a"], "label": 1}],
+            ":2: tokens holds words where the training data holds numbers",
+        ),
         ("classification", [{"tokens": [1, "a"], "label": 1}], r":1: token 1 is a string \('a'\); write all tokens as strings"),
         ("classification", [{"tokens": [1, -4], "label": 1}], ":1: token -4 at step 1 is negative; tokens count from 0"),
         ("classification", [{"tokens": [1, 2**31], "label": 1}], ":1: token 2147483648 at step 1 is too large"),
@@ -170,7 +184,7 @@ def test_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: Any, message
         ("tagging", [{"tokens": ["a"], "label": "N"}], ":1: the field labels is missing"),
         ("regression", [{"steps": [1], "label": [1, 2]}, {"steps": [1], "label": 1}], ":2: label has 1 numbers, the rows before have 2"),
         ("regression", [{"steps": [1], "label": "x"}], r":1: .* of label is a string \('x'\), not a number"),
-        ("regression", [{"steps": [1], "label": [1, float("inf")]}], ":1: number 1 of label is inf, not finite"),
+        ("regression", [{"steps": [1], "label": [1, float("inf")]}], ":1: number 1 of label is inf, not a finite number"),
         ("regression", [{"steps": [1], "label": []}], r":1: label has shape \[0\]"),
         ("language", [{"steps": [1]}], ":1: a language model reads text or tokens"),
         ("language", [{"text": "ab"}, {"text": "a"}], ":2: the sequence has 1 token, and a language model needs 2"),
@@ -205,7 +219,13 @@ def test_parquet_rows_read_as_json_lines(tmp_path: Path) -> None:
     assert examples.learn(parquet, spec("classification"), NONE) == codec
     np.testing.assert_array_equal(examples.encode(parquet, codec, MemoryAppender, labelled=True, join=False).inputs, expected.inputs)
     with pytest.raises(DataError, match=r"d\.parquet: row 2: label 'a' was never seen"):
-        examples.encode(parquet, Codec("classification", "steps", labels=("b",), columns=("0", "1"), mean=(0, 0), std=(1, 1)), MemoryAppender, labelled=True, join=False)
+        examples.encode(
+            parquet,
+            Codec("classification", "steps", labels=("b",), columns=("0", "1"), mean=(0, 0), std=(1, 1)),
+            MemoryAppender,
+            labelled=True,
+            join=False,
+        )
 
 
 def test_truncated_parquet_is_refused(tmp_path: Path) -> None:

@@ -51,7 +51,9 @@ def test_no_share_holds_nothing() -> None:
 
 
 def test_parts_share_the_flat_arrays() -> None:
-    data = Sequences(np.arange(6), np.array([0, 2, 5]), np.array([2, 3, 1]), labels=np.array([7, 8, 9]), tags=np.arange(6), names=("a", "b", "c"))
+    data = Sequences(
+        np.arange(6), np.array([0, 2, 5]), np.array([2, 3, 1]), labels=np.array([7, 8, 9]), tags=np.arange(6), names=("a", "b", "c")
+    )
     train, valid = split_keyed(data, np.array([False, True, False]))
     assert valid is not None
     assert train.inputs is valid.inputs is data.inputs

@@ -78,7 +78,9 @@ def test_split_by_rows_with_context(tmp_path: Path) -> None:
     found = run(tmp_path, wide(30), split=[12, 4, 5], standardize=False, context=6)
     assert found.valid is not None
     assert found.test is not None
-    parts = {name: (part.starts.tolist(), part.lengths.tolist()) for name, part in vars(found).items() if name in ("train", "valid", "test")}
+    parts = {
+        name: (part.starts.tolist(), part.lengths.tolist()) for name, part in vars(found).items() if name in ("train", "valid", "test")
+    }
     assert parts == {"train": ([0], [12]), "valid": ([6], [10]), "test": ([10], [11])}
     assert found.train.warm is None
     assert found.valid.warm is not None
@@ -118,7 +120,12 @@ def test_without_valid_the_last_share_is_held_out(tmp_path: Path) -> None:
     found = run(tmp_path, wide(30), share=0.2)
     assert found.valid is not None
     assert found.valid.warm is not None
-    assert (found.train.lengths.tolist(), found.valid.starts.tolist(), found.valid.lengths.tolist(), found.valid.warm.tolist()) == ([24], [12], [18], [12])
+    assert (found.train.lengths.tolist(), found.valid.starts.tolist(), found.valid.lengths.tolist(), found.valid.warm.tolist()) == (
+        [24],
+        [12],
+        [18],
+        [12],
+    )
     at_least_the_horizon = run(tmp_path, wide(30), share=0.01)
     assert at_least_the_horizon.train.lengths.tolist() == [28]
 
@@ -148,7 +155,7 @@ def test_text_times_in_order_are_kept(tmp_path: Path) -> None:
 BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("", {}, r"t\.csv is empty"),
     ("date,a\n", {}, "is empty; give a table with at least one row"),
-    ("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n", {}, "row 2, column a is 'x', not a finite number; fill the gap"),
+    ("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n", {}, "row 2, column a is 'x', not a finite number .*; fill the gap"),
     ("date,a\n2024-01-01,1\n2024-01-02,\n2024-01-03,2\n", {}, "row 2, column a is empty, not a finite number"),
     ("date,a\n2024-01-01,1\n2024-01-02,nan\n", {}, "row 2, column a is .*, not a finite number"),
     ("date,a\n2024-01-01,inf\n2024-01-02,1\n", {}, "row 1, column a is inf"),
@@ -164,7 +171,11 @@ BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("date,b\n2024-01-01,x\n", {}, "has no numeric column besides date"),
     ("date,a,a\n2024-01-01,1,2\n", {}, "the column a is there twice"),
     ("date,a\n2024-01-01,1,2\n", {}, "cannot be read .*Expected 2 columns, got 3"),
-    ("unique_id,ds,y\np,1,1\np,2,1\np,3,1\nq,1,1\nq,2,1\n", {}, "series q has 2 rows in train, a horizon of 2 needs 3; set a smaller data.horizon"),
+    (
+        "unique_id,ds,y\np,1,1\np,2,1\np,3,1\nq,1,1\nq,2,1\n",
+        {},
+        "series q has 2 rows in train, a horizon of 2 needs 3; set a smaller data.horizon",
+    ),
     (wide(10), {"split": [8, 4]}, r"series .*t\.csv has 10 rows, data\.split asks for 12"),
     (wide(10), {"split": [8, 1]}, "has 1 rows in valid, a horizon of 2 needs 2"),
     ("date,a\n2024-01-01,1\n2024-01-02,1e300\n2024-01-03,1\n", {"standardize": False}, "row 2, column a is 1e[+]300, not a finite number"),

@@ -35,7 +35,9 @@ def test_last_line_needs_no_line_end(tmp_path: Path) -> None:
     assert list(written(tmp_path, b"a\n\nb", 2).lines()) == [(1, b"a"), (2, b""), (3, b"b")]
 
 
-@pytest.mark.parametrize(("name", "compress"), [("a.txt.gz", gzip.compress), ("a.txt.zst", lambda raw: pa.compress(raw, codec="zstd", asbytes=True))])
+@pytest.mark.parametrize(
+    ("name", "compress"), [("a.txt.gz", gzip.compress), ("a.txt.zst", lambda raw: pa.compress(raw, codec="zstd", asbytes=True))]
+)
 def test_compressed_by_name(tmp_path: Path, name: str, compress: object) -> None:
     raw = "über\n".encode() * 1000
     assert callable(compress)
@@ -44,7 +46,9 @@ def test_compressed_by_name(tmp_path: Path, name: str, compress: object) -> None
     assert source.format == "text"
 
 
-@pytest.mark.parametrize(("name", "compress"), [("a.txt.gz", gzip.compress), ("a.txt.zst", lambda raw: pa.compress(raw, codec="zstd", asbytes=True))])
+@pytest.mark.parametrize(
+    ("name", "compress"), [("a.txt.gz", gzip.compress), ("a.txt.zst", lambda raw: pa.compress(raw, codec="zstd", asbytes=True))]
+)
 def test_truncated_compressed_file_is_refused(tmp_path: Path, name: str, compress: object) -> None:
     assert callable(compress)
     whole = compress(bytes(range(256)) * 100)

@@ -7,6 +7,7 @@ whole window, no needless synchronisation, the fused optimizer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,8 @@ class PlainClassifier(nn.Module):
             y_TBH, _ = pad_packed_sequence(self.lstm(pack_padded_sequence(x_TBF, lengths_B, enforce_sorted=False))[0])
         else:
             y_TBH, _ = self.lstm(x_TBF)
-        return self.linear(y_TBH[lengths_B.to(y_TBH.device) - 1, torch.arange(y_TBH.shape[1], device=y_TBH.device)])
+        logits_BK: Tensor = self.linear(y_TBH[lengths_B.to(y_TBH.device) - 1, torch.arange(y_TBH.shape[1], device=y_TBH.device)])
+        return logits_BK
 
 
 class PlainStreams:
@@ -71,7 +73,7 @@ class PlainStreams:
         logits_TBV, self.carry = self.model(x_TB, carry)
         loss = nn.functional.cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten())
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.position = end
@@ -92,7 +94,8 @@ class PlainSequences:
         clip: float,
         device: torch.device,
     ) -> None:
-        self.loader = DataLoader(list(zip(sequences, labels, strict=True)), batch_size=batch, shuffle=True, collate_fn=_collate)  # type: ignore[arg-type]
+        rows: Any = list(zip(sequences, labels, strict=True))
+        self.loader: DataLoader[Any] = DataLoader(rows, batch_size=batch, shuffle=True, collate_fn=_collate)
         self.model, self.clip, self.device = model.to(device), clip, device
         self.optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
         self.batches: Iterator[tuple[Tensor, Tensor, Tensor]] = iter(self.loader)
@@ -108,7 +111,7 @@ class PlainSequences:
         logits_BK = self.model(x_TBF.to(self.device, non_blocking=True), lengths_B)
         loss = nn.functional.cross_entropy(logits_BK, labels_B.to(self.device, non_blocking=True))
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         return int(lengths_B.sum())

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from carrywave.train.watch import StepInfo, Watcher
 
@@ -82,7 +82,7 @@ class RichWatcher:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[figures]}", markup=False),
             console=console,
             transient=True,
@@ -115,7 +115,7 @@ class RichWatcher:
             self._bar = self._progress.add_task(place(info), total=info.steps, figures="")
             self._shown = shown
         if self._bar is not None:
-            self._progress.update(self._bar, completed=info.step, total=info.steps, figures=figures(info), refresh=True)
+            self._progress.update(self._bar, completed=info.step, total=info.steps, figures=figures(info, " "), refresh=True)
 
     def evaluated(self, row: Mapping[str, object]) -> None:
         """Print the row above the bar."""
@@ -164,13 +164,13 @@ def place(info: StepInfo) -> str:
     return epoch if info.phase == "train" else f"{epoch} {info.phase}"
 
 
-def figures(info: StepInfo) -> str:
+def figures(info: StepInfo, between: str = "  ") -> str:
     """The figures of a step; the learning rate and the time left only where it trains."""
-    text = "" if info.loss is None else f"loss {info.loss:.4f}  "
-    text += f"{info.tokens_per_second:,.0f} tokens/s  waste {info.waste:.1%}"
+    parts = [] if info.loss is None else [f"loss {info.loss:.4f}"]
+    parts += [f"{info.tokens_per_second:,.0f} tokens/s", f"waste {info.waste:.1%}"]
     if info.phase == "train":
-        text += f"  lr {info.lr:.3g}  ETA {duration(info.eta_seconds)}"
-    return text
+        parts += [f"lr {info.lr:.3g}", f"ETA {duration(info.eta_seconds)}"]
+    return between.join(parts)
 
 
 def duration(seconds: float | None) -> str:

@@ -170,7 +170,9 @@ def target_of(row: Row, where: str, outputs: int | None) -> Matrix:
     bad = unusable(target)
     if bad.any():
         place = int(np.argmax(bad))
-        raise DataError(f"{where}: number {place} of label is {target[place]}, not a finite number (below 1e25); remove the row or fill the gap")
+        raise DataError(
+            f"{where}: number {place} of label is {target[place]}, not a finite number (below 1e25); remove the row or fill the gap"
+        )
     return target
 
 

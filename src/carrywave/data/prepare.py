@@ -22,6 +22,21 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
 SMALL_BYTES = 16 << 20  # a file to predict from is read in memory up to this size, so that no cache need be written
+READING = (
+    "tokens",
+    "vocabulary",
+    "min_count",
+    "share",
+    "split",
+    "columns",
+    "targets",
+    "time",
+    "series",
+    "horizon",
+    "season",
+    "context",
+    "standardize",
+)
 LABELLED = ("classification", "tagging", "regression")
 
 
@@ -42,8 +57,11 @@ def _silent(_: str) -> None:
 
 
 def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], None] = _silent) -> Prepared:
-    """Reads, or finds in the cache, everything that the spec names."""
+    """Reads, or finds in the cache, everything that the spec names; with `codec`, as the data of another run was read."""
     check_spec(spec)
+    check_codec(codec, spec)
+    if spec.data.train is None:
+        raise SpecError("data.train is empty; give a file to train on")
     names = {"train": spec.data.train, "valid": spec.data.valid, "test": spec.data.test}
     sources = {part: find(name, field=f"data.{part}", format=spec.data.format) for part, name in names.items() if name is not None}
     for source in sources.values():
@@ -109,33 +127,16 @@ def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
 def _key(spec: Spec, sources: dict[str, Source], codec: Codec | None) -> str:
     """A hash of what is read and of every option that changes the result."""
     data = spec.data
-    keyed = "valid" not in sources and data.share > 0 and not spec.streams
+    keyed = "valid" not in sources and data.share > 0 and (spec.task in LABELLED or not spec.streams)
     options = {
         "format": cache.FORMAT,
         "files": {part: [source.digest(), source.format, source.tabs, source.compression] for part, source in sources.items()},
         "codec": None if codec is None else codec.to_json(),
         "task": spec.task,
         "streams": spec.streams,
-        "seed": spec.train.seed if keyed or spec.task in LABELLED else None,
+        "seed": spec.train.seed if keyed else None,
         "window": spec.steps if spec.task == "forecasting" else None,
-        "data": data.model_dump(
-            mode="json",
-            include={
-                "tokens",
-                "vocabulary",
-                "min_count",
-                "share",
-                "split",
-                "columns",
-                "targets",
-                "time",
-                "series",
-                "horizon",
-                "season",
-                "context",
-                "standardize",
-            },
-        ),
+        "data": data.model_dump(mode="json", include=set(READING)),
     }
     return _hash(options)
 

@@ -9,7 +9,7 @@ Shapes: T time, B lane.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from queue import SimpleQueue
@@ -68,14 +68,14 @@ class Loader:
     def __init__(self, view: View, order: Order, *, device: torch.device, lanes: Lanes | None = None, ahead: int = 4) -> None:
         self.view, self.order, self.device, self.lanes, self.ahead = view, order, device, lanes, ahead
 
-    def batches(self, start: Cursor) -> Iterator[Batch]:
+    def batches(self, start: Cursor) -> Generator[Batch, None, None]:
         """From `start` to the end of its epoch. Closing the iterator stops the thread and waits for it."""
         number = self.order.num_steps(start.epoch)
         if not 0 <= start.step <= number:
             raise ValueError(f"step {start.step} of an epoch of {number} steps")
         return self._run(start, number)
 
-    def _run(self, start: Cursor, number: int) -> Iterator[Batch]:
+    def _run(self, start: Cursor, number: int) -> Generator[Batch, None, None]:
         made: SimpleQueue[_Made | BaseException] = SimpleQueue()
         room = threading.Semaphore(self.ahead)
         stopped = threading.Event()

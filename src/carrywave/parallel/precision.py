@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -18,12 +19,22 @@ def configure(precision: str) -> None:
     """Set the process-wide float32 mode: fp32 is IEEE float32, TF32 only where it was asked for (cuDNN's default uses it)."""
     mode = "tf32" if precision == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = mode
-    torch.backends.cudnn.rnn.fp32_precision = mode
-    torch.backends.cudnn.conv.fp32_precision = mode
+    torch.backends.cudnn.rnn.fp32_precision = mode  # type: ignore[attr-defined]
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """The context in which a forward pass runs."""
-    if precision in HALVES:
-        return torch.autocast(device.type, HALVES[precision])
-    return nullcontext()
+    if precision not in HALVES:
+        return nullcontext()
+    if device.type == "cpu":
+        return _half_on_cpu(HALVES[precision])
+    return torch.autocast(device.type, HALVES[precision])
+
+
+@contextmanager
+def _half_on_cpu(dtype: torch.dtype) -> Iterator[None]:
+    # oneDNN warns at length, and falls back, on processors that have no instructions for bf16; plain BLAS serves them all.
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    usable = bool(supported()) if supported is not None else False
+    with torch.autocast("cpu", dtype), torch.backends.mkldnn.flags(enabled=usable):
+        yield

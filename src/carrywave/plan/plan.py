@@ -43,7 +43,9 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None) ->
     """The plan a spec asks for, checked against the model, the workers and (for streams) the lanes."""
     units = layers + 2
     if asked.stages > units:
-        raise PlanError(f"plan.stages={asked.stages}, but the model has {units} units (encoder, {layers} layers, head); use plan.stages <= {units}")
+        raise PlanError(
+            f"plan.stages={asked.stages}, but the model has {units} units (encoder, {layers} layers, head); use plan.stages <= {units}"
+        )
     replicas = asked.replicas if asked.replicas is not None else max(1, workers // asked.stages)
     if replicas * asked.stages != workers:
         raise PlanError(
@@ -51,7 +53,9 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None) ->
             f"start that many workers or set plan.replicas and plan.stages to match"
         )
     if lanes is not None and lanes < replicas * asked.slices:
-        raise PlanError(f"batch.lanes={lanes} cannot be shared by {replicas} replicas x {asked.slices} slices; use batch.lanes >= {replicas * asked.slices}")
+        raise PlanError(
+            f"batch.lanes={lanes} cannot be shared by {replicas} replicas x {asked.slices} slices; use batch.lanes >= {replicas * asked.slices}"
+        )
     cuts = asked.cuts if asked.cuts is not None else even_cuts(units, asked.stages)
     if len(cuts) != asked.stages - 1 or list(cuts) != sorted(set(cuts)) or any(not 0 < cut < units for cut in cuts):
         raise PlanError(f"plan.cuts={list(cuts)} must be {asked.stages - 1} rising unit numbers between 1 and {units - 1}")

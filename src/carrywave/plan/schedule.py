@@ -72,7 +72,9 @@ def place(schedule: Schedule) -> dict[Task, int]:
                 before = needs(task, schedule)
                 missing = [need for need in before if need not in known]
                 if missing:
-                    raise PlanError(f"{name(task, schedule)} on stage {stage} needs {name(missing[0], schedule)}, which no stage runs; add it")
+                    raise PlanError(
+                        f"{name(task, schedule)} on stage {stage} needs {name(missing[0], schedule)}, which no stage runs; add it"
+                    )
                 if any(need not in moments for need in before):
                     break
                 moments[task] = max([ready[stage], *(moments[need] + 1 for need in before)])

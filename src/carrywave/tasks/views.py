@@ -70,7 +70,7 @@ def forecasting(data: Sequences, spec: DataSpec, columns: Ints) -> View:
     def future(rows: Ints) -> NDArray[Any]:
         # Rows of padding repeat a real row, so only the end of the whole array needs care.
         wanted = np.minimum(rows[..., None] + ahead, len(values) - 1)
-        return (values[wanted][..., columns] - naive(rows)).astype(np.float32)
+        return np.asarray(values[wanted][..., columns] - naive(rows), dtype=np.float32)
 
     # The last row of the context is the origin of the first forecast.
     warm = None if data.warm is None else np.maximum(data.warm - 1, 0)

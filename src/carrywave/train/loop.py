@@ -25,13 +25,14 @@ from carrywave.train import optimizer as optimizers
 from carrywave.train import rate as rates
 from carrywave.train.clock import Clock
 from carrywave.train.evaluate import evaluate, order_for
-from carrywave.train.run import Run
+from carrywave.train.run import Run, Value
 from carrywave.train.stop import Reason, Stop
 from carrywave.train.trainer import StepResult, Trainer
 from carrywave.train.watch import StepInfo, Watcher
 
 SMALLEST_SCALE = 2.0**-14  # an fp16 loss scale that has been halved down to this finds no gradient that is a number
 
+Row = dict[str, Value]
 Ending = Literal["done", "early"] | Reason
 
 
@@ -183,7 +184,7 @@ class Loop:
         at = self.progress
         loss = loss_sum / count if count else 0.0
         waste = 1.0 - self.cells[0] / self.cells[1]
-        place = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
+        place: Row = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
         self.folder.write_metrics(place | {"loss": loss, "lr": at.lr, "norm": norm / steps, "waste": waste})
         seconds, rate = self.clock.lap()
         self.folder.write_timing(place | {"seconds": seconds, "tokens_per_second": rate})
@@ -229,11 +230,11 @@ class Loop:
 
         trainer = self.trainer
         values = evaluate(trainer.model, self.task, part, plan=trainer.plan, device=trainer.device, tick=tick)
-        place = {"split": part.name, "epoch": at.shown_epoch, "step": at.step}
-        self.folder.write_metrics(place | values)
+        place: Row = {"split": part.name, "epoch": at.shown_epoch, "step": at.step}
+        self.folder.write_metrics({**place, **values})
         seconds = time.monotonic() - started
         self.folder.write_timing(place | {"seconds": seconds})
-        self.watch.evaluated(place | values)
+        self.watch.evaluated({**place, **values})
         self.clock.skip(seconds)
         return values
 

@@ -1,0 +1,220 @@
+"""From a spec to data: which files, which parts, the cache between them, and one more file by an existing codec."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from carrywave.data import prepare as prepare_module
+from carrywave.data.parts import held_out
+from carrywave.data.prepare import prepare, read
+from carrywave.errors import DataError, SpecError
+from carrywave.spec.spec import Spec
+
+TEXT = "the cat sat\n\non the mat\n" * 5
+
+
+def spec(folder: Path, task: str = "language", *, seed: int = 1, lines: bool = False, **data: Any) -> Spec:
+    given = {name: str(folder / value) if name in ("train", "valid", "test") else value for name, value in data.items()}
+    batch = {"tokens": 64} if lines or task != "language" else {}
+    return Spec.model_validate({"task": task, "data": {"cache": str(folder / "cache"), **given}, "batch": batch, "train": {"seed": seed}})
+
+
+def rows(folder: Path, name: str, count: int, **more: Any) -> None:
+    (folder / name).write_text(
+        "".join(json.dumps({"steps": [number, number + 1], "label": number % 2, **more}) + "\n" for number in range(count))
+    )
+
+
+def test_default_is_text_that_ships_with_python(tmp_path: Path) -> None:
+    found = prepare(spec(tmp_path))
+    assert found.valid is not None
+    total = int(found.train.lengths[0] + found.valid.lengths[0])
+    assert total == len(found.train.inputs) > 400_000
+    assert found.valid.lengths[0] == round(total / 10)
+    assert found.codec.decode(found.train.inputs[:200]).isprintable() is False  # it has line ends
+    assert found.facts.vocabulary == len(found.codec.vocabulary) == int(found.train.inputs.max()) + 1
+
+
+def test_three_files_of_words(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text("the mat\n")
+    with gzip.open(tmp_path / "c.txt.gz", "wb") as file:
+        file.write(b"cat\n")
+    found = prepare(spec(tmp_path, train="a.txt", valid="b.txt", test="c.txt.gz", tokens="word"))
+    assert found.valid is not None
+    assert found.test is not None
+    assert found.codec.decode(found.train.inputs) == TEXT.replace("\n", "\n")
+    assert found.train.lengths.tolist() == [5 * (3 + 1 + 1 + 3 + 1)]
+    assert (found.codec.decode(found.valid.inputs), found.codec.decode(found.test.inputs)) == ("the mat\n", "cat\n")
+    assert found.facts.steps == 45
+
+
+def test_share_of_zero_holds_nothing_out_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    said: list[str] = []
+    found = prepare(spec(tmp_path, train="a.txt", share=0), note=said.append)
+    assert (found.valid, found.train.lengths.tolist()) == (None, [len(TEXT)])
+    assert any("nothing is held out" in line for line in said)
+
+
+def test_lines_as_sequences(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab\r\n\n  \nabc\n")
+    found = prepare(spec(tmp_path, train="a.txt", share=0, lines=True))
+    assert [found.codec.decode(found.train.inputs[s : s + n]) for s, n in zip(found.train.starts, found.train.lengths, strict=True)] == [
+        "ab",
+        "abc",
+    ]
+    (tmp_path / "b.txt").write_text("ab\na\n")
+    with pytest.raises(DataError, match=r"b\.txt:2: the sequence has 1 token"):
+        prepare(spec(tmp_path, train="b.txt", share=0, lines=True))
+
+
+def test_json_lines_of_text_make_a_stream(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "a"}\n')
+    assert prepare(spec(tmp_path, train="a.jsonl", share=0)).train.lengths.tolist() == [3]
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the sequence has 1 token"):
+        prepare(spec(tmp_path, train="a.jsonl", share=0, lines=True))
+
+
+def test_keyed_share_of_sequences(tmp_path: Path) -> None:
+    rows(tmp_path, "a.jsonl", 20)
+    found = prepare(spec(tmp_path, "classification", train="a.jsonl", share=0.25, standardize=False))
+    assert found.valid is not None
+    held = held_out(20, 0.25, 1)
+    assert found.valid.inputs[found.valid.starts, 0].tolist() == np.flatnonzero(held).tolist()
+    assert found.train.inputs[found.train.starts, 0].tolist() == np.flatnonzero(~held).tolist()
+    other = prepare(spec(tmp_path, "classification", train="a.jsonl", share=0.25, standardize=False, seed=2))
+    assert other.valid is not None
+    assert other.valid.starts.tolist() != found.valid.starts.tolist()
+
+
+def test_held_out_rows_do_not_scale(tmp_path: Path) -> None:
+    rows(tmp_path, "a.jsonl", 20)
+    found = prepare(spec(tmp_path, "classification", train="a.jsonl", share=0.25))
+    kept = np.flatnonzero(~held_out(20, 0.25, 1))
+    assert found.codec.mean[0] == pytest.approx(kept.mean() + 0.5, rel=1e-12)
+
+
+def test_one_sequence_cannot_be_shared(tmp_path: Path) -> None:
+    rows(tmp_path, "a.jsonl", 1)
+    found = prepare(spec(tmp_path, "classification", train="a.jsonl"))
+    assert (len(found.train), found.valid) == (1, None)
+
+
+def test_second_time_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    first = prepare(spec(tmp_path, train="a.txt"))
+    monkeypatch.setattr(prepare_module, "_build", None)
+    (tmp_path / "same.txt").write_text(TEXT)
+    again = prepare(spec(tmp_path, train="same.txt", seed=7))  # by content, not by name; a stream is cut the same for any seed
+    assert (again.codec, again.fingerprint, again.facts) == (first.codec, first.fingerprint, first.facts)
+    np.testing.assert_array_equal(again.train.inputs, first.train.inputs)
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens": "word"}, {"share": 0.2}, {"min_count": 2}, {"vocabulary": 5}, {"lines": True}, {"train": "b.txt"}]
+)
+def test_fingerprint_follows_content_and_reading(tmp_path: Path, change: dict[str, Any]) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text(TEXT + "x\nyz\n")
+    first, second = prepare(spec(tmp_path, train="a.txt")), prepare(spec(tmp_path, **{"train": "a.txt", **change}))
+    assert first.fingerprint != second.fingerprint
+    assert first.train.fingerprint != second.train.fingerprint
+    assert first.valid is not None
+    assert first.train.fingerprint != first.valid.fingerprint
+
+
+def test_damaged_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    found = prepare(spec(tmp_path, train="a.txt"))
+    path = tmp_path / "cache" / found.fingerprint / "a0.npy"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 0x10
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="does not match its hash; delete the folder"):
+        prepare(spec(tmp_path, train="a.txt"))
+
+
+def test_bad_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text("the zebra\n")
+    with pytest.raises(DataError, match=r"b\.txt:1: token 'zebra' is not in the vocabulary"):
+        prepare(spec(tmp_path, train="a.txt", valid="b.txt", tokens="word"))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+def test_one_more_file_by_the_same_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_bytes: int) -> None:
+    monkeypatch.setattr(prepare_module, "SMALL_BYTES", small_bytes)
+    rows(tmp_path, "a.jsonl", 8)
+    asked = spec(tmp_path, "classification", train="a.jsonl", test="a.jsonl")
+    found = prepare(asked)
+    entries = len(list((tmp_path / "cache").iterdir()))
+    more = read(str(tmp_path / "a.jsonl"), found.codec, asked)
+    assert found.test is not None
+    assert more.labels is not None
+    assert found.test.labels is not None
+    np.testing.assert_array_equal(more.inputs, found.test.inputs)
+    np.testing.assert_array_equal(more.labels, found.test.labels)
+    assert more.fingerprint
+    assert len(list((tmp_path / "cache").iterdir())) - entries == (small_bytes == 0)
+
+
+def test_plain_lines_can_be_predicted_from(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n')
+    asked = spec(tmp_path, "classification", train="a.jsonl")
+    codec = prepare(asked).codec
+    (tmp_path / "p.txt").write_text("bad\n\ngo\n")
+    data = read(str(tmp_path / "p.txt"), codec, asked, labelled=False)
+    assert [codec.decode(data.inputs[s : s + n]) for s, n in zip(data.starts, data.lengths, strict=True)] == ["bad", "go"]
+    with pytest.raises(DataError, match=r"p\.txt is read as plain text, which holds no labels for classification"):
+        read(str(tmp_path / "p.txt"), codec, asked)
+
+
+def test_a_prompt_of_one_token_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    codec = prepare(spec(tmp_path, train="a.txt")).codec
+    (tmp_path / "p.txt").write_text("t")
+    assert read(str(tmp_path / "p.txt"), codec, spec(tmp_path, train="a.txt"), labelled=False).lengths.tolist() == [1]
+    with pytest.raises(DataError, match="holds 1 token, and a language model needs 2"):
+        read(str(tmp_path / "p.txt"), codec, spec(tmp_path, train="a.txt"))
+
+
+def test_codec_of_another_run_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc" * 5)
+    (tmp_path / "b.txt").write_text("cba" * 5)
+    codec = prepare(spec(tmp_path, train="a.txt", min_count=2)).codec
+    found = prepare(spec(tmp_path, train="b.txt"), codec=codec)
+    assert found.codec == codec
+    assert found.fingerprint != prepare(spec(tmp_path, train="b.txt")).fingerprint
+    with pytest.raises(DataError, match="task=classification, but the codec to read by is of language"):
+        prepare(spec(tmp_path, "classification", train="b.txt"), codec=codec)
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "error", "message"),
+    [
+        ("language", {"train": "no.txt"}, DataError, r"data\.train=.*no\.txt: there is no such file; give the path"),
+        ("language", {"test": "no.txt"}, DataError, r"data\.test=.*no\.txt: there is no such file"),
+        ("language", {"train": None}, SpecError, "data.train is empty; give a file"),
+        ("language", {"split": [0.8, 0.2]}, SpecError, "data.split is for forecasting, not for language"),
+        ("classification", {}, DataError, "builtin:python-topics is read as plain text, which holds no labels"),
+        ("language", {"train": "empty.txt"}, DataError, r"empty\.txt is empty"),
+        ("language", {"train": "three.txt"}, DataError, r"three\.txt holds 3 tokens, too few to hold some out"),
+        ("language", {"train": "one.txt", "share": 0}, DataError, r"one\.txt holds 1 token, and a language model needs 2"),
+        ("language", {"train": "one.jsonl", "share": 0}, DataError, r"one\.jsonl holds 1 tokens, and a language model needs 2"),
+    ],
+)
+def test_bad_spec_or_file_is_refused(tmp_path: Path, task: str, data: dict[str, Any], error: type[Exception], message: str) -> None:
+    for name, text in (("empty.txt", ""), ("three.txt", "abc"), ("one.txt", "a"), ("one.jsonl", '{"text": "a"}')):
+        (tmp_path / name).write_text(text)
+    given = {name: str(tmp_path / value) if isinstance(value, str) else value for name, value in data.items()}
+    batch = {"tokens": 64} if task != "language" else {}
+    with pytest.raises(error, match=message):
+        prepare(Spec.model_validate({"task": task, "data": {"cache": str(tmp_path / "cache"), **given}, "batch": batch}))

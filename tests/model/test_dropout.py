@@ -1,0 +1,127 @@
+"""Keyed dropout inside modules that see only x, and what a user's own module may not contain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import UserError
+from carrywave.kernels import random
+from carrywave.model.dropout import Dropout, keyed
+from carrywave.model.lstm import LSTM
+
+KEY = random.key(3)
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_mask_belongs_to_time_lane_and_unit(locked: bool) -> None:
+    dropout = Dropout(0.5, locked, name="here")
+    lanes = torch.tensor([7, 2, 9, 4])
+    with random.scope(KEY, lanes, 10):
+        whole = dropout(ones(6, 4, 2, 5))
+    with random.scope(KEY, lanes[1:3], 12):
+        part = dropout(ones(3, 2, 2, 5))
+    assert torch.equal(part, whole[2:5, 1:3])
+    assert set(whole.unique().tolist()) == {0.0, 2.0}
+    assert locked == bool((whole == whole[:1]).all())
+    assert not torch.equal(whole[:, 0], whole[:, 1])
+
+
+def test_sites_differ_by_name() -> None:
+    with random.scope(KEY, torch.arange(4), 0):
+        assert not torch.equal(Dropout(0.5, name="a")(ones(3, 4, 9)), Dropout(0.5, name="b")(ones(3, 4, 9)))
+
+
+def test_pooled_scope_has_no_time() -> None:
+    dropout = Dropout(0.5, name="head")
+    with random.scope(KEY, torch.tensor([3, 5]), 0, pooled=True):
+        pooled = dropout(ones(2, 9))
+    with random.scope(KEY, torch.tensor([5]), 0, pooled=True):
+        assert torch.equal(dropout(ones(1, 9))[0], pooled[1])
+
+
+def test_without_scope_torch_seed_repeats_it() -> None:
+    dropout = Dropout(0.5)
+    torch.manual_seed(0)
+    first, second = dropout(ones(3, 4, 9)), dropout(ones(3, 4, 9))
+    torch.manual_seed(0)
+    assert torch.equal(dropout(ones(3, 4, 9)), first)
+    assert not torch.equal(first, second)
+
+
+def test_evaluation_and_zero_share_leave_x_alone() -> None:
+    x = ones(2, 3, 4)
+    assert Dropout(0.5).eval()(x) is x
+    assert Dropout(0.0)(x) is x
+
+
+def test_shape_without_lanes_is_refused() -> None:
+    with random.scope(KEY, torch.arange(4), 0), pytest.raises(UserError, match=r"dropout flat got x of shape \[12, 9\] for 4 lanes"):
+        Dropout(0.5, name="flat")(ones(12, 9))
+
+
+def test_dropout_of_everything_is_refused() -> None:
+    with pytest.raises(UserError, match=r"p=1\.0"):
+        Dropout(1.0)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Sequential(nn.ReLU(), nn.Dropout(0.4)))
+        self.shared = self.again = nn.Dropout(0.2)
+        self.inner = LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.again(self.shared(self.net(x)))
+        return out
+
+
+def test_torch_dropout_becomes_keyed_by_its_path() -> None:
+    encoder = keyed(Encoder(), "encoder")
+    found = {path: module for path, module in encoder.named_modules(remove_duplicate=False) if isinstance(module, Dropout)}
+    assert {path: (module.p, module.name) for path, module in found.items()} == {
+        "net.1": (0.3, "encoder.net.1"),
+        "net.2.1": (0.4, "encoder.net.2.1"),
+        "shared": (0.2, "encoder.shared"),
+        "again": (0.2, "encoder.again"),
+    }
+    assert not [module for module in encoder.modules() if type(module) is nn.Dropout]
+    assert encoder.get_submodule("inner").path == "encoder.inner"
+    x = torch.randn(4, 3, 3)
+    with random.scope(KEY, torch.arange(3), 0):
+        whole = encoder(x)
+    with random.scope(KEY, torch.arange(1, 3), 2):
+        assert torch.equal(encoder(x[2:, 1:]), whole[2:, 1:])
+
+
+def test_a_dropout_that_is_the_module_itself() -> None:
+    replaced = keyed(nn.Dropout(0.3).eval(), "head")
+    assert isinstance(replaced, Dropout)
+    assert (replaced.name, replaced.training) == ("head", False)
+    named = Dropout(0.3, name="mine")
+    assert keyed(named, "head") is named
+    assert named.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.BatchNorm1d(4), "encoder.1 is a BatchNorm1d, .*use nn.LayerNorm"),
+        (nn.SyncBatchNorm(4), "SyncBatchNorm"),
+        (nn.Dropout1d(0.1), "encoder.1 is a Dropout1d, .*locked=True"),
+        (nn.Dropout2d(0.1), "Dropout2d"),
+        (nn.AlphaDropout(0.1), "AlphaDropout"),
+        (nn.RReLU(), "RReLU.*LeakyReLU"),
+        (nn.GRU(4, 4, 2, dropout=0.1), "GRU with dropout=0.1"),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), "MultiheadAttention with dropout=0.1"),
+    ],
+)
+def test_what_cannot_be_keyed_is_refused_by_name(module: nn.Module, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        keyed(nn.Sequential(nn.Linear(3, 4), module), "encoder")

@@ -1,0 +1,197 @@
+"""Heads against torch's losses: sums and counts, missing targets, chunks of time, and nothing of a NaN target in any gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+from carrywave.errors import UserError
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax, tie
+
+DOUBLE = torch.float64
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=DOUBLE, requires_grad=True)
+
+
+@pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 2.0, 1.0, 4.0])])
+def test_softmax_quotient_is_torch_mean(weights: Tensor | None) -> None:
+    head = Softmax(3, 4, weights=weights).double()
+    nn.init.uniform_(head.bias)
+    y = numbers(5, 2, 3)
+    target = torch.tensor([[0, 1], [2, -100], [3, 3], [-100, -100], [1, 0]])
+    total, count = head.loss(y, target)
+    logits = linear(y, head.weight, head.bias).flatten(0, 1)
+    expected = cross_entropy(logits, target.flatten(), weight=None if weights is None else weights.double())
+    torch.testing.assert_close(total / count, expected, rtol=1e-12, atol=0)
+    (gradient,) = torch.autograd.grad(total, y)
+    assert not gradient[target == -100].any()
+    assert gradient[target != -100].all()
+
+
+def test_softmax_without_any_target_is_zero() -> None:
+    y = numbers(2, 2, 3)
+    total, count = Softmax(3, 4).double().loss(y, torch.full((2, 2), -100))
+    assert (total.item(), count.item()) == (0.0, 0.0)
+    assert not torch.autograd.grad(total, y)[0].any()
+
+
+def test_losses_are_float32_at_least() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        total, count = Softmax(3, 4).loss(torch.randn(2, 2, 3), torch.zeros(2, 2, dtype=torch.int64))
+        forecast, _ = Forecast(3, 2, 1).loss(torch.randn(2, 2, 3), torch.zeros(2, 2, 2, 1))
+        quantile, _ = Forecast(3, 2, 1, (0.1, 0.9)).loss(torch.randn(2, 2, 3), torch.zeros(2, 2, 2, 1))
+        head = PooledSoftmax(3, 4)
+        pooled, _ = head.loss(head.start(2), torch.tensor([0, 1]))
+    assert {each.dtype for each in (total, count, forecast, quantile, pooled)} == {torch.float32}
+
+
+def test_class_weights_travel_with_the_state() -> None:
+    head = Softmax(3, 2, weights=torch.tensor([1.0, 3.0]))
+    other = Softmax(3, 2, weights=torch.ones(2))
+    other.load_state_dict(head.state_dict())
+    assert other.weights is not None
+    assert other.weights.tolist() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("weights", [torch.ones(3), torch.tensor([1.0, -1.0]), torch.tensor([1.0, torch.nan])])
+def test_class_weights_that_do_not_fit_are_refused(weights: Tensor) -> None:
+    with pytest.raises(UserError, match="2 classes"):
+        PooledSoftmax(3, 2, weights=weights)
+
+
+def test_tie_shares_one_parameter() -> None:
+    embedding, head = Embedding(7, 3), Softmax(3, 7)
+    tie(head, embedding)
+    assert head.weight is embedding.weight
+    assert Softmax(3, 7, tied=embedding.weight).weight is embedding.weight
+    with pytest.raises(UserError, match="cannot be tied"):
+        tie(Softmax(4, 7), embedding)
+    with pytest.raises(UserError, match="does not fit 7 classes x width 4"):
+        Softmax(4, 7, tied=embedding.weight)
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.sampled_from(["last", "mean"]),
+)
+@settings(max_examples=40)
+def test_pooling_by_chunks_is_pooling_the_whole(lengths: list[int], cuts: list[int], pool: str) -> None:
+    head = PooledSoftmax(4, 3, pool).double()
+    steps, lanes = sum(cuts), len(lengths)
+    real = torch.tensor(lengths).clamp(max=steps)
+    y = torch.randn(steps, lanes, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+    y = torch.where((torch.arange(steps)[:, None] < real)[..., None], y, torch.nan)
+    acc, first = head.start(lanes, DOUBLE), 0
+    for size in cuts:
+        acc = head.pool(y[first : first + size], (real - first).clamp(0, size), acc)
+        first += size
+    for lane, length in enumerate(real.tolist()):
+        mine = acc[0][lane] / (max(length, 1) if pool == "mean" else 1)
+        part = y[:length, lane]
+        expected = torch.zeros(4, dtype=DOUBLE) if not length else part[-1] if pool == "last" else part.mean(0)
+        torch.testing.assert_close(mine, expected, rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(head(acc)[lane], linear(expected, head.weight, head.bias), rtol=1e-12, atol=1e-13)
+    assert acc[1].tolist() == real.tolist()
+
+
+def test_last_of_two_directions_takes_each_where_it_ends() -> None:
+    head = PooledSoftmax(4, 3, "last", bidirectional=True).double()
+    y = torch.arange(24, dtype=DOUBLE).view(3, 2, 4)
+    acc = head.pool(y, torch.tensor([3, 2]), head.start(2, DOUBLE))
+    assert acc[0].tolist() == [[*y[2, 0, :2].tolist(), *y[0, 0, 2:].tolist()], [*y[1, 1, :2].tolist(), *y[0, 1, 2:].tolist()]]
+
+
+def test_pooled_padding_gets_no_gradient() -> None:
+    for pool in ("last", "mean"):
+        head = PooledSoftmax(4, 3, pool).double()
+        y = numbers(3, 2, 4)
+        dirty = torch.where(torch.tensor([False, False, True])[:, None, None], torch.nan, y)
+        total, count = head.loss(head.pool(dirty, torch.tensor([2, 0]), head.start(2, DOUBLE)), torch.tensor([1, -100]))
+        (gradient,) = torch.autograd.grad(total, y)
+        assert count.item() == 1
+        assert gradient.isfinite().all()
+        assert gradient[1, 0].all()
+        assert not gradient[:, 1].any()
+        assert not gradient[2].any()
+
+
+@pytest.mark.parametrize("kind", ["mse", "mae"])
+def test_regression_is_a_mean_over_numbers_and_a_sum_over_lanes(kind: str) -> None:
+    head = PooledNumbers(3, 2, "last", loss=kind).double()
+    value = numbers(4, 3)
+    target = torch.tensor([[1.0, 2.0], [torch.nan, torch.nan], [3.0, torch.nan], [0.0, 1.0]])
+    total, count = head.loss((value, torch.ones(4, dtype=torch.int64)), target)
+    whole = [0, 3]
+    gap = linear(value, head.weight, head.bias)[whole] - target[whole].double()
+    torch.testing.assert_close(total, (gap.square() if kind == "mse" else gap.abs()).mean(1).sum(), rtol=1e-12, atol=0)
+    assert count.item() == 2
+    (gradient,) = torch.autograd.grad(total, value)
+    assert gradient.isfinite().all()
+    assert not gradient[[1, 2]].any()
+
+
+@pytest.mark.parametrize("kind", ["mse", "mae"])
+def test_forecast_counts_target_numbers(kind: str) -> None:
+    head = Forecast(3, 2, 2, loss=kind).double()
+    y = numbers(2, 1, 3)
+    target = torch.tensor([[[[1.0, 2.0], [torch.nan, 0.0]]], [[[torch.nan, torch.nan], [torch.nan, torch.nan]]]])
+    out = head(y)
+    assert out.shape == (2, 1, 2, 2)
+    total, count = head.loss(y, target)
+    real = target.isfinite()
+    gap = out[real] - target[real].double()
+    torch.testing.assert_close(total, (gap.square() if kind == "mse" else gap.abs()).sum(), rtol=1e-12, atol=0)
+    assert count.item() == 3
+    (gradient,) = torch.autograd.grad(total, y)
+    assert gradient.isfinite().all()
+    assert not gradient[1].any()
+
+
+def test_quantiles_rise_and_pay_pinball() -> None:
+    quantiles = (0.1, 0.5, 0.9)
+    head = Forecast(3, 2, 1, quantiles).double()
+    y = torch.randn(4, 2, 3, dtype=DOUBLE) * 30
+    y.requires_grad_()
+    out = head(y)
+    assert out.shape == (4, 2, 2, 1, 3)
+    assert (out.diff(dim=-1) >= 0).all()
+    target = torch.randn(4, 2, 2, 1, dtype=DOUBLE)
+    target[0, 0] = torch.nan
+    total, count = head.score(out, target)
+    expected = 0.0
+    for index, share in enumerate(quantiles):
+        for got, want in zip(out[..., index].flatten().tolist(), target.flatten().tolist(), strict=True):
+            if want == want:
+                expected += max(share * (want - got), (share - 1) * (want - got)) / 3
+    torch.testing.assert_close(total.item(), expected, rtol=1e-12, atol=0)
+    assert count.item() == 14
+    (gradient,) = torch.autograd.grad(total, y)
+    assert gradient.isfinite().all()
+    assert not gradient[0, 0].any()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Forecast(3, 2, 1, (0.5, 0.1)),
+        lambda: Forecast(3, 2, 1, (0.0, 0.5)),
+        lambda: Forecast(3, 2, 1, ()),
+        lambda: Forecast(3, 2, 1, loss="mape"),
+        lambda: PooledNumbers(3, 2, "first"),
+        lambda: PooledNumbers(3, 2, loss="huber"),
+        lambda: PooledSoftmax(3, 2, bidirectional=True),
+    ],
+)
+def test_heads_refuse_what_they_do_not_know(make: Any) -> None:
+    with pytest.raises(UserError):
+        make()

@@ -1,0 +1,263 @@
+"""`LSTM` against torch.nn.LSTM: values, carry, gradients and state_dict; then what nn.LSTM does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from carrywave.errors import PlanError, UserError
+from carrywave.kernels import random
+from carrywave.model.carry import Carry
+from carrywave.model.lstm import LSTM
+
+DOUBLE = torch.float64
+
+
+def twins(*sizes: int, **options: Any) -> tuple[LSTM, nn.LSTM]:
+    torch.manual_seed(0)
+    theirs = nn.LSTM(*sizes, **options, dtype=DOUBLE)
+    mine = LSTM(*sizes, **options, dtype=DOUBLE)
+    mine.load_state_dict(theirs.state_dict())
+    return mine, theirs
+
+
+def gradients(module: nn.Module, out: tuple[Tensor, Any], *leaves: Tensor) -> list[Tensor]:
+    """Of a number that depends on every output."""
+    y, (h, c) = out
+    total = (y.sin().sum() + (h * 0.5).cos().sum() + c.square().sum()) * 0.1
+    return list(torch.autograd.grad(total, [*leaves, *module.parameters()]))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "aten", "reference"])
+@pytest.mark.parametrize("batched", [True, False])
+@given(
+    layers=st.integers(1, 3),
+    bidirectional=st.booleans(),
+    projection=st.sampled_from([0, 2]),
+    bias=st.booleans(),
+    batch_first=st.booleans(),
+    given_carry=st.booleans(),
+    steps=st.integers(1, 5),
+    lanes=st.integers(1, 3),
+)
+@settings(max_examples=15)
+def test_is_nn_lstm(
+    kernel: str,
+    batched: bool,
+    layers: int,
+    bidirectional: bool,
+    projection: int,
+    bias: bool,
+    batch_first: bool,
+    given_carry: bool,
+    steps: int,
+    lanes: int,
+) -> None:
+    mine, theirs = twins(3, 4, layers, bias, batch_first, 0.0, bidirectional, projection)
+    mine.kernel = kernel
+    shape = [steps, 3] if not batched else [lanes, steps, 3] if batch_first else [steps, lanes, 3]
+    x = torch.randn(shape, dtype=DOUBLE, requires_grad=True)
+    rows = layers * (2 if bidirectional else 1)
+    middle = [lanes] if batched else []
+    h = torch.randn(rows, *middle, projection or 4, dtype=DOUBLE, requires_grad=True)
+    c = torch.randn(rows, *middle, 4, dtype=DOUBLE, requires_grad=True)
+    carry, leaves = ((h, c), (x, h, c)) if given_carry else (None, (x,))
+    expected, got = theirs(x, carry), mine(x, carry)
+    # float64; only the order of summation differs.
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(tuple(got[1]), tuple(expected[1]), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(gradients(mine, got, *leaves), gradients(theirs, expected, *leaves), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 3}, {"bidirectional": True, "num_layers": 2}, {"proj_size": 2}, {"bias": False}, {"batch_first": True}]
+)
+def test_state_dict_goes_both_ways(options: dict[str, Any]) -> None:
+    mine, theirs = LSTM(3, 4, **options, dtype=DOUBLE), nn.LSTM(3, 4, **options, dtype=DOUBLE)
+    assert list(mine.state_dict()) == list(theirs.state_dict())
+    assert [p.shape for p in mine.parameters()] == [p.shape for p in theirs.parameters()]
+    theirs.load_state_dict(mine.state_dict())
+    x = torch.randn(2, 3, 3, dtype=DOUBLE)
+    torch.testing.assert_close(mine(x)[0], theirs(x)[0], rtol=1e-12, atol=1e-13)
+    mine.load_state_dict(nn.LSTM(3, 4, **options).state_dict())
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kernel", ["auto", "aten", "reference"])
+def test_lengths_equal_packing(kernel: str, bidirectional: bool) -> None:
+    mine, theirs = twins(3, 4, 2, True, False, 0.0, bidirectional)
+    mine.kernel = kernel
+    lengths = torch.tensor([5, 2, 4, 1])
+    x = torch.randn(5, 4, 3, dtype=DOUBLE)
+    padding = (torch.arange(5)[:, None] >= lengths)[..., None]
+    clean = x.clone().requires_grad_()
+    packed, carry = theirs(nn.utils.rnn.pack_padded_sequence(clean, lengths, enforce_sorted=False))
+    expected = nn.utils.rnn.pad_packed_sequence(packed)[0], carry
+    dirty = torch.where(padding, torch.nan, x).requires_grad_()
+    got = mine(dirty, None, lengths)
+    torch.testing.assert_close((got[0], tuple(got[1])), expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(gradients(mine, got, dirty), gradients(theirs, expected, clean), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "aten", "reference"])
+def test_windows_with_the_carry_are_the_whole(kernel: str) -> None:
+    lstm = LSTM(3, [4, 6], kernel=kernel, layer_norm=True, dtype=DOUBLE)
+    x = torch.randn(100, 2, 3, dtype=DOUBLE)
+    whole, end = lstm(x)
+    carry: Any = None
+    pieces = []
+    for window in x.split(35):
+        y, carry = lstm(window, carry)
+        pieces.append(y)
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(tuple(tuple(each) for each in carry), tuple(tuple(each) for each in end), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "aten"])
+def test_dropout_between_layers_is_keyed_and_only_in_training(kernel: str) -> None:
+    lstm = LSTM(3, 4, 3, dropout=0.5, kernel=kernel, dtype=DOUBLE)
+    x, key = torch.randn(6, 5, 3, dtype=DOUBLE), random.key(4)
+    first, second, other = lstm(x, key=key)[0], lstm(x, key=key)[0], lstm(x, key=random.key(5))[0]
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    part = lstm(x[:, 2:4], key=key, lanes=torch.arange(2, 4))[0]
+    torch.testing.assert_close(part, first[:, 2:4], rtol=0, atol=1e-12)
+    half, carry = lstm(x[:3], key=key)
+    rest, _ = lstm(x[3:], carry, key=key, start=3)
+    torch.testing.assert_close(torch.cat((half, rest)), first, rtol=0, atol=1e-12)
+    lstm.eval()
+    assert torch.equal(lstm(x, key=key)[0], lstm(x)[0])
+
+
+def test_without_a_key_the_scope_gives_one_then_torch() -> None:
+    lstm = LSTM(3, 4, 2, dropout=0.5, dtype=DOUBLE)
+    x = torch.randn(4, 2, 3, dtype=DOUBLE)
+    given_key = lstm(x, key=random.key(9), lanes=torch.tensor([5, 6]), start=7)[0]
+    with random.scope(random.key(9), torch.tensor([5, 6]), 7):
+        assert torch.equal(lstm(x)[0], given_key)
+    torch.manual_seed(1)
+    first, second = lstm(x)[0], lstm(x)[0]
+    torch.manual_seed(1)
+    assert torch.equal(lstm(x)[0], first)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_weight_drop_is_one_mask_for_all_chunks(bidirectional: bool) -> None:
+    lstm = LSTM(3, 4, 2, weight_drop=0.5, bidirectional=bidirectional, dtype=DOUBLE)
+    x, key = torch.randn(6, 2, 3, dtype=DOUBLE), random.key(4)
+    plain = LSTM(3, 4, 2, bidirectional=bidirectional, dtype=DOUBLE)
+    plain.load_state_dict(lstm.state_dict())
+    masks = set()
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            if "weight_hh" in name:
+                site = random.fold(key, random.site(f"lstm.{name}.drop"))
+                mask = random.keep(site, 0.5, torch.arange(16)[:, None], torch.arange(4), dtype=DOUBLE)
+                masks.add(str(mask))
+                weight.mul_(mask)
+    assert len(masks) == 2 * lstm.directions
+    whole = lstm(x, key=key)[0]
+    torch.testing.assert_close(whole, plain(x)[0], rtol=0, atol=1e-13)
+    if not bidirectional:
+        first, carry = lstm(x[:2], key=key)
+        torch.testing.assert_close(torch.cat((first, lstm(x[2:], carry, key=key, start=2)[0])), whole, rtol=0, atol=1e-12)
+    lstm.eval()
+    assert not torch.equal(lstm(x, key=key)[0], whole)
+
+
+def test_dropped_recurrent_weights_get_no_gradient() -> None:
+    lstm = LSTM(3, 4, weight_drop=0.5, dtype=DOUBLE)
+    lstm(torch.randn(6, 2, 3, dtype=DOUBLE), key=random.key(4))[0].sum().backward()
+    mask = lstm.weights(0, random.key(4))[0].w_hh
+    weight = lstm.get_parameter("weight_hh_l0")
+    assert weight.grad is not None
+    assert torch.equal(weight.grad == 0, mask == 0)
+
+
+def test_learned_carry_starts_fresh_lanes_and_is_trained() -> None:
+    lstm = LSTM(3, [4, 5], learned_carry=True, dtype=DOUBLE)
+    assert {"carry_h_l0", "carry_c_l0", "carry_h_l1", "carry_c_l1"} <= set(lstm.state_dict())
+    with torch.no_grad():
+        for name, parameter in lstm.named_parameters():
+            if name.startswith("carry"):
+                parameter.uniform_(-1, 1)
+    x = torch.randn(3, 2, 3, dtype=DOUBLE)
+    begin, (_, end) = lstm(x), (None, lstm(x)[1])
+    again = lstm(x, end, fresh=torch.tensor([True, False]))[0]
+    torch.testing.assert_close(again[:, 0], begin[0][:, 0], rtol=0, atol=1e-14)
+    assert not torch.allclose(again[:, 1], begin[0][:, 1])
+    again[:, 0].sum().backward()
+    assert all(
+        parameter.grad is not None and parameter.grad.any() for name, parameter in lstm.named_parameters() if name.startswith("carry")
+    )
+
+
+def test_fresh_lanes_start_from_zero_whatever_the_carry_holds() -> None:
+    lstm = LSTM(3, 4, 2, dtype=DOUBLE)
+    x = torch.randn(3, 2, 3, dtype=DOUBLE)
+    dirty = Carry(torch.full((2, 2, 4), torch.nan, dtype=DOUBLE), torch.full((2, 2, 4), torch.nan, dtype=DOUBLE))
+    y, _ = lstm(x, dirty, fresh=torch.tensor([True, True]))
+    assert torch.equal(y, lstm(x)[0])
+    y.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in lstm.parameters())
+
+
+def test_layers_run_apart_are_the_stack() -> None:
+    """What a stage of a pipeline does: some of the layers, with the dropout that follows its last one."""
+    lstm = LSTM(3, [4, 6, 5], dropout=0.5, weight_drop=0.2, dtype=DOUBLE)
+    x, key = torch.randn(6, 2, 3, dtype=DOUBLE), random.key(2)
+    whole, ends = lstm.run(x, lstm.initial(2), key=key)
+    y, first = lstm.run(x, lstm.initial(2, layers=range(2)), key=key, layers=range(2))
+    y, second = lstm.run(y, lstm.initial(2, layers=range(2, 3)), key=key, layers=range(2, 3))
+    assert torch.equal(y, whole)
+    assert all(torch.equal(mine.c, theirs.c) for mine, theirs in zip(first + second, ends, strict=True))
+
+
+def test_widths_of_their_own() -> None:
+    lstm = LSTM(3, [4, 6, 5], bidirectional=True, dtype=DOUBLE)
+    assert [lstm.outputs(layer) for layer in range(3)] == [8, 12, 10]
+    assert lstm.output_size == 10
+    y, carry = lstm(torch.randn(2, 4, 3, dtype=DOUBLE))
+    assert y.shape == (2, 4, 10)
+    assert [tuple(each[0].shape) for each in carry] == [(2, 4, 4), (2, 4, 6), (2, 4, 5)]
+    unbatched, carry = lstm(torch.randn(2, 3, dtype=DOUBLE))
+    assert unbatched.shape == (2, 10)
+    assert lstm(torch.randn(2, 3, dtype=DOUBLE), carry)[0].shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LSTM(3, 0), "hidden_size=0"),
+        (lambda: LSTM(3, [4, 5], 3), "2 widths for num_layers=3"),
+        (lambda: LSTM(3, 4, dropout=1.0), "dropout=1.0"),
+        (lambda: LSTM(3, 4, weight_drop=-0.1), "weight_drop=-0.1"),
+        (lambda: LSTM(3, 4, proj_size=4), "proj_size=4 must be smaller"),
+        (lambda: LSTM(3, 4)(torch.zeros(2, 2, 4)), r"shape \[2, 2, 4\]"),
+        (lambda: LSTM(3, 4)(torch.zeros(0, 2, 3)), "at least one step"),
+        (
+            lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), (torch.zeros(1, 3, 4), torch.zeros(1, 3, 4))),
+            r"h of layer 0 has shape \[1, 3, 4\], expected \[1, 2, 4\]",
+        ),
+        (lambda: LSTM(3, 4, 2)(torch.zeros(2, 2, 3), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))), "2 rows first"),
+        (lambda: LSTM(3, [4, 5])(torch.zeros(2, 2, 3), (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4))), "one .h, c. each"),
+        (lambda: LSTM(3, [4, 5])(torch.zeros(2, 2, 3), [(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))]), "1 carries for 2 layers"),
+        (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, [1, 3]), "lengths go from 1 to 3"),
+        (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, [1]), "2 whole numbers"),
+        (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, torch.tensor([1.0, 2.0])), "whole numbers"),
+    ],
+)
+def test_mistakes_are_named(make: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_unknown_kernel_is_refused() -> None:
+    with pytest.raises(PlanError, match="kernel=cuda is not a backend"):
+        LSTM(3, 4, kernel="cuda")

@@ -1,0 +1,241 @@
+"""Model and stage: chunks equal the whole, fresh lanes start anew, users' modules are checked, regularisation counts real pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from carrywave.errors import PlanError, UserError
+from carrywave.kernels import random
+from carrywave.model.dropout import Dropout
+from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+from carrywave.model.stage import Chunk, Stage, State, regularize
+
+DOUBLE = torch.float64
+KEY = random.key(8)
+
+
+def language(**options: Any) -> Model:
+    torch.manual_seed(0)
+    lstm = LSTM(4, [5, 4], dropout=0.3, weight_drop=0.3, learned_carry=True, **options)
+    drops = {"dropout_in": Dropout(0.2), "dropout_out": Dropout(0.4)}
+    model = Model(Embedding(11, 4, 0.2), lstm, Softmax(4, 11), **drops)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.5, 0.5)
+    return model.double()
+
+
+def classifier(pool: str = "last", bidirectional: bool = False) -> Model:
+    torch.manual_seed(0)
+    lstm = LSTM(3, 4, 2, dropout=0.3, bidirectional=bidirectional)
+    return Model(Numbers(3), lstm, PooledSoftmax(lstm.output_size, 5, pool), dropout_out=nn.Dropout(0.3)).double()
+
+
+def gradients(model: Model, total: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(total, list(model.parameters()), materialize_grads=True))
+
+
+def step(model: Model, x: Tensor, target: Tensor, lengths: Tensor, cut: int, lanes: Tensor) -> tuple[Tensor, Tensor, State]:
+    """Loss sum of a batch, run chunk by chunk."""
+    stage, state = Stage(model), model.start(len(lanes), dtype=DOUBLE)
+    total = torch.zeros((), dtype=DOUBLE)
+    count = torch.zeros((), dtype=DOUBLE)
+    for first in range(0, x.shape[0], cut):
+        part = slice(first, first + cut)
+        real = (lengths - first).clamp(0, len(x[part]))
+        fresh = torch.ones(len(lanes), dtype=torch.bool) if first == 0 else None
+        chunk = Chunk(lengths=real, fresh=fresh, lanes=lanes, start=first, key=KEY)
+        y, _, state = stage(x[part], state, chunk)
+        if not model.pooled or first + cut >= x.shape[0]:
+            some, more = stage.loss(y, state, target if model.pooled else target[part], chunk)
+            total, count = total + some, count + more
+    return total, count, state
+
+
+@given(cut=st.integers(1, 7), lane=st.integers(1, 3))
+@settings(max_examples=8)
+def test_language_chunks_and_slices_add_up(cut: int, lane: int) -> None:
+    model = language()
+    lengths, lanes = torch.tensor([7, 3, 0, 6]), torch.tensor([4, 9, 1, 0])
+    x = torch.randint(11, (7, 4), generator=torch.Generator().manual_seed(0))
+    target = torch.where(torch.arange(7)[:, None] < lengths, (x + 1) % 11, -100)
+    whole, count, _ = step(model, x, target, lengths, 7, lanes)
+    halves = [step(model, x[:, part], target[:, part], lengths[part], cut, lanes[part]) for part in (slice(0, lane), slice(lane, 4))]
+    total = halves[0][0] + halves[1][0]
+    assert count == halves[0][1] + halves[1][1] == 16
+    torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients(model, total), gradients(model, whole), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("pool", ["last", "mean"])
+def test_classification_across_chunks(pool: str) -> None:
+    model = classifier(pool)
+    lengths, lanes = torch.tensor([7, 3, 0, 6]), torch.arange(4)
+    x = torch.randn(7, 4, 3, dtype=DOUBLE)
+    x = torch.where((torch.arange(7)[:, None] < lengths)[..., None], x, torch.nan)
+    labels = torch.tensor([0, 4, -100, 2])
+    whole, count, state = step(model, x, labels, lengths, 7, lanes)
+    parts, same, other = step(model, x, labels, lengths, 2, lanes)
+    assert count == same == 3
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(other.acc, state.acc, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(gradients(model, parts), gradients(model, whole), rtol=1e-10, atol=1e-12)
+
+
+def test_last_step_of_both_directions() -> None:
+    """The head learns from the model that there are two directions, and reads each where it ends: nn.LSTM's final h."""
+    model = classifier(bidirectional=True).eval()
+    lengths = torch.tensor([4, 2])
+    x = torch.randn(4, 2, 3, dtype=DOUBLE)
+    _, state = model(x, lengths=lengths)
+    expected = torch.cat(tuple(state.carries[-1].h), dim=-1)
+    assert torch.equal(state.acc[0], expected)
+    with pytest.raises(PlanError, match="got a chunk from step 2"):
+        Stage(model)(x, state, Chunk(start=2))
+
+
+def test_fresh_lanes_forget_carry_and_accumulator() -> None:
+    model = classifier("mean").eval()
+    x = torch.randn(3, 2, 3, dtype=DOUBLE)
+    y, state = model(x)
+    again, after = model(x, state, fresh=torch.tensor([True, False]))
+    assert torch.equal(again[:, 0], y[:, 0])
+    assert not torch.equal(again[:, 1], y[:, 1])
+    assert after.acc[1].tolist() == [3, 6]
+    assert torch.equal(after.acc[0][0], state.acc[0][0])
+
+
+def test_stages_in_a_row_are_the_model() -> None:
+    model = language()
+    x, chunk = torch.randint(11, (5, 3)), Chunk(key=KEY)
+    whole, _, end = Stage(model)(x, model.start(3), chunk)
+    y: Tensor = x
+    carries: tuple[Any, ...] = ()
+    for first, last in ((0, 1), (1, 2), (2, 3), (3, 4)):
+        stage = Stage(model, first, last)
+        y, _, state = stage(y, stage.start(3), chunk)
+        carries += state.carries
+    assert torch.equal(y, whole)
+    assert all(torch.equal(mine.h, theirs.h) for mine, theirs in zip(carries, end.carries, strict=True))
+    with pytest.raises(PlanError, match="units 2 to 5 does not fit a model of 4 units"):
+        Stage(model, 2, 5)
+
+
+def test_stage_names_its_parameters_as_the_model_does() -> None:
+    model = language()
+    assert Stage(model).state_dict().keys() == model.state_dict().keys()
+
+
+def test_output_dropout_is_on_y_and_not_on_raw() -> None:
+    stage = Stage(language())
+    y, raw, _ = stage(torch.randint(11, (5, 3)), stage.start(3), Chunk(key=KEY))
+    kept = y != 0
+    assert 0 < kept.sum() < kept.numel()
+    torch.testing.assert_close(y[kept], raw[kept] / 0.6, rtol=1e-15, atol=0)
+
+
+class Head(nn.Module):
+    """What a user may write: dropout inside, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))
+
+    def forward(self, y: Tensor) -> Tensor:
+        out: Tensor = self.net(y)
+        return out
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (self(y)[..., 0] - target).square().sum(), torch.tensor(float(target.numel()))
+
+
+def test_dropout_in_a_users_head_is_keyed() -> None:
+    model = Model(nn.Linear(2, 3), LSTM(3, 4), Head()).double()
+    stage, state = Stage(model), model.start(3)
+    x, target = torch.randn(4, 3, 2, dtype=DOUBLE), torch.randn(4, 3, dtype=DOUBLE)
+    chunk = Chunk(key=KEY, lanes=torch.arange(3))
+    y, _, state = stage(x, state, chunk)
+    first, second = stage.loss(y, state, target, chunk)[0], stage.loss(y, state, target, chunk)[0]
+    assert torch.equal(first, second)
+    late = Chunk(key=KEY, lanes=torch.arange(3), start=2)
+    halves = stage.loss(y[:2], state, target[:2], chunk)[0] + stage.loss(y[2:], state, target[2:], late)[0]
+    torch.testing.assert_close(halves, first, rtol=1e-12, atol=0)
+
+
+class Lossless(nn.Linear):
+    pass
+
+
+class Poolless(Head):
+    pooled = True
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Model(nn.Linear(2, 3), LSTM(3, 4), Lossless(4, 1)), "Lossless has no loss"),
+        (lambda: Model(nn.Linear(2, 3), LSTM(3, 4), Poolless()), "Poolless has no start"),
+        (lambda: Model(nn.Linear(2, 3), nn.LSTM(3, 4), Head()), "got LSTM"),  # type: ignore[arg-type]
+        (lambda: Model(nn.Linear(2, 3), LSTM(3, 4, batch_first=True), Head()), "without batch_first"),
+        (lambda: Model(nn.Sequential(nn.BatchNorm1d(3)), LSTM(3, 4), Head()), "encoder.0 is a BatchNorm1d"),
+    ],
+)
+def test_model_checks_what_it_is_made_of(make: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_regularisation_by_hand() -> None:
+    raw, dropped, before = (torch.randn(*shape, dtype=DOUBLE) for shape in ((4, 2, 3), (4, 2, 3), (2, 3)))
+    lengths = [4, 2]
+    alpha = sum(float(dropped[t, lane].square().mean()) for lane in range(2) for t in range(lengths[lane]))
+    inner = sum(float((raw[t, lane] - raw[t - 1, lane]).square().mean()) for lane in range(2) for t in range(1, lengths[lane]))
+    across = sum(float((raw[0, lane] - before[lane]).square().mean()) for lane in range(2))
+    given_lengths = torch.tensor(lengths)
+    torch.testing.assert_close(regularize(raw, dropped, None, 2.0, 3.0, given_lengths).item(), 2 * alpha + 3 * inner, rtol=1e-12, atol=0)
+    torch.testing.assert_close(regularize(raw, dropped, before, 0.0, 3.0, given_lengths).item(), 3 * (inner + across), rtol=1e-12, atol=0)
+    whole = regularize(raw, dropped, None, 2.0, 3.0, None)
+    cut = regularize(raw[:1], dropped[:1], None, 2.0, 3.0, None) + regularize(raw[1:], dropped[1:], raw[0], 2.0, 3.0, None)
+    torch.testing.assert_close(cut, whole, rtol=1e-12, atol=0)
+
+
+def test_regularisation_across_chunks_reads_normed_outputs() -> None:
+    stage = Stage(language(layer_norm=True).eval())
+    x = torch.randint(11, (6, 3))
+    y, raw, _ = stage(x, stage.start(3), Chunk())
+    whole = stage.regularize(raw, y, None, 1.0, 1.0, None)
+    y, raw, state = stage(x[:4], stage.start(3), Chunk())
+    first = stage.regularize(raw, y, None, 1.0, 1.0, None)
+    y, raw, _ = stage(x[4:], state, Chunk(start=4))
+    second = stage.regularize(raw, y, state.carries[-1].h[0], 1.0, 1.0, None)
+    torch.testing.assert_close(first + second, whole, rtol=1e-12, atol=0)
+
+
+def test_state_without_history() -> None:
+    model = classifier()
+    _, state = model(torch.randn(3, 2, 3, dtype=DOUBLE), key=KEY)
+    assert state.acc[0].requires_grad
+    cut = state.detach()
+    assert not any(part.requires_grad for carry in cut.carries for part in carry)
+    assert not cut.acc[0].requires_grad
+    assert torch.equal(cut.acc[0], state.acc[0])
+    assert State(state.carries).detach().acc is None
+
+
+def test_model_output_is_the_heads() -> None:
+    model = classifier().eval()
+    y, state = model(torch.randn(3, 2, 3, dtype=DOUBLE), lengths=[3, 1])
+    assert model.units == 4
+    assert torch.equal(model.output(y, state), model.head(state.acc))
+    words = language().eval()
+    y, state = words(torch.randint(11, (5, 3)))
+    assert torch.equal(words.output(y, state), words.head(y))
