@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,16 @@ def test_the_loser_of_a_race_uses_the_winners_entry(tmp_path: Path) -> None:
 
     assert cache.fetch(tmp_path, "k", slow).parts["train"].inputs.tolist() == [0, 1, 1, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["k"]
+
+
+def test_old_drafts_are_swept(tmp_path: Path) -> None:
+    for name, age_seconds in ((".draft-old", 8 * 24 * 3600), (".draft-new", 3600)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a0.npy").touch()
+        then = time.time() - age_seconds
+        os.utime(tmp_path / name, (then, then))
+    cache.fetch(tmp_path, "k", build)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".draft-new", "k"]
 
 
 def test_folder_is_asked_for_or_of_the_environment_or_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,20 @@ def test_rows_of_tokens_are_several_sequences(make: Any, lines: bool) -> None:
     assert sequences(from_python(make([[0, 1, 2], [2, 1, 0]]), spec("language", lines=lines))) == [[0, 1, 2], [2, 1, 0]]
 
 
+def test_arrays_of_objects_are_lists() -> None:
+    unequal = np.empty(2, object)
+    unequal[:] = [[0, 1, 2], [2, 1]]
+    assert sequences(from_python(unequal, spec("language"))) == [[0, 1, 2], [2, 1]]
+    assert sequences(from_python(np.array(["ab", "ba"]), spec("language"))) == [[0, 1, 1, 0]]
+
+
+def test_tensor_dataset() -> None:
+    dataset = torch.utils.data.TensorDataset(torch.arange(6.0).reshape(3, 2, 1), torch.tensor([0, 1, 0]))
+    found = from_python(dataset, spec("classification", standardize=False))
+    assert found.train.labels is not None
+    assert (sequences(found)[1], found.train.labels.tolist()) == ([[2], [3]], [0, 1, 0])
+
+
 def test_unequal_token_sequences() -> None:
     assert sequences(from_python([[0, 1, 2], [2, 1]], spec("language"))) == [[0, 1, 2], [2, 1]]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,11 @@ def test_default_is_text_that_ships_with_python(tmp_path: Path) -> None:
     assert found.facts.vocabulary == len(found.codec.vocabulary) == int(found.train.inputs.max()) + 1
 
 
+def test_reading_needs_no_torch() -> None:
+    program = "import sys, carrywave.data.prepare, carrywave.data.inputs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_three_files_of_words(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.txt").write_text("the mat\n")
@@ -49,7 +56,7 @@ def test_three_files_of_words(tmp_path: Path) -> None:
     found = prepare(spec(tmp_path, train="a.txt", valid="b.txt", test="c.txt.gz", tokens="word"))
     assert found.valid is not None
     assert found.test is not None
-    assert found.codec.decode(found.train.inputs) == TEXT.replace("\n", "\n")
+    assert found.codec.decode(found.train.inputs) == TEXT
     assert found.train.lengths.tolist() == [5 * (3 + 1 + 1 + 3 + 1)]
     assert (found.codec.decode(found.valid.inputs), found.codec.decode(found.test.inputs)) == ("the mat\n", "cat\n")
     assert found.facts.steps == 45
@@ -204,6 +211,8 @@ def test_codec_of_another_run_is_kept(tmp_path: Path) -> None:
         ("language", {"test": "no.txt"}, DataError, r"data\.test=.*no\.txt: there is no such file"),
         ("language", {"train": None}, SpecError, "data.train is empty; give a file"),
         ("language", {"split": [0.8, 0.2]}, SpecError, "data.split is for forecasting, not for language"),
+        ("classification", {"columns": ["a"]}, SpecError, "data.columns is for forecasting, not for classification"),
+        ("language", {"train": "ids.jsonl", "min_count": 2}, SpecError, "do not apply to tokens that are numbers"),
         ("classification", {}, DataError, "builtin:python-topics is read as plain text, which holds no labels"),
         ("language", {"train": "empty.txt"}, DataError, r"empty\.txt is empty"),
         ("language", {"train": "three.txt"}, DataError, r"three\.txt holds 3 tokens, too few to hold some out"),
@@ -212,7 +221,13 @@ def test_codec_of_another_run_is_kept(tmp_path: Path) -> None:
     ],
 )
 def test_bad_spec_or_file_is_refused(tmp_path: Path, task: str, data: dict[str, Any], error: type[Exception], message: str) -> None:
-    for name, text in (("empty.txt", ""), ("three.txt", "abc"), ("one.txt", "a"), ("one.jsonl", '{"text": "a"}')):
+    for name, text in (
+        ("empty.txt", ""),
+        ("three.txt", "abc"),
+        ("one.txt", "a"),
+        ("one.jsonl", '{"text": "a"}'),
+        ("ids.jsonl", '{"tokens": [1, 2]}'),
+    ):
         (tmp_path / name).write_text(text)
     given = {name: str(tmp_path / value) if isinstance(value, str) else value for name, value in data.items()}
     batch = {"tokens": 64} if task != "language" else {}

@@ -199,11 +199,11 @@ def test_missing_series_name_is_refused(tmp_path: Path) -> None:
 
 def test_split_and_files_contradict(tmp_path: Path) -> None:
     (tmp_path / "v.csv").write_text(wide(9))
-    with pytest.raises(SpecError, match="data.split cuts valid and test out of the training file"):
+    with pytest.raises(SpecError, match=r"data\.split cuts valid and test out of the training file"):
         run(tmp_path, wide(30), split=[12, 4], valid=str(tmp_path / "v.csv"))
 
 
 def test_text_file_is_no_table(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("x")
-    with pytest.raises(DataError, match="forecasting reads tables; give a .csv or .parquet file"):
+    with pytest.raises(DataError, match=r"forecasting reads tables; give a \.csv or \.parquet file"):
         prepare(spec(tmp_path, "t.txt"))

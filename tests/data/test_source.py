@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -83,6 +84,9 @@ def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         find("no.txt", field="data.valid")
     with pytest.raises(DataError, match="is a folder"):
         find(str(tmp_path), field="data.valid")
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match="is not a plain file"):
+        find("pipe.txt", field="data.valid")
     with pytest.raises(DataError, match="is not built in; use builtin:python-topics"):
         find("builtin:other", field="data.valid")
 

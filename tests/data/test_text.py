@@ -142,7 +142,7 @@ def test_dtype_by_vocabulary(tmp_path: Path, size: int, dtype: type) -> None:
 
 
 def test_bytes_have_no_vocabulary_to_limit(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="do not apply to data.tokens=byte"):
+    with pytest.raises(SpecError, match=r"do not apply to data\.tokens=byte"):
         learn_stream(source(tmp_path, b"a"), spec(tokens="byte", min_count=2), "language")
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from carrywave.errors import PlanError
-from carrywave.kernels import random
+from carrywave.kernels import aten, random
 from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.lstm import BACKENDS, check, choose, lstm
 from carrywave.kernels.weights import Layer, LayerWeights
@@ -121,9 +121,15 @@ def test_choice_of_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CARRYWAVE_KERNEL", raising=False)
     x, (layer,) = torch.zeros(2, 1, 3), stack(3, [4])
     projected = (layer[0]._replace(w_hr=torch.zeros(2, 4)),)
+    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
+    assert choose("auto", x, layer) == "aten"
+    assert choose("auto", x.double(), layer) == "manual"
+    assert choose("manual", x, layer) == "manual"
+    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", False)
     assert choose("auto", x, layer) == "manual"
     assert choose("auto", x, projected) == "aten"
-    assert choose("auto", x.bfloat16(), layer) == "aten"
+    assert choose("auto", x.bfloat16(), layer) == "manual"
+    assert choose("auto", x.to("meta"), layer) == "aten"
     assert choose("manual", x, projected) == "aten"
     assert choose("reference", x, layer) == "reference"
     with pytest.raises(PlanError, match="kernel=fast is not a backend; use one of auto, reference, aten"):

@@ -107,7 +107,8 @@ def test_pooling_by_chunks_is_pooling_the_whole(lengths: list[int], cuts: list[i
 def test_last_of_two_directions_takes_each_where_it_ends() -> None:
     head = PooledSoftmax(4, 3, "last", bidirectional=True).double()
     y = torch.arange(24, dtype=DOUBLE).view(3, 2, 4)
-    acc = head.pool(y, torch.tensor([3, 2]), head.start(2, DOUBLE))
+    acc = head.pool(y[:2], torch.tensor([2, 2]), head.start(2, DOUBLE))
+    acc = head.pool(y[2:], torch.tensor([1, 0]), acc)
     assert acc[0].tolist() == [[*y[2, 0, :2].tolist(), *y[0, 0, 2:].tolist()], [*y[1, 1, :2].tolist(), *y[0, 1, 2:].tolist()]]
 
 

@@ -49,6 +49,9 @@ def test_weights_depend_on_the_name_and_not_on_what_else_there_is() -> None:
     for name, value in values(small).items():
         assert torch.equal(value, values(large)[name])
     assert not torch.equal(values(large)["bias_ih_l0"], values(large)["bias_hh_l0"])
+    net = model()
+    initialize(net, 5)
+    assert not torch.equal(values(net)["encoder.weight"], values(net)["head.weight"])
 
 
 def test_torch_bounds() -> None:
@@ -132,5 +135,5 @@ def test_tied_matrix_is_set_once_under_its_first_name() -> None:
 
 
 def test_unknown_init_is_refused() -> None:
-    with pytest.raises(SpecError, match="model.init=he is not known; use one of torch, orthogonal, xavier"):
+    with pytest.raises(SpecError, match=r"model\.init=he is not known; use one of torch, orthogonal, xavier"):
         initialize(LSTM(2, 2), 1, init="he")

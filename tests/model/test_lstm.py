@@ -125,6 +125,7 @@ def test_dropout_between_layers_is_keyed_and_only_in_training(kernel: str) -> No
     first, second, other = lstm(x, key=key)[0], lstm(x, key=key)[0], lstm(x, key=random.key(5))[0]
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
+    assert (first != 0).all()  # none after the last layer
     part = lstm(x[:, 2:4], key=key, lanes=torch.arange(2, 4))[0]
     torch.testing.assert_close(part, first[:, 2:4], rtol=0, atol=1e-12)
     half, carry = lstm(x[:3], key=key)

@@ -42,7 +42,7 @@ def test_reads_gzip(tmp_path: Path) -> None:
         (b"dog 1 2\ncat 1 x\n", r":2: 'x' is not a number"),
         (b"cat 1 nan\n", r":1: a number is not finite"),
         (b"cat 1 2\n\n", r":2: 0 numbers"),
-        (b"cat 1 2\n\xff\xfe 1 2\n", r"not UTF-8"),
+        (b"cat 1 2\n\xff\xfe 1 2\n", r":2: not UTF-8"),
     ],
 )
 def test_wrong_lines_are_named_and_nothing_is_changed(tmp_path: Path, content: bytes, message: str) -> None:
@@ -57,5 +57,9 @@ def test_wrong_lines_are_named_and_nothing_is_changed(tmp_path: Path, content: b
 def test_missing_file_and_small_matrix(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         load(tmp_path / "none.txt")
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(gzip.compress(b"cat 1 2\n" * 100)[:-10])
+    with pytest.raises(DataError, match="cannot be read"):
+        load(cut)
     with pytest.raises(DataError, match="3 rows for a vocabulary of 4"):
         load_pretrained(tmp_path / "none.txt", WORDS, torch.zeros(3, 2))

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from carrywave.errors import DataError
 
 FORMAT = 1  # part of every key: entries of another format are other entries
 ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "warm")
+STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT = "manifest.json", "content.json"
 PLAIN_NAME = re.compile(r"[a-z0-9]+\.(npy|json)")
 
@@ -64,6 +66,7 @@ def fetch(where: Path, key: str, build: Build) -> Entry:
 def _write(where: Path, place: Path, build: Build) -> None:
     try:
         where.mkdir(parents=True, exist_ok=True)
+        _sweep(where)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=where))
     except OSError as error:
         _refuse(where, error)
@@ -93,6 +96,14 @@ def _write(where: Path, place: Path, build: Build) -> None:
         for writer in writers:
             writer.abandon()
         shutil.rmtree(draft, ignore_errors=True)  # gone already where it was published
+
+
+def _sweep(where: Path) -> None:
+    """Removes drafts of processes that were killed long ago."""
+    for draft in where.glob(".draft-*"):
+        with contextlib.suppress(OSError):  # its owner may have published it just now
+            if time.time() - draft.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(draft, ignore_errors=True)
 
 
 def _layout(draft: Path, part: str, sequences: Sequences, names: dict[int, tuple[NDArray[Any], str]]) -> dict[str, Any]:

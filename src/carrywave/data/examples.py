@@ -20,7 +20,7 @@ from carrywave.data.moments import Moments, standardise
 from carrywave.data.rows import Row, Rows
 from carrywave.data.sequences import Sequences
 from carrywave.data.tokens import Ids, Words
-from carrywave.errors import DataError
+from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
 Held = NDArray[np.bool_]
@@ -114,6 +114,8 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         words = vocabulary.choose(vocabulary.count_words(seen.words()), spec.data)
         known = {"kind": "word", "vocabulary": words, "size": len(words)}
     elif content == "tokens":
+        if spec.data.vocabulary is not None or spec.data.min_count > 1:
+            raise SpecError("data.vocabulary and data.min_count do not apply to tokens that are numbers; leave them out, or give strings")
         seen.numbers()
         known = {"kind": "int", "size": seen.largest + 1}
     elif spec.task == "language":

@@ -89,9 +89,8 @@ def steps_of(row: Row, where: str, columns: int | None) -> Matrix:
     bad = unusable(matrix)
     if bad.any():
         step, column = (int(place) for place in np.argwhere(bad)[0])
-        raise DataError(
-            f"{where}: step {step}, column {column} of steps is {matrix[step, column]}, not a finite number (below 1e25); remove the row or fill the gap"
-        )
+        value = matrix[step, column]
+        raise DataError(f"{where}: step {step}, column {column} of steps is {value}, not a finite number (below 1e25); fill the gap")
     return matrix
 
 
@@ -177,10 +176,12 @@ def target_of(row: Row, where: str, outputs: int | None) -> Matrix:
 
 
 def as_plain(value: Any) -> Any:
-    """Tensors as arrays, tuples as lists; anything else as it is. Duck-typed, so that torch need not be there."""
+    """Tensors as arrays, tuples and arrays of objects as lists; all else as it is. Duck-typed, so that torch need not be there."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         return (value.float() if value.dtype.is_floating_point and value.dtype.itemsize < 4 else value).numpy()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OUT":
+        return value.tolist()
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -87,7 +87,7 @@ def bundle(found: dict[str, Sequences], codec: Codec, fingerprint: str, note: Ca
 
 def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
     """One more file by the codec of a run; without `labelled`, labels may be missing and are not read."""
-    source = find(str(path), field=part, format=spec.data.format if labelled else "auto")
+    source = find(str(path), field=part, format=spec.data.format)
     _check_format(source, spec, labelled=labelled)
 
     def build(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
@@ -105,6 +105,9 @@ def check_spec(spec: Spec) -> None:
     """Refuses settings of reading that contradict each other."""
     if spec.data.split is not None and spec.task != "forecasting":
         raise SpecError(f"data.split is for forecasting, not for {spec.task}; give files for data.valid and data.test, or use data.share")
+    for field in ("columns", "targets", "time", "series"):
+        if getattr(spec.data, field) is not None and spec.task != "forecasting":
+            raise SpecError(f"data.{field} is for forecasting, not for {spec.task}; leave it out")
 
 
 def check_codec(codec: Codec | None, spec: Spec) -> None:

@@ -58,7 +58,7 @@ class Source:
         if self.path is None:
             return hashlib.sha256(builtin_text().encode()).hexdigest()
         with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return str(self.guard(lambda: hashlib.file_digest(file, "sha256").hexdigest()))
 
     def open(self) -> Any:
         """A binary stream of the decompressed content."""
@@ -131,6 +131,8 @@ def find(name: str, *, field: str, format: str = "auto", block_bytes: int = BLOC
         raise DataError(f"{field}={name}: there is no such file{_from_where(path)}; give the path of a file that exists")
     if path.is_dir():
         raise DataError(f"{field}={name} is a folder; give the path of a file")
+    if not path.is_file():
+        raise DataError(f"{field}={name} is not a plain file, and data is read more than once; write it to a file first")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     kind = suffixes[-2] if compression and len(suffixes) > 1 else suffixes[-1] if suffixes else ""

@@ -196,9 +196,8 @@ def _text_times(column: Any, name: str, label: str, codes: Ints) -> NDArray[Any]
     falls = (np.diff(ranks[order]) < 0) & (np.diff(codes[order]) == 0)
     if falls.any():
         row = int(order[int(np.argmax(falls)) + 1])
-        raise DataError(
-            f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r}, which cannot be put in order; write 2024-01-31 23:00:00"
-        )
+        remedy = "write 2024-01-31 23:00:00, or set data.time"
+        raise DataError(f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r}, which cannot be put in order; {remedy}")
     return ranks
 
 

@@ -1,4 +1,4 @@
-"""The LSTM layer through torch's own kernels: cuDNN on CUDA, torch's native loop on the CPU.
+"""The LSTM layer through torch's own kernels: cuDNN on CUDA, on the CPU oneDNN or torch's native loop.
 
 Lengths cost no packing and no look at the device. Padded steps run like any other, but their input carries a flag whose
 weights shut the input gate and open the forget gate so far that both saturate, so c passes through them unchanged, to the
@@ -14,7 +14,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from carrywave.kernels.blas import without_onednn
+from carrywave.kernels.blas import ONEDNN_IS_FAST, without_onednn
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
 from carrywave.kernels.weights import Layer, LayerWeights
@@ -41,6 +41,11 @@ def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None)
     return torch.cat(ys, dim=-1), Carry(torch.stack(hs), torch.stack(cs))
 
 
+def prefers_onednn(x_TBI: Tensor, weights: Layer) -> bool:
+    """Whether oneDNN's LSTM is the fastest for this layer; it knows no projection."""
+    return ONEDNN_IS_FAST and x_TBI.device.type == "cpu" and x_TBI.dtype == torch.float32 and weights[0].w_hr is None
+
+
 def _flagged(x_TBI: Tensor, real_TB1: Tensor) -> Tensor:
     """The input with padding zeroed and a column that is 1 at padded steps, the width rounded up to a multiple of 8."""
     steps, lanes, inputs = x_TBI.shape
@@ -61,12 +66,16 @@ def _with_flag(weights: LayerWeights, width: int) -> LayerWeights:
 
 def _run(x_TBI: Tensor, carry: Carry, weights: Layer) -> tuple[Tensor, Carry]:
     """torch's kernel over one or both directions, every step real."""
+    if x_TBI.is_cuda and weights[0].b_ih is None:
+        # cuDNN's buffer has room for biases whether they are used or not; zeros fill it.
+        none_G = x_TBI.new_zeros(weights[0].w_ih.shape[0])
+        weights = tuple(direction._replace(b_ih=none_G, b_hh=none_G) for direction in weights)
     biased = weights[0].b_ih is not None
     flat = _flat(weights, x_TBI)
     h_DBP, c_DBH = carry.h.to(x_TBI.dtype).contiguous(), carry.c.to(x_TBI.dtype).contiguous()
     # `train` only matters for dropout inside the kernel, which is never used, and for whether cuDNN keeps what backward needs.
     train = torch.is_grad_enabled()
-    with contextlib.nullcontext() if x_TBI.is_cuda else without_onednn():
+    with contextlib.nullcontext() if x_TBI.is_cuda or prefers_onednn(x_TBI, weights) else without_onednn():
         y_TBO, h_DBP, c_DBH = torch.lstm(x_TBI, (h_DBP, c_DBH), flat, biased, 1, 0.0, train, len(weights) == 2, False)
     return y_TBO, Carry(h_DBP, c_DBH)
 

@@ -47,9 +47,9 @@ def check(asked: str) -> str:
 def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     """The backend that runs this layer on x. `manual` leaves what it does not serve to `aten`."""
     name = check(asked)
-    if name in ("auto", "manual"):
-        return "manual" if manual.serves(x_TBI, layer) else "aten"
-    return name
+    if name == "auto":
+        name = "aten" if aten.prefers_onednn(x_TBI, layer) else "manual"
+    return "aten" if name == "manual" and not manual.serves(x_TBI, layer) else name
 
 
 def lstm(

@@ -26,6 +26,11 @@ _SATURATED = 1.0e4  # as in `aten`
 
 def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
     """One layer without projection: outputs [T, B, H·D] and the carry at each lane's real end."""
+    wide = torch.promote_types(x_TBI.dtype, torch.float32)
+    if wide != x_TBI.dtype:
+        # Short numbers are stored short and computed long: most processors lack the instructions, and took 100 times as long.
+        y_TBH, end = layer(x_TBI.to(wide), Carry(carry.h.to(wide), carry.c.to(wide)), tuple(each.to(wide) for each in weights), lengths_B)
+        return y_TBH.to(x_TBI.dtype), Carry(end.h.to(x_TBI.dtype), end.c.to(x_TBI.dtype))
     apply: Any = _Sequence.apply
     ys, hs, cs = [], [], []
     for direction, each in enumerate(weights):
@@ -41,8 +46,8 @@ def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None)
 
 
 def serves(x_TBI: Tensor, weights: Layer) -> bool:
-    """Whether this backend can run the layer: on the CPU, in float32 or float64, without projection."""
-    return x_TBI.device.type == "cpu" and x_TBI.dtype in (torch.float32, torch.float64) and weights[0].w_hr is None
+    """Whether this backend can run the layer: on the CPU, without projection."""
+    return x_TBI.device.type == "cpu" and weights[0].w_hr is None
 
 
 class _Sequence(torch.autograd.Function):

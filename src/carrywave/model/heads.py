@@ -48,8 +48,8 @@ def score_numbers(out: Tensor, target: Tensor, kind: str) -> tuple[Tensor, Tenso
     """The error of each number, 0 where there is no target, and which targets are there."""
     out = at_least_float32(out)
     real = torch.isfinite(target)
-    # Before the arithmetic: a NaN that is only masked after it would still reach the gradient.
-    gap = torch.where(real, out - torch.where(real, target, 0.0).to(out.dtype), 0.0)
+    # Masked before the square: after it, the gradient would be 0 · NaN.
+    gap = torch.where(real, out - target.to(out.dtype), 0.0)
     return (gap.square() if kind == "mse" else gap.abs()), real
 
 
@@ -153,7 +153,7 @@ class Forecast(nn.Module):
             return errors.sum(), real.sum().to(errors.dtype)
         out = at_least_float32(out)
         real = torch.isfinite(target_TBKC)
-        gap = torch.where(real[..., None], torch.where(real, target_TBKC, 0.0).to(out.dtype)[..., None] - out, 0.0)
+        gap = torch.where(real[..., None], target_TBKC.to(out.dtype)[..., None] - out, 0.0)
         share_Q = torch.tensor(self.quantiles, dtype=out.dtype, device=out.device)
         pinball = torch.maximum(share_Q * gap, (share_Q - 1.0) * gap)
         return pinball.sum() / len(self.quantiles), real.sum().to(out.dtype)

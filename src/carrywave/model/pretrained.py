@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,9 +29,9 @@ def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tens
     opener = gzip.open if str(path).endswith(".gz") else open
     number = 0
     try:
-        with opener(path, "rt", encoding="utf-8", newline="\n") as lines:
+        with opener(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
-                fields = line.rstrip().split(" ")
+                fields = line.decode("utf-8").rstrip().split(" ")
                 if number == 1 and width > 1 and len(fields) == 2 and all(field.isdigit() for field in fields):
                     if int(fields[1]) != width:
                         raise DataError(
@@ -41,10 +42,10 @@ def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tens
                 row = rows.get(token)
                 if row is not None and row not in found:
                     found[row] = _numbers(fields[-width:], path, number)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}); give a text file of embeddings") from None
     except UnicodeDecodeError:
-        raise DataError(f"{path}:{number + 1}: not UTF-8 text; give embeddings as text, a token and its numbers on each line") from None
+        raise DataError(f"{path}:{number}: not UTF-8 text; give embeddings as text, a token and its numbers on each line") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); give a text file of embeddings") from None
     if found:
         with torch.no_grad():
             weight_VE[list(found)] = torch.tensor(list(found.values()), dtype=weight_VE.dtype, device=weight_VE.device)

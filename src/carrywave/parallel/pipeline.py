@@ -10,6 +10,7 @@ Shapes: T time, B lane.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import cast
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.kernels.carry import Carry
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
+from carrywave.parallel.precision import autocast
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import Schedule, Task, serial
 
@@ -36,6 +39,7 @@ class Job:
     scale: Tensor | None = None  # multiplies the loss before backward (fp16)
     alpha: float = 0.0
     beta: float = 0.0
+    precision: str = "fp32"  # of the forward pass; backward follows it by itself
     observe: Observer | None = None  # sees every output of the head, in evaluation
 
 
@@ -95,7 +99,7 @@ class _Run:
         keep_graph = self.backward and not self.plan.recompute
         if self.backward and task.chunk > 0:
             entered = map_state(entered, lambda t: t.detach().requires_grad_(t.is_floating_point()))
-        with torch.set_grad_enabled(keep_graph):
+        with torch.set_grad_enabled(keep_graph), self._cast():
             left, root, sums = self._compute(task, entered)
         self.sums += sums
         self.states[task.slice] = left.detach()
@@ -105,7 +109,7 @@ class _Run:
     def _backward(self, task: Task) -> None:
         kept = self.kept.pop((task.chunk, task.slice))
         if self.plan.recompute:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._cast():
                 left, root, _ = self._compute(task, kept.entered)
             kept = _Kept(kept.entered, left, root)
         roots: list[Tensor] = []
@@ -123,6 +127,9 @@ class _Run:
             torch.autograd.backward(roots, gradients)
         if task.chunk > 0:
             self.handed_back[task.slice] = [tensor.grad for tensor in flatten(kept.entered)]
+
+    def _cast(self) -> AbstractContextManager[object]:
+        return autocast(self.job.precision, self.job.batch.lengths.device)
 
     def _compute(self, task: Task, entered: State) -> tuple[State, Tensor | None, Tensor]:
         """Forward of one chunk: the state it leaves, what its backward starts from, and its sums."""
@@ -169,6 +176,12 @@ def flatten(state: State) -> list[Tensor]:
     """The tensors of a state, in a fixed order."""
     tensors = [tensor for carry in state.carries for tensor in carry]
     return tensors + list(state.acc or ())
+
+
+def unflatten(tensors: list[Tensor]) -> State:
+    """The state of lanes from the tensors of its carries, as `flatten` gives them; without what a pooled head gathers."""
+    pairs = zip(tensors[0::2], tensors[1::2], strict=True)
+    return State(tuple(Carry(h, c) for h, c in pairs))
 
 
 def map_state(state: State, change: Callable[[Tensor], Tensor]) -> State:

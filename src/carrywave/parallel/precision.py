@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from carrywave.kernels.blas import without_onednn
+
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,5 +38,5 @@ def _half_on_cpu(dtype: torch.dtype) -> Iterator[None]:
     # oneDNN warns at length, and falls back, on processors that have no instructions for bf16; plain BLAS serves them all.
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     usable = bool(supported()) if supported is not None else False
-    with torch.autocast("cpu", dtype), torch.backends.mkldnn.flags(enabled=usable):
+    with torch.autocast("cpu", dtype), nullcontext() if usable else without_onednn():
         yield

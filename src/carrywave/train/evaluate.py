@@ -14,7 +14,6 @@ from carrywave.data.view import View
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.parallel import pipeline
-from carrywave.parallel.precision import autocast
 from carrywave.plan.plan import Plan
 from carrywave.spec.spec import Spec
 from carrywave.tasks.metrics import Metric
@@ -72,8 +71,9 @@ def passes(
             if state is None or not spec.streams:
                 state = model.start(lanes, device)
             schedule = pipeline.schedule_for(plan, batch.steps, lanes, backward=False)
-            with torch.no_grad(), autocast(spec.train.precision, device):
-                outcome = pipeline.run(stage, plan, schedule, pipeline.Job(batch=batch, state=state, observe=observe))
+            with torch.no_grad():
+                job = pipeline.Job(batch, state, precision=spec.train.precision, observe=observe)
+                outcome = pipeline.run(stage, plan, schedule, job)
             state = outcome.state
             yield batch, outcome
             if tick is not None:

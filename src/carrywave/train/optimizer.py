@@ -23,11 +23,13 @@ Named = Iterable[tuple[str, nn.Parameter]]
 def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
     """The optimizer a spec asks for, over parameters that are already on their device."""
     parameters = [parameter for _, parameter in named]
+    # On CUDA the rate is a tensor, so that a recorded step can be replayed with another one.
+    lr = torch.tensor(spec.lr, dtype=torch.float32, device=device) if device.type == "cuda" else spec.lr
     # Fused, on CPU as well: those kernels skip a step by a flag on the device, and repeat bit for bit.
     optimizer: Optimizer
     match spec.optimizer:
         case "sgd":
-            optimizer = SGD(parameters, spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, fused=True)
+            optimizer = SGD(parameters, lr, momentum=spec.momentum, weight_decay=spec.weight_decay, fused=True)
             if spec.momentum:
                 # Zeros instead of torch's lazy buffer: the first step gives the same, and a first step that is skipped leaves
                 # no uninitialised memory behind.
@@ -35,7 +37,7 @@ def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         case "adam" | "adamw":
             kind = Adam if spec.optimizer == "adam" else AdamW
-            optimizer = kind(parameters, spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
+            optimizer = kind(parameters, lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True, capturable=device.type == "cuda")
             for parameter in parameters:
                 optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=device),
