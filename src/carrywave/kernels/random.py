@@ -27,6 +27,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from carrywave.kernels.fused_random import fused
+
 _WORD = 1 << 32
 
 
@@ -73,10 +75,18 @@ def bits(key: Tensor, *coords: Tensor) -> Tensor:
     """32 random bits, as int32, for every element of the broadcast coordinates."""
     if not coords:
         raise ValueError("bits needs at least one coordinate")
-    first, second = key[0], key[1]
+    words = [coord.to(torch.int32) for coord in coords]
+    if key.is_cuda:
+        kernel = fused(len(words), _bits)
+        if kernel is not None:
+            return kernel(key[0], key[1], *words)
+    return _bits(key[0], key[1], *words)
+
+
+def _bits(first: Tensor, second: Tensor, *coords: Tensor) -> Tensor:
     for coord in coords[:-1]:
-        first, second = _absorb(first, second, coord.to(torch.int32))
-    last = _mix_(coords[-1].to(torch.int32) + _LAST)
+        first, second = _absorb(first, second, coord)
+    last = _mix_(coords[-1] + _LAST)
     # Only what follows runs at full size, so it reuses one buffer.
     words = torch.bitwise_xor(first, last)
     return _mix_(_mix_(words).add_(second))

@@ -1,0 +1,58 @@
+"""The bits of `kernels.random` in one CUDA kernel instead of some forty: the same function, word for word, in C.
+
+Compiled at first use by torch's own elementwise compiler (NVRTC, no nvcc needed). The first use is checked against the plain
+operations; where the two differ, or the compiler is not there, the plain ones stay in use and a warning says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+Fused = Callable[..., Tensor]
+
+_FUNCTION = """
+template <typename T> T carrywave_bits_{count}({arguments}) {{
+    unsigned int a = (unsigned int)first, b = (unsigned int)second, x;
+    #define CARRYWAVE_MIX(v) v ^= v >> 16; v *= 0x85EBCA6Bu; v ^= v >> 13; v *= 0xC2B2AE35u; v ^= v >> 16;
+    {absorbed}
+    x = (unsigned int)w{count} + 0x9E3779B9u; CARRYWAVE_MIX(x)
+    x ^= a; CARRYWAVE_MIX(x)
+    x += b; CARRYWAVE_MIX(x)
+    #undef CARRYWAVE_MIX
+    return (T)x;
+}}
+"""
+_ABSORBED = "x = (a ^ (unsigned int)w{number}) * 0x9E3779B1u + b; CARRYWAVE_MIX(x) a = x; x = a ^ b ^ 0x7F4A7C15u; CARRYWAVE_MIX(x) b = x;"
+
+
+def fused(count: int, plain: Fused) -> Fused | None:
+    """The kernel for so many coordinates, `fused(first, second, *coords)`; None where it cannot be had."""
+    return _checked(count, plain) if count <= 6 else None
+
+
+@cache
+def _checked(count: int, plain: Fused) -> Fused | None:
+    try:
+        kernel = _compile(count)
+        example = torch.arange(-4, 60, dtype=torch.int32, device="cuda") * 0x01234567
+        coords = [example.roll(number) for number in range(count)]
+        if torch.equal(kernel(example[3], example[5], *coords), plain(example[3], example[5], *coords)):
+            return kernel
+        reason = "its bits differ"
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+    warnings.warn(f"the fused kernel for dropout masks is not used, and steps run slower: {reason}", stacklevel=2)
+    return None
+
+
+def _compile(count: int) -> Fused:
+    arguments = ", ".join(f"T {name}" for name in ["first", "second", *(f"w{number}" for number in range(1, count + 1))])
+    absorbed = "\n    ".join(_ABSORBED.format(number=number) for number in range(1, count))
+    code = _FUNCTION.format(count=count, arguments=arguments, absorbed=absorbed)
+    kernel: Fused = torch.cuda.jiterator._create_jit_fn(code)
+    return kernel
