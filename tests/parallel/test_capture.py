@@ -89,7 +89,9 @@ def test_buckets_of_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw.normal(size=(int(lengths.sum()), 5)).astype(np.float32)
     view = View(inputs, np.cumsum(lengths) - lengths, lengths, labels=draw.integers(4, size=200))
     order = SequenceOrder(lengths, tokens=128)
-    batches = [build(view, order.window(Cursor(epoch, step)), Cursor(epoch, step)) for epoch in range(3) for step in range(order.num_steps(epoch))]
+    batches = [
+        build(view, order.window(Cursor(epoch, step)), Cursor(epoch, step)) for epoch in range(3) for step in range(order.num_steps(epoch))
+    ]
     ends = []
     for recorded in (False, True):
         torch.manual_seed(0)

@@ -18,7 +18,7 @@ from carrywave.cli.exits import INTERRUPTED, STOPPED, with_exit_codes
 from carrywave.cli.show import Recorder, row_line, table_of, watcher_for
 from carrywave.errors import RunError, UserError
 from carrywave.spec.describe import schema as spec_schema
-from carrywave.spec.load import dump, load
+from carrywave.spec.load import DEFAULT_RUN, dump, load
 
 app = typer.Typer(
     name="carrywave",
@@ -73,7 +73,7 @@ def train(
     path, overrides = _spec_and_overrides(spec or [])
     if resume:
         path = path or _spec_of(run)
-    resolved = load(path, overrides)
+    resolved = load(path, overrides, base=DEFAULT_RUN)
     _check_writable(json_file)
     if dry_run:
         typer.echo(dump(resolved))

@@ -8,6 +8,7 @@ Shapes: T time, B lane.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
@@ -79,8 +80,14 @@ class Loader:
         made: SimpleQueue[_Made | BaseException] = SimpleQueue()
         room = threading.Semaphore(self.ahead)
         stopped = threading.Event()
+
+        def stop() -> None:
+            stopped.set()
+            room.release()  # the worker may be waiting for room
+
         worker = threading.Thread(target=self._make, args=(start, number, made, room, stopped), name="carrywave-loader", daemon=True)
         worker.start()
+        _RUNNING[worker] = stop
         try:
             for _ in range(start.step, number):
                 item = made.get()
@@ -89,9 +96,9 @@ class Loader:
                     raise item
                 yield item.take()
         finally:
-            stopped.set()
-            room.release()  # the worker may be waiting for room
+            stop()
             worker.join()
+            _RUNNING.pop(worker, None)
 
     def _make(
         self, start: Cursor, number: int, made: SimpleQueue[_Made | BaseException], room: threading.Semaphore, stopped: threading.Event
@@ -115,6 +122,17 @@ class Loader:
                         made.put(_Made(moved, side.record_event()))
         except BaseException as fault:  # whatever it is, it belongs to the consumer
             made.put(fault)
+
+
+_RUNNING: dict[threading.Thread, Callable[[], None]] = {}  # how each worker is told to stop
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A batch iterator that is still open when the program ends must not work on while the interpreter is taken down."""
+    for worker, stop in list(_RUNNING.items()):
+        stop()
+        worker.join(timeout=5.0)
 
 
 class _Made:

@@ -50,7 +50,7 @@ class Capture(Generic[Result]):
 
     def __call__(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: list[Tensor] | None) -> tuple[Result, list[Tensor] | None]:
         """One step; what it returns lasts until the next one."""
-        shape = tuple(_shape(batch) for batch in batches) + (_shapes(state),)
+        shape = (*(_shape(batch) for batch in batches), _shapes(state))
         recorded = self._recorded.get(shape)
         if recorded is None and not self._broken and shape in self._seen:
             recorded = self._record(shape, batches, keys, state)

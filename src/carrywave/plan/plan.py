@@ -54,7 +54,8 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None) ->
         )
     if lanes is not None and lanes < replicas * asked.slices:
         raise PlanError(
-            f"batch.lanes={lanes} cannot be shared by {replicas} replicas x {asked.slices} slices; use batch.lanes >= {replicas * asked.slices}"
+            f"batch.lanes={lanes} cannot be shared by {replicas} replicas x {asked.slices} slices; "
+            f"use batch.lanes >= {replicas * asked.slices}"
         )
     cuts = asked.cuts if asked.cuts is not None else even_cuts(units, asked.stages)
     if len(cuts) != asked.stages - 1 or list(cuts) != sorted(set(cuts)) or any(not 0 < cut < units for cut in cuts):

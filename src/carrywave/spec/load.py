@@ -7,12 +7,14 @@ lines into gigabytes) are refused.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -30,12 +32,20 @@ YAML_TAG = "tag:yaml.org,2002:"
 NUMBER = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
 )
+# What is trained where no spec is given: a small character model on text that ships with Python.
+DEFAULT_RUN: Mapping[str, Any] = MappingProxyType(
+    {
+        "model": {"hidden": 128, "layers": 2},
+        "batch": {"lanes": 32, "steps": 64},
+        "train": {"lr": 4e-3, "clip": 1.0, "epochs": 3, "schedule": "cosine"},
+    }
+)
 TRUTH = re.compile(r"true|True|TRUE|false|False|FALSE")
 
 
-def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
-    """The spec in a YAML file (none: the defaults) with `key=value` overrides on top, validated."""
-    tree = _read(path) if path is not None else {}
+def load(path: Path | None = None, overrides: Sequence[str] = (), *, base: Mapping[str, Any] = MappingProxyType({})) -> Spec:
+    """The spec in a YAML file (none: the base) with `key=value` overrides on top, validated."""
+    tree = _read(path) if path is not None else copy.deepcopy(dict(base))
     for override in overrides:
         _override(tree, override)
     return parse(tree)
