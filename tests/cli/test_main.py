@@ -150,7 +150,7 @@ def test_resume_takes_the_spec_of_the_run(install: Install, tmp_path: Path) -> N
     install("carrywave.train.fit", train=train)
     (tmp_path / "spec.yaml").write_text("model: {hidden: 8}\n")
     assert call("train", "--resume", "--run", str(tmp_path), "train.epochs=3")[0] == 0
-    assert seen == [load(None, ["model.hidden=8", "train.epochs=3"], base=DEFAULT_RUN)]
+    assert seen == [load(None, ["model.hidden=8", "train.epochs=3"])]
 
 
 @pytest.mark.parametrize(("ending", "code"), [("done", 0), ("early", 0), ("interrupted", 130), ("terminated", 75)])
