@@ -20,8 +20,9 @@ from carrywave.spec.spec import Spec
 from carrywave.train.fit import Result, train
 from carrywave.train.saved import evaluate_run
 from carrywave.train.trainer import StepResult, Trainer
-from carrywave.train.watch import Silent, StepInfo
+from carrywave.train.watch import Silent
 
+NTASGD = {"optimizer": "ntasgd", "lr": 3.0, "nonmono": 1, "evaluate_every": 4, "early_stop": 9}
 TEXT = "".join(f"line {i % 7} says {i * i % 11} and then {'abcdefg'[i % 7] * (i % 5)}\n" for i in range(160))
 
 
@@ -57,15 +58,6 @@ def examples(path: Path, number: int = 60) -> Path:
 
 def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-class StopAt(Silent):
-    """Asks for a stop, as Ctrl-C does, once so many steps are done."""
-
-    def __init__(self, trainer_steps: int) -> None:
-        self.left = trainer_steps
-
-    def step(self, info: StepInfo) -> None: ...
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int, number: int = signal.SIGINT) -> None:
@@ -123,7 +115,10 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(text: Path, tmp
         assert same != other
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"optimizer": "sgd", "lr": 1.0, "schedule": "plateau"}, {"precision": "bf16"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 2}, {"optimizer": "sgd", "lr": 1.0, "schedule": "plateau"}, {"precision": "bf16"}, {"precision": "fp16"}, NTASGD],
+)
 def test_a_stopped_run_goes_on_bit_for_bit(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     spec = language(text, **options)
     whole = train(spec, run=tmp_path / "whole", device="cpu")
@@ -246,6 +241,23 @@ def test_early_stopping_and_its_end(text: Path, tmp_path: Path, monkeypatch: pyt
     assert result.ending == "early"
     valid = [row["loss"] for row in rows(tmp_path / "run") if row["split"] == "valid"]
     assert valid[-1] >= min(valid[:-1])
+
+
+def test_a_run_without_an_evaluation_on_the_way_has_one_at_its_end(text: Path, tmp_path: Path) -> None:
+    result = train(language(text, epochs=2, evaluate_every=10_000), run=tmp_path / "run", device="cpu")
+    assert [row["epoch"] for row in rows(tmp_path / "run") if row["split"] == "valid"] == [2]
+    assert result.metrics["valid"]["perplexity"] > 1
+
+
+def test_averaging_starts_and_is_what_is_judged(text: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Listening(Silent):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    train(language(text, epochs=3, **{**NTASGD, "early_stop": None}), run=tmp_path / "run", device="cpu", watch=Listening())
+    assert any("averaging of the weights starts" in line for line in said)
 
 
 def test_more_epochs_can_be_asked_for_on_resume(text: Path, tmp_path: Path) -> None:

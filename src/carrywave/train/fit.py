@@ -184,7 +184,7 @@ def _finish(loop: Loop, *, judged: bool) -> dict[str, dict[str, float]]:
     )
     reached = {}
     if loop.progress.best is not None:
-        reached["valid"] = {"loss": loop.progress.best} | loop.task.derived(loop.progress.best)
+        reached["valid"] = dict(loop.progress.best)
     if judged and loop.parts.test is not None:
         reached["test"] = loop.judge(loop.parts.test)
     return reached

@@ -45,7 +45,8 @@ class Progress:
     step: int = 0  # optimizer steps done
     rate: rates.Rate = field(default_factory=rates.Rate)
     history: list[float] = field(default_factory=list)  # validation losses
-    best: float | None = None
+    judged: int = -1  # the step of the last evaluation
+    best: dict[str, float] | None = None  # metrics of the best evaluation
     ending: Ending | None = None
     lr: float = 0.0
 
@@ -114,7 +115,8 @@ class Loop:
         if stop.asked is not None and not finished and at.ending is None:
             return
         self.write_row()
-        if not train.evaluate_every or at.ending is not None:
+        last = at.ending is not None or (finished and at.epoch + 1 >= train.epochs)
+        if (last or not train.evaluate_every) and at.judged != at.step:
             self._judge()
         if finished:
             # Streams start anew with the next epoch: the state of the lanes is not needed beyond it.
@@ -195,6 +197,7 @@ class Loop:
         """Evaluate, let the schedule and the averaging see the result, keep the best weights, and decide on stopping."""
         at, train = self.progress, self.spec.train
         self.check()
+        at.judged = at.step
         with self.trainer.evaluation_weights():
             if self.parts.valid is None:
                 self.folder.write_weights(self.trainer.parameters())
@@ -206,8 +209,8 @@ class Loop:
                     f"the validation loss is {loss} at step {at.step}; lower train.lr={train.lr:g} or set train.clip; "
                     f"nothing of it was saved"
                 )
-            if at.best is None or loss < at.best:
-                at.best = loss
+            if at.best is None or loss < at.best["loss"]:
+                at.best = values
                 self.folder.write_weights(self.trainer.parameters())
         at.history.append(loss)
         at.rate = rates.after_evaluation(train, at.rate, loss)
