@@ -6,10 +6,14 @@ and nothing else has to be passed to a loss.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from carrywave.errors import UserError
 
 IGNORED = -100  # an integer target that counts for nothing; NaN plays this part among float targets
 
@@ -26,8 +30,55 @@ class Batch:
     sequence: Tensor  # [B] int64, number of the sequence in each lane, -1 for an idle lane
     offset: Tensor  # [B] int64, first step of the window within its sequence
     epoch: int = 0
-    step: int = 0  # position in the epoch; (epoch, step) is the cursor, and keys the randomness
+    step: int = 0  # position in the epoch; (epoch, step) is the cursor, and keys the randomness; -1: the trainer counts
     real: int = 0  # real steps, the sum of lengths, known on the host
+
+    @staticmethod
+    def of(
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
+        fresh: Tensor | Sequence[bool] | bool | None = None,
+        *,
+        epoch: int = 0,
+        step: int | None = None,
+        lanes: Tensor | Sequence[int] | None = None,
+        pooled: bool | None = None,
+    ) -> Batch:
+        """A batch from tensors that are time first: inputs [T, B] of tokens or [T, B, F] of numbers.
+
+        Targets are [T, B, …], one for each step, or [B, …], one for each lane (`pooled=True` where both readings fit); those
+        beyond a lane's length are taken out. Without `lengths` every step is real. Every lane starts a new sequence unless
+        `fresh` says otherwise: `fresh=False` goes on from the carry that the trainer keeps. Dropout is keyed by (epoch, step);
+        where `step` is left out, the trainer counts.
+        """
+        inputs = torch.as_tensor(inputs)
+        if inputs.dim() < 2 or 0 in inputs.shape[:2]:
+            raise UserError(f"a batch's inputs have shape {list(inputs.shape)}; give [time, lane, …] with at least one step and one lane")
+        steps, count = inputs.shape[:2]
+        inputs = inputs if inputs.is_floating_point() else inputs.to(torch.int64)
+        device = inputs.device
+        lengths_B = _one_a_lane(steps if lengths is None else lengths, "lengths", count, torch.int64, device)
+        real = steps * count
+        if lengths is not None:
+            low, high, real = (int(value) for value in (lengths_B.min(), lengths_B.max(), lengths_B.sum()))
+            if low < 0 or high > steps:
+                raise UserError(f"lengths go from {low} to {high}; they must lie between 0 and the {steps} steps of the inputs")
+        if targets is not None:
+            targets = _targets(torch.as_tensor(targets, device=device), None if lengths is None else lengths_B, steps, count, pooled)
+        numbers_B = torch.arange(count, device=device)
+        return Batch(
+            inputs=inputs,
+            targets=targets,
+            lengths=lengths_B,
+            fresh=_one_a_lane(True if fresh is None else fresh, "fresh", count, torch.bool, device),
+            lanes=numbers_B if lanes is None else _one_a_lane(lanes, "lanes", count, torch.int64, device),
+            sequence=torch.where(lengths_B > 0, numbers_B, -1),
+            offset=torch.zeros_like(numbers_B),
+            epoch=epoch,
+            step=-1 if step is None else step,
+            real=real,
+        )
 
     @property
     def steps(self) -> int:
@@ -48,3 +99,31 @@ class Batch:
             if getattr(self, name) is not None
         }
         return replace(self, **moved)
+
+
+def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A value for each lane, or one for all of them."""
+    value_B = torch.as_tensor(value)
+    if value_B.dim() == 0:
+        value_B = value_B.expand(count)
+    if value_B.shape != (count,) or value_B.is_floating_point() or (value_B.dtype == torch.bool) != (dtype == torch.bool):
+        kind = "true or false" if dtype == torch.bool else "a whole number"
+        raise UserError(f"{name} has shape {list(value_B.shape)} and dtype {value_B.dtype}; give {kind} for each of the {count} lanes")
+    return value_B.to(device, dtype)
+
+
+def _targets(targets: Tensor, lengths_B: Tensor | None, steps: int, count: int, pooled: bool | None) -> Tensor:
+    """Targets in a type that losses take, without those of padding and of idle lanes."""
+    each_step, each_lane = targets.shape[:2] == (steps, count), targets.shape[:1] == (count,)
+    pooled = not each_step if pooled is None else pooled
+    if not (each_lane if pooled else each_step):
+        raise UserError(
+            f"targets have shape {list(targets.shape)} for {steps} steps of {count} lanes; "
+            f"give [{steps}, {count}, …], one for each step, or [{count}, …], one for each lane"
+        )
+    targets = targets if targets.is_floating_point() else targets.to(torch.int64)
+    if lengths_B is None:
+        return targets
+    padded = lengths_B == 0 if pooled else torch.arange(steps, device=targets.device)[:, None] >= lengths_B
+    padded = padded.reshape(*padded.shape, *[1] * (targets.dim() - padded.dim()))
+    return torch.where(padded, torch.nan if targets.is_floating_point() else IGNORED, targets)

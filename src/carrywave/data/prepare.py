@@ -101,6 +101,11 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     return replace(found, fingerprint=f"{key}:{part}")
 
 
+def last_times(path: str, codec: Codec, spec: Spec) -> tuple[tuple[Any, ...], ...]:
+    """The last few times of each series in a table; nothing where it has none."""
+    return _table_opener(find(str(path), field="data"), spec)(codec).last_times
+
+
 def check_spec(spec: Spec) -> None:
     """Refuses settings of reading that contradict each other."""
     if spec.data.split is not None and spec.task != "forecasting":

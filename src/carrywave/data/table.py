@@ -39,6 +39,7 @@ class Table:
     names: tuple[str, ...]  # of the series
     time: str | None
     series: str | None
+    last_times: tuple[tuple[Any, ...], ...] = ()  # the last three of each series, as far as there are any
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,14 @@ def arrange(table: Any, name: str, choice: Choice) -> Table:
     if times is not None:
         _refuse_twice(table, order, codes, times, names, name, str(time))
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
-    return Table(name, columns, values[order], starts, lengths, names, time, series)
+    ends = (
+        () if time is None else tuple(_last_times(table[time], order, start, length) for start, length in zip(starts, lengths, strict=True))
+    )
+    return Table(name, columns, values[order], starts, lengths, names, time, series, ends)
+
+
+def _last_times(column: Any, order: Ints, start: int, length: int) -> tuple[Any, ...]:
+    return tuple(column[int(row)].as_py() for row in order[max(start, start + length - 3) : start + length])
 
 
 def require(table: Any, wanted: Sequence[str], name: str, field: str) -> None:

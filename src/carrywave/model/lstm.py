@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from carrywave.errors import UserError
 from carrywave.kernels import random
@@ -105,6 +106,9 @@ class LSTM(nn.Module):
         """Width of what a layer gives, both directions together."""
         return (self.proj_size or self.widths[layer]) * self.directions
 
+    def flatten_parameters(self) -> None:
+        """Nothing: weights are laid out for a kernel when it runs. It is here because programs call nn.LSTM's."""
+
     def reset_parameters(self) -> None:
         """nn.LSTM's initial weights, from torch's default generator. A trainer uses `initialize`, which is keyed."""
         with torch.no_grad():
@@ -132,6 +136,8 @@ class LSTM(nn.Module):
         x is [T, B, I], [B, T, I] with batch_first, or [T, I] without lanes. Lanes that are `fresh` start from the initial
         carry instead of the given one. Without a key, dropout in training takes the scope's, or one from torch's generator.
         """
+        if isinstance(x, PackedSequence):
+            raise UserError("LSTM got a PackedSequence; give it the padded tensor and its lengths: lstm(x, lengths=lengths)")
         if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
             raise UserError(f"LSTM got x of shape {list(x.shape)}; it needs [time, lane, {self.input_size}] or [time, {self.input_size}]")
         batched = x.dim() == 3

@@ -22,13 +22,17 @@ class Model(nn.Module):
     """Any per-step encoder, an LSTM stack, any head.
 
     The encoder maps a chunk's inputs [T, B, …] to [T, B, I]. A head has `loss(y, target) -> (sum, count)`; one with
-    `pooled = True` also has `start` and `pool`, and its loss reads the accumulator. Their nn.Dropout becomes keyed.
+    `pooled = True` also has `start(lanes, dtype, device) -> acc` and `pool(y, lengths, acc) -> acc`, and its loss reads the
+    accumulator, a tuple of tensors [B, …]. Their nn.Dropout becomes keyed.
     """
 
     def __init__(
         self, encoder: nn.Module, lstm: LSTM, head: nn.Module, *, dropout_in: nn.Module | None = None, dropout_out: nn.Module | None = None
     ) -> None:
         super().__init__()
+        for part, module in (("encoder", encoder), ("head", head)):
+            if not isinstance(module, nn.Module):
+                raise UserError(f"the {part} of a model is an nn.Module, got {type(module).__name__}; wrap it in one")
         if not isinstance(lstm, LSTM):
             raise UserError(
                 f"the middle of a model is a carrywave LSTM, got {type(lstm).__name__}; build one and load_state_dict the weights"
@@ -49,6 +53,11 @@ class Model(nn.Module):
         self.lstm = lstm
         self.dropout_out = None if dropout_out is None else keyed(dropout_out, "dropout_out")
         self.head = keyed(head, "head")
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the head has a `forward`, whose result metrics and predictions are made from; a loss alone is enough to train."""
+        return type(self.head).forward is not nn.Module.forward
 
     @property
     def units(self) -> int:

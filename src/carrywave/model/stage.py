@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from carrywave.errors import PlanError
+from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.state import Chunk, State
@@ -47,7 +47,7 @@ class Stage(nn.Module):
 
     def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
         """The state before the first chunk: initial carries of this stage's layers, and the head's accumulator."""
-        acc = self.head.start(lanes, dtype, device) if self.pooled else None
+        acc = self._accumulator("start", self.head.start(lanes, dtype, device)) if self.pooled else None
         return State(self.lstm.initial(lanes, dtype, device, self.layers), acc)
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, Tensor, State]:
@@ -55,7 +55,7 @@ class Stage(nn.Module):
         if self.lstm.bidirectional and chunk.start:
             raise PlanError(f"bidirectional layers read whole sequences, got a chunk from step {chunk.start}; leave plan.chunk_steps out")
         with random.scope(chunk.key, chunk.lanes, chunk.start):
-            raw = x if self.encoder is None else self.encoder(x)
+            raw = x if self.encoder is None else self.encoder(self._in_own_dtype(x))
             raw = raw if self.dropout_in is None else self.dropout_in(raw)
             carries = state.carries
             if self.layers:
@@ -80,8 +80,14 @@ class Stage(nn.Module):
     def loss(self, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
         """Loss sum and count of the chunk; where the head pools, of the whole sequences, asked once after the last chunk."""
         with self.scope(chunk):
-            score: Score = self.head.loss(state.acc if self.pooled else y, target)
-        return score
+            score = self.head.loss(state.acc if self.pooled else y, self._in_own_dtype(target))
+        if not isinstance(score, tuple) or len(score) != 2 or not isinstance(score[0], Tensor) or score[0].dim():
+            raise UserError(
+                f"loss of the head {type(self.head).__name__} must return (sum over the targets, number of targets), two scalars; "
+                f"it returned {_shown(score)}"
+            )
+        total, count = score
+        return total, count if isinstance(count, Tensor) else torch.full((), count, dtype=torch.float64, device=total.device)
 
     def regularize(self, raw: Tensor, y: Tensor, previous: Tensor | None, alpha: float, beta: float, lengths: Tensor | None) -> Tensor:
         """See `regularize`; `previous` is the last layer's h [B, W] before this chunk, None in the first chunk of a window."""
@@ -94,8 +100,22 @@ class Stage(nn.Module):
         if chunk.fresh is not None:
             acc = restart(acc, self.head.start(lanes, acc[0].dtype, y.device), chunk.fresh)
         lengths = torch.full((lanes,), steps, dtype=torch.int64, device=y.device) if chunk.lengths is None else chunk.lengths
-        pooled: tuple[Tensor, ...] = self.head.pool(y, lengths, acc)
-        return pooled
+        return self._accumulator("pool", self.head.pool(y, lengths, acc))
+
+    def _accumulator(self, method: str, acc: Any) -> tuple[Tensor, ...]:
+        if not isinstance(acc, tuple) or not acc or not all(isinstance(part, Tensor) and part.dim() for part in acc):
+            raise UserError(f"{method} of the head {type(self.head).__name__} returned {_shown(acc)}; return a tuple of tensors [lane, …]")
+        return acc
+
+    def _in_own_dtype(self, x: Tensor) -> Tensor:
+        """Numbers in the dtype of the parameters, so that a user's modules need not cast; tokens and labels as they are."""
+        return x.to(self.lstm.get_parameter("weight_ih_l0").dtype) if x.is_floating_point() else x
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def restart(acc: tuple[Tensor, ...], begin: tuple[Tensor, ...], fresh_B: Tensor) -> tuple[Tensor, ...]:

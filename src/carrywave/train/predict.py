@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from carrywave.data.prepare import read
+from carrywave.data.ahead import times_ahead
+from carrywave.data.prepare import last_times, read
 from carrywave.data.sequences import Sequences
 from carrywave.data.view import View
 from carrywave.errors import DataError, UserError
@@ -50,7 +51,8 @@ def predict_run(
     elif input is None:
         raise UserError(f"predict needs an INPUT file for a {saved.spec.task} model; add it after the run")
     else:
-        rows = predictions(saved, read(str(input), saved.task.codec, saved.spec, labelled=False))
+        ends = last_times(str(input), saved.task.codec, saved.spec) if saved.spec.task == "forecasting" else ()
+        rows = predictions(saved, read(str(input), saved.task.codec, saved.spec, labelled=False), ends)
     text = (
         _csv(rows)
         if output is not None and output.suffix == ".csv"
@@ -101,8 +103,11 @@ def _prompts(path: Path) -> Iterator[str]:
         yield text
 
 
-def predictions(saved: Saved, data: Sequences) -> list[Row]:
-    """One row for each sequence, in the order of the file; one for each step ahead for a forecast."""
+def predictions(saved: Saved, data: Sequences, ends: tuple[tuple[Any, ...], ...] = ()) -> list[Row]:
+    """One row for each sequence, in the order of the file; for a forecast one for each step ahead of the end of each series.
+
+    `ends` are the last few times of each series, from which those ahead follow.
+    """
     match saved.spec.task:
         case "classification":
             return [_label(saved, logits) for logits in _outputs(saved, data)]
@@ -113,7 +118,7 @@ def predictions(saved: Saved, data: Sequences) -> list[Row]:
             labels = saved.task.codec.labels
             return [{"labels": [labels[int(tag)] for tag in logits.argmax(-1)]} for logits in _outputs(saved, data)]
         case _:
-            return [row for number, out in enumerate(_outputs(saved, data)) for row in _forecast(saved, data, number, out)]
+            return [row for number, out in enumerate(_outputs(saved, data)) for row in _forecast(saved, data, number, out, ends)]
 
 
 def _label(saved: Saved, logits: NDArray[Any]) -> Row:
@@ -127,16 +132,19 @@ def _label(saved: Saved, logits: NDArray[Any]) -> Row:
     }
 
 
-def _forecast(saved: Saved, data: Sequences, number: int, out: NDArray[Any]) -> Iterator[Row]:
+def _forecast(saved: Saved, data: Sequences, number: int, out: NDArray[Any], ends: tuple[tuple[Any, ...], ...]) -> Iterator[Row]:
     """The rows of one series: every step ahead of its last row, in the units of the file."""
     spec, codec = saved.spec.data, saved.task.codec
     last = data.starts[number] + data.lengths[number] - 1
     naive = Naive(data, np.array(codec.targets), spec.horizon, spec.season, spec.residual)(np.array([last]))[0]
     columns = [codec.columns[index] for index in codec.targets]
     mean, std = (np.array([values[index] for index in codec.targets]) for values in (codec.mean, codec.std))
-    name = data.names[number] if data.names is not None else None
+    name = data.names[number] if data.names is not None and codec.series is not None else None
+    times = times_ahead(ends[number], spec.horizon) if ends else None
     for step in range(spec.horizon):
-        row: Row = {} if name is None else {"unique_id": name}
+        row: Row = {} if name is None else {str(codec.series): name}
+        if times is not None:
+            row[str(codec.time)] = times[step]
         row["step"] = step + 1
         for place, column in enumerate(columns):
             value = (out[step, place] + naive[step, place]) * std[place] + mean[place]

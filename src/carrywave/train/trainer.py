@@ -7,14 +7,16 @@ in all of them, clips, and updates. The state of the lanes goes from batch to ba
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
+from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
@@ -23,7 +25,8 @@ from carrywave.parallel import gradients, pipeline
 from carrywave.parallel.capture import Capture
 from carrywave.parallel.precision import configure, parameter_dtype
 from carrywave.plan.plan import Plan
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.load import parse
+from carrywave.spec.spec import Spec, TrainSpec
 from carrywave.train import optimizer as optimizers
 from carrywave.train.scaler import Scaler
 
@@ -41,28 +44,38 @@ class StepResult:
 class Trainer:
     """Model, optimizer and the state of the lanes, for one plan on one device.
 
+    `spec` is the train section of a spec, or a mapping of its keys; without `device`, it trains where the model is. An
+    `optimizer` of the user's own takes the place of the spec's, and its learning rate is the user's to set. `keep_state`
+    hands the carry from step to step, to lanes that are not fresh; it is left out where the head pools or the model reads both ways.
     On CUDA, steps of a shape that comes again are recorded as CUDA graphs; CARRYWAVE_CAPTURE=0 switches that off.
     """
 
     def __init__(
         self,
         model: Model,
-        spec: TrainSpec | None = None,
+        spec: TrainSpec | Spec | Mapping[str, Any] | None = None,
         *,
         plan: Plan | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        keep_state: bool = True,
+        keep_state: bool | None = None,
     ) -> None:
-        self.spec, self.plan, self.device = spec or TrainSpec(), plan or Plan.serial(), torch.device(device)
+        if not isinstance(model, Model):
+            raise UserError(f"a trainer trains a cw.Model, got {type(model).__name__}; wrap your modules: cw.Model(encoder, lstm, head)")
+        whole = model.pooled or model.lstm.bidirectional
+        if keep_state and whole:
+            raise UserError("a head that pools, or a model that reads both ways, reads whole sequences; leave keep_state out")
+        self.spec, self.plan = _train_spec(spec), plan or Plan.serial()
+        self.device = next(model.parameters()).device if device is None else torch.device(device)
         configure(self.spec.precision)
         self.model = model.to(self.device, parameter_dtype(self.spec.precision))
         self.stage = Stage(self.model)
         self.named: list[tuple[str, nn.Parameter]] = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = optimizer or optimizers.build(self.spec, self.named, self.device)
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
-        self.keep_state = keep_state
+        self.keep_state = not whole if keep_state is None else keep_state
         self.state: State | None = None
+        self._uncounted = 0  # batches so far that had no place of their own in an epoch
         recordable = self.device.type == "cuda" and optimizer is None and self.spec.optimizer != "ntasgd"
         wanted = os.environ.get("CARRYWAVE_CAPTURE", "1") != "0"
         self._capture = Capture(self._step) if recordable and wanted else None
@@ -76,10 +89,13 @@ class Trainer:
         """One optimizer step, with its sums; they last until the next one."""
         if not self.model.training:
             self.model.train()
+        if not batches:
+            raise UserError("a step needs a batch; make one with Batch.of(inputs, targets)")
+        batches = tuple(batch if batch.inputs.device == self.device else batch.to(self.device) for batch in batches)
         lanes = batches[0].lanes.shape[0]
         if self.keep_state and (self.state is None or self.state.carries[0].h.shape[1] != lanes):
             self.state = self.model.start(lanes, self.device).detach()
-        keys = [random.key(self.spec.seed, batch.epoch, batch.step) for batch in batches]
+        keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
         state = pipeline.flatten(self.state) if self.keep_state and self.state is not None else None
         if self._capture is not None:
             result, left = self._capture(batches, keys, state)
@@ -88,6 +104,13 @@ class Trainer:
         if left is not None:
             self.state = pipeline.unflatten(left)
         return result
+
+    def _place(self, batch: Batch) -> int:
+        """The batch's step, or how many without one came before it: each needs dropout masks of its own."""
+        if batch.step >= 0:
+            return batch.step
+        self._uncounted += 1
+        return self._uncounted - 1
 
     def _step(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: list[Tensor] | None) -> tuple[StepResult, list[Tensor] | None]:
         """The step as a function of tensors alone: nothing is read on the host, so that it can be recorded."""
@@ -146,6 +169,12 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     saved = model.state_dict(keep_vars=True).keys()
     return own | {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
+
+
+def _train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
+    if isinstance(given, TrainSpec):
+        return given
+    return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}).train
 
 
 def sum_of(parts: list[Tensor]) -> Tensor:
