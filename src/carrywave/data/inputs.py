@@ -6,8 +6,9 @@ Nothing here imports torch, pandas, polars or datasets: each object is known by 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from carrywave.data.cache import ARRAYS
 from carrywave.data.codec import Codec
 from carrywave.data.fields import as_plain, steps_of
 from carrywave.data.parts import held_out
-from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, prepare
+from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, prepare, read
 from carrywave.data.rows import BATCH_ROWS, Row, Rows
 from carrywave.data.sequences import Sequences
+from carrywave.data.source import COMPRESSIONS, FORMATS
 from carrywave.data.table import Choice, Table, arrange
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
@@ -34,6 +36,7 @@ PARTS = {"train": "train", "valid": "valid", "validation": "valid", "test": "tes
 def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepared:
     """Data ready to train on. `data` is train, or a dict of train, valid and test; each part may be
 
+    - a Path, or a string that names a file (see `file_of`): all parts then are files;
     - a text (language); an array or tensor of tokens, one stream or [sequences, steps]; a list of sequences of any lengths;
     - a pair (inputs, targets); a list of such pairs, or of dicts with the fields of a JSON line;
     - a frame (pandas, polars, Arrow): series for forecasting, else rows with the fields of a JSON line;
@@ -44,17 +47,56 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
     check_spec(spec)
     check_codec(codec, spec)
     given = _by_part(data)
-    files = {part: str(value) for part, value in given.items() if isinstance(value, Path)}
-    if files:
-        if len(files) < len(given):
-            raise DataError(f"data mixes files ({', '.join(files)}) and objects; give all parts as files, or all as objects")
-        return prepare(spec.model_copy(update={"data": spec.data.model_copy(update={"valid": None, "test": None, **files})}), codec=codec)
+    if _files(given, spec):
+        return prepare(naming(data, spec), codec=codec)
     if spec.task == "forecasting":
         openers = {part: _table_opener(value, part, spec) for part, value in given.items()}
         found, codec = series.build(openers, spec, MemoryAppender, codec=codec)
     else:
         found, codec = _examples({part: _rows(value, part, spec) for part, value in given.items()}, spec, codec)
     return bundle(found, codec, _fingerprint(found, codec), lambda _: None)
+
+
+def naming(data: Any, spec: Spec) -> Spec:
+    """The spec, with the files that data from Python names; with no file at all where it is objects."""
+    files = _files(_by_part(data), spec)
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"train": None, "valid": None, "test": None, **files})})
+
+
+def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
+    """One more part, a file or an object, by the codec of a run; without `labelled`, labels may be missing and are not read."""
+    file = file_of(data, spec)
+    if file is not None:
+        return read(file, codec, spec, labelled=labelled, part=part)
+    if spec.task == "forecasting":
+        found = series.read(_table_opener(data, part, spec)(codec), codec, spec, MemoryAppender, part=part, labelled=labelled)
+    else:
+        rows = _rows(data, part, spec)
+        join = spec.task == "language" and spec.streams and rows.join
+        found = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join)
+    return replace(found, fingerprint=_fingerprint({part: found}, codec))
+
+
+def file_of(value: Any, spec: Spec) -> str | None:
+    """The file that a value names, or None: a Path always; a string unless the task is language and it may be a text.
+
+    For language, a string is a file where one of that name is there, or where it is one word that ends as data files do.
+    """
+    if isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, str):
+        return None
+    suffixes = [suffix.lower() for suffix in Path(value).suffixes if suffix.lower() not in COMPRESSIONS]
+    one_word = bool(value) and not any(letter.isspace() for letter in value)
+    named = one_word and (value.startswith("builtin:") or (bool(suffixes) and suffixes[-1] in FORMATS))
+    return value if named or spec.task != "language" or ("\n" not in value and os.path.isfile(value)) else None
+
+
+def _files(given: Mapping[str, Any], spec: Spec) -> dict[str, str]:
+    files = {part: file for part, value in given.items() if (file := file_of(value, spec)) is not None}
+    if files and len(files) < len(given):
+        raise DataError(f"data mixes files ({', '.join(files)}) and objects; give all parts as files, or all as objects")
+    return files
 
 
 def _by_part(data: Any) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from carrywave.spec.spec import Spec
 class Metric(Protocol):
     """Sums that batches add to."""
 
+    def fits(self, out: object, target: Tensor) -> bool:
+        """Whether this is something it can judge: a head of the user's own may put out anything."""
+
     def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
         """Add a batch: what the head put out, its targets, and perhaps a baseline's forecast."""
 
@@ -61,6 +64,10 @@ class Mean:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
 
+    def fits(self, out: object, target: Tensor) -> bool:
+        """Any sum of losses."""
+        return isinstance(out, Tensor) and out.dim() == 0
+
     @torch.no_grad()
     def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
         """Add a sum of losses (`out`) and the number of targets in it (`target`)."""
@@ -85,6 +92,10 @@ class Confusion:
 
     def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
         self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # target, guess
+
+    def fits(self, out: object, target: Tensor) -> bool:
+        """A number for each class."""
+        return isinstance(out, Tensor) and out.shape == (*target.shape, self.counts_KK.shape[0])
 
     @torch.no_grad()
     def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
@@ -128,6 +139,10 @@ class Errors:
         self.absolute_HC, self.square_HC, self.count_HC = zeros_HC.clone(), zeros_HC.clone(), zeros_HC.clone()
         self.naive_HC, self.naive_count_HC = zeros_HC.clone(), zeros_HC.clone()
         self.covered_Q = torch.zeros(len(self.quantiles), dtype=torch.float64, device=device)
+
+    def fits(self, out: object, target: Tensor) -> bool:
+        """A number for each target, or one for each of its quantiles."""
+        return isinstance(out, Tensor) and out.shape == (*target.shape, *([len(self.quantiles)] if self.quantiles else []))
 
     @torch.no_grad()
     def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:

@@ -37,14 +37,14 @@ def evaluate(
     model: Model, task: Task, part: Part, *, plan: Plan, device: torch.device, tick: Callable[[int, int], None] | None = None
 ) -> dict[str, float]:
     """Mean loss over all real targets of a part, and the task's metrics."""
-    meter = task.meter(device)
+    judge = _Judge(task.meter(device) if model.has_output else None)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    observe = None if meter is None else _observer(meter)
+    observe = None if judge.meter is None else judge.see
     for _, outcome in passes(model, task.spec, part, plan=plan, device=device, observe=observe, tick=tick):
         sums += torch.stack([outcome.loss_sum, outcome.count])
     loss_sum, count = sums.tolist()
     loss = loss_sum / count if count else float("nan")
-    return {"loss": loss} | task.derived(loss) | ({} if meter is None else meter.values()) | part.baseline
+    return {"loss": loss} | task.derived(loss) | ({} if judge.meter is None else judge.meter.values()) | part.baseline
 
 
 def passes(
@@ -82,9 +82,16 @@ def passes(
         model.train(was_training)
 
 
-def _observer(meter: Metric) -> pipeline.Observer:
-    def observe(out: Tensor, target: Tensor | None) -> None:
-        if target is not None:
-            meter.update(out, target)
+class _Judge:
+    """Shows what the head puts out to the task's metric. A head of the user's own may put out something else: it has a loss alone."""
 
-    return observe
+    def __init__(self, meter: Metric | None) -> None:
+        self.meter = meter
+
+    def see(self, out: Tensor, target: Tensor | None) -> None:
+        if self.meter is None or target is None:
+            return
+        if self.meter.fits(out, target):
+            self.meter.update(out, target)
+        else:
+            self.meter = None

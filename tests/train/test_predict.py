@@ -1,0 +1,152 @@
+"""Predictions of trained runs: in the file's order and units, whatever way the data was batched."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from carrywave.errors import UserError
+from carrywave.spec.load import parse
+from carrywave.train.fit import train
+from carrywave.train.predict import predict_run
+from carrywave.train.saved import evaluate_run, open_run
+
+
+def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def learn(tmp_path: Path, task: str, data: dict[str, Any], **sections: Any) -> Path:
+    spec = parse({"task": task, "data": data, "model": {"hidden": 10, "layers": 1}, **sections})
+    train(spec, run=tmp_path / "run", device="cpu")
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A character model that has learned a very regular text."""
+    folder = tmp_path_factory.mktemp("speaker")
+    (folder / "text.txt").write_text("abcdefgh\n" * 300)
+    batch, steps = {"lanes": 4, "steps": 20}, {"epochs": 4, "lr": 0.03, "clip": 1.0}
+    return learn(folder, "language", {"train": str(folder / "text.txt")}, batch=batch, train=steps)
+
+
+def test_the_likeliest_continuation_is_what_was_learned(speaker: Path) -> None:
+    row = predict_run(speaker, prompt="abc", tokens=15, temperature=0.0, device="cpu")[0]
+    assert row == {"prompt": "abc", "continuation": "defgh\nabcdefgh\n", "text": "abcdefgh\nabcdefgh\n"}
+
+
+def test_sampling_is_keyed_by_its_seed(speaker: Path) -> None:
+    first, again, other = (
+        predict_run(speaker, prompt="a", tokens=40, temperature=3.0, seed=seed, device="cpu")[0]["text"] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_prompts_from_a_file_do_not_see_each_other(speaker: Path, tmp_path: Path) -> None:
+    prompts = lines(tmp_path / "prompts.jsonl", [{"text": "abcdefgh\nab"}, {"text": "c"}, {"prompt": "fg"}])
+    rows = predict_run(speaker, prompts, tmp_path / "out.jsonl", tokens=8, temperature=0.0, device="cpu")
+    alone = [predict_run(speaker, prompt=row["prompt"], tokens=8, temperature=0.0, device="cpu")[0] for row in rows]
+    assert rows == alone
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
+
+
+def test_an_empty_prompt_starts_like_a_line(speaker: Path) -> None:
+    assert predict_run(speaker, tokens=9, temperature=0.0, device="cpu")[0]["text"] == "abcdefgh\n"
+
+
+def shifted(draw: np.random.Generator, number: int) -> list[dict[str, Any]]:
+    rows = []
+    for _ in range(number):
+        up = bool(draw.integers(2))
+        steps = draw.normal(size=(int(draw.integers(1, 15)), 2)) + (2.0 if up else -2.0)
+        rows.append({"steps": steps.round(3).tolist(), "label": "up" if up else "down"})
+    return rows
+
+
+def test_labels_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    data = lines(tmp_path / "train.jsonl", shifted(draw, 80))
+    run = learn(tmp_path, "classification", {"train": str(data)}, batch={"tokens": 64}, train={"epochs": 6, "lr": 0.02})
+    wanted = shifted(draw, 30)
+    given = lines(tmp_path / "given.jsonl", [{"steps": row["steps"]} for row in wanted])
+    rows = predict_run(run, given, tmp_path / "out.csv", device="cpu")
+    assert [row["label"] for row in rows] == [row["label"] for row in wanted]
+    assert all(sum(row["probabilities"].values()) == pytest.approx(1.0, abs=1e-5) for row in rows)
+    with (tmp_path / "out.csv").open() as file:
+        assert [row["label"] for row in csv.DictReader(file)] == [row["label"] for row in rows]
+    # What is predicted agrees with how the run is judged on the same rows.
+    assert evaluate_run(run, lines(tmp_path / "judged.jsonl", wanted), device="cpu")["accuracy"] == 1.0
+    with pytest.raises(UserError, match="predict needs an INPUT file for a classification model"):
+        predict_run(run, device="cpu")
+
+
+@pytest.mark.parametrize("batch", [{"tokens": 40}, {"lanes": 3, "steps": 8}])
+def test_tags_are_one_for_each_step(tmp_path: Path, batch: dict[str, int]) -> None:
+    draw = np.random.default_rng(0)
+
+    def sentence() -> dict[str, Any]:
+        words = [["cat", "dog", "runs", "sees"][i] for i in draw.integers(4, size=int(draw.integers(1, 12)))]
+        return {"tokens": words, "labels": ["noun" if word in ("cat", "dog") else "verb" for word in words]}
+
+    data = lines(tmp_path / "train.jsonl", [sentence() for _ in range(60)])
+    run = learn(tmp_path, "tagging", {"train": str(data)}, batch=batch, train={"epochs": 8, "lr": 0.03})
+    wanted = [sentence() for _ in range(20)]
+    rows = predict_run(run, lines(tmp_path / "given.jsonl", [{"tokens": row["tokens"]} for row in wanted]), device="cpu")
+    assert [row["labels"] for row in rows] == [row["labels"] for row in wanted]
+
+
+def test_numbers_come_back_in_the_units_of_the_file(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+
+    def row() -> dict[str, Any]:
+        steps = draw.normal(size=(int(draw.integers(3, 6)), 1))
+        return {"steps": steps.round(3).tolist(), "label": [1000.0 + 50.0 * float(steps.mean()), 3.0]}
+
+    data = lines(tmp_path / "train.jsonl", [row() for _ in range(150)])
+    run = learn(tmp_path, "regression", {"train": str(data)}, batch={"tokens": 64}, train={"epochs": 15, "lr": 0.02})
+    wanted = [row() for _ in range(20)]
+    rows = predict_run(run, lines(tmp_path / "given.jsonl", [{"steps": r["steps"]} for r in wanted]), device="cpu")
+    error = [abs(got["label"][0] - want["label"][0]) for got, want in zip(rows, wanted, strict=True)]
+    # The label moves by some 25 around 1000; what is learned is far closer than that.
+    assert float(np.mean(error)) < 10.0
+    assert all(got["label"][1] == pytest.approx(3.0, abs=0.5) for got in rows)
+
+
+def table(path: Path, hours: int) -> Path:
+    rows = [f"2024-01-{1 + h // 24:02d} {h % 24:02d}:00:00,{10 + 5 * np.sin(h * np.pi / 12):.4f},{h % 24}" for h in range(hours)]
+    path.write_text("date,load,clock\n" + "\n".join(rows) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("quantiles", [None, [0.1, 0.5, 0.9]])
+def test_forecasts_go_on_from_the_last_row(tmp_path: Path, quantiles: list[float] | None) -> None:
+    data: dict[str, Any] = {"train": str(table(tmp_path / "a.csv", 24 * 20)), "horizon": 6, "season": 24, "residual": "season"}
+    data |= {"targets": ["load"], "split": [0.7, 0.15, 0.15]} | ({"quantiles": quantiles} if quantiles else {})
+    run = learn(tmp_path, "forecasting", data, batch={"lanes": 8, "steps": 24}, train={"epochs": 12, "lr": 0.01})
+    rows = predict_run(run, table(tmp_path / "b.csv", 24 * 4), tmp_path / "out.csv", device="cpu")
+    assert [row["date"] for row in rows[:2]] == ["2024-01-05 00:00:00", "2024-01-05 01:00:00"]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    truth = [10 + 5 * np.sin(h * np.pi / 12) for h in range(96, 102)]
+    column = "load-q0.5" if quantiles else "load"
+    # The season repeats exactly, so the naive part alone is right; the learned part must stay small.
+    assert [row[column] for row in rows] == pytest.approx(truth, abs=0.8)
+    if quantiles:
+        assert all(row["load-q0.1"] <= row["load-q0.5"] <= row["load-q0.9"] for row in rows)
+    judged = evaluate_run(run, device="cpu")
+    assert judged["naive_mae"] == pytest.approx(0.0, abs=1e-4)
+    assert {"mae", "rmse", "mase"} <= judged.keys()
+
+
+def test_a_run_opens_with_its_own_weights(speaker: Path) -> None:
+    first, second = open_run(speaker, "cpu"), open_run(speaker, "cpu")
+    assert not first.model.training
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
