@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from carrywave.spec.load import load as load_spec
     from carrywave.spec.spec import Spec
     from carrywave.train.fit import fit
-    from carrywave.train.predict import predict_run as predict
+    from carrywave.train.predict import predict
     from carrywave.train.saved import evaluate_run as evaluate
     from carrywave.train.trainer import Trainer
 
@@ -33,7 +33,7 @@ _HOMES = {
     "evaluate": ("carrywave.train.saved", "evaluate_run"),
     "fit": ("carrywave.train.fit", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),
-    "predict": ("carrywave.train.predict", "predict_run"),
+    "predict": ("carrywave.train.predict", "predict"),
 }
 
 

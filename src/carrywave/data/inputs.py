@@ -23,6 +23,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.fields import as_plain, steps_of
 from carrywave.data.parts import held_out
 from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, prepare, read
+from carrywave.data.prepare import last_times as last_times_of_file
 from carrywave.data.rows import BATCH_ROWS, Row, Rows
 from carrywave.data.sequences import Sequences
 from carrywave.data.source import COMPRESSIONS, FORMATS
@@ -30,6 +31,7 @@ from carrywave.data.table import Choice, Table, arrange
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
+LONGEST_NAME = 4096  # characters that a file's name may have
 PARTS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
 
 
@@ -77,6 +79,12 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
     return replace(found, fingerprint=_fingerprint({part: found}, codec))
 
 
+def last_times(data: Any, codec: Codec, spec: Spec) -> tuple[tuple[Any, ...], ...]:
+    """The last few times of each series of a file or an object; nothing where it has none."""
+    file = file_of(data, spec)
+    return last_times_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec)(codec).last_times
+
+
 def file_of(value: Any, spec: Spec) -> str | None:
     """The file that a value names, or None: a Path always; a string unless the task is language and it may be a text.
 
@@ -86,10 +94,13 @@ def file_of(value: Any, spec: Spec) -> str | None:
         return str(value)
     if not isinstance(value, str):
         return None
+    if spec.task != "language":
+        return value
+    if len(value) > LONGEST_NAME or "\n" in value:
+        return None
     suffixes = [suffix.lower() for suffix in Path(value).suffixes if suffix.lower() not in COMPRESSIONS]
-    one_word = bool(value) and not any(letter.isspace() for letter in value)
-    named = one_word and (value.startswith("builtin:") or (bool(suffixes) and suffixes[-1] in FORMATS))
-    return value if named or spec.task != "language" or ("\n" not in value and os.path.isfile(value)) else None
+    ends_as_files_do = bool(suffixes) and suffixes[-1] in FORMATS and not any(letter.isspace() for letter in value)
+    return value if ends_as_files_do or value.startswith("builtin:") or os.path.isfile(value) else None
 
 
 def _files(given: Mapping[str, Any], spec: Spec) -> dict[str, str]:

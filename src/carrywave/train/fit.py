@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from carrywave.data.codec import Codec
-from carrywave.data.inputs import from_python
+from carrywave.data.inputs import from_python, naming
 from carrywave.data.order import SequenceOrder
 from carrywave.data.prepare import Prepared, prepare
-from carrywave.errors import PlanError, RunError, SpecError
+from carrywave.errors import PlanError, RunError, SpecError, UserError
 from carrywave.model.model import Model
 from carrywave.parallel.precision import parameter_dtype
 from carrywave.plan.plan import Plan, resolve
+from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Task
@@ -32,14 +34,17 @@ from carrywave.train.trainer import Trainer, tensors_of
 from carrywave.train.watch import Silent, Watcher
 
 
+Own = Model | Callable[[DataFacts], Model]  # a model of the user's own, or what makes one once the data is known
+
+
 @dataclass(frozen=True)
 class Result:
     """How a run ended."""
 
     run: Path
     ending: Ending | None  # None: nothing was trained (a dry run)
-    metrics: dict[str, dict[str, float]]  # of the best weights, by part
-    model: Model  # with the best weights
+    metrics: dict[str, dict[str, float]]  # loss and metrics of the best weights, by part: valid, test
+    model: Model  # with the best weights, in evaluation mode
 
 
 def train(
@@ -57,6 +62,7 @@ def train(
     where = pick_device(device)
     folder, snapshot = _folder(spec, run, resume)
     if snapshot is not None:
+        _refuse_python(spec, folder)
         check_same(spec, snapshot)
     codec = None if init is None else _init_codec(init)
     prepared = prepare(spec, codec=codec, note=watch.say)
@@ -64,8 +70,9 @@ def train(
 
 
 def fit(
-    model: Model | Mapping[str, Any] | None,
+    model: Own | Mapping[str, Any] | None,
     data: Any,
+    /,
     *,
     spec: Spec | Mapping[str, Any] | str | Path | None = None,
     run: str | Path | None = None,
@@ -77,23 +84,32 @@ def fit(
     watch: Watcher | None = None,
     **sections: Any,
 ) -> Result:
-    """Train from Python: `model` is a `Model` of the user's own modules, or the spec's model section; `data` files, arrays or Datasets.
+    """Train from Python, and leave a run as the command line does.
 
-    What else a spec holds goes into `spec`, or section by section: `fit(None, texts, task="language", train={"epochs": 3})`.
+    `model` is the spec's model section (`{"hidden": 128}`, or None for its defaults); or a `Model` of the user's own modules,
+    which is trained in place; or a function that makes one from the facts of the data (`facts.vocabulary`, `facts.labels`, …).
+    `data` is whatever `from_python` takes: files, arrays, frames, Datasets; None for the files of the spec.
+
+    What else a spec holds goes into `spec`, or section by section:
+    `fit({"hidden": 64}, frame, task="forecasting", data={"horizon": 24}, train={"epochs": 3})`.
     """
     if devices != 1:
         raise PlanError(f"devices={devices}: this version trains on one device; use devices=1")
+    if isinstance(model, nn.Module) and not isinstance(model, Model):
+        raise UserError(f"model is a {type(model).__name__}; wrap your modules around a cw.LSTM: cw.Model(encoder, lstm, head)")
+    if model is not None and not isinstance(model, Mapping) and not callable(model):
+        raise UserError(f"model is a {type(model).__name__}; give a cw.Model, a function that makes one, or the spec's model section")
     asked = _spec_of(spec, model, plan, sections)
+    asked = asked if data is None else naming(data, asked)
     watch = watch or Silent()
     where = pick_device(device)
     folder, snapshot = _folder(asked, None if run is None else Path(run), resume)
     if snapshot is not None:
         check_same(asked, snapshot)
-    own = model if isinstance(model, Model) else None
-    if data is None or isinstance(data, Path):
-        prepared = prepare(asked if data is None else asked.model_copy(update={"data": asked.data.model_copy(update={"train": str(data)})}))
-    else:
-        prepared = from_python(data, asked)
+    own = None if model is None or isinstance(model, Mapping) else model
+    codec = None if init is None else _init_codec(init)
+    from_files = asked.data.train is not None
+    prepared = prepare(asked, codec=codec, note=watch.say) if from_files else from_python(data, asked, codec=codec)
     return _train(asked, prepared, own, folder, snapshot, init, where, watch, dry_run=False)
 
 
@@ -109,7 +125,7 @@ def _folder(spec: Spec, run: Path | None, resume: bool) -> tuple[Run, Snapshot |
     if not resume:
         return Run.create(run, spec.task), None
     if run is None:
-        raise RunError("--resume needs to know which run to go on with; add --run DIR")
+        raise RunError("resume needs to know which run to go on with; add --run DIR (in Python, run=...)")
     folder = Run.open(run)
     return folder, load_snapshot(folder.snapshots)
 
@@ -117,7 +133,7 @@ def _folder(spec: Spec, run: Path | None, resume: bool) -> tuple[Run, Snapshot |
 def _train(
     spec: Spec,
     prepared: Prepared,
-    own: Model | None,
+    own: Own | None,
     folder: Run,
     snapshot: Snapshot | None,
     init: str | None,
@@ -131,7 +147,7 @@ def _train(
         None if prepared.valid is None else task.part("valid", prepared.valid),
         None if prepared.test is None else task.part("test", prepared.test),
     )
-    model = own or task.model(prepared.train)
+    model = task.model(prepared.train) if own is None else _own_model(own, spec, prepared.facts)
     plan = resolve(spec.plan_spec, layers=model.lstm.num_layers, workers=1, lanes=spec.lanes if spec.streams else None)
     model.to(parameter_dtype(spec.train.precision))
     if init is not None:
@@ -151,18 +167,43 @@ def _train(
         folder.write_spec(spec)
         folder.write_json("plan.json", asdict(plan))
         folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
-        folder.write_json("facts.json", asdict(prepared.facts) | {"scale": list(task.scale)})
-        return _carry_out(loop, watch)
+        folder.write_json("facts.json", asdict(prepared.facts) | {"scale": list(task.scale), "own_model": own is not None})
+        from_python = own is not None or spec.data.train is None
+        again = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if from_python else f"carrywave train --resume --run {folder.path}"
+        return _carry_out(loop, watch, again)
 
 
-def _carry_out(loop: Loop, watch: Watcher) -> Result:
+def _own_model(own: Own, spec: Spec, facts: DataFacts) -> Model:
+    model: object = own
+    if not isinstance(own, Model):
+        # Seeded, and apart from the caller's generator: equal calls give equal weights.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.train.seed)
+            model = own(facts)
+    if not isinstance(model, Model):
+        raise UserError(f"the function that makes the model returned a {type(model).__name__}; return cw.Model(encoder, lstm, head)")
+    if model.lstm.bidirectional and spec.streams:
+        raise SpecError("the model reads both ways, and a stream cannot be read backwards; set batch.tokens for separate sequences")
+    return model
+
+
+def _refuse_python(spec: Spec, folder: Run) -> None:
+    """A run from Python cannot go on from its files alone."""
+    if spec.data.train is None or folder.read_json("facts.json").get("own_model"):
+        raise RunError(
+            f"{folder.path} was trained from Python, on data or with modules that no file holds; "
+            f"go on there: cw.fit(model, data, run={str(folder.path)!r}, resume=True)"
+        )
+
+
+def _carry_out(loop: Loop, watch: Watcher, again: str) -> Result:
     at = loop.progress
     if at.ending == "done" and at.epoch < loop.spec.train.epochs and not _max_steps_reached(loop):
         at.ending = None  # the run is asked to go on for longer than it was
     already = at.ending
     ending = already or loop.run()
     if ending in ("interrupted", "terminated"):
-        watch.end(f"{ending} at step {at.step}; go on with: carrywave train --resume --run {loop.folder.path}")
+        watch.end(f"{ending} at step {at.step}; go on with: {again}")
         return Result(loop.folder.path, ending, {}, loop.trainer.model)
     reached = _finish(loop, judged=already is None)
     told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
@@ -182,6 +223,7 @@ def _finish(loop: Loop, *, judged: bool) -> dict[str, dict[str, float]]:
     load_parameters(
         own, load_weights(loop.folder.weights, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), "weights.safetensors"
     )
+    loop.trainer.model.eval()
     reached = {}
     if loop.progress.best is not None:
         reached["valid"] = dict(loop.progress.best)
@@ -227,5 +269,5 @@ def _spec_of(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, pla
     if isinstance(plan, Plan):
         plan = {name: value for name, value in asdict(plan).items() if value != getattr(Plan(), name)}
     if plan != "auto":
-        base["plan"] = dict(plan)
+        base["plan"] = plan if isinstance(plan, str) else dict(plan)
     return parse(base)

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.ahead import times_ahead
-from carrywave.data.prepare import last_times, read
+from carrywave.data.inputs import file_of, last_times, read_python
 from carrywave.data.sequences import Sequences
 from carrywave.data.view import View
-from carrywave.errors import DataError, UserError
+from carrywave.errors import DataError, RunError, UserError
+from carrywave.model.model import Model
 from carrywave.parallel.pipeline import Observer
 from carrywave.plan.plan import Plan
 from carrywave.spec.spec import BatchSpec
@@ -33,26 +34,36 @@ from carrywave.train.saved import Saved, open_run
 Row = dict[str, Any]
 
 
-def predict_run(
-    path: Path,
-    input: Path | None = None,
-    output: Path | None = None,
+def predict(
+    path: Path | str,
+    data: Any = None,
     *,
     prompt: str | None = None,
     tokens: int = 200,
     temperature: float = 1.0,
     seed: int = 1,
     device: str = "auto",
+    model: Model | None = None,
 ) -> list[Row]:
-    """Predict for a file (or, for a language model, a prompt), and write rows to a .jsonl or .csv file or to standard output."""
-    saved = open_run(path, device)
+    """Predictions for a file or an object as `fit` takes them, labels not needed; for a language model a prompt, or a list of them.
+
+    `model` is the model of a run that was trained with modules of the user's own; its best weights are loaded into it.
+    """
+    saved = open_run(path, device, model)
+    if not saved.model.has_output:
+        raise RunError(f"the head {type(saved.model.head).__name__} has no forward, so there is nothing to predict with; give it one")
     if saved.spec.task == "language":
-        rows = continuations(saved, input, prompt, tokens, temperature, seed)
-    elif input is None:
+        return continuations(saved, _prompts(data, prompt, saved), tokens, temperature, seed)
+    if data is None:
         raise UserError(f"predict needs an INPUT file for a {saved.spec.task} model; add it after the run")
-    else:
-        ends = last_times(str(input), saved.task.codec, saved.spec) if saved.spec.task == "forecasting" else ()
-        rows = predictions(saved, read(str(input), saved.task.codec, saved.spec, labelled=False), ends)
+    codec, spec = saved.task.codec, saved.spec
+    ends = last_times(data, codec, spec) if spec.task == "forecasting" else ()
+    return predictions(saved, read_python(data, codec, spec, labelled=False), ends)
+
+
+def predict_run(path: Path, input: Path | None = None, output: Path | None = None, *, prompt: str | None = None, **how: Any) -> list[Row]:
+    """Predict for a file (or, for a language model, a prompt), and write rows to a .jsonl or .csv file or to standard output."""
+    rows = predict(path, input, prompt=prompt, **how)
     text = (
         _csv(rows)
         if output is not None and output.suffix == ".csv"
@@ -66,12 +77,9 @@ def predict_run(
     return rows
 
 
-def continuations(saved: Saved, input: Path | None, prompt: str | None, count: int, temperature: float, seed: int) -> list[Row]:
-    """The prompt, or each line of a file, continued."""
+def continuations(saved: Saved, prompts: list[str], count: int, temperature: float, seed: int) -> list[Row]:
+    """Each prompt, continued."""
     codec = saved.task.codec
-    prompts = [prompt if prompt is not None else ""] if input is None else list(_prompts(input))
-    if not prompts:
-        raise DataError(f"{input} is empty; give a prompt on each line")
     # A model must have read something: with an empty prompt, what a line's end is to it.
     starts = [codec.encode(text) if text else codec.encode("\n")[-1:] for text in prompts]
     made = generate(saved.model, [ids.tolist() for ids in starts], count, temperature=temperature, seed=seed, device=saved.device)
@@ -82,7 +90,21 @@ def continuations(saved: Saved, input: Path | None, prompt: str | None, count: i
     return rows
 
 
-def _prompts(path: Path) -> Iterator[str]:
+def _prompts(data: Any, prompt: str | None, saved: Saved) -> list[str]:
+    """The prompt itself; the lines of a file; a text, or a list of them."""
+    if data is None:
+        return [prompt or ""]
+    file = file_of(data, saved.spec)
+    found = list(_lines(Path(file))) if file is not None else [data] if isinstance(data, str) else list(data)
+    if not found:
+        raise DataError(f"{file or 'data'} is empty; give a prompt on each line")
+    for number, text in enumerate(found):
+        if not isinstance(text, str):
+            raise DataError(f"prompt {number} is of type {type(text).__name__}, not a string; give a list of texts")
+    return found
+
+
+def _lines(path: Path) -> Iterator[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

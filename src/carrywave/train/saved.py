@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from carrywave.data.codec import Codec
-from carrywave.data.prepare import prepare, read
+from carrywave.data.inputs import file_of, read_python
+from carrywave.data.prepare import prepare
 from carrywave.errors import DataError, RunError
 from carrywave.model.model import Model
 from carrywave.parallel.precision import configure, parameter_dtype
@@ -37,41 +39,51 @@ class Saved:
     device: torch.device
 
 
-def open_run(path: Path, device: str = "auto") -> Saved:
-    """The best weights of a run, in the model of its spec."""
-    run = Run.open(path)
+def open_run(path: Path | str, device: str = "auto", model: Model | None = None) -> Saved:
+    """The best weights of a run, in the model of its spec, or in `model`, where the run was trained with modules of the user's own."""
+    run = Run.open(Path(path))
     spec = load(run.path / "spec.yaml")
     codec = Codec.from_json(json.dumps(run.read_json("codec.json")))
     known = run.read_json("facts.json")
     try:
         scale = tuple(float(value) for value in known.pop("scale"))
+        own_model = bool(known.pop("own_model", False))
         facts = DataFacts(**known | {"labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{run.path / 'facts.json'} is damaged ({error}); give the folder of a whole run") from error
     if not run.weights.is_file():
         raise RunError(f"{run.path} has no weights.safetensors yet; train it to the end of its first epoch (--resume)")
+    if own_model and model is None:
+        raise RunError(
+            f"{run.path} was trained with modules of your own, which no file describes; rebuild the model in Python and give it as "
+            f"model=..., or load {run.weights} into it"
+        )
     task = Task(spec, codec, facts, scale)
     where = pick_device(device)
     configure(spec.train.precision)
-    # The file of pretrained embeddings was needed once, at the start; the weights hold what became of them.
-    bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
-    model = bare.model().to(where, parameter_dtype(spec.train.precision))
+    if model is None:
+        # The file of pretrained embeddings was needed once, at the start; the weights hold what became of them.
+        bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
+        model = bare.model()
+    model = model.to(where, parameter_dtype(spec.train.precision))
     own = tensors_of(model)
     load_parameters(own, load_weights(run.weights, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), str(run.weights))
     model.eval()
     return Saved(run, spec, task, model, where)
 
 
-def evaluate_run(path: Path, data: Path | None = None, device: str = "auto") -> dict[str, object]:
-    """Loss and metrics of the best weights, on a file, or on the run's own test data (valid where it has none)."""
-    saved = open_run(path, device)
+def evaluate_run(path: Path | str, data: Any = None, device: str = "auto", *, model: Model | None = None) -> dict[str, object]:
+    """Loss and metrics of the best weights, on a file or an object as `fit` takes them, or on the run's own test (or else valid) file."""
+    saved = open_run(path, device, model)
     part = _part(saved, data)
     return {"split": part.name, **evaluate(saved.model, saved.task, part, plan=Plan.serial(), device=saved.device)}
 
 
-def _part(saved: Saved, data: Path | None) -> Part:
+def _part(saved: Saved, data: Any) -> Part:
     if data is not None:
-        return saved.task.part(str(data), read(str(data), saved.task.codec, saved.spec))
+        return saved.task.part(file_of(data, saved.spec) or "data", read_python(data, saved.task.codec, saved.spec))
+    if saved.spec.data.train is None:
+        raise DataError(f"{saved.run.path} was trained on data from Python, which no file holds; give data to evaluate on")
     prepared = prepare(saved.spec, codec=saved.task.codec)
     for name, found in (("test", prepared.test), ("valid", prepared.valid)):
         if found is not None:

@@ -1,0 +1,733 @@
+"""Bad input, through the command line: one line that says the fact and the remedy, exit 2, and nothing left behind.
+
+Each test works in a folder of its own. Whatever stands in it before a refused command must be there after it, byte for byte,
+and nothing else; in the cache of parsed data no draft may remain.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pa_parquet
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from carrywave.cli.main import app
+from carrywave.tasks.task import Task
+from carrywave.train import durable, snapshot
+
+TEXT = "the cat sat on the mat\nthe dog ate the log\n" * 8
+ROWS = [{"steps": [[0.1 * i, -0.2 * i], [0.3, 0.1 * i]], "label": "up" if i % 2 else "down"} for i in range(12)]
+TINY = ["model.hidden=4", "model.layers=1", "train.epochs=2", "train.lr=0.01"]
+LANGUAGE = ["data.train=train.txt", "batch.lanes=4", "batch.steps=8", *TINY]
+LABELS = ["task=classification", "data.train=train.jsonl", "batch.tokens=32", *TINY]
+SERIES = ["task=forecasting", "data.train=train.csv", "data.horizon=2", "batch.lanes=1", "batch.steps=8", *TINY]
+TABLE = "ds,y,x\n" + "".join(f"2024-01-{day:02d},{day % 5}.5,{day}\n" for day in range(1, 29))
+FLAG_OF_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def call(*words: str) -> tuple[int, str, BaseException | None]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.stderr, result.exception
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file under a folder with its bytes, and every folder; of the cache, drafts alone."""
+    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
+    return {name: path.read_bytes() if path.is_file() else None for name, path in found.items() if not re.match("cache/[^.]", name)}
+
+
+def one_line(code: int, err: str) -> str:
+    """The message, of the form that every refusal has: fact, then remedy."""
+    assert code == 2, err
+    assert err.startswith("carrywave: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+    message = err.removeprefix("carrywave: ").rstrip("\n")
+    assert re.search(r"\S; \S", message), f"no remedy: {message}"
+    return message
+
+
+def refused(*words: str) -> str:
+    """The message of a command that is refused in this folder and leaves it as it was."""
+    before = contents(Path.cwd())
+    code, err, fault = call(*words)
+    assert isinstance(fault, SystemExit), err
+    message = one_line(code, err)
+    assert contents(Path.cwd()) == before
+    return message
+
+
+def write(name: str, content: str | bytes | list[Any]) -> None:
+    if isinstance(content, list):
+        content = "".join(json.dumps(row) + "\n" for row in content)
+    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder a test works in, with good data to train on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CARRYWAVE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    write("train.txt", TEXT)
+    write("train.jsonl", ROWS)
+    write("train.csv", TABLE)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of a language model and of a classifier, in the folder with their data; copied for each test that spoils one."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("CARRYWAVE_CACHE", str(folder / "cache"))
+        write("train.txt", TEXT)
+        write("train.jsonl", ROWS)
+        for name, words in (("run", LANGUAGE), ("labels", LABELS)):
+            assert call("train", *words, "--run", name, "--device", "cpu")[:2] == (0, "")
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, work: Path) -> Path:
+    """A run of a language model, to be spoilt."""
+    shutil.copytree(trained / "run", work / "run")
+    return Path("run")
+
+
+@pytest.fixture
+def labels(trained: Path, work: Path) -> Path:
+    """A run of a classifier, to be spoilt."""
+    shutil.copytree(trained / "labels", work / "labels")
+    return Path("labels")
+
+
+# Data.
+
+NAN = float("nan")
+STEPS: dict[str, tuple[Any, str]] = {
+    "nan": ([[0, 1], [1, NAN]], "valid.jsonl:2: step 1, column 1 of steps is nan, not a finite number (below 1e25); fill the gap"),
+    "null": ([[0, None]], "valid.jsonl:2: step 0, column 1 of steps is nan, not a finite number (below 1e25); fill the gap"),
+    "infinite": ([[float("-inf"), 1]], "valid.jsonl:2: step 0, column 0 of steps is -inf, not a finite number (below 1e25); fill the gap"),
+    "zero length": ([], "valid.jsonl:2: steps is a zero-length sequence; remove the row, or give it at least one step"),
+    "ragged": (
+        [[0, 1], [1]],
+        "valid.jsonl:2: steps is ragged, it has steps of 1 and 2 features; give every step the same number of features",
+    ),
+    "features": ([[0, 1, 2]], "valid.jsonl:2: a step has 3 features, the training data has 2; give 2 in every step"),
+    "text": ([[0, "1"]], "valid.jsonl:2: step 0, column 1 of steps is a string ('1'), not a number; write a number"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_bad_steps(case: str) -> None:
+    steps, message = STEPS[case]
+    write("valid.jsonl", [ROWS[0], {"steps": steps, "label": "up"}])
+    assert refused("train", *LABELS, "data.valid=valid.jsonl") == message
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_bad_steps_to_evaluate_on(case: str, labels: Path) -> None:
+    steps, message = STEPS[case]
+    write("valid.jsonl", [ROWS[0], {"steps": steps, "label": "up"}])
+    assert refused("evaluate", str(labels), "--data", "valid.jsonl") == message
+    assert refused("predict", str(labels), "valid.jsonl", "-o", "out.jsonl") == message
+
+
+DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
+    "no file": ([*LANGUAGE, "data.valid=none.txt"], "", "data.valid=none.txt: there is no such file in {cwd}; give the path of a file"),
+    "empty text": ([*LANGUAGE, "data.train=bad"], "", "bad is empty; give a file that holds text"),
+    "empty valid": ([*LANGUAGE, "data.valid=bad"], "", "bad is empty; give a file that holds text"),
+    "empty rows": ([*LABELS, "data.train=bad", "data.format=jsonl"], "\n\n", "bad is empty; give data that holds at least one row"),
+    "empty table": ([*SERIES, "data.train=bad", "data.format=csv"], "", "bad is empty; give a table with a line of column names"),
+    "empty parquet": ([*SERIES, "data.train=bad", "data.format=parquet"], b"", "bad cannot be read (Parquet file size is 0 bytes)"),
+    "one token": ([*LANGUAGE, "data.valid=bad"], "t", "bad holds 1 token, and a language model needs 2 to have a target; give more"),
+    "unknown token": ([*LANGUAGE, "data.valid=bad"], "the cat\nthe ox\n", "bad:2: token 'x' is not in the vocabulary of the training data"),
+    "unknown word": (
+        [*LANGUAGE, "data.tokens=word", "data.valid=bad"],
+        "the cat\nthe ox\n",
+        "bad:2: token 'ox' is not in the vocabulary of the training data; train with data.min_count=2",
+    ),
+    "not utf-8": ([*LANGUAGE, "data.train=bad"], b"the \xff", "bad: byte 4 is not valid utf-8; convert the file to utf-8"),
+    "negative token": (
+        [*LANGUAGE, "data.train=bad", "data.format=jsonl"],
+        [{"tokens": [1, 2]}, {"tokens": [3, -1]}],
+        "bad:2: token -1 at step 1 is negative; tokens count from 0",
+    ),
+    "large token": (
+        [*LANGUAGE, "data.train=bad", "data.valid=bad2.jsonl", "data.format=jsonl"],
+        [{"tokens": [1, 2, 3, 4, 5]}],
+        "bad2.jsonl:1: token 6 is outside the 6 tokens of the training data; train with it",
+    ),
+    "no text": (
+        [*LABELS, "data.train=bad", "data.format=jsonl"],
+        [{"text": "a", "label": "a"}, {"text": "", "label": "b"}],
+        "bad:2: text is a zero-length sequence; remove the row",
+    ),
+    "new label": (
+        [*LABELS, "data.valid=bad", "data.format=jsonl"],
+        [{**ROWS[0], "label": "sideways"}],
+        "bad:1: label 'sideways' was never seen in training (labels: down, up); add training data with it, or remove the row",
+    ),
+    "no label": ([*LABELS, "data.valid=bad", "data.format=jsonl"], [{"steps": [[1, 2]]}], "bad:1: the field label is missing"),
+    "no JSON": (
+        [*LABELS, "data.train=bad", "data.format=jsonl"],
+        '{"steps": [[1]], "label": 1}\n{"steps"\n',
+        "bad:2: the line is not JSON",
+    ),
+    "a list": ([*LABELS, "data.train=bad", "data.format=jsonl"], "[1]\n", "bad:1: the line holds a JSON list, not an object; write one"),
+    "no column": (
+        [*SERIES, "data.targets=[z]"],
+        "",
+        "train.csv: data.targets names 'z', not a column that is read (y, x); set data.columns",
+    ),
+    "no time": ([*SERIES, "data.time=when"], "", "train.csv has no column 'when' (data.time); the nearest are ds, y, x"),
+    "no columns": ([*SERIES, "data.columns=[yy]"], "", "train.csv has no column 'yy' (data.columns); the nearest are y"),
+    "nan in csv": (
+        [*SERIES, "data.train=bad", "data.format=csv"],
+        TABLE.replace("2024-01-03,3.5", "2024-01-03,nan"),
+        "bad: row 3, column y is nan, not a finite number (below 1e25); fill the gap or remove the row",
+    ),
+    "infinite in csv": (
+        [*SERIES, "data.train=bad", "data.format=csv"],
+        TABLE.replace("2024-01-04,4.5,4", "2024-01-04,4.5,inf"),
+        "bad: row 4, column x is inf, not a finite number (below 1e25); fill the gap or remove the row",
+    ),
+    "gap in csv": (
+        [*SERIES, "data.train=bad", "data.format=csv"],
+        TABLE.replace("2024-01-04,4.5,4", "2024-01-04,,4"),
+        "bad: row 4, column y is empty, not a finite number (below 1e25); fill the gap or remove the row",
+    ),
+    "ragged csv": ([*SERIES, "data.train=bad", "data.format=csv"], TABLE + "2024-02-01,1\n", "bad cannot be read (CSV parse error: "),
+    "no gzip": ([*LANGUAGE, "data.train=bad.gz"], "plain", "bad.gz cannot be read ("),
+    "short gzip": ([*LANGUAGE, "data.train=bad.gz"], gzip.compress(TEXT.encode())[:-20], "bad.gz cannot be read ("),
+    "short gzip of rows": (
+        [*LABELS, "data.train=bad.jsonl.gz"],
+        gzip.compress(Path(__file__).read_bytes())[:2000],
+        "bad.jsonl.gz",
+    ),
+    "more lanes than tokens": ([*LANGUAGE, "data.train=bad", "data.share=0"], "the cat", "batch.lanes=4"),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_bad_data(case: str, work: Path) -> None:
+    words, content, message = DATA[case]
+    name = next((word.partition("=")[2] for word in words if "=bad" in word), "bad")
+    write(name, content)
+    write("bad2.jsonl", [{"tokens": [6, 1]}])
+    if case == "more lanes than tokens":
+        words = [*words, "batch.lanes=40"]
+        message = message.replace("4", "40")
+    assert refused("train", *words, "--run", "new").startswith(message.format(cwd=work))
+
+
+@pytest.mark.parametrize("kept", [20, 300])
+def test_a_truncated_parquet_file(kept: int) -> None:
+    pa_parquet.write_table(pa.table({"ds": list(range(30)), "y": [0.5] * 30}), "whole.parquet")
+    write("bad.parquet", Path("whole.parquet").read_bytes()[:kept])
+    assert refused("train", *SERIES, "data.train=bad.parquet").startswith("bad.parquet cannot be read (")
+
+
+# The spec.
+
+SPEC: dict[str, tuple[list[str], str]] = {
+    "unknown key": (["model.hiden=3"], "unknown key model.hiden; did you mean model.hidden?"),
+    "text for a number": (["model.hidden=many"], 'model.hidden is "many", which is text; use a whole number >= 1'),
+    "hidden 0": (["model.hidden=0"], "model.hidden is 0; use a whole number >= 1"),
+    "negative lr": (["train.lr=-0.1"], "train.lr is -0.1; use a number > 0"),
+    "nan lr": (["train.lr=.nan"], "train.lr is nan, which is not finite; use a number > 0"),
+    "nan as text": (["train.lr=nan"], 'train.lr is "nan", which is text; use a number > 0'),
+    "chunk_steps 0": (["plan.chunk_steps=0"], "plan.chunk_steps is 0; use a whole number >= 1"),
+    "stages": (["plan.stages=4"], "plan.stages=4, but the model has 3 units (encoder, 1 layers, head); use plan.stages <= 3"),
+    "workers": (["plan.replicas=2"], "plan.replicas=2 x plan.stages=1 needs 2 workers, 1 are running; start that many workers"),
+    "stages and workers": (["plan.stages=2"], "plan.replicas=1 x plan.stages=2 needs 2 workers, 1 are running; start that many workers"),
+    "slices": (["plan.slices=5"], "batch.lanes=4 cannot be shared by 1 replicas x 5 slices; use batch.lanes >= 5"),
+    "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] must be 0 rising unit numbers"),
+    "bidirectional": (["model.bidirectional=true"], "model.bidirectional needs whole separate sequences"),
+    "tie": (
+        ["model.tie=true", "model.embedding=3"],
+        "model.tie needs embedding and last layer of one width, got 3 and 4; set model.embedding=4",
+    ),
+    "quantiles": (["data.quantiles=[0.9, 0.1]"], "data.quantiles must rise, got [0.9, 0.1]; list them from low to high, each once"),
+    "no vectors": (["model.pretrained=none.vec"], "none.vec: cannot be read (No such file or directory); give a text file of embeddings"),
+    "wide vectors": (["model.pretrained=wide.vec"], "wide.vec:1: 5 numbers, the embedding has width 4; set model.embedding=5"),
+    "two files": (["b.yaml", "c.yaml"], "c.yaml is a second spec file beside b.yaml; give one SPEC.yaml"),
+    "no spec": (["none.yaml"], "none.yaml does not exist; give the path of a spec file, or key=value"),
+    "python tag": (["tag.yaml"], "tag.yaml:1: the tag !!python/object/apply:os.system is not allowed; a spec holds plain values only"),
+    "no YAML": (["no.yaml"], "no.yaml:2: "),
+}
+
+
+@pytest.mark.parametrize("case", SPEC)
+def test_bad_spec(case: str) -> None:
+    words, message = SPEC[case]
+    write("wide.vec", "t 1 2 3 4 5\n")
+    write("tag.yaml", "task: !!python/object/apply:os.system [touch hacked]\n")
+    write("no.yaml", "model:\n  {hidden: [1\n")
+    assert refused("train", *LANGUAGE, *words, "--run", "new").startswith(message)
+
+
+def test_class_weights_of_no_label() -> None:
+    message = "train.class_weights names 'left', which is not a label; the labels are down, up"
+    assert refused("train", *LABELS, "train.class_weights.left=2").startswith(message)
+
+
+def test_a_model_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Task, "model", lambda *_: torch.empty(2**50))  # more than any machine can address
+    assert refused("train", *LANGUAGE).startswith("there is not enough memory (")
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, labels: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = "device cuda was asked for and no GPU can be used; use --device cpu"
+    assert refused("train", *LANGUAGE, "--device", "cuda") == message
+    assert refused("evaluate", str(labels), "--device", "cuda") == message
+
+
+# Run folders and snapshots.
+
+OTHER = "resume from another snapshot or start a new run"
+
+
+def last(run: Path) -> Path:
+    return run / "snapshots" / (run / "snapshots" / "last").read_text().strip()
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def mix(run: Path) -> None:
+    older = next(path for path in (run / "snapshots").iterdir() if path.is_dir() and path != last(run))
+    shutil.copy(older / "parameters.safetensors", last(run) / "parameters.safetensors")
+
+
+def remanifest(run: Path, **changes: Any) -> None:
+    """A manifest that says something else, and whose own checksum is right."""
+    path = last(run) / "manifest.json"
+    manifest = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(manifest | {"sha256": snapshot.digest(manifest)}))
+
+
+def rewrite(run: Path, change: Callable[[snapshot.Snapshot], snapshot.Snapshot]) -> None:
+    """The same snapshot with something else in it, sound in itself."""
+    snapshot.save(run / "snapshots", "step-other", change(snapshot.load(run / "snapshots")), 9)
+
+
+def without(name: str) -> Callable[[snapshot.Snapshot], snapshot.Snapshot]:
+    return lambda old: replace(old, meta={key: value for key, value in old.meta.items() if key != name})
+
+
+def leave(run: Path) -> None:
+    files = json.loads((last(run) / "manifest.json").read_text())["files"]
+    remanifest(run, files=files | {"../../spec.yaml": {"bytes": 1, "sha256": ""}})
+
+
+SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda run: cut(last(run) / "optimizer.safetensors"), f"optimizer.safetensors is truncated or from another .*; {OTHER}"),
+    "bit": (lambda run: flip(last(run) / "parameters.safetensors", -3), f"parameters.safetensors is damaged: its SHA-256 is .*; {OTHER}"),
+    "bit of the manifest": (lambda run: flip(last(run) / "manifest.json", -20), f"manifest.json is damaged: .*; {OTHER}"),
+    "missing": (lambda run: (last(run) / "carry.safetensors").unlink(), f"carry.safetensors is missing; {OTHER}"),
+    "no manifest": (lambda run: (last(run) / "manifest.json").unlink(), "last names no snapshot of this folder; write the name of one"),
+    "mixed": (mix, f"parameters.safetensors is damaged: its SHA-256 is not the manifest's; {OTHER}"),
+    "newer": (lambda run: remanifest(run, format=2), "has format 2, this version reads up to 1; update carrywave"),
+    "path": (leave, r"manifest.json names the file '\.\./\.\./spec.yaml', which is not in its folder; do not use this snapshot"),
+    "other dtype": (
+        lambda run: rewrite(run, lambda old: replace(old, parameters={k: v.double() for k, v in old.parameters.items()})),
+        r"the snapshot holds encoder.weight as \[18, 4\] float64, the model has \[18, 4\] float32; use the spec it was made with",
+    ),
+    "fewer layers": (
+        lambda run: rewrite(run, lambda old: replace(old, parameters={k: v for k, v in old.parameters.items() if "_l0" not in k})),
+        "the snapshot has no lstm.weight_ih_l0; it is from another model: use the spec it was made with",
+    ),
+    "more layers": (
+        lambda run: rewrite(run, lambda old: replace(old, parameters=old.parameters | {"lstm.weight_ih_l1": torch.zeros(2)})),
+        "the snapshot holds lstm.weight_ih_l1, which the model does not have; use the spec it was made with",
+    ),
+    "no optimizer": (lambda run: rewrite(run, lambda old: replace(old, optimizer={})), "the snapshot lacks the optimizer state .*; resume"),
+    "no sums": (lambda run: rewrite(run, lambda old: replace(old, extra={})), f"the snapshot is not one that .* wrote .*; {OTHER}"),
+    "no progress": (lambda run: rewrite(run, without("progress")), f"the snapshot is not one that .* wrote .*; {OTHER}"),
+    "no spec": (lambda run: rewrite(run, without("spec")), f"the snapshot is not one that .* wrote .*; {OTHER}"),
+    "no snapshots": (lambda run: shutil.rmtree(run / "snapshots"), "run/snapshots holds no snapshot; leave out --resume"),
+    "no logs": (lambda run: (run / "metrics.jsonl").unlink(), r"run/metrics.jsonl has 0 bytes, the snapshot was made after \d+; put the"),
+    "no run": (lambda run: (run / "spec.yaml").unlink(), r"run holds no run to go on with \(no spec.yaml in it\); leave out --resume"),
+    "data": (lambda run: write("train.txt", TEXT.replace("log", "fog")), "the data has changed since the snapshot was .*train.txt.*; put"),
+    "data gone": (lambda run: Path("train.txt").unlink(), "data.train=train.txt: there is no such file in .*; give the path of a file"),
+}
+
+
+@pytest.mark.parametrize("case", SNAPSHOTS)
+def test_bad_snapshots(case: str, run: Path) -> None:
+    spoil, message = SNAPSHOTS[case]
+    spoil(run)
+    assert re.search(message, refused("train", "--resume", "--run", "run", "train.epochs=3"))
+
+
+def test_nan_in_a_snapshot(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "not_finite", lambda tensors: None)  # it would not be written otherwise
+        rewrite(run, lambda old: replace(old, parameters={k: v * NAN for k, v in old.parameters.items()}))
+    assert "step-other: parameter encoder.weight is not finite; resume from" in refused("train", "--resume", "--run", "run")
+
+
+RESUME: dict[str, tuple[list[str], str]] = {
+    "no run": ([], "--resume needs to know which run; add --run DIR"),
+    "no folder": (["--run", "none"], "none holds no run to go on with (no spec.yaml in it); leave out --resume to start one"),
+    "layers": (
+        ["--run", "run", "model.layers=2"],
+        "the run was started with model.layers=1, not 2; leave it as it was, or start a new run",
+    ),
+    "dtype": (["--run", "run", "train.precision=fp64"], "the run was started with train.precision=fp32, not fp64; leave it as it was"),
+    "seed": (["--run", "run", "train.seed=2"], "the run was started with train.seed=1, not 2; leave it as it was, or start a new run"),
+    "init": (["--run", "run", "--init", "run"], "--resume goes on with the weights of the run and --init starts from others; give one"),
+}
+
+
+@pytest.mark.parametrize("case", RESUME)
+def test_what_cannot_be_resumed(case: str, run: Path) -> None:
+    words, message = RESUME[case]
+    assert refused("train", "--resume", *words).startswith(message)
+
+
+def test_a_run_that_is_there(run: Path) -> None:
+    assert refused("train", *LANGUAGE, "--run", "run") == (
+        "run is already there and not empty; use --resume to go on with it, or another --run"
+    )
+    assert refused("train", *LANGUAGE, "--run", "train.txt") == "train.txt is a file, and a run is a folder; use another --run"
+
+
+# Weights.
+
+
+def tamper(path: Path, change: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]) -> None:
+    """Other tensors in the same file, as another program would write them."""
+    save_file(dict(change(load_file(path))), path, durable.read_metadata(path))
+
+
+WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (cut, r"is truncated: \d+ of \d+ bytes are there; copy it again, or use another one"),
+    "empty": (lambda path: path.write_bytes(b""), "is truncated: 0 bytes are less than its header; copy it again, or use another one"),
+    "text": (lambda path: path.write_text("not weights at all"), "is not a safetensors file|is truncated"),
+    "pickle": (
+        lambda path: torch.save({"a": torch.zeros(2)}, path),
+        r"is a pickle \(torch.save\), which can run code when it is read; convert",
+    ),
+    "bit": (lambda path: flip(path, -3), "is damaged: its SHA-256 does not fit; copy it again, or use another one"),
+    "bit of the codec": (lambda path: flip(path, path.read_bytes().index(b"language")), "is damaged: its SHA-256 does not fit; copy it"),
+    "nan": (lambda path: tamper(path, lambda old: {k: v * NAN for k, v in old.items()}), ": .* is not finite; use other weights"),
+    "wider": (
+        lambda path: tamper(path, lambda old: {k: torch.cat([v, v]) for k, v in old.items()}),
+        r"is from another model: encoder.weight is \[36, 4\] there and \[18, 4\] here; use the weights of a model with the same spec",
+    ),
+    "dtype": (
+        lambda path: tamper(path, lambda old: {k: v.double() for k, v in old.items()}),
+        "encoder.weight is torch.float64 there and torch.float32 here; use the train.precision it was made with, or convert it",
+    ),
+    "layers": (
+        lambda path: tamper(path, lambda old: old | {"lstm.weight_ih_l1": torch.zeros(2)}),
+        "is from another model: it holds lstm.weight_ih_l1, which is not here; use the weights of a model with the same spec",
+    ),
+    "missing": (Path.unlink, "--init run: there is no such run or weights file; give|run has no weights.safetensors yet; train it"),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_bad_weights(case: str, run: Path) -> None:
+    spoil, message = WEIGHTS[case]
+    spoil(run / "weights.safetensors")
+    for words in (["train", *LANGUAGE, "--init", "run", "--run", "new"], ["evaluate", "run"], ["predict", "run", "--prompt", "the"]):
+        told = refused(*words)
+        assert re.search(message, told)
+        assert "run" in told
+
+
+def test_weights_of_another_task(labels: Path) -> None:
+    message = "task=language, but the codec to read by is of classification; start from a run of the same task"
+    assert refused("train", *LANGUAGE, "--init", "labels", "--run", "new") == message
+
+
+def test_weights_with_a_codec_of_something_else(run: Path) -> None:
+    path = run / "weights.safetensors"
+    save_file(load_file(path), path, {"codec": '{"task": "language"}'})
+    assert refused("train", *LANGUAGE, "--init", "run").startswith(
+        "run/weights.safetensors: the codec is not one that this version wrote; "
+    )
+
+
+# A run that is opened again.
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "codec gone": (lambda run: (run / "codec.json").unlink(), "run/codec.json cannot be read: No such file or directory; give the folder"),
+    "codec no JSON": (lambda run: cut(run / "codec.json"), "run/codec.json is damaged: it is not JSON; give the folder of a whole run"),
+    "codec a list": (lambda run: (run / "codec.json").write_text("[]"), "run/codec.json is damaged: "),
+    "codec key": (lambda run: edit(run / "codec.json", more=1), "run/codec.json is damaged: "),
+    "codec type": (lambda run: edit(run / "codec.json", vocabulary=5), "run/codec.json is damaged: vocabulary is 5"),
+    "codec kind": (lambda run: edit(run / "codec.json", kind="letters"), "run/codec.json is damaged: kind is 'letters'"),
+    "codec tokens": (lambda run: edit(run / "codec.json", vocabulary=["ab"]), "run/codec.json is damaged: "),
+    "codec size": (lambda run: edit(run / "codec.json", size=3), "run/codec.json is damaged: "),
+    "codec task": (lambda run: edit(run / "codec.json", task="tagging"), "run/codec.json is of task tagging, run/spec.yaml of language; "),
+    "facts gone": (lambda run: (run / "facts.json").unlink(), "run/facts.json cannot be read: No such file or directory; give the folder"),
+    "facts no JSON": (lambda run: cut(run / "facts.json"), "run/facts.json is damaged: it is not JSON; give the folder of a whole run"),
+    "facts a number": (lambda run: (run / "facts.json").write_text("3"), "run/facts.json is damaged ("),
+    "facts key": (lambda run: edit(run / "facts.json", more=1), "run/facts.json is damaged ("),
+    "facts type": (lambda run: edit(run / "facts.json", labels=None), "run/facts.json is damaged ("),
+    "facts of other data": (lambda run: edit(run / "facts.json", vocabulary=17), "run/facts.json is damaged (vocabulary is 17, and 18 in"),
+    "spec gone": (lambda run: (run / "spec.yaml").unlink(), "run is no run: it has no spec.yaml; give the folder of a run"),
+    "spec key": (lambda run: (run / "spec.yaml").write_text("model: {hiden: 4}\n"), "unknown key model.hiden; did you mean model.hidden?"),
+    "all gone": (shutil.rmtree, "run is no run: there is no such folder; give the folder of a run, such as runs/language-1"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_run(case: str, run: Path) -> None:
+    spoil, message = DAMAGED[case]
+    spoil(run)
+    for words in (["evaluate", "run"], ["predict", "run", "--prompt", "the"]):
+        assert refused(*words).startswith(message)
+
+
+def test_a_spec_that_was_edited(run: Path) -> None:
+    spec = run / "spec.yaml"
+    spec.write_text(spec.read_text().replace("hidden: 4", "hidden: 5"))
+    message = (
+        r"run/weights.safetensors is from another model: .* is \[.*\] there and \[.*\] here; use the weights of a model with the same spec"
+    )
+    assert re.fullmatch(message, refused("evaluate", "run"))
+
+
+PREDICT: dict[str, tuple[list[str], str]] = {
+    "no input": (["labels"], "predict needs an INPUT file for a classification model; add it after the run"),
+    "no file": (["labels", "none.jsonl"], "data=none.jsonl: there is no such file in "),
+    "prompt": (["labels", "train.jsonl", "--prompt", "a"], "--prompt is for language models, labels is of classification; give an INPUT"),
+    "unknown character": (["run", "--prompt", "cat?"], "--prompt: token '?' is not in the vocabulary of the training data; train with"),
+    "unknown in a file": (["run", "prompts.txt"], "prompts.txt:2: token '?' is not in the vocabulary of the training data; train with"),
+    "no JSON": (["run", "prompts.jsonl"], "prompts.jsonl:2: not JSON ("),
+    "no prompts": (["run", "empty.txt"], "empty.txt is empty; give a prompt on each line"),
+    "both": (["run", "prompts.txt", "--prompt", "cat"], "--prompt and the file prompts.txt are both given; give one of the two"),
+    "temperature": (["run", "--temperature", "nan"], "--temperature is nan; use a number >= 0"),
+    "output": (["run", "-o", "none/out.jsonl"], "none/out.jsonl cannot be written: there is no folder none; make it, or write elsewhere"),
+}
+
+
+@pytest.mark.parametrize("case", PREDICT)
+def test_what_cannot_be_predicted(case: str, run: Path, labels: Path) -> None:
+    words, message = PREDICT[case]
+    write("prompts.txt", "cat\ndog?\n")
+    write("prompts.jsonl", '{"text": "cat"}\n{"text"\n')
+    write("empty.txt", "")
+    assert refused("predict", *words, "--tokens", "3").startswith(message)
+
+
+def test_an_empty_prompt_where_no_line_ends() -> None:
+    write("train.txt", TEXT.replace("\n", " "))
+    assert call("train", *LANGUAGE, "train.max_steps=1", "--run", "run")[0] == 0
+    message = "the prompt is empty, and the model knows no line end to begin with; give it something to continue"
+    assert refused("predict", "run") == message
+
+
+def test_a_prompt_without_a_word() -> None:
+    assert call("train", *LANGUAGE, "data.tokens=word", "train.max_steps=1", "--run", "run")[0] == 0
+    assert refused("predict", "run", "--prompt", "  ") == "--prompt: there is no token in '  '; give it something to continue"
+
+
+def test_a_benchmark_that_is_not_there() -> None:
+    assert refused("bench", "nosuch").startswith("there is no benchmark nosuch; use one of data, memory, train")
+
+
+# The cache of parsed data.
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda entry: flip(entry / "a0.npy", -1),
+        lambda entry: cut(entry / "a0.npy"),
+        lambda entry: (entry / "manifest.json").write_text("{"),
+        lambda entry: (entry / "a0.npy").rename("moved.npy") and (entry / "a0.npy").symlink_to(Path("moved.npy").absolute()),
+        lambda entry: edit(entry / "manifest.json", files={"../../train.txt": {"bytes": len(TEXT), "sha256": ""}}),
+    ],
+    ids=["bit", "truncated", "manifest", "link", "path"],
+)
+def test_a_cache_that_does_not_match_its_hash(spoil: Callable[[Path], object], work: Path) -> None:
+    assert call("train", *LANGUAGE, "--dry-run")[:2] == (0, "")
+    entry = next((work / "cache").iterdir())
+    spoil(entry)
+    assert refused("train", *LANGUAGE) == f"the cache {entry} does not match its hash; delete the folder {entry}"
+
+
+# The disk.
+
+
+class Disk:
+    """A disk on which syncing fails where a path matches; as a full one does, or one that is read-only."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch, self.sync = monkeypatch, os.fsync
+
+    def full(self, where: str) -> None:
+        def fsync(handle: int) -> None:
+            path = os.readlink(f"/proc/self/fd/{handle}")
+            if re.search(where, path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.sync(handle)
+
+        self.patch.setattr(os, "fsync", fsync)
+
+    def read_only(self, where: str) -> None:
+        made = Path.mkdir
+
+        def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
+            if re.search(where, str(path)):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            made(path, *args, **kwargs)
+
+        self.patch.setattr(Path, "mkdir", mkdir)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("paths of open files cannot be told here")
+    return Disk(monkeypatch)
+
+
+FULL = "No space left on device"
+
+
+@pytest.mark.parametrize("file", ["spec.yaml", "plan.json", "codec.json", "facts.json", "metrics.jsonl", "weights.safetensors"])
+def test_no_room_for_a_new_run(file: str, disk: Disk) -> None:
+    disk.full(rf"new/\.?{re.escape(file)}")
+    assert refused("train", *LANGUAGE, "--run", "runs/new") == (
+        f"runs/new/{file} could not be written: {FULL}; free some room or make the folder writable, then go on"
+    )
+
+
+def test_no_room_for_a_log_line(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, FULL)
+
+    monkeypatch.setattr(json, "dumps", lambda value, plain=json.dumps, **rest: append() if "norm" in value else plain(value, **rest))
+    assert refused("train", *LANGUAGE, "--run", "runs/new").startswith("no room on the disk; free some space")
+
+
+def test_no_room_in_a_folder_that_was_empty(disk: Disk, work: Path) -> None:
+    (work / "new").mkdir()
+    disk.full("codec.json")
+    assert refused("train", *LANGUAGE, "--run", "new").startswith("new/codec.json could not be written")
+
+
+def test_no_room_for_the_first_snapshot_keeps_the_weights(disk: Disk) -> None:
+    disk.full("snapshots/")
+    code, err, _ = call("train", *LANGUAGE, "--run", "new")
+    assert f"could not be written: {FULL}; the snapshot before it is kept; free some room" in one_line(code, err)
+    assert Path("new/weights.safetensors").is_file()
+    assert [path.name for path in Path("new").rglob("*tmp*")] == []
+
+
+@pytest.mark.parametrize("where", [r"snapshots/\.tmp", "snapshots/.last", r"run/\.weights"])
+def test_no_room_keeps_what_was_there(where: str, run: Path, disk: Disk) -> None:
+    before = contents(run)
+    edit_spec = ["train.epochs=4", "train.keep=9"]
+    disk.full(where)
+    code, err, _ = call("train", "--resume", "--run", "run", *edit_spec)
+    assert FULL in one_line(code, err)
+    after = contents(run)
+    kept = {name: data for name, data in before.items() if name.startswith("snapshots")}
+    assert {name: data for name, data in after.items() if name.startswith("snapshots")} == kept
+    assert "run/weights.safetensors could not be written" in err or after["weights.safetensors"] is not None
+    assert not [name for name in after if "tmp" in name]
+    if "weights" in where:
+        assert after["weights.safetensors"] == before["weights.safetensors"]
+    disk.patch.setattr(os, "fsync", disk.sync)
+    assert call("train", "--resume", "--run", "run", *edit_spec)[:2] == (0, "")
+
+
+def test_no_room_for_the_cache(disk: Disk, work: Path) -> None:
+    disk.full("cache/")
+    message = f"there is no room on the disk for the cache {work}/cache; free some, or set $CARRYWAVE_CACHE to a folder with room"
+    assert refused("train", *LANGUAGE) == message
+
+
+def test_no_room_for_predictions(run: Path, disk: Disk) -> None:
+    write("out.jsonl", "old\n")
+    disk.full("out.jsonl")
+    message = f"out.jsonl could not be written: {FULL}; free some room or make the folder writable, then go on"
+    assert refused("predict", "run", "--prompt", "the", "-o", "out.jsonl") == message
+
+
+def test_a_folder_that_is_read_only(disk: Disk, work: Path) -> None:
+    disk.read_only("runs")
+    assert refused("train", *LANGUAGE) == (
+        "runs/language-1 could not be written: Read-only file system; free some room or make the folder writable, then go on"
+    )
+
+
+def test_a_cache_that_is_read_only(disk: Disk, work: Path) -> None:
+    disk.read_only("cache")
+    message = f"the cache {work}/cache cannot be written (Read-only file system); set $CARRYWAVE_CACHE to a folder that can"
+    assert refused("train", *LANGUAGE) == message
+
+
+def test_rows_that_cannot_be_written(run: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_text(path: Path, *args: Any, **kwargs: Any) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    message = "rows.json could not be written: Permission denied; free some room, or write elsewhere"
+    assert refused("evaluate", "run", "--json", "rows.json") == message
+
+
+# As processes of their own: what a shell sees.
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", *LANGUAGE, "data.valid=train.jsonl"], "train.jsonl:1: token '{' is not in the vocabulary of the training data; "),
+        (["evaluate", "run"], "run/weights.safetensors is truncated: "),
+    ],
+)
+def test_a_process(words: list[str], message: str, run: Path, work: Path) -> None:
+    cut(run / "weights.safetensors")
+    before = contents(work)
+    ended = subprocess.run([sys.executable, "-m", "carrywave", *words], capture_output=True, text=True, timeout=120)
+    assert one_line(ended.returncode, ended.stderr).startswith(message)
+    assert contents(work) == before
+
+
+def test_a_process_that_may_not_write_large_files(work: Path) -> None:
+    """A limit of the system's own, met in mid-run: weights of 40 kB where a file may have 16 kB."""
+    script = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)); from carrywave.cli.main import main; main()"
+    words = ["train", *LANGUAGE, "model.hidden=48", "--run", "new"]
+    ended = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120)
+    assert one_line(ended.returncode, ended.stderr).startswith("new/weights.safetensors could not be written: File too large; ")
+    assert not Path("new").exists()

@@ -1,0 +1,102 @@
+"""What a spec and its data become: network, head, weights of classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from carrywave.data.codec import Codec
+from carrywave.data.sequences import Sequences
+from carrywave.errors import SpecError
+from carrywave.model.heads import Softmax
+from carrywave.spec.load import parse
+from carrywave.tasks.task import Task
+
+WORDS = ("the", "cat", "sat", "mat")
+LABELS = ("a", "b", "c")
+
+
+def words(rows: int = 12) -> Sequences:
+    return Sequences(np.arange(rows, dtype=np.uint8) % 4, np.array([0]), np.array([rows]))
+
+
+def labelled() -> Sequences:
+    return Sequences(np.ones((6, 2), np.float32), np.arange(6), np.ones(6, np.int64), labels=np.array([0, 0, 0, 1, 1, 2]))
+
+
+def language(**sections: Any) -> Task:
+    spec = parse({"task": "language", **sections})
+    codec = Codec(task="language", field="text", kind="word", vocabulary=WORDS, size=4)
+    return Task.of(spec, codec, codec.facts(words()), words())
+
+
+def classification(**train: Any) -> Task:
+    spec = parse({"task": "classification", "model": {"hidden": 5, "layers": 1}, "train": train})
+    codec = Codec(task="classification", field="steps", labels=LABELS, columns=("x", "y"))
+    return Task.of(spec, codec, codec.facts(labelled()), labelled())
+
+
+def test_the_same_seed_builds_the_same_weights_and_another_does_not() -> None:
+    first, again = (language(model={"hidden": 6}).model().state_dict() for _ in range(2))
+    other = language(model={"hidden": 6}, train={"seed": 2}).model().state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lstm.weight_hh_l0"], other["lstm.weight_hh_l0"])
+
+
+def test_tied_models_have_one_matrix() -> None:
+    model = language(model={"hidden": [8, 6], "layers": 2, "embedding": 6, "tie": True}).model()
+    assert isinstance(model.head, Softmax)
+    assert model.head.weight is model.encoder.weight
+    assert sum("weight" in name and "lstm" not in name for name, _ in model.named_parameters()) == 1
+
+
+def test_widths_and_dropouts_reach_the_network() -> None:
+    keys = {"hidden": [8, 6], "layers": 2, "embedding": 5, "dropout": 0.3, "dropout_input": 0.1, "locked": True, "weight_drop": 0.2}
+    model = language(model=keys).model()
+    assert (model.lstm.input_size, model.lstm.widths, model.lstm.dropout, model.lstm.weight_drop) == (5, (8, 6), 0.3, 0.2)
+    assert (model.dropout_in.p, model.dropout_out.p, model.dropout_in.locked) == (0.1, 0.3, True)  # type: ignore[union-attr]
+
+
+def test_balanced_weights_are_inverse_to_the_counts() -> None:
+    model = classification(class_weights="balanced").model(labelled())
+    # Six examples of three classes: 6 / (3 x count).
+    torch.testing.assert_close(model.head.get_buffer("weights"), torch.tensor([2 / 3, 1.0, 2.0]))
+
+
+def test_weights_by_name_leave_the_others_at_one() -> None:
+    model = classification(class_weights={"c": 4.0}).model(labelled())
+    assert model.head.get_buffer("weights").tolist() == [1.0, 1.0, 4.0]
+
+
+def test_a_weight_for_an_unknown_label_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"train.class_weights names 'd', which is not a label; the labels are a, b, c"):
+        classification(class_weights={"d": 2.0}).model(labelled())
+
+
+def test_pretrained_vectors_reach_the_embedding(tmp_path: Path) -> None:
+    (tmp_path / "vectors.txt").write_text("cat 1 2 3\nother 7 7 7\nmat 4 5 6\n")
+    task = language(model={"hidden": 3, "pretrained": str(tmp_path / "vectors.txt")})
+    weight = task.model().encoder.weight
+    assert weight[1].tolist() == [1.0, 2.0, 3.0]
+    assert weight[3].tolist() == [4.0, 5.0, 6.0]
+    assert weight[0].abs().max() <= 0.1
+
+
+def test_pretrained_vectors_need_words() -> None:
+    spec = parse({"task": "classification", "model": {"hidden": 3, "layers": 1, "pretrained": "x.txt"}})
+    codec = Codec(task="classification", field="steps", labels=LABELS, columns=("x", "y"))
+    with pytest.raises(SpecError, match=r"model.pretrained=x.txt needs a vocabulary of words or characters"):
+        Task.of(spec, codec, codec.facts(labelled()), labelled()).model()
+
+
+def test_initial_weights_follow_the_spec() -> None:
+    model = language(model={"hidden": 8, "layers": 1, "init": "orthogonal", "forget_bias": 1.0}).model().double()
+    block = model.lstm.weight_hh_l0[:8]
+    # The weights were made in float32.
+    torch.testing.assert_close(block @ block.T, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-5)
+    assert model.lstm.bias_ih_l0[8:16].tolist() == [1.0] * 8
+    assert model.lstm.bias_hh_l0[8:16].tolist() == [0.0] * 8
