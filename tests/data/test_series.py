@@ -156,7 +156,7 @@ BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("", {}, r"t\.csv is empty"),
     ("date,a\n", {}, "is empty; give a table with at least one row"),
     ("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n", {}, "row 2, column a is 'x', not a finite number .*; fill the gap"),
-    ("date,a\n2024-01-01,1\n2024-01-02,\n2024-01-03,2\n", {}, "row 2, column a is empty, not a finite number"),
+    ("date,a\n2024-01-01,1\n2024-01-02,\n2024-01-03,2\n", {}, "row 2, column a is empty or NaN, not a finite number"),
     ("date,a\n2024-01-01,1\n2024-01-02,nan\n", {}, "row 2, column a is .*, not a finite number"),
     ("date,a\n2024-01-01,inf\n2024-01-02,1\n", {}, "row 1, column a is inf"),
     ("date,a,b\n2024-01-01,1,x\n2024-01-02,1,y\n", {"columns": ["b"]}, "row 1, column b is 'x'"),

@@ -62,3 +62,13 @@ def test_naive_error_and_scale_by_hand() -> None:
     changes = np.abs(np.diff(values[:, 0]))
     assert views.naive_error(data, spec, np.array([0])).tolist() == [changes.mean()]
     assert views.naive_scale(data, 2, np.array([0])).tolist() == [np.abs(values[2:] - values[:-2]).mean()]
+
+
+def test_with_seasons_a_forecaster_reads_the_change_too() -> None:
+    two = Sequences(series(12), np.array([0, 6]), np.array([6, 6]))
+    spec = DataSpec(horizon=1, season=3, residual="season")
+    view = views.forecasting(two, spec, np.array([0]))
+    assert view.inputs_at is not None
+    # Row 4 is worth 8, a season before it was 2; row 8 has no season of history within its own series.
+    assert view.inputs_at(np.array([[4, 8]])).tolist() == [[[8.0, 9.0, 6.0, 6.0], [16.0, 17.0, 0.0, 0.0]]]
+    assert views.forecast_features(spec, 2) == 4

@@ -41,11 +41,24 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
                 where = f" for {error.filename}" if error.filename else ""
                 _complain(f"no room on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR")
                 raise typer.Exit(MISTAKE) from None
+            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+                _complain(f"the name {str(error.filename)[:60]}… is too long for this system; use a shorter one")
+                raise typer.Exit(MISTAKE) from None
+            if _is_out_of_memory(error):
+                what = str(error).strip().partition(". ")[0].partition("\n")[0]
+                remedy = "make model.hidden, batch.lanes, batch.steps or batch.tokens smaller"
+                _complain(f"there is not enough memory ({what or type(error).__name__}); {remedy}")
+                raise typer.Exit(MISTAKE) from None
             _complain(f"{type(error).__name__}: {error}")
             traceback.print_exc()
             raise typer.Exit(FAULT) from None
 
     return run
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Python's own, that of a GPU (torch is not imported to name it), and that of torch on the CPU, which has no class."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
 def _complain(message: str) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -73,7 +73,9 @@ def train(
     path, overrides = _spec_and_overrides(spec or [])
     if resume:
         path = path or _spec_of(run)
-    resolved = load(path, overrides, base=DEFAULT_RUN)
+        if init is not None:
+            raise RunError("--resume goes on with the weights of the run and --init starts from others; give one of the two")
+    resolved = load(path, overrides, base=_base(overrides))
     _check_writable(json_file)
     if dry_run:
         typer.echo(dump(resolved))
@@ -123,6 +125,7 @@ def predict(
     """Predict with the best weights of a run; a language model continues a prompt."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"--temperature is {temperature}; use a number >= 0")
+    _check_writable(output)
     from carrywave.train.predict import predict_run
 
     predict_run(run, input_file, output, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, device=device.value)
@@ -174,6 +177,12 @@ def _spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
     return (Path(files[0]) if files else None), [word for word in words if "=" in word]
 
 
+def _base(overrides: list[str]) -> dict[str, Any]:
+    """The default run as far as it goes with what is asked for: its streams are not for another task, nor for separate sequences."""
+    other = any(override.startswith(("task=", "batch.tokens=")) for override in overrides)
+    return {section: values for section, values in DEFAULT_RUN.items() if section != "batch" or not other}
+
+
 def _spec_of(run: Path | None) -> Path:
     if run is None:
         raise RunError("--resume needs to know which run; add --run DIR")
@@ -212,6 +221,8 @@ def _replace(path: Path, text: str) -> None:
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} could not be written: {error.strerror or error}; free some room, or write elsewhere") from error
     finally:
         part.unlink(missing_ok=True)
 

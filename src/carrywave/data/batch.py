@@ -115,11 +115,13 @@ def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: t
 def _targets(targets: Tensor, lengths_B: Tensor | None, steps: int, count: int, pooled: bool | None) -> Tensor:
     """Targets in a type that losses take, without those of padding and of idle lanes."""
     each_step, each_lane = targets.shape[:2] == (steps, count), targets.shape[:1] == (count,)
-    pooled = not each_step if pooled is None else pooled
+    if pooled is None:
+        # [lane, time] is more likely a batch that was not turned over than as many numbers a lane as there are steps.
+        pooled = each_lane and not each_step and targets.shape[1:2] != (steps,)
     if not (each_lane if pooled else each_step):
         raise UserError(
-            f"targets have shape {list(targets.shape)} for {steps} steps of {count} lanes; "
-            f"give [{steps}, {count}, …], one for each step, or [{count}, …], one for each lane"
+            f"targets have shape {list(targets.shape)} for {steps} steps of {count} lanes; give [{steps}, {count}, …], time first, "
+            f"one for each step, or [{count}, …] with pooled=True, one for each lane"
         )
     targets = targets if targets.is_floating_point() else targets.to(torch.int64)
     if lengths_B is None:

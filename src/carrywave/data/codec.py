@@ -6,18 +6,34 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.sequences import Sequences
-from carrywave.data.tokens import Ids, Kind, Tokens
+from carrywave.data.tokens import UNKNOWN, Ids, Kind, Tokens
 from carrywave.data.tokens import make as make_tokens
 from carrywave.errors import DataError
 from carrywave.spec.facts import DataFacts
 
 HISTOGRAM_BINS = 64
+SINGLE: dict[str, Any] = {
+    "task": str,
+    "field": str,
+    "kind": str | None,
+    "bpe": str | None,
+    "size": int,
+    "time": str | None,
+    "series": str | None,
+}
+MANY: dict[str, Any] = {
+    "vocabulary": str,
+    "labels": str,
+    "columns": str,
+    "targets": int,
+    **dict.fromkeys(("mean", "std", "target_mean", "target_std"), float | int),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,32 @@ class Codec:
         if not isinstance(values, dict) or not {"task", "field"} <= set(values) <= known:
             raise DataError("the codec is not one that this version wrote; prepare the data again")
         frozen: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return Codec(**frozen)
+        codec = Codec(**frozen)
+        if (problem := codec.problem()) is not None:
+            raise DataError(f"the codec is damaged: {problem}; prepare the data again")
+        return codec
+
+    def problem(self) -> str | None:
+        """What contradicts itself in a codec that comes from a file."""
+        for name, kind in SINGLE.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                return f"{name} is {value!r:.40}"
+        for name, item in MANY.items():
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or any(not isinstance(value, item) or isinstance(value, bool) for value in values):
+                return f"{name} is {values!r:.40}"
+        if self.kind not in (None, *get_args(Kind)):
+            return f"kind is {self.kind!r}"
+        if self.kind in ("char", "word") and self.size != len(self.vocabulary):
+            return f"size is {self.size} for a vocabulary of {len(self.vocabulary)} tokens"
+        if self.kind == "char" and any(len(token) != 1 and token != UNKNOWN for token in self.vocabulary):
+            return "a token of its characters is longer than one"
+        if not len(self.mean) == len(self.std) == len(self.columns) or len(self.target_mean) != len(self.target_std):
+            return f"{len(self.columns)} columns have {len(self.mean)} means and {len(self.std)} deviations"
+        if any(not 0 <= target < len(self.columns) for target in self.targets) or (self.task == "forecasting" and not self.targets):
+            return f"targets is {list(self.targets)} of {len(self.columns)} columns"
+        return None
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -74,15 +115,15 @@ class Codec:
         """Numbers in a target: of regression, or columns to forecast."""
         return len(self.targets) or len(self.target_mean)
 
-    def encode(self, text: str) -> Ids:
+    def encode(self, text: str, where: str = "the text") -> Ids:
         """Token numbers of a text; a token that the vocabulary does not hold is an error, unless it has <unk>."""
         try:
             found = self.tokens.ids(text)
         except UnicodeEncodeError as error:
-            raise DataError(f"the text is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
+            raise DataError(f"{where} is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
         unknown = first_unknown(found)
         if unknown is not None:
-            raise DataError(unknown_token(self.tokens.name(text, unknown), "the text"))
+            raise DataError(unknown_token(self.tokens.name(text, unknown), where))
         return found
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:

@@ -10,23 +10,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from carrywave.data.permute import HELD_OUT, permutation
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 
 LEAST_TOKENS = 2  # a token and the one that follows it
-
-
-def keys(seed: int, count: int) -> NDArray[np.uint64]:
-    """An evenly spread number for each sequence: two rounds of the splitmix64 finaliser over seed and number."""
-    first = _mix(np.array([seed], np.uint64))
-    return _mix(_mix(np.arange(count, dtype=np.uint64)) ^ first)
-
-
-def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
 
 
 def held_out(count: int, share: float, seed: int) -> NDArray[np.bool_]:
@@ -34,7 +22,7 @@ def held_out(count: int, share: float, seed: int) -> NDArray[np.bool_]:
     held = np.zeros(count, np.bool_)
     if share > 0 and count >= 2:
         wanted = min(max(round(count * share), 1), count - 1)
-        held[np.argsort(keys(seed, count), kind="stable")[:wanted]] = True
+        held[permutation(count, seed=seed, epoch=0, site=HELD_OUT)[:wanted]] = True
     return held
 
 

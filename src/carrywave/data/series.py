@@ -48,7 +48,7 @@ def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dic
         )
     elif data.share > 0 and not valid_file:
         held = np.maximum(np.floor(table.lengths * data.share + 1e-9).astype(np.int64), data.horizon)
-        bounds = np.stack([table.lengths - held, table.lengths], axis=1)
+        bounds = np.stack([np.maximum(table.lengths - held, 0), table.lengths], axis=1)
     else:
         bounds = table.lengths[:, None]
     context = data.context or max(10 * data.season, 4 * spec.steps)

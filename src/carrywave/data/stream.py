@@ -40,7 +40,7 @@ def build(view: View, window: Window, cursor: Cursor, *, lanes: Lanes | None = N
     # Padding repeats the last real row, so that every row that is asked for exists, its target too.
     rows_TB = view.starts[known] + offset + np.minimum(time_T1, np.maximum(length - 1, 0))
     padded_TB = time_T1 >= length
-    inputs = np.take(np.asarray(view.inputs), rows_TB, axis=0)
+    inputs = np.take(np.asarray(view.inputs), rows_TB, axis=0) if view.inputs_at is None else view.inputs_at(rows_TB)
     inputs = inputs.astype(np.float32 if inputs.dtype.kind == "f" else np.int64, copy=False)
     inputs[padded_TB] = 0
     targets = None

@@ -159,7 +159,7 @@ def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
 
 
 def _bad_value(name: str, row: int, column: str, value: Any) -> DataError:
-    shown = "empty" if value is None else repr(value)
+    shown = "empty or NaN" if value is None else repr(value)
     return DataError(f"{name}: row {row + 1}, column {column} is {shown}, not a finite number (below 1e25); fill the gap or remove the row")
 
 

@@ -127,7 +127,12 @@ class BytePairs:
     LINES = 4096  # encoded at once; bounds what the library holds in memory
 
     def __init__(self, json_text: str) -> None:
-        self._tokenizer = tokenizers_library().Tokenizer.from_str(json_text)
+        try:
+            self._tokenizer = tokenizers_library().Tokenizer.from_str(json_text)
+        except UserError:
+            raise
+        except Exception as error:  # the library has no error class of its own
+            raise DataError(f"the byte-pair vocabulary cannot be read ({str(error)[:80]}); prepare the data again") from error
         self.size = int(self._tokenizer.get_vocab_size())
 
     def ids(self, text: str) -> Ids:

@@ -24,4 +24,5 @@ class View:
     lengths: Ints  # steps that can be trained on
     targets_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> targets [T, B, …], int64 or float32
     labels: NDArray[Any] | None = None  # pooled tasks: one target for each sequence
+    inputs_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> inputs, where they are more than rows of `inputs`
     warm: Ints | None = None  # leading steps of each sequence whose targets do not count

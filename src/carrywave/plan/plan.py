@@ -59,7 +59,9 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None) ->
         )
     cuts = asked.cuts if asked.cuts is not None else even_cuts(units, asked.stages)
     if len(cuts) != asked.stages - 1 or list(cuts) != sorted(set(cuts)) or any(not 0 < cut < units for cut in cuts):
-        raise PlanError(f"plan.cuts={list(cuts)} must be {asked.stages - 1} rising unit numbers between 1 and {units - 1}")
+        raise PlanError(
+            f"plan.cuts={list(cuts)} must be {asked.stages - 1} rising unit numbers between 1 and {units - 1}; change it or leave it out"
+        )
     return Plan(replicas, asked.stages, tuple(cuts), asked.chunk_steps, asked.slices, asked.recompute, asked.kernel)
 
 

@@ -73,7 +73,7 @@ class Task:
         """The network, with initial weights keyed by the seed. Balanced class weights need the training data."""
         spec = self.spec.model
         tokens = self.facts.vocabulary > 0
-        width = (spec.embedding or spec.widths[0]) if tokens else self.facts.features
+        width = (spec.embedding or spec.widths[0]) if tokens else self._features
         encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words) if tokens else Numbers(width)
         hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
         lstm = LSTM(
@@ -123,6 +123,15 @@ class Task:
                 return PooledNumbers(width, facts.outputs, spec.model.pool, spec.train.loss, bidirectional=spec.model.bidirectional)
             case "forecasting":
                 return Forecast(width, spec.data.horizon, facts.outputs, spec.data.quantiles, loss=spec.train.loss)
+
+    @property
+    def _features(self) -> int:
+        """Numbers that the model reads at each step."""
+        return views.forecast_features(self.spec.data, self.facts.features) if self.spec.task == "forecasting" else self.facts.features
+
+    def unlabelled(self, data: Sequences) -> View:
+        """The steps of sequences to predict for."""
+        return views.series(data, self.spec.data) if self.spec.task == "forecasting" else View(data.inputs, data.starts, data.lengths)
 
     def _class_weights(self, train: Sequences | None) -> Tensor | None:
         asked, labels = self.spec.train.class_weights, self.facts.labels

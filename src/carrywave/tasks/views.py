@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,23 @@ def pooled(data: Sequences) -> View:
     return View(data.inputs, data.starts, data.lengths, labels=data.labels)
 
 
+class FirstRow:
+    """For each row, the first row of the sequence that it lies in."""
+
+    def __init__(self, data: Sequences) -> None:
+        self._starts = np.sort(data.starts)
+
+    def __call__(self, rows: Ints) -> Ints:
+        """The first rows."""
+        return self._starts[np.searchsorted(self._starts, rows, side="right") - 1]
+
+
 class Naive:
     """The naive forecast that a forecast is the difference from: nothing, the last value, or the season before."""
 
     def __init__(self, data: Sequences, columns: Ints, horizon: int, season: int, kind: str) -> None:
         self.values, self.columns, self.kind = data.inputs, columns, kind
-        order = np.argsort(data.starts, kind="stable")
-        self._starts = data.starts[order]
+        self._first = FirstRow(data)
         ahead = np.arange(1, horizon + 1)
         # The latest value in the same place of the season that is known at the origin.
         self._back = ahead - season * -(-ahead // season)
@@ -55,10 +66,35 @@ class Naive:
         if self.kind == "none":
             return np.zeros((*rows.shape, len(self._back), len(self.columns)), dtype=np.float32)
         wanted = rows[..., None] + (self._back if self.kind == "season" else np.zeros_like(self._back))
-        starts = self._starts[np.searchsorted(self._starts, rows, side="right") - 1]
+        starts = self._first(rows)
         # Where a season of history is not there yet, the last value stands in for it.
         known = np.where(wanted >= starts[..., None], wanted, rows[..., None])
         return np.asarray(self.values[known][..., self.columns])
+
+
+def series(data: Sequences, spec: DataSpec) -> View:
+    """Every row of every series, to forecast from: no targets.
+
+    Where forecasts are differences from the season before, a model also reads each column's change since then: an LSTM is slow
+    to learn from raw values what it was that long ago.
+    """
+    if spec.residual != "season":
+        return View(data.inputs, data.starts, data.lengths)
+    values = data.inputs
+    first = FirstRow(data)
+
+    def with_change(rows: Ints) -> NDArray[Any]:
+        now = np.asarray(values[rows])
+        # A change of zero where a season of history is not there yet.
+        before = np.asarray(values[np.where(rows - spec.season >= first(rows), rows - spec.season, rows)])
+        return np.concatenate([now, now - before], axis=-1)
+
+    return View(values, data.starts, data.lengths, inputs_at=with_change)
+
+
+def forecast_features(spec: DataSpec, columns: int) -> int:
+    """Numbers that a forecaster reads at each step."""
+    return 2 * columns if spec.residual == "season" else columns
 
 
 def forecasting(data: Sequences, spec: DataSpec, columns: Ints) -> View:
@@ -74,7 +110,7 @@ def forecasting(data: Sequences, spec: DataSpec, columns: Ints) -> View:
 
     # The last row of the context is the origin of the first forecast.
     warm = None if data.warm is None else np.maximum(data.warm - 1, 0)
-    return View(values, data.starts, data.lengths - spec.horizon, targets_at=future, warm=warm)
+    return replace(series(data, spec), lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
 
 
 def naive_error(data: Sequences, spec: DataSpec, columns: Ints) -> NDArray[np.float64]:

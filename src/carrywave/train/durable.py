@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +35,8 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+SEAL = "carrywave_sha256"  # in the metadata of a file that holds a checksum of itself
+BLOCK_BYTES = 1 << 20
 
 
 @contextmanager
@@ -79,37 +82,50 @@ def write_bytes(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[int, str]:
+def write_tensors(
+    file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, sealed: bool = False
+) -> tuple[int, str]:
     """Write tensors as safetensors into an open file; returns its bytes and their SHA-256.
 
-    One copy in memory at most, of one tensor at a time. Equal tensors and metadata give equal bytes.
+    One copy in memory at most, of one tensor at a time. Equal tensors and metadata give equal bytes. A sealed file carries a
+    checksum of itself in its metadata, and is refused when it is read and does not fit.
     """
     # Wide elements first keeps every tensor aligned, as the library's own writer does.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": dict(sorted((metadata or {}).items()))} if metadata or sealed else {}
     end = 0
     for name in names:
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    if sealed:
+        header["__metadata__"][SEAL] = _seal(header, _data(tensors, names))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     total = 0
-    for piece in _pieces(text, tensors, names):
+    start_of_file: tuple[bytes | memoryview, ...] = (len(text).to_bytes(8, "little"), text)
+    for piece in chain(start_of_file, _data(tensors, names)):
         file.write(piece)
         digest.update(piece)
         total += len(piece)
     return total, digest.hexdigest()
 
 
-def _pieces(text: bytes, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[memoryview]:
-    yield memoryview(len(text).to_bytes(8, "little"))
-    yield memoryview(text)
+def _data(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[memoryview]:
     for name in names:
         flat = tensors[name].detach().cpu().contiguous().reshape(-1)
         # Bytes as they are: NumPy has no bfloat16.
         yield flat.view(torch.uint8).numpy().data
+
+
+def _seal(header: Mapping[str, Any], data: Iterable[bytes | memoryview]) -> str:
+    """SHA-256 of all that a file says and holds, less the seal itself."""
+    said = {name: {key: value for key, value in entry.items() if key != SEAL} for name, entry in header.items()}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    for piece in data:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -126,13 +142,13 @@ def read_metadata(path: Path) -> dict[str, str]:
     check_form(path)
     try:
         with safe_open(path, "pt") as file:
-            return dict(file.metadata() or {})
+            return {name: text for name, text in (file.metadata() or {}).items() if name != SEAL}
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} is not a sound safetensors file ({_line(error)}); copy it again, or use another one") from error
 
 
 def check_form(path: Path) -> None:
-    """Whether a file can be safetensors at all: there, no pickle, and as long as its header says."""
+    """Whether a file can be safetensors at all: there, no pickle, as long as its header says, and whole where it is sealed."""
     try:
         with path.open("rb") as file:
             head = file.read(8)
@@ -155,6 +171,19 @@ def check_form(path: Path) -> None:
         raise RunError(f"{path} is not a safetensors file: it has no readable header; give the path of a safetensors file") from error
     if isinstance(end, int) and size < 8 + length + end:
         raise RunError(f"{path} is truncated: {size} of {8 + length + end} bytes are there; copy it again, or use another one")
+    _check_seal(path, header, 8 + length)
+
+
+def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:
+    """Nothing for a file without a seal, such as another program writes."""
+    metadata = header.get("__metadata__")
+    seal = metadata.get(SEAL) if isinstance(metadata, dict) else None
+    if seal is None:
+        return
+    with path.open("rb") as file:
+        file.seek(start)
+        if seal != _seal(header, iter(lambda: file.read(BLOCK_BYTES), b"")):
+            raise RunError(f"{path} is damaged: its SHA-256 does not fit; copy it again, or use another one")
 
 
 def remove(folder: Path) -> None:

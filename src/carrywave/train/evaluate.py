@@ -11,6 +11,7 @@ from carrywave.data.batch import Batch
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
 from carrywave.data.stream import Loader
 from carrywave.data.view import View
+from carrywave.errors import DataError
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.parallel import pipeline
@@ -43,7 +44,9 @@ def evaluate(
     for _, outcome in passes(model, task.spec, part, plan=plan, device=device, observe=observe, tick=tick):
         sums += torch.stack([outcome.loss_sum, outcome.count])
     loss_sum, count = sums.tolist()
-    loss = loss_sum / count if count else float("nan")
+    if not count:
+        raise DataError(f"{part.name} holds no target to judge by, every label in it is ignored; give it labels")
+    loss = loss_sum / count
     return {"loss": loss} | task.derived(loss) | ({} if judge.meter is None else judge.meter.values()) | part.baseline
 
 

@@ -15,7 +15,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.inputs import from_python, naming
 from carrywave.data.order import SequenceOrder
 from carrywave.data.prepare import Prepared, prepare
-from carrywave.errors import PlanError, RunError, SpecError, UserError
+from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError
 from carrywave.model.model import Model
 from carrywave.parallel.precision import parameter_dtype
 from carrywave.plan.plan import Plan, resolve
@@ -32,7 +32,6 @@ from carrywave.train.snapshot import load as load_snapshot
 from carrywave.train.summary import summarize
 from carrywave.train.trainer import Trainer, tensors_of
 from carrywave.train.watch import Silent, Watcher
-
 
 Own = Model | Callable[[DataFacts], Model]  # a model of the user's own, or what makes one once the data is known
 
@@ -168,8 +167,8 @@ def _train(
         folder.write_json("plan.json", asdict(plan))
         folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
         folder.write_json("facts.json", asdict(prepared.facts) | {"scale": list(task.scale), "own_model": own is not None})
-        from_python = own is not None or spec.data.train is None
-        again = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if from_python else f"carrywave train --resume --run {folder.path}"
+        no_files = own is not None or spec.data.train is None
+        again = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if no_files else f"carrywave train --resume --run {folder.path}"
         return _carry_out(loop, watch, again)
 
 
@@ -208,7 +207,7 @@ def _carry_out(loop: Loop, watch: Watcher, again: str) -> Result:
     reached = _finish(loop, judged=already is None)
     told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
     stopped = " (stopped early)" if ending == "early" else ""
-    watch.end(f"{loop.folder.path}: {at.step} steps{stopped}{'; best ' + told if told else ''}")
+    watch.end(f"{loop.folder.path}: {at.step} steps{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
     return Result(loop.folder.path, ending, reached, loop.trainer.model)
 
 
@@ -249,8 +248,12 @@ def _weights_file(init: str) -> Path:
 
 def _init_codec(init: str) -> Codec | None:
     """The codec that stands with the weights, so that new data is read as the old was; None where the file has none."""
-    described = durable.read_metadata(_weights_file(init))
-    return Codec.from_json(described["codec"]) if "codec" in described else None
+    path = _weights_file(init)
+    described = durable.read_metadata(path)
+    try:
+        return Codec.from_json(described["codec"]) if "codec" in described else None
+    except DataError as error:
+        raise RunError(f"{path}: {str(error).rpartition(';')[0]}; use other weights") from error
 
 
 def _spec_of(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from carrywave.errors import RunError
@@ -42,20 +45,26 @@ def keep(loop: Loop, fingerprint: str) -> None:
 def go_on(loop: Loop, snapshot: Snapshot, fingerprint: str) -> None:
     """Put a loop where a snapshot left off, and cut its logs back to it."""
     meta, trainer = snapshot.meta, loop.trainer
-    if meta["fingerprint"] != fingerprint:
-        raise RunError("the data has changed since the snapshot was written; put the old data back, or start a new run with --init")
-    load_parameters(trainer.parameters(), snapshot.parameters, "the snapshot")
-    optimizers.load_state(trainer.optimizer, trainer.named, snapshot.optimizer)
-    if trainer.scaler is not None:
-        trainer.scaler.load(_under("scaler/", snapshot.extra))
-    trainer.state = carry_state(snapshot.carry, trainer.device)
-    loop.restore(meta["progress"], _under("loop/", snapshot.extra))
-    loop.folder.cut_back(meta["metrics_bytes"], meta["timing_bytes"], loop.progress.step)
+    with _sound():
+        if meta["fingerprint"] != fingerprint:
+            files = ", ".join(name for name in (getattr(loop.spec.data, part) for part in ("train", "valid", "test")) if name)
+            raise RunError(
+                f"the data has changed since the snapshot was written ({files}); put the old data back, or start a new run with --init"
+            )
+        load_parameters(trainer.parameters(), snapshot.parameters, "the snapshot")
+        optimizers.load_state(trainer.optimizer, trainer.named, snapshot.optimizer)
+        if trainer.scaler is not None:
+            trainer.scaler.load(_under("scaler/", snapshot.extra))
+        trainer.state = carry_state(snapshot.carry, trainer.device)
+        loop.restore(meta["progress"], _under("loop/", snapshot.extra))
+        loop.folder.cut_back(meta["metrics_bytes"], meta["timing_bytes"], loop.progress.step)
 
 
 def check_same(asked: Spec, snapshot: Snapshot) -> None:
     """Refuse to resume with a spec that asks for another answer; how the work is split, and when it ends, may change."""
-    before, now = Spec.model_validate(snapshot.meta["spec"]).model_dump(mode="json"), asked.model_dump(mode="json")
+    with _sound():
+        before = Spec.model_validate(snapshot.meta["spec"]).model_dump(mode="json")
+    now = asked.model_dump(mode="json")
     for section in ("task", "data", "model", "batch", "train"):
         if section == "task" or not isinstance(now[section], dict):
             pairs = [(section, before[section], now[section])]
@@ -64,6 +73,18 @@ def check_same(asked: Spec, snapshot: Snapshot) -> None:
         for name, old, new in pairs:
             if old != new and name.removeprefix("train.") not in MAY_CHANGE and name != "data.cache":
                 raise RunError(f"the run was started with {name}={old}, not {new}; leave it as it was, or start a new run with --init")
+
+
+@contextmanager
+def _sound() -> Iterator[None]:
+    """Every byte of a snapshot was checked when it was read; what does not fit now was never written by this version."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        what = " ".join(str(error).split())[:80]
+        raise RunError(
+            f"the snapshot is not one that this version wrote ({what}); resume from another snapshot or start a new run"
+        ) from error
 
 
 def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str) -> None:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.ahead import times_ahead
+from carrywave.data.codec import Codec
 from carrywave.data.inputs import file_of, last_times, read_python
 from carrywave.data.sequences import Sequences
-from carrywave.data.view import View
 from carrywave.errors import DataError, RunError, UserError
 from carrywave.model.model import Model
 from carrywave.parallel.pipeline import Observer
@@ -32,6 +32,7 @@ from carrywave.train.generate import generate
 from carrywave.train.saved import Saved, open_run
 
 Row = dict[str, Any]
+Prompt = tuple[str, str]  # how errors name it, and the text to continue
 
 
 def predict(
@@ -52,6 +53,10 @@ def predict(
     saved = open_run(path, device, model)
     if not saved.model.has_output:
         raise RunError(f"the head {type(saved.model.head).__name__} has no forward, so there is nothing to predict with; give it one")
+    if prompt is not None and saved.spec.task != "language":
+        raise UserError(f"--prompt is for language models, {path} is of {saved.spec.task}; give an INPUT file instead")
+    if prompt is not None and data is not None:
+        raise UserError("--prompt and INPUT are both given; give one of the two")
     if saved.spec.task == "language":
         return continuations(saved, _prompts(data, prompt, saved), tokens, temperature, seed)
     if data is None:
@@ -77,34 +82,47 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
     return rows
 
 
-def continuations(saved: Saved, prompts: list[str], count: int, temperature: float, seed: int) -> list[Row]:
+def continuations(saved: Saved, prompts: list[Prompt], count: int, temperature: float, seed: int) -> list[Row]:
     """Each prompt, continued."""
     codec = saved.task.codec
-    # A model must have read something: with an empty prompt, what a line's end is to it.
-    starts = [codec.encode(text) if text else codec.encode("\n")[-1:] for text in prompts]
+    starts = [_start(codec, text, where) for where, text in prompts]
     made = generate(saved.model, [ids.tolist() for ids in starts], count, temperature=temperature, seed=seed, device=saved.device)
     rows = []
-    for text, ids, more in zip(prompts, starts, made, strict=True):
+    for (_, text), ids, more in zip(prompts, starts, made, strict=True):
         whole = codec.decode([*ids.tolist(), *more]) if text else codec.decode(more)
         rows.append({"prompt": text, "continuation": codec.decode(more), "text": whole})
     return rows
 
 
-def _prompts(data: Any, prompt: str | None, saved: Saved) -> list[str]:
+def _start(codec: Codec, text: str, where: str) -> NDArray[Any]:
+    """The tokens to go on from. A model must have read something: with an empty prompt, what a line's end is to it."""
+    if not text:
+        end = codec.tokens.ids("\n")[-1:]
+        if not len(end) or end[0] < 0:
+            raise DataError(f"{where} is empty, and the model knows no line end to begin with; give it something to continue")
+        return end
+    ids = codec.encode(text, where)
+    if not len(ids):
+        raise DataError(f"{where}: there is no token in {text!r:.40}; give it something to continue")
+    return ids
+
+
+def _prompts(data: Any, prompt: str | None, saved: Saved) -> list[Prompt]:
     """The prompt itself; the lines of a file; a text, or a list of them."""
     if data is None:
-        return [prompt or ""]
+        return [("the prompt", prompt or "")]
     file = file_of(data, saved.spec)
-    found = list(_lines(Path(file))) if file is not None else [data] if isinstance(data, str) else list(data)
+    texts = [data] if isinstance(data, str) else data
+    found = list(_lines(Path(file))) if file is not None else [(f"prompt {number}", text) for number, text in enumerate(texts)]
     if not found:
         raise DataError(f"{file or 'data'} is empty; give a prompt on each line")
-    for number, text in enumerate(found):
+    for where, text in found:
         if not isinstance(text, str):
-            raise DataError(f"prompt {number} is of type {type(text).__name__}, not a string; give a list of texts")
+            raise DataError(f"{where} is of type {type(text).__name__}, not a string; give a list of texts")
     return found
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path) -> Iterator[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -113,7 +131,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise DataError(f"{path} is not UTF-8 text at byte {error.start}; convert it") from error
     for number, line in enumerate(lines, start=1):
         if path.suffix != ".jsonl":
-            yield line
+            yield f"{path}:{number}", line
             continue
         try:
             value = json.loads(line)
@@ -122,7 +140,7 @@ def _lines(path: Path) -> Iterator[str]:
             raise DataError(f"{path}:{number}: not JSON ({error}); give one object a line") from error
         if not isinstance(text, str):
             raise DataError(f'{path}:{number}: no text; give {{"text": "…"}} on each line')
-        yield text
+        yield f"{path}:{number}", text
 
 
 def predictions(saved: Saved, data: Sequences, ends: tuple[tuple[Any, ...], ...] = ()) -> list[Row]:
@@ -183,7 +201,7 @@ def _outputs(saved: Saved, data: Sequences) -> list[NDArray[Any]]:
     if spec.task == "tagging" and spec.streams:
         # Predictions are wanted for each sequence by itself, whatever way the model was trained.
         spec = spec.model_copy(update={"batch": BatchSpec(tokens=spec.lanes * spec.steps)})
-    part = Part("input", data, View(data.inputs, data.starts, data.lengths))
+    part = Part("input", data, saved.task.unlabelled(data))
     pieces: dict[int, list[Tensor]] = {}
     seen: list[Tensor] = []
 

@@ -11,6 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +19,10 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from carrywave.errors import RunError
+from carrywave.errors import Diverged, RunError, UserError
 from carrywave.spec.spec import Spec
 from carrywave.train import durable
-from carrywave.train.snapshot import save_weights
+from carrywave.train.snapshot import POINTER, save_weights
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -37,6 +38,7 @@ class Run:
     def __init__(self, path: Path, *, new: bool, events: bool = True) -> None:
         self.path = path
         self._made = not new
+        self._founded: list[Path] | None = None  # folders that were not there before this run, the innermost first
         self._with_events = events
         self._files: dict[str, IO[bytes]] = {}
         self._events: SummaryWriter | None = None
@@ -74,6 +76,7 @@ class Run:
         if self._made:
             return
         _refuse_occupied(self.path)  # another run may have taken the name since
+        self._founded = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         with durable.writing(str(self.path)):
             self.path.mkdir(parents=True, exist_ok=True)
         self._made = True
@@ -165,7 +168,21 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        finally:
+            if isinstance(error, UserError | OSError) and not isinstance(error, Diverged):
+                self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Take back a new run that was refused before it had anything to go on from: the same command can then be given again."""
+        if self._founded is None or self.weights.is_file() or (self.snapshots / POINTER).is_file():
+            return
+        with suppress(OSError):  # a folder that cannot be cleared is no reason to hide the error that led here
+            for entry in self.path.iterdir():
+                durable.remove(entry) if entry.is_dir() else entry.unlink()
+            for folder in self._founded:
+                folder.rmdir()
 
     def _write(self, name: str, text: str) -> None:
         self.make()

@@ -43,14 +43,8 @@ def open_run(path: Path | str, device: str = "auto", model: Model | None = None)
     """The best weights of a run, in the model of its spec, or in `model`, where the run was trained with modules of the user's own."""
     run = Run.open(Path(path))
     spec = load(run.path / "spec.yaml")
-    codec = Codec.from_json(json.dumps(run.read_json("codec.json")))
-    known = run.read_json("facts.json")
-    try:
-        scale = tuple(float(value) for value in known.pop("scale"))
-        own_model = bool(known.pop("own_model", False))
-        facts = DataFacts(**known | {"labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{run.path / 'facts.json'} is damaged ({error}); give the folder of a whole run") from error
+    codec = _codec_of(run, spec)
+    facts, scale, own_model = _facts_of(run, codec)
     if not run.weights.is_file():
         raise RunError(f"{run.path} has no weights.safetensors yet; train it to the end of its first epoch (--resume)")
     if own_model and model is None:
@@ -70,6 +64,37 @@ def open_run(path: Path | str, device: str = "auto", model: Model | None = None)
     load_parameters(own, load_weights(run.weights, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), str(run.weights))
     model.eval()
     return Saved(run, spec, task, model, where)
+
+
+def _codec_of(run: Run, spec: Spec) -> Codec:
+    path = run.path / "codec.json"
+    try:
+        codec = Codec.from_json(json.dumps(run.read_json(path.name)))
+    except DataError as error:
+        fact = str(error).rpartition(";")[0].removeprefix("the codec is damaged: ")
+        raise RunError(f"{path} is damaged: {fact}; give the folder of a whole run") from error
+    if codec.task != spec.task:
+        raise RunError(f"{path} is of task {codec.task}, {run.path / 'spec.yaml'} of {spec.task}; give the folder of a whole run")
+    return codec
+
+
+def _facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool]:
+    """What the model was shaped by, MASE's scale, and whether the model was the user's own. The codec must say the same."""
+    path = run.path / "facts.json"
+    try:
+        known = dict(run.read_json(path.name))
+        scale = tuple(float(value) for value in known.pop("scale"))
+        own_model = bool(known.pop("own_model", False))
+        facts = DataFacts(**known | {"labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})
+        said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
+        if len(scale) != len(codec.targets):
+            raise ValueError(f"scale has {len(scale)} numbers, and codec.json {len(codec.targets)} targets")
+        for name, value in said.items():
+            if getattr(facts, name) != value:
+                raise ValueError(f"{name} is {getattr(facts, name)!r:.40}, and {value!r:.40} in codec.json")
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is damaged ({error}); give the folder of a whole run") from error
+    return facts, scale, own_model
 
 
 def evaluate_run(path: Path | str, data: Any = None, device: str = "auto", *, model: Model | None = None) -> dict[str, object]:

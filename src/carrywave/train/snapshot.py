@@ -83,7 +83,7 @@ def load(path: Path) -> Snapshot:
 def last(folder: Path) -> Path:
     """The folder of the last snapshot."""
     if not (folder / POINTER).is_file():
-        raise RunError(f"{folder} holds no snapshot; leave out --resume to start anew")
+        raise RunError(f"{folder} holds no snapshot; leave out --resume and start anew in another --run")
     name = _pointed(folder)
     if name is None or not (folder / name / MANIFEST).is_file() or (folder / name).is_symlink():
         raise RunError(f"{folder / POINTER} names no snapshot of this folder; write the name of one of the folders beside it into it")
@@ -97,7 +97,7 @@ def save_weights(path: Path, parameters: Mapping[str, Tensor], metadata: Mapping
     with durable.writing(str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         with durable.replacing(path) as file:
-            durable.write_tensors(file, parameters, metadata)
+            durable.write_tensors(file, parameters, metadata, sealed=True)
 
 
 def load_weights(path: Path, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Tensors:

@@ -21,11 +21,11 @@ def summarize(spec: Spec, facts: DataFacts, model: Model, plan: Plan, order: Ord
     size = 8 if spec.train.precision == "fp64" else 4
     weights = parameters * size
     copies = OPTIMIZER_COPIES[spec.train.optimizer] + (1 if spec.train.momentum else 0)
-    activations = _activation_bytes(spec, facts, widest, lanes, size)
+    activations = _activation_bytes(spec, model, facts, widest, lanes, size)
     total = weights * (2 + copies) + activations
     lines = [
         f"task      {spec.task}: {_data(facts)}",
-        f"model     {_network(spec, facts)}: {parameters:,} parameters",
+        f"model     {_network(model, tied=spec.model.tie)}: {parameters:,} parameters",
         f"memory    about {_bytes(total)}: {_bytes(weights)} weights, {_bytes(weights)} gradients, "
         f"{_bytes(weights * copies)} optimizer, {_bytes(activations)} activations",
         f"batch     {_batch(spec, order)}; {_whole(spec, plan)}",
@@ -46,11 +46,10 @@ def _largest(order: Order) -> tuple[int, int]:
     return window.steps, len(window.length)
 
 
-def _activation_bytes(spec: Spec, facts: DataFacts, steps: int, lanes: int, size: int) -> int:
+def _activation_bytes(spec: Spec, model: Model, facts: DataFacts, steps: int, lanes: int, size: int) -> int:
     half = 2 if spec.train.precision in ("bf16", "fp16") else size
-    directions = 2 if spec.model.bidirectional else 1
     # Of each step a layer keeps its four gates, cell, output and a dropped copy of it.
-    layers = sum(width * 7 * half * directions for width in spec.model.widths)
+    layers = sum(width * 7 * half * model.lstm.directions for width in model.lstm.widths)
     outputs = facts.vocabulary * 2 if spec.task == "language" else len(facts.labels) * 2
     return steps * lanes * (layers + outputs * 4)
 
@@ -62,14 +61,15 @@ def _data(facts: DataFacts) -> str:
     return f"{many}{facts.steps:,} steps in train, {what}{labels}"
 
 
-def _network(spec: Spec, facts: DataFacts) -> str:
-    widths = spec.model.widths
+def _network(model: Model, *, tied: bool) -> str:
+    lstm = model.lstm
+    widths = lstm.widths
     shape = f"{len(widths)} x {widths[0]}" if len(set(widths)) == 1 else " -> ".join(map(str, widths))
     extras = [
-        f"projection {spec.model.projection}" if spec.model.projection else "",
-        "bidirectional" if spec.model.bidirectional else "",
-        "tied" if spec.model.tie else "",
-        "layer norm" if spec.model.layer_norm else "",
+        f"projection {lstm.proj_size}" if lstm.proj_size else "",
+        "bidirectional" if lstm.bidirectional else "",
+        "tied" if tied else "",
+        "layer norm" if lstm.layer_norm else "",
     ]
     return ", ".join([f"LSTM {shape}", *filter(None, extras)])
 

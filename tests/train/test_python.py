@@ -1,0 +1,512 @@
+"""From Python: every kind of data for every task, the user's own modules, the user's own loop, and runs opened again."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import carrywave as cw
+from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError
+from carrywave.model.dropout import Dropout
+from carrywave.spec.facts import DataFacts
+from carrywave.train.fit import Result
+from carrywave.train.trainer import StepResult
+
+NARROW = {"hidden": 6, "layers": 1}
+ONCE = {"epochs": 1, "lr": 1e-2}
+TEXT = "the carry goes on and on\n" * 16
+LANES = {"lanes": 4, "steps": 8}
+BUDGET = {"tokens": 64}
+draw = np.random.default_rng(0)
+STEPS = draw.normal(size=(24, 5, 2)).astype(np.float32)
+LABELS = (STEPS.sum(axis=(1, 2)) > 0).astype(int)
+TAGS = (STEPS.sum(axis=2) > 0).astype(int)
+SUMS = STEPS.sum(axis=1)
+SERIES = np.sin(np.arange(120) * 2 * np.pi / 12)[:, None] + draw.normal(size=(120, 1)) * 0.1
+
+
+class Pairs(torch.utils.data.Dataset[tuple[Any, Any]]):
+    """A map-style Dataset, as PyTorch's users write them."""
+
+    def __init__(self, inputs: Any, targets: Any) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        return self.inputs[number], self.targets[number]
+
+
+def frame() -> Any:
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame({"load": SERIES[:, 0]}, index=pandas.date_range("2026-01-01", periods=len(SERIES), freq="h"))
+
+
+def options(task: str) -> dict[str, Any]:
+    streams = task in ("language", "forecasting")
+    data = {"horizon": 3, "season": 12, "split": [0.6, 0.2, 0.2]} if task == "forecasting" else {}
+    return {"task": task, "batch": LANES if streams else BUDGET, "data": data, "train": ONCE, "device": "cpu"}
+
+
+DATA: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a text": ("language", lambda: TEXT),
+    "texts": ("language", lambda: TEXT.splitlines()),
+    "tokens in an array": ("language", lambda: np.arange(400) % 7),
+    "tokens in a tensor": ("language", lambda: torch.arange(400).reshape(4, 100) % 7),
+    "tokens in lists": ("language", lambda: [[0, 1, 2, 1] * 20, [2, 1, 0] * 20]),
+    "a pair of arrays": ("classification", lambda: (STEPS, LABELS)),
+    "a pair of tensors": ("classification", lambda: (torch.tensor(STEPS), torch.tensor(LABELS))),
+    "unequal lists": ("classification", lambda: ([steps[: 2 + i % 4].tolist() for i, steps in enumerate(STEPS)], LABELS.tolist())),
+    "a Dataset": ("classification", lambda: Pairs(STEPS, LABELS)),
+    "parts": ("classification", lambda: {"train": (STEPS, LABELS), "validation": (STEPS[:8], LABELS[:8]), "test": (STEPS[8:], LABELS[8:])}),
+    "tags": ("tagging", lambda: (torch.tensor(STEPS), torch.tensor(TAGS))),
+    "words and tags": ("tagging", lambda: [(["a", "b", "a"], ["N", "V", "N"])] * 12),
+    "numbers": ("regression", lambda: (STEPS, SUMS)),
+    "a Dataset of numbers": ("regression", lambda: Pairs(torch.tensor(STEPS), torch.tensor(SUMS[:, 0]))),
+    "a frame": ("forecasting", frame),
+    "a series": ("forecasting", lambda: SERIES),
+    "lists of series": ("forecasting", lambda: [SERIES[:60].tolist(), torch.tensor(SERIES[60:])]),
+}
+METRIC = {
+    "language": "perplexity",
+    "classification": "accuracy",
+    "tagging": "macro_f1",
+    "regression": "mae",
+    "forecasting": "mase",
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_every_kind_of_data_trains(kind: str, tmp_path: Path) -> None:
+    task, make = DATA[kind]
+    result = cw.fit(NARROW, make(), run=tmp_path / "run", **options(task))
+    assert result.ending == "done"
+    assert result.run == tmp_path / "run"
+    assert METRIC[task] in result.metrics["valid"]
+    assert not result.model.training
+    # The run does not claim to have read the default file, and what it cannot find again it asks for.
+    assert cw.load_spec(result.run / "spec.yaml").data.train is None
+    with pytest.raises(DataError, match="trained on data from Python, which no file holds; give data"):
+        cw.evaluate(result.run, device="cpu")
+
+
+def test_equal_calls_give_equal_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        torch.manual_seed(len(name) * os.getpid())  # what torch's generator has been doing does not matter
+        cw.fit({**NARROW, "dropout": 0.3}, (STEPS, LABELS), run=tmp_path / name, **options("classification"))
+    for name in ("metrics.jsonl", "weights.safetensors", "spec.yaml"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_run_is_opened_with_data_from_python(tmp_path: Path) -> None:
+    parts = {"train": (STEPS, LABELS), "valid": (STEPS[:8], LABELS[:8]), "test": (STEPS[8:], LABELS[8:])}
+    result = cw.fit(NARROW, parts, run=tmp_path / "run", **options("classification"))
+    again = cw.evaluate(str(result.run), (STEPS[8:], LABELS[8:]), device="cpu")
+    assert {name: again[name] for name in ("loss", "accuracy")} == {n: result.metrics["test"][n] for n in ("loss", "accuracy")}
+    # Labels are not needed to predict, and not looked at.
+    alone, labelled = (cw.predict(result.run, data, device="cpu") for data in (STEPS[8:], Pairs(STEPS[8:], LABELS[8:])))
+    assert alone == labelled
+    right = [row["label"] == str(label) for row, label in zip(alone, LABELS[8:], strict=True)]
+    assert np.mean(right) == pytest.approx(result.metrics["test"]["accuracy"])
+
+
+def test_forecasts_of_a_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = cw.fit(NARROW, frame(), run=tmp_path / "run", **options("forecasting"))
+    rows = cw.predict(result.run, frame(), device="cpu")
+    assert len(rows) == 3
+    assert set(rows[0]) >= {"step", "load"}
+    assert capsys.readouterr().out == ""  # from Python, rows are returned and nothing is printed
+    assert cw.evaluate(result.run, frame(), device="cpu")["naive_mae"] > 0  # type: ignore[operator]
+
+
+def test_prompts(tmp_path: Path) -> None:
+    result = cw.fit(NARROW, TEXT, run=tmp_path / "run", **options("language"))
+    one = cw.predict(result.run, prompt="the", tokens=5, device="cpu")
+    several = cw.predict(result.run, ["the", "on"], tokens=5, device="cpu")
+    assert cw.predict(result.run, "the", tokens=5, device="cpu") == one == several[:1]
+    assert [row["prompt"] for row in several] == ["the", "on"]
+    with pytest.raises(DataError, match="prompt 1 is of type int, not a string"):
+        cw.predict(result.run, ["the", 3], device="cpu")
+
+
+@pytest.mark.parametrize("make", [Path, str])
+def test_files_are_paths_or_their_names(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    names = {part: tmp_path / f"{part}.txt" for part in ("train", "valid")}
+    for path in names.values():
+        path.write_text(TEXT)
+    one = cw.fit(NARROW, make(names["train"]), run=tmp_path / "one", **options("language"))
+    two = cw.fit(NARROW, {part: make(path) for part, path in names.items()}, run=tmp_path / "two", **options("language"))
+    spec = cw.load_spec(two.run / "spec.yaml").data
+    assert (spec.train, spec.valid) == (str(names["train"]), str(names["valid"]))
+    # What was read from files can be read again without being told.
+    assert cw.evaluate(two.run, device="cpu")["loss"] == pytest.approx(two.metrics["valid"]["loss"], rel=1e-12)
+    assert cw.evaluate(one.run, make(names["valid"]), device="cpu")["split"] == str(names["valid"])
+
+
+def test_a_name_that_is_no_file_is_not_taken_for_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("missing.txt", "folder/missing.txt.gz", Path("missing")):
+        with pytest.raises(DataError, match="there is no such file"):
+            cw.fit(NARROW, name, **options("language"))
+    with pytest.raises(DataError, match=r"data\.train=rows: there is no such file"):
+        cw.fit(NARROW, "rows", **options("classification"))
+    (tmp_path / "no suffix").write_text(TEXT)
+    with gzip.open("some.txt.gz", "wt") as file:
+        file.write(TEXT)
+    sizes = [cw.fit(NARROW, name, run=name + "-run", **options("language")).model.head.classes for name in ("no suffix", "some.txt.gz")]
+    assert sizes == [len(set(TEXT))] * 2
+    with pytest.raises(DataError, match=r"data mixes files \(valid\) and objects"):
+        cw.fit(NARROW, {"train": TEXT, "valid": Path("some.txt.gz")}, **options("language"))
+    assert not (tmp_path / "runs").exists()
+
+
+class Encoder(nn.Module):
+    """Two numbers a step to four, with torch's own dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+class TagLoss(nn.Module):
+    """The least that a head is: a loss."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, 2)
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Any]:
+        total = nn.functional.cross_entropy(self.out(y).flatten(0, 1), target.flatten(), reduction="sum")  # ignores -100
+        return total, (target != -100).sum()
+
+
+class TagHead(TagLoss):
+    """With a forward there are metrics and predictions too."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        out: Tensor = self.out(y)
+        return out
+
+
+class Largest(nn.Module):
+    """A pooled head that no task comes with: the largest output of all real steps."""
+
+    pooled = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+
+    def start(self, lanes: int, dtype: torch.dtype | None = None, device: Any = None) -> tuple[Tensor, ...]:
+        return (torch.full((lanes, 6), -1.0, dtype=dtype or self.out.weight.dtype, device=device),)
+
+    def pool(self, y: Tensor, lengths: Tensor, acc: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        real = torch.arange(y.shape[0], device=y.device)[:, None, None] < lengths[:, None]
+        return (torch.maximum(acc[0], torch.where(real, y, -1.0).amax(0)),)
+
+    def forward(self, acc: tuple[Tensor, ...]) -> Tensor:
+        out: Tensor = self.out(acc[0])
+        return out
+
+    def loss(self, acc: tuple[Tensor, ...], label: Tensor) -> tuple[Tensor, int]:
+        return nn.functional.cross_entropy(self(acc), label, reduction="sum"), label.numel()
+
+
+def own(head: type[nn.Module] = TagHead) -> cw.Model:
+    torch.manual_seed(3)
+    return cw.Model(Encoder(), cw.LSTM(4, 6), head())
+
+
+def test_own_modules(tmp_path: Path) -> None:
+    model = own()
+    assert isinstance(model.encoder.layers[2], Dropout)  # type: ignore[union-attr, index]
+    results = [cw.fit(each, (STEPS, TAGS), run=tmp_path / str(i), **options("tagging")) for i, each in enumerate((model, own()))]
+    assert results[0].model is model
+    assert (results[0].run / "weights.safetensors").read_bytes() == (results[1].run / "weights.safetensors").read_bytes()
+    found = results[0].metrics["valid"]
+    assert 0 <= found["accuracy"] <= 1
+    # What no file describes has to be given again.
+    with pytest.raises(RunError, match=r"modules of your own, which no file describes; rebuild the model in Python and give it as model="):
+        cw.evaluate(results[0].run, (STEPS, TAGS), device="cpu")
+    rebuilt = cw.evaluate(results[0].run, (STEPS, TAGS), model=own(), device="cpu")
+    assert rebuilt == cw.evaluate(results[1].run, (STEPS, TAGS), model=model, device="cpu")
+    assert len(cw.predict(results[0].run, STEPS[:3], model=own(), device="cpu")[2]["labels"]) == 5
+
+
+def test_a_head_with_a_loss_alone_is_evaluated_by_it(tmp_path: Path) -> None:
+    whole = cw.fit(own(), (STEPS, TAGS), run=tmp_path / "whole", **options("tagging"))
+    alone = cw.fit(own(TagLoss), (STEPS, TAGS), run=tmp_path / "alone", **options("tagging"))
+    assert alone.metrics["valid"] == {"loss": whole.metrics["valid"]["loss"]}
+    with pytest.raises(RunError, match="the head TagLoss has no forward, so there is nothing to predict with"):
+        cw.predict(alone.run, STEPS, model=alone.model, device="cpu")
+
+
+def test_a_head_that_puts_out_something_else_has_no_metrics(tmp_path: Path) -> None:
+    class Odd(TagLoss):
+        def forward(self, y: Tensor) -> Tensor:
+            return y.sum(-1)
+
+    assert set(cw.fit(own(Odd), (STEPS, TAGS), run=tmp_path / "run", **options("tagging")).metrics["valid"]) == {"loss"}
+
+
+@pytest.mark.parametrize("plan", [{"chunk_steps": 2, "slices": 2}, cw.Plan(chunk_steps=2, slices=2)])
+def test_a_pooled_head_of_ones_own_on_any_plan(plan: Any, tmp_path: Path) -> None:
+    exact = options("classification") | {"train": {**ONCE, "precision": "fp64"}}
+    whole, cut = (
+        cw.fit(own(Largest), (STEPS, LABELS), run=tmp_path / name, plan=each, **exact) for name, each in (("whole", "auto"), ("cut", plan))
+    )
+    assert whole.metrics["valid"]["accuracy"] == cut.metrics["valid"]["accuracy"]
+    # Rounding of float64, through a few steps.
+    assert whole.metrics["valid"]["loss"] == pytest.approx(cut.metrics["valid"]["loss"], rel=1e-10)
+
+
+def test_a_function_makes_the_model_from_the_facts(tmp_path: Path) -> None:
+    def make(facts: DataFacts) -> cw.Model:
+        class Next(TagHead):
+            def __init__(self) -> None:
+                super().__init__()
+                self.out = nn.Linear(6, facts.vocabulary)
+
+        return cw.Model(nn.Embedding(facts.vocabulary, 4), cw.LSTM(4, 6), Next())
+
+    runs = [cw.fit(make, TEXT, run=tmp_path / name, **options("language")) for name in ("a", "b")]
+    assert runs[0].model.head.out.out_features == len(set(TEXT))  # type: ignore[union-attr]
+    assert (runs[0].run / "weights.safetensors").read_bytes() == (runs[1].run / "weights.safetensors").read_bytes()
+    assert cw.predict(runs[0].run, prompt="the", tokens=3, model=runs[0].model, device="cpu")[0]["text"].startswith("the")
+
+
+def test_resume_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(name: str, resume: bool = False) -> Result:
+        how = options("tagging") | {"train": {**ONCE, "epochs": 3}}
+        return cw.fit(own(), (STEPS, TAGS), run=tmp_path / name, resume=resume, **how)
+
+    fit("whole")
+    with monkeypatch.context() as patch:
+        plain, done = cw.Trainer.update, [0]
+
+        def update(self: cw.Trainer, *batches: cw.Batch) -> StepResult:
+            done[0] += 1
+            if done[0] == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+            return plain(self, *batches)
+
+        patch.setattr(cw.Trainer, "update", update)
+        assert fit("stopped").ending == "interrupted"
+    assert fit("stopped", resume=True).ending == "done"
+    for name in ("metrics.jsonl", "weights.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
+    from carrywave.train.fit import train
+
+    with pytest.raises(RunError, match=r"trained from Python, .*; go on there: cw\.fit\(model, data, run="):
+        train(cw.load_spec(tmp_path / "stopped" / "spec.yaml"), run=tmp_path / "stopped", resume=True, device="cpu")
+    how = options("tagging") | {"train": {**ONCE, "epochs": 3}}
+    with pytest.raises(RunError, match="the data has changed since the snapshot"):
+        cw.fit(own(), (STEPS + 1, TAGS), run=tmp_path / "stopped", resume=True, **how)
+
+
+def test_init_from_a_run_reads_as_that_run_read(tmp_path: Path) -> None:
+    first = cw.fit(NARROW, TEXT, run=tmp_path / "first", **options("language"))
+    second = cw.fit(NARROW, "carry on\n" * 16, init=str(first.run), run=tmp_path / "second", **options("language"))
+    assert second.model.head.classes == len(set(TEXT)) > len(set("carry on\n"))
+
+
+class Mean(TagLoss):
+    def loss(self, y: Tensor, target: Tensor) -> Any:
+        return super().loss(y, target)[0]
+
+
+class Single(Largest):
+    def start(self, lanes: int, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+        return super().start(lanes, dtype, device)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "error", "message"),
+    [
+        (NARROW, {"devices": 2}, PlanError, "devices=2: this version trains on one device; use devices=1"),
+        (NARROW, {"plan": {"replicas": 2}}, PlanError, "needs 2 workers, 1 are running"),
+        (NARROW, {"plan": "fast"}, SpecError, "plan is"),
+        (NARROW, {"epochs": 3}, SpecError, r"unknown key epochs; did you mean train\.epochs\?"),
+        (NARROW, {"resume": True}, RunError, "resume needs to know which run"),
+        (nn.LSTM(2, 6), {}, UserError, r"model is a LSTM; wrap your modules around a cw\.LSTM"),
+        ("small", {}, UserError, "model is a str; give a cw.Model"),
+        (lambda facts: nn.Linear(2, 2), {}, UserError, "returned a Linear; return cw.Model"),
+        (Mean, {}, UserError, r"loss of the head Mean must return \(sum over the targets, number of targets\), two scalars"),
+        (Single, {"task": "classification"}, UserError, "start of the head Single returned a tensor .* return a tuple of tensors"),
+    ],
+)
+def test_mistakes_are_one_line(model: Any, how: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+    model = own(model) if isinstance(model, type) else model
+    targets = LABELS if "task" in how else TAGS
+    with pytest.raises(error, match=message) as caught:
+        cw.fit(model, (STEPS, targets), **options("tagging") | {"run": None if "resume" in how else tmp_path / "run"} | how)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_encoder_and_the_head_are_modules() -> None:
+    with pytest.raises(UserError, match=r"the encoder of a model is an nn[.]Module, got function"):
+        cw.Model(lambda x: x, cw.LSTM(4, 6), TagHead())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="got LSTM; build one and load_state_dict"):
+        cw.Model(Encoder(), nn.LSTM(4, 6), TagHead())  # type: ignore[arg-type]
+    both_ways = cw.Model(Encoder(), cw.LSTM(4, 3, bidirectional=True), TagHead())
+    with pytest.raises(SpecError, match=r"cannot be read backwards; set batch[.]tokens"):
+        cw.fit(both_ways, (STEPS, TAGS), **options("tagging") | {"batch": LANES})
+
+
+# ---- the user's own loop
+
+
+def test_a_batch_of_tensors() -> None:
+    inputs, lengths = torch.zeros(4, 3, 2), [4, 2, 0]
+    batch = cw.Batch.of(inputs, torch.ones(4, 3, dtype=torch.int32), lengths)
+    assert batch.targets is not None
+    assert batch.targets.tolist() == [[1, 1, -100], [1, 1, -100], [1, -100, -100], [1, -100, -100]]
+    assert (batch.real, batch.steps, batch.fresh.tolist(), batch.sequence.tolist()) == (6, 4, [True] * 3, [0, 1, -1])
+    numbers = cw.Batch.of(inputs, torch.ones(4, 3, 2), lengths)
+    assert numbers.targets is not None
+    assert numbers.targets.isnan().sum(0).tolist() == [[0, 0], [2, 2], [4, 4]]
+    pooled = cw.Batch.of(inputs, torch.tensor([5, 6, 7]), lengths, fresh=False, step=3, epoch=1, lanes=[7, 8, 9])
+    assert pooled.targets is not None
+    assert pooled.targets.tolist() == [5, 6, -100]
+    assert (pooled.fresh.tolist(), pooled.step, pooled.epoch, pooled.lanes.tolist()) == ([False] * 3, 3, 1, [7, 8, 9])
+    # As many steps as lanes: only the user knows which is meant.
+    square = cw.Batch.of(torch.zeros(3, 3, 2), torch.ones(3, 3), [3, 2, 0], pooled=True)
+    assert square.targets is not None
+    assert square.targets.isnan().sum(1).tolist() == [0, 0, 3]
+    assert cw.Batch.of(torch.zeros(2, 3)).targets is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": torch.zeros(4)}, r"inputs have shape \[4\]; give \[time, lane, …\]"),
+        ({"inputs": torch.zeros(0, 3)}, "at least one step and one lane"),
+        ({"targets": torch.zeros(3, 4)}, r"targets have shape \[3, 4\] for 4 steps of 3 lanes"),
+        ({"targets": torch.zeros(4, 3), "pooled": True}, r"targets have shape \[4, 3\]"),
+        ({"lengths": [4, 5, 1]}, "lengths go from 1 to 5; they must lie between 0 and the 4 steps"),
+        ({"lengths": [4, 4]}, r"lengths has shape \[2\] .* give a whole number for each of the 3 lanes"),
+        ({"lengths": [1.0, 2.0, 3.0]}, "give a whole number for each of the 3 lanes"),
+        ({"fresh": [1, 0, 1]}, "give true or false for each of the 3 lanes"),
+        ({"lanes": [0, 1]}, "give a whole number for each of the 3 lanes"),
+    ],
+)
+def test_a_batch_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        cw.Batch.of(**{"inputs": torch.zeros(4, 3, 2), **arguments})
+
+
+def test_a_loop_with_an_optimizer_and_a_schedule_of_ones_own() -> None:
+    """The same steps written out in plain PyTorch, with nn.LSTM, give the same weights."""
+    torch.manual_seed(1)
+    plain = nn.ModuleList([nn.Linear(2, 4), nn.LSTM(4, 6, 2), nn.Linear(6, 2)]).double()
+    model = cw.Model(nn.Linear(2, 4), cw.LSTM(4, 6, 2), TagHead()).double()
+    for ours, theirs in ((model.encoder, plain[0]), (model.lstm, plain[1]), (model.head.out, plain[2])):
+        ours.load_state_dict(theirs.state_dict())  # type: ignore[union-attr]
+    makers = [lambda parameters: torch.optim.RMSprop(parameters, 1e-2, momentum=0.5)] * 2
+    optimizer, reference = (make(module.parameters()) for make, module in zip(makers, (model, plain), strict=True))
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(each, 2e-2, total_steps=8) for each in (optimizer, reference)]
+    trainer = cw.Trainer(model, {"precision": "fp64", "clip": 0.5}, optimizer=optimizer)
+    x, tags = torch.tensor(STEPS, dtype=torch.float64).transpose(0, 1), torch.tensor(TAGS).T
+    carry = None
+    for step in range(8):
+        if step % 4 == 0:
+            carry = None  # every fourth batch starts anew; the others go on from the carry
+        ours = trainer.step(cw.Batch.of(x, tags, fresh=step % 4 == 0))
+        y, carry = plain[1](plain[0](x), carry)
+        carry = tuple(part.detach() for part in carry)
+        loss = nn.functional.cross_entropy(plain[2](y).flatten(0, 1), tags.flatten())
+        reference.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        reference.step()
+        for schedule in schedules:
+            schedule.step()
+        assert ours.item() == pytest.approx(loss.item(), rel=1e-6)  # step returns float32
+    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] != 1e-2
+    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_padding_changes_nothing_in_ones_own_loop() -> None:
+    x, labels = torch.tensor(STEPS).transpose(0, 1), torch.tensor(LABELS)
+    short = cw.Batch.of(x[:3], labels)
+    padded = cw.Batch.of(torch.cat([x[:3], torch.full_like(x[:2], 9.0)]), labels, [3] * len(labels))
+    trainers = [cw.Trainer(own(Largest), {"optimizer": "sgd", "lr": 0.1}) for _ in range(2)]
+    losses = [trainer.step(batch).item() for trainer, batch in zip(trainers, (short, padded), strict=True)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # float32, summed in another order
+    for a, b in zip(trainers[0].model.parameters(), trainers[1].model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_dropout_differs_from_step_to_step_and_is_keyed_by_the_cursor() -> None:
+    x, tags = torch.tensor(STEPS).transpose(0, 1), torch.tensor(TAGS).T
+
+    def losses(*steps: int | None) -> list[float]:
+        trainer = cw.Trainer(own(), {"optimizer": "sgd", "lr": 1e-30})
+        return [trainer.step(cw.Batch.of(x, tags, step=step)).item() for step in steps]
+
+    assert len(set(losses(None, None, None))) == 3
+    assert losses(None, None, None) == losses(0, 1, 2)
+    assert losses(5, 5)[0] == losses(5, 5)[1]
+
+
+def test_several_batches_are_one_step() -> None:
+    x, tags = torch.tensor(STEPS, dtype=torch.float64).transpose(0, 1), torch.tensor(TAGS).T
+    options = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
+    models = [cw.Model(nn.Linear(2, 4), cw.LSTM(4, 6), TagHead()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    one, two = (cw.Trainer(model, options, keep_state=False) for model in models)
+    one.step(cw.Batch.of(x, tags))
+    two.step(cw.Batch.of(x[:, :10], tags[:, :10]), cw.Batch.of(x[:, 10:], tags[:, 10:]))
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_trainer_takes_options_from_anywhere_and_says_what_is_wrong() -> None:
+    spec = cw.Spec.model_validate({"train": {"lr": 0.25}})
+    assert [cw.Trainer(own(), each).spec.lr for each in (spec, spec.train, {"lr": 0.25})] == [0.25] * 3
+    with pytest.raises(SpecError, match=r"unknown key train\.rate"):
+        cw.Trainer(own(), {"rate": 1.0})
+    with pytest.raises(UserError, match=r"a trainer trains a cw[.]Model, got Linear"):
+        cw.Trainer(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="reads whole sequences; leave keep_state out"):
+        cw.Trainer(own(Largest), keep_state=True)
+    with pytest.raises(UserError, match="a step needs a batch"):
+        cw.Trainer(own()).step()
+
+
+# ---- cw.LSTM in a plain PyTorch program
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bidirectional": True, "num_layers": 2}, {"proj_size": 3}])
+def test_the_lstm_drops_in(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    theirs, ours = nn.LSTM(2, 5, **options).double(), cw.LSTM(2, 5, **options).double()
+    ours.load_state_dict(theirs.state_dict())
+    ours.flatten_parameters()
+    x = torch.randn(4, 3, 2, dtype=torch.float64)
+    lengths = torch.tensor([3, 1, 2, 3] if options.get("batch_first") else [4, 1, 2])
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False, batch_first=bool(options.get("batch_first")))
+    expected, (h, c) = theirs(packed)
+    expected, _ = nn.utils.rnn.pad_packed_sequence(expected, batch_first=bool(options.get("batch_first")))
+    y, (our_h, our_c) = ours(x, None, lengths)
+    for a, b in ((y, expected), (our_h, h), (our_c, c)):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(ours(x, (h, c))[0], theirs(x, (h, c))[0], rtol=1e-12, atol=1e-14)
+    theirs.load_state_dict(ours.state_dict())
+    with pytest.raises(UserError, match="got a PackedSequence; give it the padded tensor and its lengths"):
+        ours(packed)
