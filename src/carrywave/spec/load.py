@@ -35,8 +35,8 @@ NUMBER = re.compile(
 # What is trained where no spec is given: a small character model on text that ships with Python.
 DEFAULT_RUN: Mapping[str, Any] = MappingProxyType(
     {
-        "model": {"hidden": 128, "layers": 2},
-        "batch": {"lanes": 32, "steps": 64},
+        "model": {"hidden": 128, "layers": 2, "init": "orthogonal", "forget_bias": 1.0},
+        "batch": {"lanes": 16, "steps": 64},
         "train": {"lr": 4e-3, "clip": 1.0, "epochs": 3, "schedule": "cosine"},
     }
 )
