@@ -276,8 +276,14 @@ SPEC: dict[str, tuple[list[str], str]] = {
     "nan as text": (["train.lr=nan"], 'train.lr is "nan", which is text; use a number > 0'),
     "chunk_steps 0": (["plan.chunk_steps=0"], "plan.chunk_steps is 0; use a whole number >= 1"),
     "stages": (["plan.stages=4"], "plan.stages=4, but the model has 3 units (encoder, 1 layers, head); use plan.stages <= 3"),
-    "workers": (["plan.replicas=2"], "plan.replicas=2 x plan.stages=1 needs 2 workers, 1 are running; start that many workers"),
-    "stages and workers": (["plan.stages=2"], "plan.replicas=1 x plan.stages=2 needs 2 workers, 1 are running; start that many workers"),
+    "workers": (
+        ["plan.replicas=2"],
+        "plan.replicas=2 x plan.stages=1 needs 2 workers, 1 are running; set plan.replicas and plan.stages so that their product is 1",
+    ),
+    "stages and workers": (
+        ["plan.stages=2"],
+        "plan.replicas=1 x plan.stages=2 needs 2 workers, 1 are running; set plan.replicas and plan.stages so that their product is 1",
+    ),
     "slices": (["plan.slices=5"], "batch.lanes=4 cannot be shared by 1 replicas x 5 slices; use batch.lanes >= 5"),
     "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] must be 0 rising unit numbers"),
     "bidirectional": (["model.bidirectional=true"], "model.bidirectional needs whole separate sequences"),

@@ -125,3 +125,15 @@ def test_a_dropout_that_is_the_module_itself() -> None:
 def test_what_cannot_be_keyed_is_refused_by_name(module: nn.Module, message: str) -> None:
     with pytest.raises(UserError, match=message):
         keyed(nn.Sequential(nn.Linear(3, 4), module), "encoder")
+
+
+def test_a_module_used_twice_draws_two_masks_and_repeats_both() -> None:
+    drop = Dropout(0.5, name="encoder.drop").train()
+    x = torch.ones(4, 3, 8)
+    pairs = []
+    for _ in range(2):
+        with random.scope(random.key(1), torch.arange(3)):
+            pairs.append((drop(x), drop(x)))
+    assert not torch.equal(pairs[0][0], pairs[0][1])
+    assert torch.equal(pairs[0][0], pairs[1][0])
+    assert torch.equal(pairs[0][1], pairs[1][1])

@@ -17,6 +17,8 @@ from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.parallel.pipeline import flatten
+from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
 from carrywave.train.trainer import Trainer
 
@@ -28,9 +30,10 @@ def trainer_of(model: Model, monkeypatch: pytest.MonkeyPatch, *, recorded: bool,
     return Trainer(model, parse({"train": {"clip": 0.5, **train}}).train, device="cuda", keep_state=streams)
 
 
-def language() -> Model:
+def language(**options: object) -> Model:
     torch.manual_seed(0)
-    return Model(Embedding(50, 32), LSTM(32, 32, 2, dropout=0.3), Softmax(32, 50), dropout_in=Dropout(0.2), dropout_out=Dropout(0.2))
+    lstm = LSTM(32, 32, 2, dropout=0.3, **options)  # type: ignore[arg-type]
+    return Model(Embedding(50, 32, 0.1), lstm, Softmax(32, 50), dropout_in=Dropout(0.2), dropout_out=Dropout(0.2))
 
 
 def stream_batches() -> list[Batch]:
@@ -69,6 +72,50 @@ def test_streams(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) ->
     assert replayed == plain
     for (name, a), (_, b) in zip(unrecorded.named, recorded_trainer.named, strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("options", [{"learned_carry": True}, {"weight_drop": 0.4, "locked": True}, {"layer_norm": True}])
+@pytest.mark.parametrize("plan", [Plan.serial(), Plan(chunk_steps=5, slices=2), Plan(chunk_steps=5, recompute=True)])
+def test_options_and_plans(monkeypatch: pytest.MonkeyPatch, options: dict[str, object], plan: Plan) -> None:
+    """Short windows between long ones, and evaluation between steps: recorded and unrecorded steps hand the carry to each other."""
+    long = stream_batches()
+    short = [replace(b, inputs=b.inputs[:9], targets=b.targets[:9], lengths=b.lengths.clamp(max=9), real=63) for b in long[:5]]  # type: ignore[index]
+    batches = [*long[:4], *short[:1], *long[4:6], *short[1:4], *long[6:9]]
+    ends = []
+    for recorded in (False, True):
+        monkeypatch.setenv("CARRYWAVE_CAPTURE", "1" if recorded else "0")
+        train = parse({"train": {"clip": 0.5, "alpha": 1.0, "beta": 0.5}}).train
+        trainer = Trainer(language(**options), train, plan=plan, device="cuda")
+        for batch in batches:
+            trainer.step(batch.to(torch.device("cuda")))
+            trainer.model.eval()
+            with torch.no_grad():
+                trainer.model(batch.inputs.cuda())
+        ends.append((dict(trainer.named), trainer.state))
+    (plain, before), (replayed, after) = ends
+    assert all(torch.equal(plain[name], replayed[name]) for name in plain)
+    assert before is not None
+    assert after is not None
+    assert all(torch.equal(a, b) for a, b in zip(flatten(before), flatten(after), strict=True))
+
+
+def test_a_step_that_cannot_be_recorded_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Looking(Softmax):
+        def loss(self, y: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            loss, count = super().loss(y, target)
+            assert loss.item() > 0  # reads the device on the host, which no recording allows
+            return loss, count
+
+    torch.manual_seed(0)
+    model = Model(Embedding(50, 32), LSTM(32, 32), Looking(32, 50))
+    trainer = trainer_of(model, monkeypatch, recorded=True, streams=True)
+    batches = [batch.to(torch.device("cuda")) for batch in stream_batches()[:4]]
+    first = trainer.step(batches[0]).item()
+    with pytest.warns(UserWarning, match="steps are not recorded as CUDA graphs"):
+        trainer.step(batches[1])
+    for batch in batches[2:]:
+        trainer.step(batch)
+    assert trainer.step(batches[0]).item() < first
 
 
 def test_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,9 @@ def test_an_override_inside_a_plan_that_is_auto_opens_it(spec_file: Path) -> Non
 
 
 def test_class_weights_by_override_take_any_name() -> None:
-    weights = load(None, ["train.class_weights=balanced", "train.class_weights.a.b=2", "train.class_weights.no=1"]).train.class_weights
+    weights = load(
+        None, ["task=tagging", "train.class_weights=balanced", "train.class_weights.a.b=2", "train.class_weights.no=1"]
+    ).train.class_weights
     assert weights == {"a.b": 2.0, "no": 1.0}
 
 
@@ -152,6 +154,9 @@ def test_a_date_is_text_where_text_is_wanted() -> None:
         ("batch=3", "batch is 3; use a section with lanes, steps, vary, tokens, eval_lanes"),
         # what fields say of each other
         ("model.hidden=[1, 2, 3]", "model.hidden lists 3 widths for 2 layers; give one width for each layer"),
+        ("train.momentum=0.9", "train.momentum is for sgd, not for adam; leave it out, or use train.optimizer=sgd"),
+        ("train.class_weights=balanced", "train.class_weights is for classification and tagging, not for language; leave it out"),
+        ("data.quantiles=[0.1]", "data.quantiles is for forecasting, not for language; leave it out"),
         ("data.quantiles=[0.5, 0.1]", "data.quantiles must rise, got [0.5, 0.1]; list them from low to high, each once"),
         (
             "batch={lanes: 2, tokens: 8}",
@@ -222,6 +227,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_values_from_python() -> None:
     values = {
+        "task": "classification",
         "data": DataSpec(train="a.txt"),
         "model": {"hidden": (4, np.int64(8)), "dropout": np.float32(0.5), "pretrained": Path("a.vec")},
         "train": {"class_weights": {0: 1.0, "b": 2}},
@@ -266,6 +272,7 @@ texts = st.text(st.characters(codec="utf-8"), min_size=1)
 weights = st.dictionaries(texts, st.floats(min_value=1e-9, allow_infinity=False), max_size=3)
 specs = st.builds(
     Spec,
+    task=st.sampled_from(["classification", "tagging"]),
     data=st.builds(
         DataSpec,
         train=texts | st.sampled_from(["3e-4", "1e5", "yes", "null", "2026-01-31", "1_0", "~", "0x1f", ".5"]),

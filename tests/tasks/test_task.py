@@ -100,3 +100,13 @@ def test_initial_weights_follow_the_spec() -> None:
     torch.testing.assert_close(block @ block.T, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-5)
     assert model.lstm.bias_ih_l0[8:16].tolist() == [1.0] * 8
     assert model.lstm.bias_hh_l0[8:16].tolist() == [0.0] * 8
+
+
+def test_balanced_weights_of_tags_leave_out_what_is_held_out() -> None:
+    spec = parse({"task": "tagging", "model": {"hidden": 5, "layers": 1}, "train": {"class_weights": "balanced"}})
+    codec = Codec(task="tagging", field="steps", labels=("a", "b"), columns=("x",))
+    tags = np.array([0, 0, 0, 1, 1, 1, 1, 1, -100])
+    # Rows 4 … 7 belong to a sequence that is held out.
+    data = Sequences(np.ones((9, 1), np.float32), np.array([0, 8]), np.array([4, 1]), tags=tags)
+    model = Task.of(spec, codec, codec.facts(data), data).model(data)
+    torch.testing.assert_close(model.head.get_buffer("weights"), torch.tensor([4 / (2 * 3), 4 / (2 * 1)]))

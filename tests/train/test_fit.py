@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from carrywave.data.batch import Batch
-from carrywave.errors import Diverged, PlanError, RunError
+from carrywave.errors import Diverged, PlanError, RunError, SpecError, UserError
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.train.fit import Result, train
@@ -130,6 +130,36 @@ def test_a_stopped_run_goes_on_bit_for_bit(text: Path, tmp_path: Path, monkeypat
     assert (whole.ending, resumed.ending) == ("done", "done")
     for name in ("metrics.jsonl", "weights.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_steps": 10}, 10),
+        ({"max_steps": 10}, 4),
+        ({"early_stop": 1, "evaluate_every": 2, "lr": 2.0, "optimizer": "sgd", "clip": 99.0}, 6),
+    ],
+)
+def test_a_finished_run_keeps_its_test(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], steps: int
+) -> None:
+    """Stopped at its last step or before it, or resumed when it is over: the row of the test is there, and all bytes are equal."""
+    spec = language(text, **options)
+    train(spec, run=tmp_path / "whole", device="cpu")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, steps)
+        train(spec, run=tmp_path / "stopped", device="cpu")
+    for _ in range(2):
+        result = train(spec, run=tmp_path / "stopped", resume=True, device="cpu")
+        assert "test" in result.metrics
+        for name in ("metrics.jsonl", "weights.safetensors"):
+            assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
+
+
+def test_a_run_that_stopped_early_goes_on_if_asked(text: Path, tmp_path: Path) -> None:
+    options = {"epochs": 3, "lr": 2.0, "optimizer": "sgd", "evaluate_every": 2, "clip": 100.0}
+    assert train(language(text, early_stop=1, **options), run=tmp_path / "run", device="cpu").ending == "early"
+    assert train(language(text, early_stop=500, **options), run=tmp_path / "run", resume=True, device="cpu").ending == "done"
 
 
 @pytest.mark.parametrize("steps", [1, 24, 25])
@@ -290,6 +320,33 @@ def test_fine_tuning_reads_new_text_with_the_old_vocabulary(text: Path, tmp_path
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_fine_tuning_resumes_with_the_old_vocabulary(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(language(text, epochs=1), run=tmp_path / "first", device="cpu")
+    fewer = tmp_path / "fewer.txt"
+    fewer.write_text(TEXT.replace("says", "line")[:4000])
+    spec = language(fewer, epochs=1)
+    train(spec, run=tmp_path / "whole", init=str(tmp_path / "first"), device="cpu")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 5)
+        train(spec, run=tmp_path / "stopped", init=str(tmp_path / "first"), device="cpu")
+    train(spec, run=tmp_path / "stopped", resume=True, device="cpu")
+    assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == (tmp_path / "stopped" / "metrics.jsonl").read_bytes()
+    assert evaluate_run(tmp_path / "stopped", device="cpu")["loss"] == rows(tmp_path / "whole")[-1]["loss"]
+
+
+def test_fine_tuning_takes_the_class_weights_of_its_own_spec(tmp_path: Path) -> None:
+    data = str(examples(tmp_path / "train.jsonl"))
+
+    def spec(weights: dict[str, float] | None) -> Spec:
+        keys = {"epochs": 1, "lr": 1e-3, "class_weights": weights}
+        return parse({"task": "classification", "data": {"train": data}, "model": {"hidden": 4, "layers": 1}, "train": keys})
+
+    train(spec({"up": 7.0}), run=tmp_path / "first", device="cpu")
+    second = train(spec({"up": 0.5}), run=tmp_path / "second", init=str(tmp_path / "first"), device="cpu")
+    assert second.model.head.get_buffer("weights").tolist() == [1.0, 0.5]
+    assert train(spec(None), run=tmp_path / "third", init=str(tmp_path / "first"), device="cpu").ending == "done"
+
+
 def test_weights_of_another_model_are_refused(text: Path, tmp_path: Path) -> None:
     train(language(text, epochs=1), run=tmp_path / "first", device="cpu")
     wider = language(text, epochs=1).model_copy(update={"model": parse({"model": {"hidden": 16, "layers": 2}}).model})
@@ -308,3 +365,31 @@ def test_more_workers_than_there_are_is_refused(text: Path, tmp_path: Path) -> N
     with pytest.raises(PlanError, match="needs 2 workers, 1 are running"):
         train(spec, run=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_trainer_refuses_what_it_cannot_do() -> None:
+    from carrywave import LSTM, Model, Plan
+    from carrywave.model.encoders import Embedding
+    from carrywave.model.heads import Softmax
+
+    def model(**options: Any) -> Model:
+        return Model(Embedding(9, 6), LSTM(6, 6, **options), Softmax(12 if options else 6, 9))
+
+    with pytest.raises(PlanError, match="the plan needs 4 workers, and this is one"):
+        Trainer(model(), plan=Plan(replicas=2, stages=2, cuts=(1,)))
+    with pytest.raises(PlanError, match="kernel=nonsense is not a backend"):
+        Trainer(model(), plan=Plan(kernel="nonsense"))
+    with pytest.raises(PlanError, match=r"reads whole sequences; leave plan.chunk_steps out"):
+        Trainer(model(bidirectional=True), plan=Plan(chunk_steps=3))
+    trainer = Trainer(model(), {"optimizer": "sgd", "lr": 0.1})
+    tokens = torch.arange(24).reshape(6, 4) % 9
+    trainer.step(Batch.of(tokens[:5], tokens[1:]), Batch.of(tokens[:5, :2], tokens[1:, :2]))  # all fresh: lanes may differ
+    with pytest.raises(UserError, match="goes on with 3 lanes after one of 2"):
+        trainer.step(Batch.of(tokens[:5, :3], tokens[1:, :3], fresh=torch.tensor([True, False, True])))
+    with pytest.raises(UserError, match="a step takes batches, one after the other, got a list"):
+        trainer.step([Batch.of(tokens[:5], tokens[1:])])  # type: ignore[arg-type]
+
+
+def test_an_unknown_device_is_refused(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="device 'mps' is not one of auto, cpu and cuda"):
+        train(language(text), run=tmp_path / "run", device="mps")

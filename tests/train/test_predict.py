@@ -118,6 +118,21 @@ def test_numbers_come_back_in_the_units_of_the_file(tmp_path: Path) -> None:
     # The label moves by some 25 around 1000; what is learned is far closer than that.
     assert float(np.mean(error)) < 10.0
     assert all(got["label"][1] == pytest.approx(3.0, abs=0.5) for got in rows)
+    # The metrics speak of the same units.
+    judged = evaluate_run(run, lines(tmp_path / "judged.jsonl", wanted), device="cpu")
+    both = [abs(g - w) for got, want in zip(rows, wanted, strict=True) for g, w in zip(got["label"], want["label"], strict=True)]
+    assert judged["mae"] == pytest.approx(float(np.mean(both)), rel=1e-3)
+
+
+@pytest.mark.parametrize("labels", [(3, 7), (False, True), ("3", "7")])
+def test_labels_come_back_as_they_were_given(tmp_path: Path, labels: tuple[Any, Any]) -> None:
+    rows = [{"steps": [[float(number % 2)]] * 3, "label": labels[number % 2]} for number in range(20)]
+    data = lines(tmp_path / "train.jsonl", rows)
+    run = learn(tmp_path, "classification", {"train": str(data)}, batch={"tokens": 16}, train={"epochs": 8, "lr": 0.05})
+    found = predict_run(run, data, tmp_path / "out.jsonl", device="cpu")
+    assert [row["label"] for row in found] == [row["label"] for row in rows]
+    with pytest.raises(UserError, match=r"written as JSON lines or CSV, not as \.parquet"):
+        predict_run(run, data, tmp_path / "out.parquet", device="cpu")
 
 
 def table(path: Path, hours: int) -> Path:

@@ -116,7 +116,7 @@ def test_a_run_is_opened_with_data_from_python(tmp_path: Path) -> None:
     # Labels are not needed to predict, and not looked at.
     alone, labelled = (cw.predict(result.run, data, device="cpu") for data in (STEPS[8:], Pairs(STEPS[8:], LABELS[8:])))
     assert alone == labelled
-    right = [row["label"] == str(label) for row, label in zip(alone, LABELS[8:], strict=True)]
+    right = [row["label"] == label for row, label in zip(alone, LABELS[8:], strict=True)]
     assert np.mean(right) == pytest.approx(result.metrics["test"]["accuracy"])
 
 

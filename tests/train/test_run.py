@@ -154,13 +154,7 @@ def test_weights_carry_spec_and_codec(tmp_path: Path) -> None:
     assert json.loads(told["codec"]) == {"tokens": ["ä"]}
 
 
-def test_logs(tmp_path: Path) -> None:
-    path = Run.create(tmp_path / "x", "language").log_file("rank-0.log")
-    assert path.parent.is_dir()
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("act", ["write_spec", "write_metrics", "write_timing", "write_weights", "log_file"])
+@pytest.mark.parametrize("act", ["write_spec", "write_metrics", "write_timing", "write_weights"])
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -170,7 +164,6 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
         "write_metrics": ROW,
         "write_timing": ROW,
         "write_weights": {"w": torch.ones(1)},
-        "log_file": "a",
     }
     run = Run.create(tmp_path / "x", "language", events=False)
     monkeypatch.setattr(Path, "open", full)

@@ -68,6 +68,7 @@ def _write(where: Path, place: Path, build: Build) -> None:
         where.mkdir(parents=True, exist_ok=True)
         _sweep(where)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=where))
+        draft.chmod(where.stat().st_mode & 0o777)  # who may read the cache may read its entries
     except OSError as error:
         _refuse(where, error)
     writers: list[FileAppender] = []

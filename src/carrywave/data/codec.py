@@ -47,6 +47,7 @@ class Codec:
     bpe: str | None = None  # the tokenizer of byte pairs, as its library writes it
     size: int = 0  # tokens in all; 0 where the inputs are numbers
     labels: tuple[str, ...] = ()
+    label_kind: str = "string"  # or whole number, or boolean: what labels are given as, and given back as
     columns: tuple[str, ...] = ()  # the numbers of a step
     targets: tuple[int, ...] = ()  # columns to forecast
     mean: tuple[float, ...] = ()  # of each column; what is read is (value - mean) / std
@@ -114,6 +115,11 @@ class Codec:
     def outputs(self) -> int:
         """Numbers in a target: of regression, or columns to forecast."""
         return len(self.targets) or len(self.target_mean)
+
+    def label(self, number: int) -> str | int | bool:
+        """A label as the data gives it."""
+        name = self.labels[number]
+        return int(name) if self.label_kind == "whole number" else name == "true" if self.label_kind == "boolean" else name
 
     def encode(self, text: str, where: str = "the text") -> Ids:
         """Token numbers of a text; a token that the vocabulary does not hold is an error, unless it has <unk>."""

@@ -127,7 +127,8 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         known = {"columns": tuple(str(number) for number in range(width)), "mean": mean, "std": std}
     if spec.task == "regression":
         known["target_mean"], known["target_std"] = seen.targets.scale(wanted=spec.data.standardize, columns=seen.outputs or 0)
-    return Codec(spec.task, content, labels=_in_order(seen.labels, rows, spec), **known)
+    kind = next(iter(seen.labels.values()), "string")  # they are all of one kind
+    return Codec(spec.task, content, labels=_in_order(seen.labels, rows, spec), label_kind=kind, **known)
 
 
 def _in_order(labels: dict[str, str], rows: Rows, spec: Spec) -> tuple[str, ...]:

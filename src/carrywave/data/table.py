@@ -5,6 +5,7 @@ A table is read whole, since rows must be sorted by series and time; what is tra
 
 from __future__ import annotations
 
+import datetime as dt
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -203,10 +204,24 @@ def _text_times(column: Any, name: str, label: str, codes: Ints) -> NDArray[Any]
     order = np.argsort(codes, kind="stable")
     falls = (np.diff(ranks[order]) < 0) & (np.diff(codes[order]) == 0)
     if falls.any():
-        row = int(order[int(np.argmax(falls)) + 1])
+        row = _first_odd(column) or int(order[int(np.argmax(falls)) + 1])
         remedy = "write 2024-01-31 23:00:00, or set data.time"
         raise DataError(f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r}, which cannot be put in order; {remedy}")
     return ranks
+
+
+def _first_odd(column: Any) -> int | None:
+    """The first row whose text is no ISO date, where others are."""
+    odd = [not _is_date(value) for value in column.to_pylist()]
+    return odd.index(True) if True in odd and not all(odd) else None
+
+
+def _is_date(text: str) -> bool:
+    try:
+        dt.datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _refuse_twice(table: Any, order: Ints, codes: Ints, times: NDArray[Any], names: tuple[str, ...], name: str, label: str) -> None:

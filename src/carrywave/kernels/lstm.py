@@ -49,7 +49,9 @@ def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     name = check(asked)
     if name == "auto":
         name = "aten" if aten.prefers_onednn(x_TBI, layer) else "manual"
-    return "aten" if name == "manual" and not manual.serves(x_TBI, layer) else name
+    # torch.compile cannot look into a backward that is written by hand.
+    left_to_aten = torch.compiler.is_compiling() or not manual.serves(x_TBI, layer)
+    return "aten" if name == "manual" and left_to_aten else name
 
 
 def lstm(

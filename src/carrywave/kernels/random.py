@@ -21,7 +21,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -136,6 +136,13 @@ class Scope:
     lanes: Tensor | None  # [B]; None: 0, 1, …
     start: int = 0
     pooled: bool = False  # x is [lane, …] instead of [time, lane, …]
+    uses: dict[str, int] = field(default_factory=dict)  # how often each place has drawn within this scope
+
+    def site(self, name: str) -> int:
+        """The number of a named place; another one each time it is asked, so that a module used twice draws two masks."""
+        number = self.uses.get(name, 0)
+        self.uses[name] = number + 1
+        return site(f"{name}#{number}" if number else name)
 
 
 _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("carrywave_scope", default=None)

@@ -43,7 +43,8 @@ class Dropout(nn.Module):
                 f"dropout {self.name} got x of shape {list(x.shape)} for {expected} lanes; keep x as {form} where dropout applies"
             )
         x_TBU = x.reshape(1 if pooled else x.shape[0], x.shape[lead - 1], -1)
-        mask = dropout_mask(x_TBU, random.fold(key, random.site(self.name)), self.p, locked=self.locked or pooled, lanes=lanes, start=start)
+        site = random.site(self.name) if scope is None else scope.site(self.name)
+        mask = dropout_mask(x_TBU, random.fold(key, site), self.p, locked=self.locked or pooled, lanes=lanes, start=start)
         return (x_TBU * mask).reshape(x.shape)
 
     def extra_repr(self) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from carrywave.data.batch import Batch
 
 MOST_SHAPES = 64  # as many as an epoch of bucketed sequences has
+MOST_SEEN = 4096
 
 Result = TypeVar("Result")
 Key = tuple[tuple[object, ...], ...]
@@ -55,6 +56,8 @@ class Capture(Generic[Result]):
         if recorded is None and not self._broken and shape in self._seen:
             recorded = self._record(shape, batches, keys, state)
         if recorded is None:
+            if len(self._seen) >= MOST_SEEN:
+                self._seen.clear()  # shapes that hardly ever come again are not worth remembering
             self._seen.add(shape)
             return self.step(batches, keys, state)
         self._recorded.move_to_end(shape)

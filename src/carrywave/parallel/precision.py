@@ -19,9 +19,9 @@ def parameter_dtype(precision: str) -> torch.dtype:
 
 def configure(precision: str) -> None:
     """Set the process-wide float32 mode: fp32 is IEEE float32, TF32 only where it was asked for (cuDNN's default uses it)."""
-    mode = "tf32" if precision == "tf32" else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = mode
-    torch.backends.cudnn.rnn.fp32_precision = mode  # type: ignore[attr-defined]
+    # torch's older switches: they set all of cuDNN at once, and whoever else reads them in this process still can.
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -50,7 +50,7 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None) ->
     if replicas * asked.stages != workers:
         raise PlanError(
             f"plan.replicas={replicas} x plan.stages={asked.stages} needs {replicas * asked.stages} workers, {workers} are running; "
-            f"start that many workers or set plan.replicas and plan.stages to match"
+            f"set plan.replicas and plan.stages so that their product is {workers}"
         )
     if lanes is not None and lanes < replicas * asked.slices:
         raise PlanError(

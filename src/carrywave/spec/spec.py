@@ -220,6 +220,14 @@ class Spec(Section):
             raise ValueError("forecasting reads streams; give batch.lanes and batch.steps instead of batch.tokens")
         if self.task in ("classification", "regression") and streams:
             raise ValueError(f"{self.task} reads separate sequences; give batch.tokens instead of batch.lanes and batch.steps")
+        if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
+            raise ValueError("batch.vary and batch.eval_lanes are for streams, and separate sequences have none; leave them out")
+        if self.train.momentum and self.train.optimizer != "sgd":
+            raise ValueError(f"train.momentum is for sgd, not for {self.train.optimizer}; leave it out, or use train.optimizer=sgd")
+        if self.train.class_weights is not None and self.task not in ("classification", "tagging"):
+            raise ValueError(f"train.class_weights is for classification and tagging, not for {self.task}; leave it out")
+        if self.data.quantiles is not None and self.task != "forecasting":
+            raise ValueError(f"data.quantiles is for forecasting, not for {self.task}; leave it out")
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages instead of lowering the rate; use train.schedule=constant")
         return self

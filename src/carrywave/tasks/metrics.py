@@ -38,8 +38,14 @@ class Metric(Protocol):
         """The metrics by name; waits for the device."""
 
 
-def for_task(spec: Spec, facts: DataFacts, device: torch.device | str = "cpu", scale_C: Tensor | None = None) -> Metric | None:
-    """The metric of a spec's task; None for language models, whose loss says it all (see `language`)."""
+def for_task(
+    spec: Spec, facts: DataFacts, device: torch.device | str = "cpu", scale_C: Tensor | None = None, unit_C: Tensor | None = None
+) -> Metric | None:
+    """The metric of a spec's task; None for language models, whose loss says it all (see `language`).
+
+    Forecasts are judged as they are trained, standardised, so that columns of different units count alike; regression in the
+    units of the data, `unit_C` for each standardised 1.
+    """
     match spec.task:
         case "language":
             return None
@@ -48,7 +54,7 @@ def for_task(spec: Spec, facts: DataFacts, device: torch.device | str = "cpu", s
         case "forecasting":
             return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, scale_C, device)
         case "regression":
-            return Errors(1, facts.outputs, device=device)
+            return Errors(1, facts.outputs, device=device, unit_C=unit_C)
 
 
 def language(loss: float) -> dict[str, float]:
@@ -132,7 +138,9 @@ class Errors:
         quantiles: Sequence[float] | None = None,
         scale_C: Tensor | None = None,
         device: torch.device | str = "cpu",
+        unit_C: Tensor | None = None,
     ) -> None:
+        self.unit_C = None if unit_C is None else unit_C.to(device, torch.float64)  # what a standardised difference of 1 is worth
         self.quantiles = tuple(quantiles or ())
         self.scale_C = None if scale_C is None else scale_C.to("cpu", torch.float64)  # the seasonal-naive MAE within train, of each column
         zeros_HC = torch.zeros(horizon, outputs, dtype=torch.float64, device=device)
@@ -159,6 +167,7 @@ class Errors:
         else:
             out_NHC = out.to(target.dtype).reshape(-1, *tail)
         error_NHC = torch.where(real_NHC, out_NHC - target_NHC, 0.0).to(torch.float64)
+        error_NHC = error_NHC if self.unit_C is None else error_NHC * self.unit_C
         self.absolute_HC += error_NHC.abs().sum(0)
         self.square_HC += error_NHC.square().sum(0)
         if baseline is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.codec import Codec
@@ -145,7 +146,10 @@ class Task:
         numbers = None if train is None else train.labels if self.spec.task == "classification" else train.tags
         if numbers is None:
             return torch.ones(len(labels))  # weights come with the parameters; only their shape matters here
-        counts = np.bincount(np.asarray(numbers)[np.asarray(numbers) >= 0], minlength=len(labels))
+        numbers = np.asarray(numbers)
+        if self.spec.task == "tagging" and train is not None:
+            numbers = numbers[_rows(train)]  # valid may share the array
+        counts = np.bincount(numbers[numbers >= 0], minlength=len(labels))
         return torch.tensor(counts.sum() / (len(labels) * np.maximum(counts, 1)), dtype=torch.float32)
 
     def _pretrain(self, encoder: Embedding | Numbers) -> None:
@@ -157,8 +161,17 @@ class Task:
     def meter(self, device: torch.device) -> metrics.Metric | None:
         """An empty metric, for one pass over a part."""
         scale = torch.tensor(self.scale) if self.scale else None
-        return metrics.for_task(self.spec, self.facts, device, scale)
+        unit = torch.tensor(self.codec.target_std) if self.spec.task == "regression" else None
+        return metrics.for_task(self.spec, self.facts, device, scale, unit)
 
     def derived(self, loss: float) -> dict[str, float]:
         """Metrics that follow from the loss alone."""
         return metrics.language(loss) if self.spec.task == "language" else {}
+
+
+def _rows(data: Sequences) -> NDArray[np.bool_]:
+    """Which rows of the flat arrays lie in a sequence."""
+    edges = np.zeros(len(data.inputs) + 1, dtype=np.int64)
+    np.add.at(edges, data.starts, 1)
+    np.add.at(edges, data.starts + data.lengths, -1)
+    return np.cumsum(edges)[:-1] > 0

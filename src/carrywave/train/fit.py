@@ -26,6 +26,7 @@ from carrywave.tasks.task import Task
 from carrywave.train import durable
 from carrywave.train.keep import check_same, go_on, keep, load_parameters
 from carrywave.train.loop import Ending, Loop, Parts
+from carrywave.train.rate import stops_early
 from carrywave.train.run import Run
 from carrywave.train.snapshot import Snapshot, load_weights
 from carrywave.train.snapshot import load as load_snapshot
@@ -34,6 +35,9 @@ from carrywave.train.trainer import Trainer, tensors_of
 from carrywave.train.watch import Silent, Watcher
 
 Own = Model | Callable[[DataFacts], Model]  # a model of the user's own, or what makes one once the data is known
+
+
+CLASS_WEIGHTS = "head.weights"
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,9 @@ def train(
     if snapshot is not None:
         _refuse_python(spec, folder)
         check_same(spec, snapshot)
-    codec = None if init is None else _init_codec(init)
+    codec = _given_codec(init, folder, snapshot)
     prepared = prepare(spec, codec=codec, note=watch.say)
-    return _train(spec, prepared, None, folder, snapshot, init, where, watch, dry_run)
+    return _train(spec, prepared, None, folder, snapshot, init, codec is not None, where, watch, dry_run)
 
 
 def fit(
@@ -106,14 +110,16 @@ def fit(
     if snapshot is not None:
         check_same(asked, snapshot)
     own = None if model is None or isinstance(model, Mapping) else model
-    codec = None if init is None else _init_codec(init)
+    codec = _given_codec(init, folder, snapshot)
     from_files = asked.data.train is not None
     prepared = prepare(asked, codec=codec, note=watch.say) if from_files else from_python(data, asked, codec=codec)
-    return _train(asked, prepared, own, folder, snapshot, init, where, watch, dry_run=False)
+    return _train(asked, prepared, own, folder, snapshot, init, codec is not None, where, watch, dry_run=False)
 
 
 def pick_device(name: str) -> torch.device:
     """cpu, cuda, or the GPU where there is one."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise SpecError(f"device {name!r} is not one of auto, cpu and cuda; use one of them")
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
         raise SpecError("device cuda was asked for and no GPU can be used; use --device cpu")
@@ -136,6 +142,7 @@ def _train(
     folder: Run,
     snapshot: Snapshot | None,
     init: str | None,
+    given_codec: bool,
     device: torch.device,
     watch: Watcher,
     dry_run: bool,
@@ -157,7 +164,7 @@ def _train(
     if isinstance(loop.order, SequenceOrder) and loop.order.oversized:
         watch.say(f"{loop.order.oversized} sequences are longer than batch.tokens={spec.tokens}: each is a batch of its own")
     if dry_run:
-        watch.end("dry run: nothing was trained and nothing written")
+        watch.end("dry run: nothing was trained, and no run was written")
         return Result(folder.path, None, {}, model)
     with folder:
         if snapshot is not None:
@@ -166,7 +173,8 @@ def _train(
         folder.write_spec(spec)
         folder.write_json("plan.json", asdict(plan))
         folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
-        folder.write_json("facts.json", asdict(prepared.facts) | {"scale": list(task.scale), "own_model": own is not None})
+        origin = {"scale": list(task.scale), "own_model": own is not None, "given_codec": given_codec}
+        folder.write_json("facts.json", asdict(prepared.facts) | origin)
         no_files = own is not None or spec.data.train is None
         again = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if no_files else f"carrywave train --resume --run {folder.path}"
         return _carry_out(loop, watch, again)
@@ -197,14 +205,14 @@ def _refuse_python(spec: Spec, folder: Run) -> None:
 
 def _carry_out(loop: Loop, watch: Watcher, again: str) -> Result:
     at = loop.progress
-    if at.ending == "done" and at.epoch < loop.spec.train.epochs and not _max_steps_reached(loop):
+    longer = at.ending == "done" and at.epoch < loop.spec.train.epochs and not _max_steps_reached(loop)
+    if longer or (at.ending == "early" and not stops_early(loop.spec.train, at.rate)):
         at.ending = None  # the run is asked to go on for longer than it was
-    already = at.ending
-    ending = already or loop.run()
+    ending = at.ending or loop.run()
     if ending in ("interrupted", "terminated"):
         watch.end(f"{ending} at step {at.step}; go on with: {again}")
         return Result(loop.folder.path, ending, {}, loop.trainer.model)
-    reached = _finish(loop, judged=already is None)
+    reached = _finish(loop)
     told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
     stopped = " (stopped early)" if ending == "early" else ""
     watch.end(f"{loop.folder.path}: {at.step} steps{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
@@ -216,7 +224,7 @@ def _max_steps_reached(loop: Loop) -> bool:
     return limit is not None and loop.progress.step >= limit
 
 
-def _finish(loop: Loop, *, judged: bool) -> dict[str, dict[str, float]]:
+def _finish(loop: Loop) -> dict[str, dict[str, float]]:
     """Take up the best weights, and judge them on the test part."""
     own = loop.trainer.parameters()
     load_parameters(
@@ -226,15 +234,17 @@ def _finish(loop: Loop, *, judged: bool) -> dict[str, dict[str, float]]:
     reached = {}
     if loop.progress.best is not None:
         reached["valid"] = dict(loop.progress.best)
-    if judged and loop.parts.test is not None:
+    # Also where the training was over before: its last snapshot, to which the logs were cut back, is older than the test.
+    if loop.parts.test is not None:
         reached["test"] = loop.judge(loop.parts.test)
     return reached
 
 
 def _initialize_from(model: Model, init: str) -> None:
-    own = tensors_of(model)
+    # Class weights follow from this run's spec and data, not from those of the run before.
+    own = {name: tensor for name, tensor in tensors_of(model).items() if name != CLASS_WEIGHTS}
     expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
-    load_parameters(own, load_weights(_weights_file(init), expected), init)
+    load_parameters(own, load_weights(_weights_file(init), expected, ignored=CLASS_WEIGHTS), init)
 
 
 def _weights_file(init: str) -> Path:
@@ -244,6 +254,15 @@ def _weights_file(init: str) -> Path:
     if not path.is_file():
         raise RunError(f"--init {init}: there is no such run or weights file; give a run folder or a .safetensors file")
     return path
+
+
+def _given_codec(init: str | None, folder: Run, snapshot: Snapshot | None) -> Codec | None:
+    """The codec of the weights that a run starts from, or started from before it was stopped; None: it learns its own."""
+    if init is not None:
+        return _init_codec(init)
+    if snapshot is not None and folder.read_json("facts.json").get("given_codec"):
+        return Codec.from_json(json.dumps(folder.read_json("codec.json")))
+    return None
 
 
 def _init_codec(init: str) -> Codec | None:

@@ -48,8 +48,9 @@ def go_on(loop: Loop, snapshot: Snapshot, fingerprint: str) -> None:
     with _sound():
         if meta["fingerprint"] != fingerprint:
             files = ", ".join(name for name in (getattr(loop.spec.data, part) for part in ("train", "valid", "test")) if name)
+            of = f" ({files})" if files else ""
             raise RunError(
-                f"the data has changed since the snapshot was written ({files}); put the old data back, or start a new run with --init"
+                f"the data has changed since the snapshot was written{of}; put the old data back, or start a new run from its weights"
             )
         load_parameters(trainer.parameters(), snapshot.parameters, "the snapshot")
         optimizers.load_state(trainer.optimizer, trainer.named, snapshot.optimizer)

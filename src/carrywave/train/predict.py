@@ -68,12 +68,11 @@ def predict(
 
 def predict_run(path: Path, input: Path | None = None, output: Path | None = None, *, prompt: str | None = None, **how: Any) -> list[Row]:
     """Predict for a file (or, for a language model, a prompt), and write rows to a .jsonl or .csv file or to standard output."""
+    kind = "" if output is None else output.suffix.lower()
+    if kind not in ("", ".csv", ".json", ".jsonl", ".txt"):
+        raise UserError(f"{output}: predictions are written as JSON lines or CSV, not as {kind}; name the file .jsonl or .csv")
     rows = predict(path, input, prompt=prompt, **how)
-    text = (
-        _csv(rows)
-        if output is not None and output.suffix == ".csv"
-        else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    )
+    text = _csv(rows) if kind == ".csv" else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if output is None:
         sys.stdout.write(text if prompt is None else rows[0]["text"] + "\n")
     else:
@@ -155,8 +154,8 @@ def predictions(saved: Saved, data: Sequences, ends: tuple[tuple[Any, ...], ...]
             values = [saved.task.codec.restore(out).tolist() for out in _outputs(saved, data)]
             return [{"label": value[0] if len(value) == 1 else value} for value in values]
         case "tagging":
-            labels = saved.task.codec.labels
-            return [{"labels": [labels[int(tag)] for tag in logits.argmax(-1)]} for logits in _outputs(saved, data)]
+            codec = saved.task.codec
+            return [{"labels": [codec.label(int(tag)) for tag in logits.argmax(-1)]} for logits in _outputs(saved, data)]
         case _:
             return [row for number, out in enumerate(_outputs(saved, data)) for row in _forecast(saved, data, number, out, ends)]
 
@@ -166,7 +165,7 @@ def _label(saved: Saved, logits: NDArray[Any]) -> Row:
     labels = saved.task.codec.labels
     best = int(np.argmax(logits))
     return {
-        "label": labels[best],
+        "label": saved.task.codec.label(best),
         "probability": round(shares[best], 6),
         "probabilities": {n: round(s, 6) for n, s in zip(labels, shares, strict=True)},
     }

@@ -147,14 +147,6 @@ class Run:
                     os.truncate(self.path / name, kept)
         self._purge_step = None if step is None else step + 1
 
-    def log_file(self, name: str) -> Path:
-        """The path of a file under logs/, whose folder is there."""
-        self.make()
-        folder = self.path / "logs"
-        with durable.writing(str(folder)):
-            folder.mkdir(exist_ok=True)
-        return folder / name
-
     def close(self) -> None:
         """Close what is open; a later write opens it again."""
         with durable.writing(str(self.path)):

@@ -84,7 +84,7 @@ def _facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], boo
     try:
         known = dict(run.read_json(path.name))
         scale = tuple(float(value) for value in known.pop("scale"))
-        own_model = bool(known.pop("own_model", False))
+        own_model, _ = bool(known.pop("own_model", False)), known.pop("given_codec", False)
         facts = DataFacts(**known | {"labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})
         said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
         if len(scale) != len(codec.targets):
@@ -109,7 +109,9 @@ def _part(saved: Saved, data: Any) -> Part:
         return saved.task.part(file_of(data, saved.spec) or "data", read_python(data, saved.task.codec, saved.spec))
     if saved.spec.data.train is None:
         raise DataError(f"{saved.run.path} was trained on data from Python, which no file holds; give data to evaluate on")
-    prepared = prepare(saved.spec, codec=saved.task.codec)
+    # A codec that the run learned itself is learned again, from the cache that training left.
+    given = saved.run.read_json("facts.json").get("given_codec")
+    prepared = prepare(saved.spec, codec=saved.task.codec if given else None)
     for name, found in (("test", prepared.test), ("valid", prepared.valid)):
         if found is not None:
             return saved.task.part(name, found)

@@ -100,8 +100,8 @@ def save_weights(path: Path, parameters: Mapping[str, Tensor], metadata: Mapping
             durable.write_tensors(file, parameters, metadata, sealed=True)
 
 
-def load_weights(path: Path, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Tensors:
-    """Weights from a safetensors file that holds exactly the expected names, shapes and dtypes."""
+def load_weights(path: Path, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignored: str | None = None) -> Tensors:
+    """Weights from a safetensors file that holds exactly the expected names, shapes and dtypes; one name may be ignored."""
     given = durable.read_tensors(path)
     remedy = "use the weights of a model with the same spec"
     for name, (shape, dtype) in expected.items():
@@ -113,7 +113,7 @@ def load_weights(path: Path, expected: Mapping[str, tuple[tuple[int, ...], torch
             raise RunError(
                 f"{path}: {name} is {given[name].dtype} there and {dtype} here; use the train.precision it was made with, or convert it"
             )
-    if extra := sorted(given.keys() - expected.keys()):
+    if extra := sorted(given.keys() - expected.keys() - {ignored}):
         raise RunError(f"{path} is from another model: it holds {extra[0]}, which is not here; {remedy}")
     if (bad := not_finite(given)) is not None:
         raise RunError(f"{path}: {bad} is not finite; use other weights")

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
-from carrywave.errors import UserError
+from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
+from carrywave.kernels.lstm import check
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.model.state import State
@@ -66,6 +67,7 @@ class Trainer:
         if keep_state and whole:
             raise UserError("a head that pools, or a model that reads both ways, reads whole sequences; leave keep_state out")
         self.spec, self.plan = _train_spec(spec), plan or Plan.serial()
+        _check_plan(self.plan, model)
         self.device = next(model.parameters()).device if device is None else torch.device(device)
         configure(self.spec.precision)
         self.model = model.to(self.device, parameter_dtype(self.spec.precision))
@@ -91,10 +93,17 @@ class Trainer:
             self.model.train()
         if not batches:
             raise UserError("a step needs a batch; make one with Batch.of(inputs, targets)")
+        for batch in batches:
+            if not isinstance(batch, Batch):
+                raise UserError(
+                    f"a step takes batches, one after the other, got a {type(batch).__name__}; make them with Batch.of(inputs, targets)"
+                )
         batches = tuple(batch if batch.inputs.device == self.device else batch.to(self.device) for batch in batches)
-        lanes = batches[0].lanes.shape[0]
-        if self.keep_state and (self.state is None or self.state.carries[0].h.shape[1] != lanes):
-            self.state = self.model.start(lanes, self.device).detach()
+        if self.keep_state:
+            self._check_lanes(batches)
+            lanes = batches[0].lanes.shape[0]
+            if self.state is None or _lanes(self.state) != lanes:
+                self.state = self.model.start(lanes, self.device).detach()
         keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
         state = pipeline.flatten(self.state) if self.keep_state and self.state is not None else None
         if self._capture is not None:
@@ -104,6 +113,15 @@ class Trainer:
         if left is not None:
             self.state = pipeline.unflatten(left)
         return result
+
+    def _check_lanes(self, batches: Sequence[Batch]) -> None:
+        """A batch of another number of lanes than the one before it must start all of them anew."""
+        before = None if self.state is None else _lanes(self.state)
+        for batch in batches:
+            lanes = batch.lanes.shape[0]
+            if before is not None and lanes != before and not bool(batch.fresh.all()):
+                raise UserError(f"a batch goes on with {lanes} lanes after one of {before}; keep the lanes, or make all of them fresh")
+            before = lanes
 
     def _place(self, batch: Batch) -> int:
         """The batch's step, or how many without one came before it: each needs dropout masks of its own."""
@@ -117,7 +135,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         outcomes = []
         for batch, key in zip(batches, keys, strict=True):
-            entered = self.model.start(batch.lanes.shape[0], self.device) if state is None else pipeline.unflatten(state)
+            lanes = batch.lanes.shape[0]
+            anew = state is None or state[0].shape[1] != lanes
+            entered = self.model.start(lanes, self.device) if state is None or anew else pipeline.unflatten(state)
             outcome = self._run(batch, key.to(self.device), entered)
             outcomes.append(outcome)
             state = pipeline.flatten(outcome.state) if self.keep_state else None
@@ -171,10 +191,24 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
     return own | {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
 
 
+def _check_plan(plan: Plan, model: Model) -> None:
+    if plan.workers > 1:
+        raise PlanError(f"the plan needs {plan.workers} workers, and this is one; use replicas=1 and stages=1")
+    if plan.chunk_steps is not None and model.lstm.bidirectional:
+        raise PlanError("a model that reads both ways reads whole sequences; leave plan.chunk_steps out")
+    if plan.kernel != "auto":
+        check(plan.kernel)
+        model.lstm.kernel = plan.kernel
+
+
 def _train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
     if isinstance(given, TrainSpec):
         return given
     return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}).train
+
+
+def _lanes(state: State) -> int:
+    return state.carries[0].h.shape[1]
 
 
 def sum_of(parts: list[Tensor]) -> Tensor:

@@ -1,0 +1,402 @@
+"""The training loop step by step: which batches, rates and weights a run works with, seen from outside while it runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from carrywave import LSTM, Model
+from carrywave.data.batch import Batch
+from carrywave.data.permute import varied_steps
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads import Softmax
+from carrywave.model.stage import Stage
+from carrywave.parallel import pipeline
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule import Schedule
+from carrywave.spec.load import parse
+from carrywave.spec.spec import Spec
+from carrywave.train import loop as loops
+from carrywave.train.evaluate import evaluate
+from carrywave.train.fit import train
+from carrywave.train.trainer import StepResult, Trainer
+from carrywave.train.watch import Silent
+
+TEXT = "".join(f"line {i % 7} says {i * i % 11} and {'abcdefg'[i % 7] * (i % 5)}\n" for i in range(60))
+LANES, STEPS = 4, 16
+TARGETS = len(TEXT) - round(len(TEXT) * 0.1) - 1  # a tenth is held out, and nothing comes before the first character
+BATCHES = math.ceil(TARGETS / LANES / STEPS)  # in an epoch
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One optimizer step, as the trainer was asked for it."""
+
+    batches: tuple[Batch, ...]
+    lr: float  # which the optimizer steps with
+    result: StepResult
+    before: Tensors
+    after: Tensors
+
+    @property
+    def windows(self) -> list[int]:
+        return [batch.steps for batch in self.batches]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """Every optimizer step of the runs that follow."""
+    steps: list[Seen] = []
+    plain = Trainer.update
+
+    def update(self: Trainer, *batches: Batch) -> StepResult:
+        before, lr = weights_of(self.model), float(self.optimizer.param_groups[0]["lr"])
+        result = plain(self, *batches)
+        steps.append(Seen(batches, lr, result, before, weights_of(self.model)))
+        return result
+
+    monkeypatch.setattr(Trainer, "update", update)
+    return steps
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "train.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def language(text: Path, batch: dict[str, Any] | None = None, **train_keys: Any) -> Spec:
+    return parse(
+        {
+            "data": {"train": str(text)},
+            "model": {"hidden": 6, "layers": 1, "dropout": 0.1},
+            "batch": {"lanes": LANES, "steps": STEPS, **(batch or {})},
+            "train": {"epochs": 2, "lr": 5e-3, "log_every": 3, **train_keys},
+        }
+    )
+
+
+def rows(run: Path, split: str) -> list[dict[str, Any]]:
+    every = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in every if row["split"] == split]
+
+
+def weights_of(model: nn.Module) -> Tensors:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def by_epoch(steps: list[Seen]) -> list[list[Seen]]:
+    return [list(group) for _, group in groupby(steps, key=lambda step: step.batches[0].epoch)]
+
+
+def test_once_averaging_began_the_average_is_judged_and_kept_and_the_raw_weights_train_on(
+    text: Path, tmp_path: Path, seen: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    judged: list[dict[str, Any]] = []
+
+    def watched(model: Model, task: Any, part: Any, **options: Any) -> dict[str, float]:
+        judged.append({"task": task, "part": part, **options, "tick": None})
+        return evaluate(model, task, part, **options)
+
+    class Listening(Silent):
+        def say(self, line: str) -> None:
+            if "averaging of the weights starts" in line:
+                begun.append(len(seen))
+
+    monkeypatch.setattr(loops, "evaluate", watched)
+    keys: dict[str, Any] = {"optimizer": "ntasgd", "lr": 4.0, "nonmono": 1, "evaluate_every": 3, "epochs": 2, "precision": "fp64"}
+    result = train(language(text, **keys), run=tmp_path / "run", device="cpu", watch=Listening())
+    best = weights_of(result.model)
+    found = rows(tmp_path / "run", "valid")
+    assert len(begun) == 1
+    assert begun[0] < found[-1]["step"]
+
+    def loss_of(weights: Tensors, number: int) -> float:
+        result.model.load_state_dict(weights, strict=False)
+        options = dict(judged[number])
+        return evaluate(result.model, options.pop("task"), options.pop("part"), **options)["loss"]
+
+    averages = {}
+    for number, row in enumerate(found):
+        step = row["step"]
+        raw = seen[step - 1].after
+        since = [one.after for one in seen[min(begun[0], step) - 1 : step]]
+        mean = {name: torch.stack([weights[name] for weights in since]).mean(0) for name in raw}
+        averages[step] = mean
+        # Rounding of float64 in a running mean, and in the pass over the part.
+        assert row["loss"] == pytest.approx(loss_of(mean, number), rel=1e-9)
+        if step > begun[0]:
+            assert row["loss"] != pytest.approx(loss_of(raw, number), rel=1e-4)
+    lowest = min(found, key=lambda row: row["loss"])
+    assert lowest["step"] > begun[0]  # or what follows would say nothing about the average
+    torch.testing.assert_close(best, averages[lowest["step"]], rtol=0, atol=1e-12)
+    for earlier, later in pairwise(seen):
+        torch.testing.assert_close(later.before, earlier.after, rtol=0, atol=0)
+        assert not torch.equal(later.before["head.weight"], later.after["head.weight"])
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, LANES), (1, 1), (9, 9)])
+def test_evaluation_has_lanes_of_its_own(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, expected: int
+) -> None:
+    lanes: dict[str, set[int]] = {"train": set(), "valid": set()}
+    targets = {"train": 0, "valid": 0}
+    plain = pipeline.run
+
+    def run(stage: Stage, plan: Plan, schedule: Schedule, job: pipeline.Job) -> pipeline.Outcome:
+        phase = "train" if any(task.phase == "B" for task in schedule.stages[0]) else "valid"
+        lanes[phase].add(job.batch.lanes.shape[0])
+        outcome = plain(stage, plan, schedule, job)
+        targets[phase] += int(outcome.count)
+        return outcome
+
+    monkeypatch.setattr(pipeline, "run", run)
+    train(language(text, {"eval_lanes": asked}, epochs=1), run=tmp_path / "run", device="cpu")
+    assert lanes == {"train": {LANES}, "valid": {expected}}
+    # However it is cut, all of it is judged.
+    assert targets == {"train": TARGETS, "valid": len(TEXT) - TARGETS - 2}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_windows_vary_by_the_seed_and_the_rate_follows_their_length(text: Path, tmp_path: Path, seen: list[Seen], accumulate: int) -> None:
+    drawn = []
+    for seed in (1, 2):
+        spec = language(text, {"vary": True}, seed=seed, lr=0.25, optimizer="sgd", accumulate=accumulate)
+        train(spec, run=tmp_path / str(seed), device="cpu")
+        for epoch, steps in enumerate(by_epoch(seen)):
+            windows = [length for step in steps for length in step.windows]
+            planned = varied_steps(STEPS, seed=seed, epoch=epoch, first=0, count=len(windows))
+            assert windows[:-1] == planned[:-1].tolist()
+            assert windows[-1] <= planned[-1]
+            assert len(set(windows)) > 3
+            drawn.append(tuple(windows[:5]))
+        assert [step.lr for step in seen] == [pytest.approx(0.25 * sum(step.windows) / len(step.windows) / STEPS) for step in seen]
+        seen.clear()
+    assert len(set(drawn)) == 4  # two seeds, two epochs
+
+
+def test_windows_of_one_length_leave_the_rate_alone(text: Path, tmp_path: Path, seen: list[Seen]) -> None:
+    train(language(text, lr=0.25, optimizer="sgd", epochs=1), run=tmp_path / "run", device="cpu")
+    *whole, last = (length for step in seen for length in step.windows)
+    assert set(whole) == {STEPS}
+    assert 0 < last < STEPS
+    assert {step.lr for step in seen} == {0.25}
+
+
+@pytest.mark.parametrize("chunk_steps", [None, 3])
+@pytest.mark.parametrize(("alpha", "beta"), [(0.0, 0.0), (2.0, 0.0), (0.0, 3.0), (2.0, 3.0)])
+def test_activation_regularisation_reaches_the_gradient(alpha: float, beta: float, chunk_steps: int | None) -> None:
+    """One step of SGD at a rate of 1 takes off the gradient, and that is torch's own of the formulas written out."""
+    draw = torch.Generator().manual_seed(5)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Model(Embedding(9, 5), LSTM(5, 6, 2), Softmax(6, 9)).double()
+    tokens_TB = torch.randint(9, (9, 4), generator=draw)
+    lengths_B = torch.tensor([8, 8, 3, 1])
+    real_TB = torch.arange(8)[:, None] < lengths_B
+    count = int(real_TB.sum())
+
+    copy = copied(model)
+    y_TBW, out_TBV = copy(tokens_TB[:-1])
+    entropy = cross_entropy(out_TBV[real_TB], tokens_TB[1:][real_TB], reduction="sum")
+    loss = entropy + alpha * y_TBW[real_TB].square().mean(-1).sum()
+    loss = loss + beta * (y_TBW[1:] - y_TBW[:-1])[real_TB[1:]].square().mean(-1).sum()
+    (loss / count).backward()
+
+    before = weights_of(model)
+    keys = {"optimizer": "sgd", "lr": 1.0, "precision": "fp64", "alpha": alpha, "beta": beta}
+    result = Trainer(model, keys, plan=Plan(chunk_steps=chunk_steps)).update(Batch.of(tokens_TB[:-1], tokens_TB[1:], lengths_B))
+    # What is reported is the loss of the targets alone.
+    assert float(result.loss_sum) == pytest.approx(entropy.item(), rel=1e-9)
+    taken_off = {name: before[name] - after for name, after in weights_of(model).items()}
+    torch.testing.assert_close(taken_off, copy.gradients(), rtol=1e-9, atol=1e-13)
+
+
+class Copied(nn.Module):
+    """Embedding, nn.LSTM and linear layer with the weights of one of our models."""
+
+    def __init__(self, weights: Tensors, layers: int) -> None:
+        super().__init__()
+        self.own = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+        self.parts: dict[str, dict[str, Tensor]] = {"encoder": {}, "lstm": {}, "head": {}}
+        for name, weight in self.own.items():
+            part, _, rest = name.partition(".")
+            self.parts[part][rest] = weight
+        width, hidden = weights["encoder.weight"].shape[1], weights["head.weight"].shape[1]
+        self.lstm = nn.LSTM(width, hidden, layers, dtype=weights["head.weight"].dtype)
+
+    def forward(self, tokens_TB: Tensor) -> tuple[Tensor, Tensor]:
+        encoder, lstm, head = self.parts.values()
+        y_TBW, _ = torch.func.functional_call(self.lstm, lstm, (encoder["weight"][tokens_TB],))
+        return y_TBW, y_TBW @ head["weight"].T + head["bias"]
+
+    def gradients(self) -> Tensors:
+        return {name: weight.grad for name, weight in self.own.items() if weight.grad is not None}
+
+
+def copied(model: Model, weights: Tensors | None = None) -> Copied:
+    return Copied(weights or weights_of(model), model.lstm.num_layers)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "accumulate"),
+    [(1, 1), (4, 1), (BATCHES, 1), (BATCHES + 3, 1), (2, 4), (-(-BATCHES // 4) + 1, 4)],
+)
+def test_max_steps_ends_a_run_at_exactly_that_step(text: Path, tmp_path: Path, seen: list[Seen], max_steps: int, accumulate: int) -> None:
+    spec = language(text, max_steps=max_steps, accumulate=accumulate, epochs=3)
+    assert train(spec, run=tmp_path / "run", device="cpu").ending == "done"
+    assert len(seen) == max_steps
+    assert rows(tmp_path / "run", "train")[-1]["step"] == max_steps
+    assert rows(tmp_path / "run", "valid")[-1]["step"] == max_steps
+    # A run that has ended has nothing to go on with.
+    assert train(spec, run=tmp_path / "run", resume=True, device="cpu").ending == "done"
+    assert len(seen) == max_steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "max_steps", "accumulate", "total"),
+    [
+        ("cosine", 5, 1, 5),
+        ("linear", 5, 3, 5),
+        ("linear", BATCHES + 2, 1, BATCHES + 2),
+        ("cosine", None, 5, 2 * -(-BATCHES // 5)),
+        ("linear", 10_000, 5, 2 * -(-BATCHES // 5)),
+    ],
+)
+def test_schedules_end_where_the_run_does(
+    text: Path, tmp_path: Path, seen: list[Seen], schedule: str, max_steps: int | None, accumulate: int, total: int
+) -> None:
+    highest, lowest = 0.5, 0.125
+    keys: dict[str, Any] = {"schedule": schedule, "lr": highest, "min_lr": lowest, "max_steps": max_steps, "accumulate": accumulate}
+    train(language(text, optimizer="sgd", **keys), run=tmp_path / "run", device="cpu")
+    shares = [step / total for step in range(total)]
+    falls = [1 - share if schedule == "linear" else (1 + math.cos(math.pi * share)) / 2 for share in shares]
+    assert [step.lr for step in seen] == [pytest.approx(lowest + (highest - lowest) * fall) for fall in falls]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 5, 100])
+def test_the_last_group_of_an_epoch_may_be_smaller_and_drops_nothing(text: Path, tmp_path: Path, seen: list[Seen], accumulate: int) -> None:
+    train(language(text, accumulate=accumulate), run=tmp_path / "run", device="cpu")
+    epochs = by_epoch(seen)
+    assert len(epochs) == 2
+    for steps in epochs:
+        assert len(steps) == -(-BATCHES // accumulate)
+        assert {len(step.batches) for step in steps[:-1]} <= {accumulate}
+        assert len(steps[-1].batches) == (BATCHES - 1) % accumulate + 1
+        assert [batch.step for step in steps for batch in step.batches] == list(range(BATCHES))
+        assert sum(int(step.result.count) for step in steps) == TARGETS
+        places = torch.cat([places_of(batch) for step in steps for batch in step.batches])
+        assert places.sort().values.tolist() == list(range(TARGETS))
+
+
+def places_of(batch: Batch) -> Tensor:
+    """Where in the text each target of a batch stands."""
+    assert batch.targets is not None
+    places_TB = torch.arange(batch.steps)[:, None] + batch.offset
+    return places_TB[batch.targets >= 0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "stops"),
+    # Just before an evaluation, with it, after it; and with the end of an epoch.
+    [({}, [5, 6, 7, BATCHES]), ({"schedule": "plateau", "lr": 0.5, "early_stop": 4}, [6, 11])],
+    ids=["constant", "plateau"],
+)
+def test_a_run_that_evaluates_on_the_way_goes_on_bit_for_bit(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], stops: list[int]
+) -> None:
+    spec = language(text, evaluate_every=3, **keys)
+    whole = train(spec, run=tmp_path / "whole", device="cpu")
+    judged = [row["step"] for row in rows(tmp_path / "whole", "valid")]
+    assert judged[:-1] == list(range(3, 3 * len(judged), 3))
+    plain = Trainer.update
+    for stop in stops:
+        done = [0]
+
+        def update(self: Trainer, *batches: Batch, stop: int = stop, done: list[int] = done) -> StepResult:
+            done[0] += 1
+            if done[0] == stop:
+                os.kill(os.getpid(), signal.SIGINT)
+            return plain(self, *batches)
+
+        monkeypatch.setattr(Trainer, "update", update)
+        run = tmp_path / str(stop)
+        assert train(spec, run=run, device="cpu").ending == "interrupted"
+        assert done == [stop]
+        resumed = train(spec, run=run, resume=True, device="cpu")
+        assert (resumed.ending, resumed.metrics) == (whole.ending, whole.metrics)
+        for name in ("metrics.jsonl", "weights.safetensors"):
+            assert (tmp_path / "whole" / name).read_bytes() == (run / name).read_bytes()
+
+
+TAGGED: list[tuple[list[int], list[str | None]]] = [
+    ([0, 1, 2, 3, 4], ["a", "b", None, "a", "c"]),
+    ([4, 4, 1], [None, None, None]),
+    ([2, 0], ["b", "b"]),
+    ([3, 1, 0, 0, 2, 1, 4], [None, "a", "a", None, "b", None, None]),
+]
+BALANCED = [9 / (3 * 4), 9 / (3 * 4), 9 / (3 * 1)]  # nine labels count, and of a, b, c there are four, four and one
+
+
+@pytest.mark.parametrize(
+    ("asked", "weights"),
+    [(None, [1.0, 1.0, 1.0]), ({"b": 3.0, "c": 0.5}, [1.0, 3.0, 0.5]), ("balanced", BALANCED)],
+    ids=["none", "given", "balanced"],
+)
+@pytest.mark.parametrize("ignored", [None, -100])
+def test_class_weights_and_ignored_labels_in_a_whole_run(
+    tmp_path: Path, seen: list[Seen], asked: Any, weights: list[float], ignored: int | None
+) -> None:
+    """The one step of a run, and its evaluation, against nn.LSTM and torch's weighted mean over the labels that count."""
+    path = tmp_path / "tagged.jsonl"
+    lines = [{"tokens": tokens, "labels": numbered(labels, ignored)} for tokens, labels in TAGGED]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    named = {str("abc".index(name)): weight for name, weight in asked.items()} if isinstance(asked, dict) else asked
+    spec = parse(
+        {
+            "task": "tagging",
+            "data": {"train": str(path), "valid": str(path)},
+            "model": {"hidden": 5, "layers": 1, "dropout": 0.0},
+            "batch": {"tokens": 64},
+            "train": {"optimizer": "sgd", "lr": 1.0, "precision": "fp64", "max_steps": 1, "class_weights": named},
+        }
+    )
+    result = train(spec, run=tmp_path / "run", device="cpu")
+    (step,) = seen
+    weights_V = torch.tensor(weights, dtype=torch.float64)
+    before = copied(result.model, step.before)
+    mean = tagged_mean(before, weights_V)
+    mean.backward()  # type: ignore[no-untyped-call]
+    counted = sum(weights["abc".index(label)] for _, labels in TAGGED for label in labels if label is not None)
+    assert float(step.result.count) == pytest.approx(counted)
+    assert rows(tmp_path / "run", "train")[0]["loss"] == pytest.approx(mean.item(), rel=1e-9)
+    taken_off = {name: step.before[name] - after for name, after in step.after.items()}
+    torch.testing.assert_close(taken_off, before.gradients(), rtol=1e-9, atol=1e-13)
+    after = tagged_mean(copied(result.model, step.after), weights_V)
+    assert result.metrics["valid"]["loss"] == pytest.approx(after.item(), rel=1e-9)
+
+
+def numbered(labels: list[str | None], ignored: int | None) -> list[int | None]:
+    return [ignored if label is None else "abc".index(label) for label in labels]
+
+
+def tagged_mean(model: Copied, weights_V: Tensor) -> Tensor:
+    """The mean of torch over all steps of all sequences, each run alone, so that there is no padding."""
+    out_NV = torch.cat([model(torch.tensor(tokens)[:, None])[1][:, 0] for tokens, _ in TAGGED])
+    target_N = torch.tensor([label for _, labels in TAGGED for label in numbered(labels, -100)])
+    return cross_entropy(out_NV, target_N, weight=weights_V)
