@@ -165,3 +165,24 @@ def test_a_run_opens_with_its_own_weights(speaker: Path) -> None:
     assert not first.model.training
     for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_series_of_different_scales_are_each_forecast_on_their_own(tmp_path: Path) -> None:
+    def long(path: Path, days: int, names: list[str]) -> Path:
+        levels = {"small": (3.0, 0.5), "large": (3000.0, 400.0), "new": (50.0, 5.0)}
+        rows = ["unique_id,ds,y"]
+        for name in names:
+            level, swing = levels[name]
+            rows += [f"{name},{np.datetime64('2024-01-01') + day},{level + swing * np.sin(day * np.pi / 3.5):.4f}" for day in range(days)]
+        path.write_text("\n".join(rows) + "\n")
+        return path
+
+    data = {"train": str(long(tmp_path / "a.csv", 120, ["small", "large"])), "horizon": 7, "season": 7, "residual": "season", "share": 0.2}
+    run = learn(tmp_path, "forecasting", data, batch={"lanes": 4, "steps": 14}, train={"epochs": 10, "lr": 0.01})
+    rows = predict_run(run, long(tmp_path / "b.csv", 60, ["large", "new", "small"]), tmp_path / "out.csv", device="cpu")
+    for name, level, swing in (("small", 3.0, 0.5), ("large", 3000.0, 400.0), ("new", 50.0, 5.0)):
+        found = [row["y"] for row in rows if row["unique_id"] == name]
+        truth = [level + swing * np.sin(day * np.pi / 3.5) for day in range(60, 67)]
+        # Each within a part of its own swing: one scale for all would leave the small one lost.
+        assert found == pytest.approx(truth, abs=0.3 * swing), name
+    assert [row["ds"] for row in rows[:2]] == ["2024-03-01", "2024-03-02"]

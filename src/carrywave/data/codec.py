@@ -32,6 +32,9 @@ MANY: dict[str, Any] = {
     "labels": str,
     "columns": str,
     "targets": int,
+    "names": str,
+    "means": tuple,
+    "stds": tuple,
     **dict.fromkeys(("mean", "std", "target_mean", "target_std"), float | int),
 }
 
@@ -54,6 +57,9 @@ class Codec:
     std: tuple[float, ...] = ()
     target_mean: tuple[float, ...] = ()  # of each number of a target, where targets are numbers
     target_std: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()  # of the series in train, where there are several; each has a mean and a deviation of its own
+    means: tuple[tuple[float, ...], ...] = ()
+    stds: tuple[tuple[float, ...], ...] = ()
     time: str | None = None
     series: str | None = None
 
@@ -71,7 +77,7 @@ class Codec:
         known = {field.name for field in fields(Codec)}
         if not isinstance(values, dict) or not {"task", "field"} <= set(values) <= known:
             raise DataError("the codec is not one that this version wrote; prepare the data again")
-        frozen: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        frozen: dict[str, Any] = {name: _frozen(value) for name, value in values.items()}
         codec = Codec(**frozen)
         if (problem := codec.problem()) is not None:
             raise DataError(f"the codec is damaged: {problem}; prepare the data again")
@@ -95,6 +101,11 @@ class Codec:
             return "a token of its characters is longer than one"
         if not len(self.mean) == len(self.std) == len(self.columns) or len(self.target_mean) != len(self.target_std):
             return f"{len(self.columns)} columns have {len(self.mean)} means and {len(self.std)} deviations"
+        if not len(self.names) == len(self.means) == len(self.stds) or any(
+            len(scale) != len(self.columns) or any(not isinstance(value, float | int) for value in scale)
+            for scale in self.means + self.stds
+        ):
+            return f"{len(self.names)} series have {len(self.means)} means and {len(self.stds)} deviations"
         if any(not 0 <= target < len(self.columns) for target in self.targets) or (self.task == "forecasting" and not self.targets):
             return f"targets is {list(self.targets)} of {len(self.columns)} columns"
         return None
@@ -153,6 +164,10 @@ class Codec:
             longest=int(sequences.lengths.max(initial=0)),
             histogram=histogram(sequences.lengths),
         )
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def first_unknown(ids: Ids) -> int | None:

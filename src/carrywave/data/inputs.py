@@ -22,8 +22,7 @@ from carrywave.data.cache import ARRAYS
 from carrywave.data.codec import Codec
 from carrywave.data.fields import as_plain, steps_of
 from carrywave.data.parts import held_out
-from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, prepare, read
-from carrywave.data.prepare import last_times as last_times_of_file
+from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, prepare, read, table_of_file
 from carrywave.data.rows import BATCH_ROWS, Row, Rows
 from carrywave.data.sequences import Sequences
 from carrywave.data.source import COMPRESSIONS, FORMATS
@@ -79,10 +78,10 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
     return replace(found, fingerprint=_fingerprint({part: found}, codec))
 
 
-def last_times(data: Any, codec: Codec, spec: Spec) -> tuple[tuple[Any, ...], ...]:
-    """The last few times of each series of a file or an object; nothing where it has none."""
+def series_of(data: Any, codec: Codec, spec: Spec) -> Table:
+    """The series of a file or an object, as they stand there."""
     file = file_of(data, spec)
-    return last_times_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec)(codec).last_times
+    return table_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec)(codec)
 
 
 def file_of(value: Any, spec: Spec) -> str | None:

@@ -101,9 +101,9 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     return replace(found, fingerprint=f"{key}:{part}")
 
 
-def last_times(path: str, codec: Codec, spec: Spec) -> tuple[tuple[Any, ...], ...]:
-    """The last few times of each series in a table; nothing where it has none."""
-    return _table_opener(find(str(path), field="data"), spec)(codec).last_times
+def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:
+    """The series in a file, as they stand there."""
+    return _table_opener(find(str(path), field="data"), spec)(codec)
 
 
 def check_spec(spec: Spec) -> None:

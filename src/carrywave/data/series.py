@@ -102,6 +102,7 @@ def learn(table: Table, train: Span, spec: Spec) -> Codec:
     for start, length in zip(train.starts, train.lengths, strict=True):
         moments.add(table.values[int(start) : int(start + length)])
     mean, std = moments.scale(wanted=spec.data.standardize, columns=len(table.columns))
+    own = _own_scales(table, train) if spec.data.standardize and len(table.names) > 1 else {}
     places = tuple(table.columns.index(target) for target in targets)
     return Codec(
         spec.task,
@@ -114,14 +115,43 @@ def learn(table: Table, train: Span, spec: Spec) -> Codec:
         target_std=tuple(std[place] for place in places),
         time=table.time,
         series=table.series,
+        **own,
     )
+
+
+def _own_scales(table: Table, train: Span) -> dict[str, Any]:
+    """Mean and deviation of every series by itself: one may count in thousands, another in units."""
+    scales = [_scale_of(table.values[start : start + length]) for start, length in zip(train.starts, train.lengths, strict=True)]
+    return {"names": table.names, "means": tuple(mean for mean, _ in scales), "stds": tuple(std for _, std in scales)}
+
+
+def _scale_of(rows: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    moments = Moments()
+    moments.add(rows)
+    return moments.scale(wanted=True, columns=rows.shape[1])
+
+
+def scales(table: Table, codec: Codec) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """(mean, std) by which each series of a table is read.
+
+    One for all where train was one series. Where it was several, each has its own: that of its rows in train, or for a series
+    that train did not have, of its rows here.
+    """
+    if not codec.names:
+        return [(codec.mean, codec.std)] * len(table.names)
+    known = dict(zip(codec.names, zip(codec.means, codec.stds, strict=True), strict=True))
+    return [
+        known[name] if name in known else _scale_of(table.values[start : start + length])
+        for name, start, length in zip(table.names, table.starts, table.lengths, strict=True)
+    ]
 
 
 def encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
     """All rows of a table, standardised."""
     inputs = new(np.float32, len(codec.columns))
-    for first in range(0, len(table.values), BLOCK_ROWS):
-        inputs.append(standardise(table.values[first : first + BLOCK_ROWS], codec.mean, codec.std))
+    for start, length, (mean, std) in zip(table.starts, table.lengths, scales(table, codec), strict=True):
+        for first in range(int(start), int(start + length), BLOCK_ROWS):
+            inputs.append(standardise(table.values[first : min(first + BLOCK_ROWS, int(start + length))], mean, std))
     return inputs.close()
 
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from carrywave.data.ahead import times_ahead
 from carrywave.data.codec import Codec
-from carrywave.data.inputs import file_of, last_times, read_python
+from carrywave.data.inputs import file_of, read_python, series_of
 from carrywave.data.sequences import Sequences
+from carrywave.data.series import scales
+from carrywave.data.table import Table
 from carrywave.errors import DataError, RunError, UserError
 from carrywave.model.model import Model
 from carrywave.parallel.pipeline import Observer
@@ -62,8 +64,8 @@ def predict(
     if data is None:
         raise UserError(f"predict needs an INPUT file for a {saved.spec.task} model; add it after the run")
     codec, spec = saved.task.codec, saved.spec
-    ends = last_times(data, codec, spec) if spec.task == "forecasting" else ()
-    return predictions(saved, read_python(data, codec, spec, labelled=False), ends)
+    table = series_of(data, codec, spec) if spec.task == "forecasting" else None
+    return predictions(saved, read_python(data, codec, spec, labelled=False), table)
 
 
 def predict_run(path: Path, input: Path | None = None, output: Path | None = None, *, prompt: str | None = None, **how: Any) -> list[Row]:
@@ -142,10 +144,10 @@ def _lines(path: Path) -> Iterator[Prompt]:
         yield f"{path}:{number}", text
 
 
-def predictions(saved: Saved, data: Sequences, ends: tuple[tuple[Any, ...], ...] = ()) -> list[Row]:
+def predictions(saved: Saved, data: Sequences, table: Table | None = None) -> list[Row]:
     """One row for each sequence, in the order of the file; for a forecast one for each step ahead of the end of each series.
 
-    `ends` are the last few times of each series, from which those ahead follow.
+    `table` holds the series as the file gives them: their times and their scale.
     """
     match saved.spec.task:
         case "classification":
@@ -157,7 +159,7 @@ def predictions(saved: Saved, data: Sequences, ends: tuple[tuple[Any, ...], ...]
             codec = saved.task.codec
             return [{"labels": [codec.label(int(tag)) for tag in logits.argmax(-1)]} for logits in _outputs(saved, data)]
         case _:
-            return [row for number, out in enumerate(_outputs(saved, data)) for row in _forecast(saved, data, number, out, ends)]
+            return list(_forecasts(saved, data, table)) if table is not None else []
 
 
 def _label(saved: Saved, logits: NDArray[Any]) -> Row:
@@ -171,27 +173,29 @@ def _label(saved: Saved, logits: NDArray[Any]) -> Row:
     }
 
 
-def _forecast(saved: Saved, data: Sequences, number: int, out: NDArray[Any], ends: tuple[tuple[Any, ...], ...]) -> Iterator[Row]:
-    """The rows of one series: every step ahead of its last row, in the units of the file."""
+def _forecasts(saved: Saved, data: Sequences, table: Table) -> Iterator[Row]:
+    """Every step ahead of the last row of every series, in the units of the file."""
     spec, codec = saved.spec.data, saved.task.codec
-    last = data.starts[number] + data.lengths[number] - 1
-    naive = Naive(data, np.array(codec.targets), spec.horizon, spec.season, spec.residual)(np.array([last]))[0]
-    columns = [codec.columns[index] for index in codec.targets]
-    mean, std = (np.array([values[index] for index in codec.targets]) for values in (codec.mean, codec.std))
-    name = data.names[number] if data.names is not None and codec.series is not None else None
-    times = times_ahead(ends[number], spec.horizon) if ends else None
-    for step in range(spec.horizon):
-        row: Row = {} if name is None else {str(codec.series): name}
-        if times is not None:
-            row[str(codec.time)] = times[step]
-        row["step"] = step + 1
-        for place, column in enumerate(columns):
-            value = (out[step, place] + naive[step, place]) * std[place] + mean[place]
-            if spec.quantiles is None:
-                row[column] = float(value)
-            else:
-                row |= {f"{column}-q{quantile:g}": float(v) for quantile, v in zip(spec.quantiles, value, strict=True)}
-        yield row
+    targets = np.array(codec.targets)
+    lasts = data.starts + data.lengths - 1
+    naive_NHC = Naive(data, targets, spec.horizon, spec.season, spec.residual)(lasts)
+    columns = [codec.columns[index] for index in targets]
+    known = scales(table, codec)
+    for number, out in enumerate(_outputs(saved, data)):
+        mean, std = (np.array(values)[targets] for values in known[number])
+        times = times_ahead(table.last_times[number], spec.horizon) if table.last_times else None
+        for step in range(spec.horizon):
+            row: Row = {} if codec.series is None else {codec.series: table.names[number]}
+            if times is not None:
+                row[str(codec.time)] = times[step]
+            row["step"] = step + 1
+            for place, column in enumerate(columns):
+                value = (out[step, place] + naive_NHC[number, step, place]) * std[place] + mean[place]
+                if spec.quantiles is None:
+                    row[column] = float(value)
+                else:
+                    row |= {f"{column}-q{quantile:g}": float(v) for quantile, v in zip(spec.quantiles, value, strict=True)}
+            yield row
 
 
 def _outputs(saved: Saved, data: Sequences) -> list[NDArray[Any]]:
