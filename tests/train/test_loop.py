@@ -311,10 +311,14 @@ def places_of(batch: Batch) -> Tensor:
     return places_TB[batch.targets >= 0]
 
 
+# The rate is cut at step 12, and the best evaluation is that at step 15: what is forgotten of either shows.
+PLATEAU = {"optimizer": "sgd", "lr": 4.0, "schedule": "plateau", "factor": 0.5, "clip": 1.0, "early_stop": 4}
+
+
 @pytest.mark.parametrize(
     ("keys", "stops"),
     # Just before an evaluation, with it, after it; and with the end of an epoch.
-    [({}, [5, 6, 7, BATCHES]), ({"schedule": "plateau", "lr": 0.5, "early_stop": 4}, [6, 11])],
+    [({}, [5, 6, 7, BATCHES]), (PLATEAU, [13, 20])],
     ids=["constant", "plateau"],
 )
 def test_a_run_that_evaluates_on_the_way_goes_on_bit_for_bit(
@@ -323,7 +327,11 @@ def test_a_run_that_evaluates_on_the_way_goes_on_bit_for_bit(
     spec = language(text, evaluate_every=3, **keys)
     whole = train(spec, run=tmp_path / "whole", device="cpu")
     judged = [row["step"] for row in rows(tmp_path / "whole", "valid")]
+    assert len(judged) > 4
     assert judged[:-1] == list(range(3, 3 * len(judged), 3))
+    if "factor" in keys:
+        valid = [row["loss"] for row in rows(tmp_path / "whole", "valid")]
+        assert (valid.index(min(valid)), whole.ending) == (4, "early")
     plain = Trainer.update
     for stop in stops:
         done = [0]

@@ -79,8 +79,10 @@ class Loop:
         self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps, first bad step + 1
         self.cells = [0, 0]  # real and padded steps since the last row
         self.clock = Clock()
-        per_epoch = -(-self.order.num_steps(0) // spec.train.accumulate)
-        self.total_steps = min(per_epoch * spec.train.epochs, spec.train.max_steps or math.inf)
+        # Windows of varying length make epochs of varying numbers of them; otherwise one epoch tells of all.
+        epochs = spec.train.epochs if spec.batch.vary else 1
+        counted = sum(-(-self.order.num_steps(epoch) // spec.train.accumulate) for epoch in range(epochs))
+        self.total_steps = min(counted * spec.train.epochs // epochs, spec.train.max_steps or math.inf)
 
     def run(self) -> Ending:
         """Train to the end, or until a signal asks to stop; the snapshot is written either way."""
