@@ -1,6 +1,16 @@
-"""`python -m carrywave` is the command line."""
+"""`carrywave`, and `python -m carrywave`: the command line. Little is loaded here, so that Ctrl-C in the first moment ends quietly too."""
 
-from carrywave.cli.main import main
+import sys
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        from carrywave.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
 
 if __name__ == "__main__":
     main()

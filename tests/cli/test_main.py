@@ -231,3 +231,17 @@ def test_schema(tmp_path: Path) -> None:
     assert call("schema", "-o", str(file)) == (0, "", "")
     assert json.loads(file.read_text()) == json.loads(out)
     assert "ModelSpec" in json.loads(out)["$defs"]
+
+
+def test_ctrl_c_while_libraries_load_is_one_line_and_130(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, time\n"
+        "from carrywave.cli.exits import leaving_at_once\n"
+        "with leaving_at_once():\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGINT); time.sleep(30)\n"
+        "    except BaseException: pass  # as an import that swallows everything does\n"
+        "print('went on')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "carrywave: interrupted\n")

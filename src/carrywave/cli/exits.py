@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import ParamSpec
 
 import typer
@@ -17,6 +22,24 @@ from carrywave.errors import UserError
 P = ParamSpec("P")
 
 FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """While libraries are loaded, Ctrl-C ends the program there and then: some of them would swallow it, or show a traceback."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        _complain("interrupted")
+        os._exit(INTERRUPTED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from carrywave import __version__
-from carrywave.cli.exits import INTERRUPTED, STOPPED, with_exit_codes
+from carrywave.cli.exits import INTERRUPTED, STOPPED, leaving_at_once, with_exit_codes
 from carrywave.cli.show import Recorder, row_line, table_of, watcher_for
 from carrywave.errors import RunError, UserError
 from carrywave.spec.describe import schema as spec_schema
@@ -79,7 +79,8 @@ def train(
     _check_writable(json_file)
     if dry_run:
         typer.echo(dump(resolved))
-    from carrywave.train.fit import train as train_run
+    with leaving_at_once():
+        from carrywave.train.fit import train as train_run
 
     with watcher_for(Console()) as display:
         watch = Recorder(display)
@@ -101,7 +102,8 @@ def evaluate(
 ) -> None:
     """Evaluate the best weights of a run."""
     _check_writable(json_file)
-    from carrywave.train.saved import evaluate_run
+    with leaving_at_once():
+        from carrywave.train.saved import evaluate_run
 
     row = evaluate_run(run, data, device.value)
     typer.echo(row_line(row))
@@ -126,7 +128,8 @@ def predict(
     if not 0 <= temperature < math.inf:
         raise UserError(f"--temperature is {temperature}; use a number >= 0")
     _check_writable(output)
-    from carrywave.train.predict import predict_run
+    with leaving_at_once():
+        from carrywave.train.predict import predict_run
 
     predict_run(run, input_file, output, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, device=device.value)
 
