@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
-from carrywave.model.carry import Carry
+from carrywave.kernels.carry import Carry
 from carrywave.model.lstm import LSTM
 
 DOUBLE = torch.float64

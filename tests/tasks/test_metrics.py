@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,21 +13,13 @@ from carrywave.errors import RunError
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import DataSpec, Spec
 from carrywave.tasks import metrics
-from carrywave.tasks.metrics import Confusion, Errors, Mean
+from carrywave.tasks.metrics import Confusion, Errors
 
 NAN = math.nan
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_mean_is_of_all_targets_not_of_batches() -> None:
-    mean = Mean()
-    mean.update(torch.tensor(6.0), torch.tensor(2))
-    mean.update(torch.tensor(1.0), torch.tensor(5))
-    assert mean.values() == {"loss": 1.0}
-    assert math.isnan(Mean().values()["loss"])
 
 
 def test_perplexity_and_bits() -> None:
@@ -137,17 +130,15 @@ def test_half_precision_outputs_are_compared_with_whole_targets() -> None:
 
 
 def filled(metric: metrics.Metric, seed: int) -> metrics.Metric:
-    if isinstance(metric, Mean):
-        metric.update(random(seed=seed).abs(), torch.tensor(seed))
-    elif isinstance(metric, Confusion):
+    if isinstance(metric, Confusion):
         metric.update(random(7, 3, seed=seed), torch.arange(7) % 3)
     else:
         metric.update(random(5, 2, 2, 3, seed=seed), random(5, 2, 2, seed=seed + 9), random(5, 2, 2, seed=seed + 5))
     return metric
 
 
-@pytest.mark.parametrize("make", [Mean, lambda: Confusion(3), lambda: Errors(2, 2, (0.2, 0.5, 0.8))])
-def test_sums_add_over_ranks_and_go_through_a_snapshot(make: type[Mean]) -> None:
+@pytest.mark.parametrize("make", [lambda: Confusion(3), lambda: Errors(2, 2, (0.2, 0.5, 0.8))])
+def test_sums_add_over_ranks_and_go_through_a_snapshot(make: Callable[[], metrics.Metric]) -> None:
     whole = filled(filled(make(), 1), 2)
     first, second = filled(make(), 1), filled(make(), 2)
     for name, tensor in first.tensors().items():
@@ -187,12 +178,11 @@ def test_updates_do_not_wait_for_the_device(quantiles: tuple[float, ...] | None)
     target[1, 1] = NAN
     logits, tags = random(5, 2, 3), torch.arange(10).reshape(5, 2) % 3
     moved = [tensor.cuda() for tensor in (out, target, baseline, logits, tags)]
-    errors, confusion, mean = Errors(2, 2, quantiles, device="cuda"), Confusion(3, "cuda"), Mean("cuda")
+    errors, confusion = Errors(2, 2, quantiles, device="cuda"), Confusion(3, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         errors.update(*moved[:3])
         confusion.update(moved[3], moved[4])
-        mean.update(moved[0].sum(), torch.ones_like(moved[0]).sum())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     there, here = Errors(2, 2, quantiles), Confusion(3)
@@ -200,4 +190,3 @@ def test_updates_do_not_wait_for_the_device(quantiles: tuple[float, ...] | None)
     here.update(logits, tags)
     assert errors.values() == pytest.approx(there.values(), rel=1e-13)  # float64, summed in another order
     assert confusion.values() == here.values()
-    assert mean.values()["loss"] == pytest.approx(out.mean().item(), rel=1e-12)

@@ -63,36 +63,6 @@ def language(loss: float) -> dict[str, float]:
     return {"perplexity": math.exp(loss) if loss < 709.0 else loss if math.isnan(loss) else math.inf, "bits": loss / math.log(2.0)}
 
 
-class Mean:
-    """A mean of summed losses over their counts."""
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
-
-    def fits(self, out: object, target: Tensor) -> bool:
-        """Any sum of losses."""
-        return isinstance(out, Tensor) and out.dim() == 0
-
-    @torch.no_grad()
-    def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
-        """Add a sum of losses (`out`) and the number of targets in it (`target`)."""
-        self.loss_sum += out.detach()
-        self.count += target
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The sums."""
-        return {"loss_sum": self.loss_sum, "count": self.count}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up sums from a snapshot."""
-        _take(self.tensors(), tensors)
-
-    def values(self) -> dict[str, float]:
-        """The mean; NaN where nothing was added."""
-        return {"loss": _ratio(self.loss_sum, self.count)}
-
-
 class Confusion:
     """Accuracy and macro F1, from how often each class was taken for each."""
 

@@ -39,10 +39,6 @@ class Scaler:
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate."""
-        return loss * self.scale.to(loss.dtype)
-
     @torch.no_grad()
     def unscale_(self, grads: Sequence[Tensor]) -> Tensor:
         """Divide the gradients by the scale; returns whether any of them is not finite (a bool scalar on the device)."""
