@@ -24,14 +24,14 @@ from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Task
 from carrywave.train import durable
-from carrywave.train.keep import check_same, go_on, keep, load_parameters
+from carrywave.train.keep import check_same, go_on, keep, take_weights
 from carrywave.train.loop import Ending, Loop, Parts
 from carrywave.train.rate import stops_early
 from carrywave.train.run import Run
-from carrywave.train.snapshot import Snapshot, load_weights
+from carrywave.train.snapshot import Snapshot
 from carrywave.train.snapshot import load as load_snapshot
 from carrywave.train.summary import summarize
-from carrywave.train.trainer import Trainer, tensors_of
+from carrywave.train.trainer import Trainer
 from carrywave.train.watch import Silent, Watcher
 
 Own = Model | Callable[[DataFacts], Model]  # a model of the user's own, or what makes one once the data is known
@@ -157,7 +157,8 @@ def _train(
     plan = resolve(spec.plan_spec, layers=model.lstm.num_layers, workers=1, lanes=spec.lanes if spec.streams else None)
     model.to(parameter_dtype(spec.train.precision))
     if init is not None:
-        _initialize_from(model, init)
+        # Class weights follow from this run's spec and data, not from those of the run before.
+        take_weights(model, _weights_file(init), init, ignored=CLASS_WEIGHTS)
     trainer = Trainer(model, spec.train, plan=plan, device=device, keep_state=spec.streams)
     loop = Loop(spec, task, trainer, parts, folder, watch, save=lambda loop: keep(loop, prepared.fingerprint))
     watch.begin(summarize(spec, prepared.facts, model, plan, loop.order, str(device)))
@@ -226,10 +227,7 @@ def _max_steps_reached(loop: Loop) -> bool:
 
 def _finish(loop: Loop) -> dict[str, dict[str, float]]:
     """Take up the best weights, and judge them on the test part."""
-    own = loop.trainer.parameters()
-    load_parameters(
-        own, load_weights(loop.folder.weights, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), "weights.safetensors"
-    )
+    take_weights(loop.trainer.model, loop.folder.weights, "weights.safetensors")
     loop.trainer.model.eval()
     reached = {}
     if loop.progress.best is not None:
@@ -238,13 +236,6 @@ def _finish(loop: Loop) -> dict[str, dict[str, float]]:
     if loop.parts.test is not None:
         reached["test"] = loop.judge(loop.parts.test)
     return reached
-
-
-def _initialize_from(model: Model, init: str) -> None:
-    # Class weights follow from this run's spec and data, not from those of the run before.
-    own = {name: tensor for name, tensor in tensors_of(model).items() if name != CLASS_WEIGHTS}
-    expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
-    load_parameters(own, load_weights(_weights_file(init), expected, ignored=CLASS_WEIGHTS), init)
 
 
 def _weights_file(init: str) -> Path:

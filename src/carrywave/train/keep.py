@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from torch import Tensor
 
 from carrywave.errors import RunError
 from carrywave.kernels.carry import Carry
+from carrywave.model.model import Model
 from carrywave.model.state import State
 from carrywave.spec.spec import Spec
 from carrywave.train import optimizer as optimizers
 from carrywave.train.loop import Loop
-from carrywave.train.snapshot import Snapshot, save
+from carrywave.train.snapshot import Snapshot, load_weights, save
+from carrywave.train.trainer import tensors_of
 
 MAY_CHANGE = ("epochs", "max_steps", "early_stop", "evaluate_every", "log_every", "keep")  # of train, when a run is resumed
 
@@ -100,6 +103,13 @@ def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str
         raise RunError(f"{where} holds {extra[0]}, which the model does not have; use the spec it was made with")
     for name, tensor in own.items():
         tensor.copy_(given[name])
+
+
+def take_weights(model: Model, path: Path, where: str, *, ignored: str | None = None) -> None:
+    """Load a weights file into a model; one tensor may be left out, as the model has it."""
+    own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
+    expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+    load_parameters(own, load_weights(path, expected, ignored), where)
 
 
 def carry_tensors(state: State | None) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ class Loop:
         self.loader = Loader(parts.train.view, self.order, device=trainer.device)
         self.progress = Progress()
         self.save = save
-        self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps, first bad step + 1
+        self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps, first bad step or 0
         self.cells = [0, 0]  # real and padded steps since the last row
         self.clock = Clock()
         # Windows of varying length make epochs of varying numbers of them; otherwise one epoch tells of all.
@@ -90,15 +90,15 @@ class Loop:
         with Stop() as stop:
             while at.ending is None and at.epoch < train.epochs:
                 self._epoch(stop)
+                self.check()
+                self.save(self)
                 if stop.asked is not None:
-                    self.check()
-                    self.save(self)
                     return stop.asked
         at.ending = at.ending or "done"
         return at.ending
 
     def _epoch(self, stop: Stop) -> None:
-        """Train from the cursor to the end of its epoch, then evaluate and take a snapshot."""
+        """Train from the cursor to the end of its epoch, then evaluate; or to where a stop is asked for."""
         train, at = self.spec.train, self.progress
         batches = self.loader.batches(Cursor(at.epoch, at.batch))
         try:
@@ -123,8 +123,6 @@ class Loop:
         if finished:
             # Streams start anew with the next epoch: the state of the lanes is not needed beyond it.
             at.epoch, at.batch = at.epoch + 1, 0
-        self.check()
-        self.save(self)
 
     def _groups(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:
         """Batches for one optimizer step each; the last group of an epoch may be smaller, and none is dropped."""

@@ -22,10 +22,8 @@ from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Part, Task
 from carrywave.train.evaluate import evaluate
 from carrywave.train.fit import pick_device
-from carrywave.train.keep import load_parameters
+from carrywave.train.keep import take_weights
 from carrywave.train.run import Run
-from carrywave.train.snapshot import load_weights
-from carrywave.train.trainer import tensors_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,7 @@ class Saved:
     task: Task
     model: Model
     device: torch.device
+    given_codec: bool  # of the run whose weights it was started from; otherwise it learned its own
 
 
 def open_run(path: Path | str, device: str = "auto", model: Model | None = None) -> Saved:
@@ -44,7 +43,7 @@ def open_run(path: Path | str, device: str = "auto", model: Model | None = None)
     run = Run.open(Path(path))
     spec = load(run.path / "spec.yaml")
     codec = _codec_of(run, spec)
-    facts, scale, own_model = _facts_of(run, codec)
+    facts, scale, own_model, given_codec = _facts_of(run, codec)
     if not run.weights.is_file():
         raise RunError(f"{run.path} has no weights.safetensors yet; train it to the end of its first epoch (--resume)")
     if own_model and model is None:
@@ -60,10 +59,9 @@ def open_run(path: Path | str, device: str = "auto", model: Model | None = None)
         bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
         model = bare.model()
     model = model.to(where, parameter_dtype(spec.train.precision))
-    own = tensors_of(model)
-    load_parameters(own, load_weights(run.weights, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), str(run.weights))
+    take_weights(model, run.weights, str(run.weights))
     model.eval()
-    return Saved(run, spec, task, model, where)
+    return Saved(run, spec, task, model, where, given_codec)
 
 
 def _codec_of(run: Run, spec: Spec) -> Codec:
@@ -78,13 +76,16 @@ def _codec_of(run: Run, spec: Spec) -> Codec:
     return codec
 
 
-def _facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool]:
-    """What the model was shaped by, MASE's scale, and whether the model was the user's own. The codec must say the same."""
+def _facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool, bool]:
+    """What the model was shaped by, MASE's scale, and whether the model was the user's own and the codec another run's.
+
+    The codec must say the same.
+    """
     path = run.path / "facts.json"
     try:
         known = dict(run.read_json(path.name))
         scale = tuple(float(value) for value in known.pop("scale"))
-        own_model, _ = bool(known.pop("own_model", False)), known.pop("given_codec", False)
+        own_model, given_codec = (bool(known.pop(name, False)) for name in ("own_model", "given_codec"))
         facts = DataFacts(**known | {"labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})
         said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
         if len(scale) != len(codec.targets):
@@ -94,7 +95,7 @@ def _facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], boo
                 raise ValueError(f"{name} is {getattr(facts, name)!r:.40}, and {value!r:.40} in codec.json")
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path} is damaged ({error}); give the folder of a whole run") from error
-    return facts, scale, own_model
+    return facts, scale, own_model, given_codec
 
 
 def evaluate_run(path: Path | str, data: Any = None, device: str = "auto", *, model: Model | None = None) -> dict[str, object]:
@@ -110,8 +111,7 @@ def _part(saved: Saved, data: Any) -> Part:
     if saved.spec.data.train is None:
         raise DataError(f"{saved.run.path} was trained on data from Python, which no file holds; give data to evaluate on")
     # A codec that the run learned itself is learned again, from the cache that training left.
-    given = saved.run.read_json("facts.json").get("given_codec")
-    prepared = prepare(saved.spec, codec=saved.task.codec if given else None)
+    prepared = prepare(saved.spec, codec=saved.task.codec if saved.given_codec else None)
     for name, found in (("test", prepared.test), ("valid", prepared.valid)):
         if found is not None:
             return saved.task.part(name, found)
