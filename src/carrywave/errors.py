@@ -6,6 +6,8 @@ from __future__ import annotations
 class UserError(Exception):
     """A mistake in what the user supplied. The command line prints it as one line and exits with 2."""
 
+    told_by: int | None = None  # where all workers raise it: the rank that says it
+
 
 class SpecError(UserError):
     """The spec asks for something impossible or unknown."""
@@ -25,3 +27,7 @@ class RunError(UserError):
 
 class Diverged(RunError):
     """The loss or a gradient stopped being a number. Nothing of that step is kept."""
+
+
+class WorkerError(UserError):
+    """The workers cannot start, find each other or agree."""

@@ -588,7 +588,7 @@ def test_a_prompt_without_a_word() -> None:
 
 
 def test_a_benchmark_that_is_not_there() -> None:
-    assert refused("bench", "nosuch").startswith("there is no benchmark nosuch; use one of data, memory, train")
+    assert refused("bench", "nosuch").startswith("there is no benchmark nosuch; use one of data, memory, pipeline, replicas, train")
 
 
 # The cache of parsed data.

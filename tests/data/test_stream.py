@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from carrywave.data.batch import Batch
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder, Window
-from carrywave.data.stream import Loader, build
+from carrywave.data.stream import Loader, Share, build
 from carrywave.data.view import View
 
 CPU = torch.device("cpu")
@@ -34,8 +34,8 @@ def window_of(steps: int, *lanes: tuple[int, int, int]) -> Window:
     return Window(steps, sequence, offset, length, (offset == 0) & (length > 0))
 
 
-def epoch_of(view: View, order: Order, lanes: slice | np.ndarray | None = None) -> list[Batch]:
-    return list(Loader(view, order, device=CPU, lanes=lanes).batches(Cursor(0, 0)))
+def epoch_of(view: View, order: Order) -> list[Batch]:
+    return list(Loader(view, order, device=CPU).batches(Cursor(0, 0)))
 
 
 def equal(a: Batch, b: Batch) -> bool:
@@ -124,19 +124,27 @@ def test_shards_make_up_the_whole_batch(lengths: list[int], lanes: int, streams:
         cursor = Cursor(0, step)
         window = order.window(cursor)
         whole = build(view, window, cursor)
-        shards = [build(view, window, cursor, lanes=slice(rank, None, replicas)) for rank in range(replicas)]
-        place = torch.cat([shard.lanes for shard in shards]).argsort()
+        shards = [build(view, window, cursor, share=Share(rank, replicas)) for rank in range(replicas)]
+        assert all(shard.cells == whole.cells for shard in shards)
+        held = [shard for rank, shard in enumerate(shards) if len(range(*Share(rank, replicas).bounds(len(window.length))))]
+        idle = [shard for shard in shards if not any(shard is each for each in held)]
+        for shard in idle:  # zero-weight rows: nothing in them counts
+            assert (shard.lengths.tolist(), shard.sequence.tolist(), shard.real) == ([0], [-1], 0)
+            assert shard.targets is not None
+            assert bool((shard.targets == -100).all())
         names = [field.name for field in fields(Batch) if isinstance(getattr(whole, field.name), torch.Tensor)]
-        joined = {name: torch.cat([getattr(shard, name) for shard in shards], dim=int(name in ("inputs", "targets"))) for name in names}
-        ordered = {name: values[:, place] if name in ("inputs", "targets") else values[place] for name, values in joined.items()}
-        assert equal(replace(whole, **ordered, real=sum(shard.real for shard in shards)), whole)
+        joined = {name: torch.cat([getattr(shard, name) for shard in held], dim=int(name in ("inputs", "targets"))) for name in names}
+        assert equal(replace(whole, **joined, real=sum(shard.real for shard in held)), whole)
+        for rank, shard in enumerate(shards):  # a batch that is there is shared in the same way
+            taken = whole.take(*Share(rank, replicas).bounds(len(window.length)), pooled=False)
+            assert equal(replace(taken, real=shard.real, whole=shard.whole, lanes=shard.lanes), shard)
 
 
-def test_lanes_may_be_listed() -> None:
-    batch = build(view_of([2, 2, 2]), window_of(2, (0, 0, 2), (1, 0, 2), (2, 0, 1)), Cursor(0, 0), lanes=np.array([2, 0]))
-    assert batch.inputs.tolist() == [[4, 0], [0, 1]]
-    assert batch.lanes.tolist() == [2, 0]
-    assert batch.real == 3
+def test_a_middle_stage_reads_neither_inputs_nor_targets() -> None:
+    window = window_of(2, (0, 0, 2), (1, 0, 2), (2, 0, 1))
+    batch = build(view_of([2, 2, 2], targets_at=lambda rows: rows), window, Cursor(0, 0), share=Share(inputs=False, targets=False))
+    assert (batch.inputs.shape, batch.targets, batch.steps) == ((2, 3, 0), None, 2)
+    assert batch.lengths.tolist() == [2, 2, 1]
 
 
 def test_the_loader_gives_what_build_gives_from_any_cursor() -> None:

@@ -208,18 +208,6 @@ def test_regularisation_by_hand() -> None:
     torch.testing.assert_close(cut, whole, rtol=1e-12, atol=0)
 
 
-def test_regularisation_across_chunks_reads_normed_outputs() -> None:
-    stage = Stage(language(layer_norm=True).eval())
-    x = torch.randint(11, (6, 3))
-    y, raw, _ = stage(x, stage.start(3), Chunk())
-    whole = stage.regularize(raw, y, None, 1.0, 1.0, None)
-    y, raw, state = stage(x[:4], stage.start(3), Chunk())
-    first = stage.regularize(raw, y, None, 1.0, 1.0, None)
-    y, raw, _ = stage(x[4:], state, Chunk(start=4))
-    second = stage.regularize(raw, y, state.carries[-1].h[0], 1.0, 1.0, None)
-    torch.testing.assert_close(first + second, whole, rtol=1e-12, atol=0)
-
-
 def test_state_without_history() -> None:
     model = classifier()
     _, state = model(torch.randn(3, 2, 3, dtype=DOUBLE), key=KEY)

@@ -18,7 +18,7 @@ from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
-from carrywave.parallel.pipeline import Job, Outcome, run, schedule_for
+from carrywave.parallel.pipeline import Job, Outcome, program_for, run
 from carrywave.plan.plan import Plan
 
 VOCABULARY, WIDTH, CLASSES = 11, 6, 3
@@ -60,8 +60,8 @@ def batch_of(steps: int, lengths: list[int], *, pooled: bool, fresh: list[bool] 
 
 def outcome_of(model: Model, batch: Batch, plan: Plan, **asked: float) -> tuple[Outcome, dict[str, Tensor]]:
     model.zero_grad()
-    schedule = schedule_for(plan, batch.steps, len(batch.lengths), backward=True)
-    outcome = run(Stage(model), plan, schedule, Job(batch, model.start(len(batch.lengths)), KEY, **asked))  # type: ignore[arg-type]
+    program = program_for(plan, [batch], backward=True)
+    [outcome] = run(Stage(model), plan, program, [Job(batch, model.start(len(batch.lengths)), KEY, **asked)])  # type: ignore[arg-type]
     return outcome, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -129,15 +129,16 @@ def test_the_gradient_of_the_carry_matters() -> None:
             part.offset,
             real=12,
         )
-        state = run(stage, plan, schedule_for(plan, 4, 3, backward=True), Job(half, state, None)).state
+        state = run(stage, plan, program_for(plan, [half], backward=True), [Job(half, state, None)])[0].state
     name = "lstm.weight_hh_l0"
     cut = dict(model.named_parameters())[name].grad
     assert cut is not None
     assert float((cut - whole[name]).norm() / whole[name].norm()) > 1e-2
 
 
-def test_regularisation_is_the_same_over_chunks_and_by_hand() -> None:
-    model, batch = build(pooled=False), batch_of(7, [7, 3, 5], pooled=False)
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_regularisation_is_the_same_over_chunks_and_by_hand(layer_norm: bool) -> None:
+    model, batch = build(pooled=False, layer_norm=layer_norm), batch_of(7, [7, 3, 5], pooled=False)
     whole, expected = outcome_of(model, batch, Plan.serial(), alpha=2.0, beta=1.0)
     chunked, gradients = outcome_of(model, batch, Plan(chunk_steps=3), alpha=2.0, beta=1.0)
     torch.testing.assert_close(chunked.penalty, whole.penalty, **TOLERANCE)
@@ -151,8 +152,8 @@ def test_regularisation_is_the_same_over_chunks_and_by_hand() -> None:
         for b, length in enumerate([7, 3, 5])
         for t in range(length)
     )
-    schedule = schedule_for(Plan.serial(), 7, 3, backward=False)
-    quiet = run(Stage(model), Plan.serial(), schedule, Job(batch, model.start(3), alpha=2.0, beta=1.0))
+    program = program_for(Plan.serial(), [batch], backward=False)
+    [quiet] = run(Stage(model), Plan.serial(), program, [Job(batch, model.start(3), alpha=2.0, beta=1.0)])
     assert math.isclose(float(quiet.penalty), hand, rel_tol=1e-12)
 
 
@@ -174,7 +175,7 @@ def test_evaluation_sees_every_output_and_makes_no_graph() -> None:
     seen: list[Tensor] = []
     plan = Plan(chunk_steps=3)
     job = Job(batch, model.start(3), observe=lambda out, target: seen.append(out))
-    outcome = run(Stage(model), plan, schedule_for(plan, 7, 3, backward=False), job)
+    [outcome] = run(Stage(model), plan, program_for(plan, [batch], backward=False), [job])
     assert [len(out) for out in seen] == [3, 3, 1]
     assert not outcome.loss_sum.requires_grad
     assert float(outcome.count) == 14

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from carrywave.data.batch import Batch
 from carrywave.errors import Diverged, PlanError, RunError, SpecError, UserError
@@ -379,8 +380,8 @@ def test_a_trainer_refuses_what_it_cannot_do() -> None:
         Trainer(model(), plan=Plan(replicas=2, stages=2, cuts=(1,)))
     with pytest.raises(PlanError, match="kernel=nonsense is not a backend"):
         Trainer(model(), plan=Plan(kernel="nonsense"))
-    with pytest.raises(PlanError, match=r"reads whole sequences; leave plan.chunk_steps out"):
-        Trainer(model(bidirectional=True), plan=Plan(chunk_steps=3))
+    with pytest.raises(PlanError, match=r"a Sequential cannot be run in chunks of time; wrap its modules as cw.Model"):
+        Trainer(nn.Sequential(nn.Embedding(9, 6)), plan=Plan(chunk_steps=3), loss=lambda out, target: (out.sum(), target.sum()))
     trainer = Trainer(model(), {"optimizer": "sgd", "lr": 0.1})
     tokens = torch.arange(24).reshape(6, 4) % 9
     trainer.step(Batch.of(tokens[:5], tokens[1:]), Batch.of(tokens[:5, :2], tokens[1:, :2]))  # all fresh: lanes may differ

@@ -23,8 +23,8 @@ from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.stage import Stage
 from carrywave.parallel import pipeline
+from carrywave.plan.messages import Program
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule import Schedule
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.train import loop as loops
@@ -158,12 +158,12 @@ def test_evaluation_has_lanes_of_its_own(
     targets = {"train": 0, "valid": 0}
     plain = pipeline.run
 
-    def run(stage: Stage, plan: Plan, schedule: Schedule, job: pipeline.Job) -> pipeline.Outcome:
-        phase = "train" if any(task.phase == "B" for task in schedule.stages[0]) else "valid"
-        lanes[phase].add(job.batch.lanes.shape[0])
-        outcome = plain(stage, plan, schedule, job)
-        targets[phase] += int(outcome.count)
-        return outcome
+    def run(stage: Stage, plan: Plan, program: Program, jobs: list[pipeline.Job], *others: Any, **how: Any) -> list[pipeline.Outcome]:
+        phase = "train" if program.schedule.backward else "valid"
+        lanes[phase] |= {job.batch.lanes.shape[0] for job in jobs}
+        outcomes = plain(stage, plan, program, jobs, *others, **how)
+        targets[phase] += sum(int(outcome.count) for outcome in outcomes)
+        return outcomes
 
     monkeypatch.setattr(pipeline, "run", run)
     train(language(text, {"eval_lanes": asked}, epochs=1), run=tmp_path / "run", device="cpu")

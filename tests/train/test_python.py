@@ -337,14 +337,16 @@ class Single(Largest):
 @pytest.mark.parametrize(
     ("model", "how", "error", "message"),
     [
-        (NARROW, {"devices": 2}, PlanError, "devices=2: this version trains on one device; use devices=1"),
+        (NARROW, {"devices": 0}, PlanError, "devices=0 is no number of workers; use 1 or more"),
+        (NARROW, {"devices": 3, "plan": {"stages": 2}}, PlanError, r"devices=3 is not plan.replicas x plan.stages \(any number x 2\)"),
         (NARROW, {"plan": {"replicas": 2}}, PlanError, "needs 2 workers, 1 are running"),
         (NARROW, {"plan": "fast"}, SpecError, "plan is"),
         (NARROW, {"epochs": 3}, SpecError, r"unknown key epochs; did you mean train\.epochs\?"),
         (NARROW, {"resume": True}, RunError, "resume needs to know which run"),
-        (nn.LSTM(2, 6), {}, UserError, r"model is a LSTM; wrap your modules around a cw\.LSTM"),
+        (nn.LSTM(2, 6), {}, UserError, "the module LSTM has no loss; give loss="),
         ("small", {}, UserError, "model is a str; give a cw.Model"),
-        (lambda facts: nn.Linear(2, 2), {}, UserError, "returned a Linear; return cw.Model"),
+        (lambda facts: nn.Linear(2, 2), {}, UserError, "the module Linear has no loss"),
+        (lambda facts: None, {}, UserError, "returned a NoneType; return cw.Model"),
         (Mean, {}, UserError, r"loss of the head Mean must return \(sum over the targets, number of targets\), two scalars"),
         (Single, {"task": "classification"}, UserError, "start of the head Single returned a tensor .* return a tuple of tensors"),
     ],
@@ -481,8 +483,10 @@ def test_a_trainer_takes_options_from_anywhere_and_says_what_is_wrong() -> None:
     assert [cw.Trainer(own(), each).spec.lr for each in (spec, spec.train, {"lr": 0.25})] == [0.25] * 3
     with pytest.raises(SpecError, match=r"unknown key train\.rate"):
         cw.Trainer(own(), {"rate": 1.0})
-    with pytest.raises(UserError, match=r"a trainer trains a cw[.]Model, got Linear"):
-        cw.Trainer(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"the module Linear has no loss; .* or wrap your modules: cw.Model"):
+        cw.Trainer(nn.Linear(1, 1))
+    with pytest.raises(UserError, match=r"a trainer trains a cw.Model or an nn.Module, got str"):
+        cw.Trainer("model")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="reads whole sequences; leave keep_state out"):
         cw.Trainer(own(Largest), keep_state=True)
     with pytest.raises(UserError, match="a step needs a batch"):

@@ -1,5 +1,6 @@
 """How a command ends: 0 on success, 2 on a user's mistake (one line), 1 on our own fault, 130 when interrupted, 75 when it was asked to
-stop and wrote its snapshot."""
+stop and wrote its snapshot. Of several workers one says what happened: the process that started them, or under another launcher rank 0
+where all failed together, and else the one that failed."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from typing import ParamSpec
 import typer
 
 from carrywave.errors import UserError
+from carrywave.train import causes
+from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, Ended
 
 P = ParamSpec("P")
-
-FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def leaving_at_once() -> Iterator[None]:
     """While libraries are loaded, Ctrl-C ends the program there and then: some of them would swallow it, or show a traceback."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        _complain("interrupted")
+        _say(INTERRUPTED, "interrupted")
         os._exit(INTERRUPTED)
 
     if threading.current_thread() is not threading.main_thread():
@@ -50,33 +51,72 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except UserError as error:
-            _complain(str(error))
+            _say(MISTAKE, str(error), error)
             raise typer.Exit(MISTAKE) from None
         except KeyboardInterrupt as error:
-            _complain(str(error) or "interrupted")
+            _say(INTERRUPTED, str(error) or "interrupted", error)
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             raise  # whoever read our output has left: no message, the caller's business
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                where = f" for {error.filename}" if error.filename else ""
-                _complain(f"no room on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR")
+            mistake = _mistake(error)
+            if mistake is not None:
+                _say(MISTAKE, mistake, error)
                 raise typer.Exit(MISTAKE) from None
-            if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-                _complain(f"the name {str(error.filename)[:60]}… is too long for this system; use a shorter one")
-                raise typer.Exit(MISTAKE) from None
-            if _is_out_of_memory(error):
-                what = str(error).strip().partition(". ")[0].partition("\n")[0]
-                remedy = "make model.hidden, batch.lanes, batch.steps or batch.tokens smaller"
-                _complain(f"there is not enough memory ({what or type(error).__name__}); {remedy}")
-                raise typer.Exit(MISTAKE) from None
-            _complain(f"{type(error).__name__}: {error}")
-            traceback.print_exc()
+            _say(FAULT, f"{type(error).__name__}: {error}", error)
             raise typer.Exit(FAULT) from None
 
     return run
+
+
+def end_as(ended: Ended) -> None:
+    """End as the workers did that this process started, with the one thing there is to say."""
+    if ended.message:
+        note(ended.message)
+    if ended.code == FAULT and ended.trace:
+        print(ended.trace, file=sys.stderr, end="", flush=True)
+    if ended.code:
+        raise typer.Exit(ended.code)
+
+
+def _mistake(error: Exception) -> str | None:
+    """What the system refused, in words of what can be done about it; None: it is our own fault."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" for {error.filename}" if error.filename else ""
+        return f"no room on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"the name {str(error.filename)[:60]}… is too long for this system; use a shorter one"
+    if _is_out_of_memory(error):
+        what = str(error).strip().partition(". ")[0].partition("\n")[0]
+        remedy = "make model.hidden, batch.lanes, batch.steps or batch.tokens smaller"
+        return f"there is not enough memory ({what or type(error).__name__}); {remedy}"
+    return None
+
+
+def _say(code: int, message: str, error: BaseException | None = None) -> None:
+    """The message to where it is said once, with the traceback of a fault of our own."""
+    world = sys.modules.get("carrywave.parallel.world")  # not imported here, since it loads torch: without it no contact is to be lost
+    is_lost = code == FAULT and error is not None and world is not None and world.lost(error)
+    folder = causes.folder()
+    if folder is not None:
+        kind: causes.Kind = "lost" if is_lost else "fault" if code == FAULT else "user"
+        causes.leave(folder, kind, code, message, error, with_trace=kind == "fault")
+        return
+    rank = os.environ.get("RANK", "") if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    if not rank.isdecimal() or (code == INTERRUPTED and rank == "0"):
+        note(message)
+    elif code == INTERRUPTED:
+        pass  # all were interrupted
+    elif world is not None and isinstance(error, UserError) and error.told_by is not None:
+        world.tell_once(error, int(rank), lambda: note(message))
+    elif is_lost:
+        note(f"rank {rank}: contact with another worker was lost; its own message says why")
+    else:
+        note(f"rank {rank}: {message}")
+    if code == FAULT and not is_lost and error is not None:
+        traceback.print_exception(error)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -84,5 +124,6 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
-def _complain(message: str) -> None:
+def note(message: str) -> None:
+    """One line on stderr."""
     print(f"carrywave: {' '.join(message.split())}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,11 +15,14 @@ import typer
 from rich.console import Console
 
 from carrywave import __version__
-from carrywave.cli.exits import INTERRUPTED, STOPPED, leaving_at_once, with_exit_codes
+from carrywave.cli.exits import leaving_at_once, with_exit_codes
 from carrywave.cli.show import Recorder, row_line, table_of, watcher_for
+from carrywave.cli.workers import DevicesOption, agreed, is_first, start_workers
 from carrywave.errors import RunError, UserError
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import DEFAULT_RUN, dump, load
+from carrywave.train.causes import INTERRUPTED, STOPPED
+from carrywave.train.watch import Silent
 
 app = typer.Typer(
     name="carrywave",
@@ -67,6 +71,7 @@ def train(
     init: Annotated[str | None, typer.Option(metavar="RUN|FILE", help="Start from these weights.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, the summary and the plan, and stop.")] = False,
     device: DeviceOption = Device.auto,
+    devices: DevicesOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Train a model; with no SPEC, a small character model on text that ships with Python."""
@@ -75,16 +80,19 @@ def train(
         path = path or _spec_of(run)
         if init is not None:
             raise RunError("--resume goes on with the weights of the run and --init starts from others; give one of the two")
-    resolved = load(path, overrides, base=_base(overrides))
-    _check_writable(json_file)
-    if dry_run:
+    with agreed(device.value):
+        resolved = load(path, overrides, base=_base(overrides))
+        _check_writable(json_file)
+    workers = start_workers(devices, device.value, resolved.plan_spec, dry_run=dry_run)
+    if dry_run and is_first():
         typer.echo(dump(resolved))
     with leaving_at_once():
         from carrywave.train.fit import train as train_run
 
-    with watcher_for(Console()) as display:
+    with watcher_for(Console()) if is_first() else nullcontext(Silent()) as display:
         watch = Recorder(display)
-        result = train_run(resolved, run=run, resume=resume, init=init, device=device.value, watch=watch, dry_run=dry_run)
+        how = {} if workers is None else {"devices": workers}
+        result = train_run(resolved, run=run, resume=resume, init=init, device=device.value, watch=watch, dry_run=dry_run, **how)
     _write_rows(json_file, watch.rows)
     if result.ending in ENDINGS:
         raise typer.Exit(ENDINGS[result.ending])
@@ -98,15 +106,18 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Data to evaluate on; the run's own test or valid data if left out.")
     ] = None,
     device: DeviceOption = Device.auto,
+    devices: DevicesOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Evaluate the best weights of a run."""
     _check_writable(json_file)
+    start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.train.saved import evaluate_run
 
     row = evaluate_run(run, data, device.value)
-    typer.echo(row_line(row))
+    if is_first():
+        typer.echo(row_line(row))
     _write_rows(json_file, [row])
 
 
@@ -123,11 +134,13 @@ def predict(
     temperature: Annotated[float, typer.Option(help="Language: 0 takes the likeliest token, 1 samples as the model says.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Language: keys the sampling.")] = 1,
     device: DeviceOption = Device.auto,
+    devices: DevicesOption = None,
 ) -> None:
     """Predict with the best weights of a run; a language model continues a prompt."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"--temperature is {temperature}; use a number >= 0")
     _check_writable(output)
+    start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.train.predict import predict_run
 
@@ -209,7 +222,7 @@ def _check_writable(path: Path | None) -> None:
 
 def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
     """A JSON array with one row a line; what is not a number in JSON (NaN, infinity) becomes null."""
-    if path is not None:
+    if path is not None and is_first():
         lines = (json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
         _replace(path, "[\n" + ",\n".join(lines) + "\n]\n")
 

@@ -31,7 +31,8 @@ class Batch:
     offset: Tensor  # [B] int64, first step of the window within its sequence
     epoch: int = 0
     step: int = 0  # position in the epoch; (epoch, step) is the cursor, and keys the randomness; -1: the trainer counts
-    real: int = 0  # real steps, the sum of lengths, known on the host
+    real: int = 0  # real steps, the sum of lengths, known on the host; -1: not known
+    whole: tuple[int, int] | None = None  # (real steps, lanes) of the batch that these lanes are a part of; None: this is all of it
 
     @staticmethod
     def of(
@@ -86,10 +87,63 @@ class Batch:
         return self.inputs.shape[0]
 
     @property
+    def cells(self) -> tuple[int, int]:
+        """Real steps, and steps with padding, of the whole batch, whatever part of its lanes this is."""
+        real, lanes = self.whole or (self.real, self.lanes.shape[0])
+        return real, lanes * self.steps
+
+    @property
     def waste(self) -> float:
-        """Share of the batch that is padding."""
-        total = self.inputs.shape[0] * self.inputs.shape[1]
-        return 1.0 - self.real / total if total else 0.0
+        """Share of the whole batch that is padding."""
+        real, total = self.cells
+        return 1.0 - real / total if total else 0.0
+
+    def take(self, low: int, high: int, *, pooled: bool) -> Batch:
+        """The lanes from `low` up to `high`; where there are none, one idle lane that adds nothing. `pooled`: a target for each lane."""
+        if low == high:
+            return self._idle(pooled)
+        total = self.lanes.shape[0]
+        if (low, high) == (0, total):
+            return self
+        targets = self.targets
+        if targets is not None:
+            targets = targets[low:high] if pooled else targets[:, low:high]
+        full = self.real == self.steps * total
+        return replace(
+            self,
+            inputs=self.inputs[:, low:high],
+            targets=targets,
+            lengths=self.lengths[low:high],
+            fresh=self.fresh[low:high],
+            lanes=self.lanes[low:high],
+            sequence=self.sequence[low:high],
+            offset=self.offset[low:high],
+            # How many steps of some lanes are real is not known on the host.
+            real=self.steps * (high - low) if full else -1,
+            whole=self.whole or (self.real, total),
+        )
+
+    def without(self, *, inputs: bool, targets: bool) -> Batch:
+        """The batch without its inputs, its targets or both: a worker that holds only middle layers reads neither."""
+        empty = self.inputs.new_empty((*self.inputs.shape[:2], 0)) if inputs else self.inputs
+        return replace(self, inputs=empty, targets=None if targets else self.targets)
+
+    def _idle(self, pooled: bool) -> Batch:
+        one = self.take(0, 1, pooled=pooled)
+        targets = one.targets
+        if targets is not None:
+            targets = torch.full_like(targets, torch.nan if targets.is_floating_point() else IGNORED)
+        return replace(
+            one,
+            inputs=torch.zeros_like(one.inputs),
+            targets=targets,
+            lengths=torch.zeros_like(one.lengths),
+            fresh=torch.ones_like(one.fresh),
+            sequence=torch.full_like(one.sequence, -1),
+            offset=torch.zeros_like(one.offset),
+            real=0,
+            whole=one.whole or (self.real, self.lanes.shape[0]),
+        )
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; copies from pinned memory do not block."""

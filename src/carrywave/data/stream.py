@@ -12,7 +12,7 @@ import atexit
 import threading
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -26,25 +26,40 @@ from carrywave.data.order import Cursor, Order, Window
 from carrywave.data.sequences import Ints
 from carrywave.data.view import View
 
-Lanes = slice | Ints  # which of the global lanes a process holds; a slice fits batches of any number of lanes
+
+@dataclass(frozen=True)
+class Share:
+    """What one process reads of every batch: an even share of the lanes; inputs and targets only where it has a use for them."""
+
+    index: int = 0
+    of: int = 1
+    inputs: bool = True
+    targets: bool = True
+
+    def bounds(self, lanes: int) -> tuple[int, int]:
+        """The first of so many lanes that this process holds, and the one after its last. With few lanes there may be none."""
+        return lanes * self.index // self.of, lanes * (self.index + 1) // self.of
 
 
-def build(view: View, window: Window, cursor: Cursor, *, lanes: Lanes | None = None) -> Batch:
-    """The batch of a window, or of those of its lanes that this process holds."""
-    held = np.arange(len(window.sequence))
-    if lanes is not None:
-        held = held[lanes]
-    sequence, offset, length = window.sequence[held], window.offset[held], window.length[held]
+def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = None) -> Batch:
+    """The batch of a window, or this process's share of it; a share without lanes is one idle lane."""
+    share = share or Share()
+    total = len(window.sequence)
+    low, high = share.bounds(total)
+    held = np.arange(low, max(high, low + 1)).clip(max=total - 1)
+    sequence, offset, length, fresh = (each[held] for each in (window.sequence, window.offset, window.length, window.fresh))
+    if low == high:
+        sequence, offset, length, fresh = sequence * 0 - 1, offset * 0, length * 0, fresh | True
     known = np.maximum(sequence, 0)  # an idle lane reads the first sequence, and all of it is masked
     time_T1 = np.arange(window.steps)[:, None]
     # Padding repeats the last real row, so that every row that is asked for exists, its target too.
     rows_TB = view.starts[known] + offset + np.minimum(time_T1, np.maximum(length - 1, 0))
     padded_TB = time_T1 >= length
-    inputs = np.take(np.asarray(view.inputs), rows_TB, axis=0) if view.inputs_at is None else view.inputs_at(rows_TB)
-    inputs = inputs.astype(np.float32 if inputs.dtype.kind == "f" else np.int64, copy=False)
-    inputs[padded_TB] = 0
+    inputs = _inputs(view, rows_TB, padded_TB) if share.inputs else np.empty((*rows_TB.shape, 0), dtype=np.float32)
     targets = None
-    if view.targets_at is not None:
+    if not share.targets:
+        pass
+    elif view.targets_at is not None:
         ignored_TB = padded_TB if view.warm is None else padded_TB | (time_T1 + offset < view.warm[known])
         targets = _ignoring(view.targets_at(rows_TB), ignored_TB)
     elif view.labels is not None:
@@ -53,21 +68,29 @@ def build(view: View, window: Window, cursor: Cursor, *, lanes: Lanes | None = N
         inputs=torch.from_numpy(inputs),
         targets=None if targets is None else torch.from_numpy(targets),
         lengths=torch.from_numpy(length),
-        fresh=torch.from_numpy(window.fresh[held]),
+        fresh=torch.from_numpy(fresh),
         lanes=torch.from_numpy(held),
         sequence=torch.from_numpy(sequence),
         offset=torch.from_numpy(offset),
         epoch=cursor.epoch,
         step=cursor.step,
         real=int(length.sum()),
+        whole=None if share.of == 1 else (int(window.length.sum()), total),
     )
+
+
+def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_]) -> NDArray[Any]:
+    inputs = np.take(np.asarray(view.inputs), rows_TB, axis=0) if view.inputs_at is None else view.inputs_at(rows_TB)
+    inputs = inputs.astype(np.float32 if inputs.dtype.kind == "f" else np.int64, copy=False)
+    inputs[padded_TB] = 0
+    return inputs
 
 
 class Loader:
     """The batches of an epoch from any cursor on, on a device, built ahead of their use."""
 
-    def __init__(self, view: View, order: Order, *, device: torch.device, lanes: Lanes | None = None, ahead: int = 4) -> None:
-        self.view, self.order, self.device, self.lanes, self.ahead = view, order, device, lanes, ahead
+    def __init__(self, view: View, order: Order, *, device: torch.device, share: Share | None = None, ahead: int = 4) -> None:
+        self.view, self.order, self.device, self.share, self.ahead = view, order, device, share, ahead
 
     def batches(self, start: Cursor) -> Generator[Batch, None, None]:
         """From `start` to the end of its epoch. Closing the iterator stops the thread and waits for it."""
@@ -113,7 +136,7 @@ class Loader:
                     if stopped.is_set():
                         return
                     cursor = Cursor(start.epoch, step)
-                    batch = build(self.view, self.order.window(cursor), cursor, lanes=self.lanes)
+                    batch = build(self.view, self.order.window(cursor), cursor, share=self.share)
                     if side is None:
                         made.put(_Made(batch.to(self.device)))
                     else:

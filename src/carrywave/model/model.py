@@ -60,6 +60,11 @@ class Model(nn.Module):
         return type(self.head).forward is not nn.Module.forward
 
     @property
+    def reads_whole(self) -> bool:
+        """Whether layers read both ways, so that they see all of time at once."""
+        return self.lstm.bidirectional
+
+    @property
     def units(self) -> int:
         """Encoder, layers and head: what stages are cut from."""
         return self.lstm.num_layers + 2

@@ -44,6 +44,12 @@ class Stage(nn.Module):
         self.dropout_out = model.dropout_out if self.has_head else None
         self.head: Any = model.head if self.has_head else None
         self.pooled = self.has_head and model.pooled
+        self.width_in, self.width_out = _width(model, first), _width(model, last)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return self.lstm.get_parameter("weight_ih_l0").dtype
 
     def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
         """The state before the first chunk: initial carries of this stage's layers, and the head's accumulator."""
@@ -81,19 +87,19 @@ class Stage(nn.Module):
         """Loss sum and count of the chunk; where the head pools, of the whole sequences, asked once after the last chunk."""
         with self.scope(chunk):
             score = self.head.loss(state.acc if self.pooled else y, self._in_own_dtype(target))
-        if not isinstance(score, tuple) or len(score) != 2 or not isinstance(score[0], Tensor) or score[0].dim():
-            raise UserError(
-                f"loss of the head {type(self.head).__name__} must return (sum over the targets, number of targets), two scalars; "
-                f"it returned {_shown(score)}"
-            )
-        total, count = score
-        return total, count if isinstance(count, Tensor) else torch.full((), count, dtype=torch.float64, device=total.device)
+        return checked_score(score, f"loss of the head {type(self.head).__name__}")
 
-    def regularize(self, raw: Tensor, y: Tensor, previous: Tensor | None, alpha: float, beta: float, lengths: Tensor | None) -> Tensor:
-        """See `regularize`; `previous` is the last layer's h [B, W] before this chunk, None in the first chunk of a window."""
-        norm = getattr(self.lstm, f"norm_l{self.lstm.num_layers - 1}", None)
-        before = previous if previous is None or norm is None else norm(previous)
-        return regularize(raw, y, before, alpha, beta, lengths)
+    def output(self, y: Tensor, state: State, chunk: Chunk) -> Any:
+        """The head's result: for each step, or for each lane from the accumulator where the head pools."""
+        with self.scope(chunk):
+            return self.head(state.acc if self.pooled else y)
+
+    def score(self, out: Any, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
+        """Loss sum and count from the head's output. A user's head may have no `score`: then its loss runs once more from y."""
+        if not hasattr(self.head, "score"):
+            return self.loss(y, state, target, chunk)
+        scored: Score = self.head.score(out, target)
+        return scored
 
     def _pool(self, y: Tensor, acc: tuple[Tensor, ...], chunk: Chunk) -> tuple[Tensor, ...]:
         steps, lanes = y.shape[:2]
@@ -109,7 +115,22 @@ class Stage(nn.Module):
 
     def _in_own_dtype(self, x: Tensor) -> Tensor:
         """Numbers in the dtype of the parameters, so that a user's modules need not cast; tokens and labels as they are."""
-        return x.to(self.lstm.get_parameter("weight_ih_l0").dtype) if x.is_floating_point() else x
+        return x.to(self.dtype) if x.is_floating_point() else x
+
+
+def _width(model: Model, unit: int) -> int:
+    """Width of what enters a unit: 0 for the encoder, which reads the data, and beyond the head."""
+    if unit in (0, model.units):
+        return 0
+    return model.lstm.input_size if unit == 1 else model.lstm.outputs(unit - 2)
+
+
+def checked_score(score: Any, whose: str) -> Score:
+    """What a user's loss returned, as two scalar tensors."""
+    if not isinstance(score, tuple) or len(score) != 2 or not isinstance(score[0], Tensor) or score[0].dim():
+        raise UserError(f"{whose} must return (sum over the targets, number of targets), two scalars; it returned {_shown(score)}")
+    total, count = score
+    return total, count if isinstance(count, Tensor) else torch.full((), count, dtype=torch.float64, device=total.device)
 
 
 def _shown(value: object) -> str:

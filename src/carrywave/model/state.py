@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,15 +12,22 @@ from carrywave.kernels.carry import Carries
 
 
 class State(NamedTuple):
-    """Passed in and out of every chunk: a carry for each layer, and a pooled head's accumulator (a tuple of tensors [B, …])."""
+    """Passed in and out of every chunk: a carry for each layer, a pooled head's accumulator (a tuple of tensors [B, …]), and where
+    changes from step to step are penalised the last output of the stack [B, W]."""
 
     carries: Carries
     acc: Any = None
+    tail: Tensor | None = None
 
     def detach(self) -> State:
         """The same values without history: where back-propagation through time ends."""
-        carries = tuple(type(carry)(carry.h.detach(), carry.c.detach()) for carry in self.carries)
-        return State(carries, None if self.acc is None else tuple(part.detach() for part in self.acc))
+        return self.map(Tensor.detach)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> State:
+        """The state with every tensor changed."""
+        carries = tuple(type(carry)(change(carry.h), change(carry.c)) for carry in self.carries)
+        acc = None if self.acc is None else tuple(change(tensor) for tensor in self.acc)
+        return State(carries, acc, None if self.tail is None else change(self.tail))
 
 
 @dataclass(frozen=True)

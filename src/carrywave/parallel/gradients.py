@@ -1,26 +1,20 @@
-"""What happens to gradients between backward and update: one division, the global norm, clipping.
+"""What happens to gradients between backward and update: summed over workers, one division, the global norm, clipping.
 
-Nothing here reads a value on the host, so a step can run ahead of the device or be captured. The norm is split into its
-square and the root: replicas reduce gradients before `divide_`, stages add up their squares before the root.
+Nothing here reads a value on the host, so a step can run ahead of the device or be captured. Sums of gradients are reduced;
+their norm is split into its square and the root, so that stages can add up their squares; division by the global count and
+clipping are one factor in the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-
-@torch.no_grad()
-def divide_(grads: Sequence[Tensor], count: Tensor) -> None:
-    """Divide summed gradients once by the global number of real targets; no target at all gives zero."""
-    if not grads:
-        return
-    # A finite gradient divided by infinity is zero, and one that is not finite still shows as NaN.
-    divisor = torch.where(count > 0, count.to(torch.float64), torch.inf)
-    for part in by_dtype(grads):
-        torch._foreach_div_(part, divisor.to(part[0].device, part[0].dtype))
+BUCKET_BYTES = 8 << 20
 
 
 @torch.no_grad()
@@ -34,20 +28,24 @@ def norm_squared(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
-def global_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients taken as one vector, a float64 scalar."""
-    return norm_squared(grads).sqrt()
+def norm_of_mean(squared: Tensor, count: Tensor) -> Tensor:
+    """The norm of the gradient of the mean loss, from the square of that of the sum; no target at all gives zero."""
+    return squared.sqrt() / torch.where(count > 0, count, torch.inf)
+
+
+def factor(norm: Tensor, count: Tensor, limit: float | None) -> Tensor:
+    """What a summed gradient is multiplied by: one over the count, and less where the norm of the mean is over the limit."""
+    # A finite gradient over infinity is zero, and one that is not finite still shows as NaN.
+    mean = 1.0 / torch.where(count > 0, count, torch.inf)
+    # The small term is torch.nn.utils.clip_grad_norm_'s, so that both clip by the same factor.
+    return mean if limit is None else mean * (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 @torch.no_grad()
-def clip_(grads: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    """Scale gradients down where their global norm is over the limit."""
-    if not grads:
-        return
-    # The small term is torch.nn.utils.clip_grad_norm_'s, so that both clip by the same factor.
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+def scale_(grads: Sequence[Tensor], by: Tensor) -> None:
+    """Multiply all gradients by one number."""
     for part in by_dtype(grads):
-        torch._foreach_mul_(part, factor.to(part[0].device, part[0].dtype))
+        torch._foreach_mul_(part, by.to(part[0].device, part[0].dtype))
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -56,3 +54,100 @@ def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
     return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Parameters whose gradients are summed over one group of workers."""
+
+    group: dist.ProcessGroup
+    parameters: Sequence[nn.Parameter]
+    early: bool = True  # may start while backward still runs
+
+
+class _Bucket:
+    """Neighbouring gradients in one buffer, which is reduced at once."""
+
+    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], early: bool) -> None:
+        self.group, self.parameters, self.early = group, parameters, early
+        first = parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        pieces = torch.split(self.flat, [p.numel() for p in parameters])
+        self.views = [piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)]
+        self.missing = 0
+        self.work: dist.Work | None = None
+        self.started = False
+
+
+class Reducer:
+    """Sums gradients over workers while backward still runs: bucket by bucket, each as soon as its last gradient is final.
+
+    The layout follows from the order of the parameters alone, and buckets of a group start in one order on every worker: so bits
+    repeat from run to run. Gradients live in the buckets, as views; nothing is copied.
+    """
+
+    def __init__(self, wanted: Sequence[Reduced], bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.buckets: list[_Bucket] = []
+        self._armed = False
+        for each in wanted:
+            # Backward reaches the last layers first.
+            for run in _runs(list(reversed(each.parameters)), bucket_bytes):
+                self.buckets.append(_Bucket(each.group, run, each.early))
+        self._of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Before the first backward of an optimizer step: gradients are zero, and lie in the buckets."""
+        self._armed = False
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.missing, bucket.work, bucket.started = len(bucket.parameters), None, False
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def arm(self) -> None:
+        """Before the last backward: from here on a gradient that comes is final."""
+        self._armed = True
+
+    def finish(self) -> None:
+        """After the last backward: start what has not started, and wait for all of it."""
+        self._armed = False
+        for bucket in self.buckets:
+            self._start(bucket)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    def _ready(self, parameter: Tensor) -> None:
+        if not self._armed:
+            return
+        self._of[id(parameter)].missing -= 1
+        for bucket in self.buckets:
+            if bucket.started:
+                continue
+            if bucket.missing or not bucket.early:
+                return
+            self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        if not bucket.started:
+            bucket.started = True
+            bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+
+
+def _runs(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Neighbours of one dtype, together up to so many bytes; a larger one stands alone."""
+    runs: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        wide = parameter.numel() * parameter.element_size()
+        if runs and runs[-1][0].dtype == parameter.dtype and size + wide <= bucket_bytes:
+            runs[-1].append(parameter)
+            size += wide
+        else:
+            runs.append([parameter])
+            size = wide
+    return runs

@@ -1,17 +1,20 @@
-"""Interprets a `Schedule` on one batch: forward and backward of each time chunk of each slice of lanes.
+"""Interprets a `Program` on the batches of one optimizer step: forward and backward of each time chunk of each slice of lanes.
 
 Every chunk is an autograd graph of its own. What a chunk hands to the next one (the carry, and what a pooled head has
-gathered) is detached on the way forward; its gradient is handed back by hand on the way backward. So what a chunk saved is
-freed as soon as its backward is done, and one device runs the code that a stage of a pipeline runs.
+gathered) is detached on the way forward; its gradient is handed back by hand on the way backward. What a stage hands to the
+next one goes over the links, and its gradient comes back over them. So what a chunk saved is freed as soon as its backward is
+done, and one device runs the code that a stage of a pipeline runs.
+
+Shapes of messages follow from the batch, which every stage knows: nothing is negotiated, and they may differ at every step.
 
 Shapes: T time, B lane.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
@@ -19,14 +22,18 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
-from carrywave.kernels.carry import Carry
-from carrywave.model.stage import Stage
+from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
-from carrywave.parallel.precision import autocast
+from carrywave.model.whole import Whole
+from carrywave.parallel.precision import HALVES, autocast
+from carrywave.parallel.slices import flatten, join_states, split_lanes, split_state
+from carrywave.parallel.transport import Links, Pending
+from carrywave.plan.messages import Program, with_messages
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule import Schedule, Task, serial
+from carrywave.plan.schedule import Schedule, Task, wavefront
 
 Observer = Callable[[Tensor, Tensor | None], None]  # what the head put out, and the targets
+Scheduler = Callable[..., Schedule]  # (stages, chunks of each slice, backward=) -> Schedule
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Job:
     """One batch to run: where the lanes stand before it, and what is asked of it."""
 
     batch: Batch
-    state: State
+    state: State | None  # None: as the job before it leaves off
     key: Tensor | None = None  # keys dropout; None in evaluation
     scale: Tensor | None = None  # multiplies the loss before backward (fp16)
     alpha: float = 0.0
@@ -45,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Sums over the batch, and the state of every lane after it. Detached."""
+    """Sums over the batch, and the state of every lane after it. Detached. A stage without the head has no sums: they are zero."""
 
     loss_sum: Tensor  # over real targets
     count: Tensor  # real targets
@@ -57,191 +64,211 @@ class Outcome:
 class _Kept:
     """What the backward of a chunk needs of its forward."""
 
+    x: Tensor
     entered: State
+    y: Tensor
     left: State
     root: Tensor | None
 
 
-@lru_cache(maxsize=256)
-def schedule_for(plan: Plan, steps: int, lanes: int, *, backward: bool) -> Schedule:
-    """The schedule of a batch of this shape; cached, since shapes repeat. A batch of few lanes has fewer slices."""
-    return serial(plan.chunks(steps), min(plan.slices, lanes), backward=backward)
+@lru_cache(maxsize=1024)
+def _program(stages: int, chunks: tuple[int, ...], backward: bool, scheduler: Scheduler) -> Program:
+    return with_messages(scheduler(stages, chunks, backward=backward))
 
 
-def run(stage: Stage, plan: Plan, schedule: Schedule, job: Job) -> Outcome:
-    """Carry out one stage's tasks; gradients are added to the parameters' `.grad`."""
-    return _Run(stage, plan, schedule, job).carry_out()
+def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
+    """The program of a step over these batches; cached, since shapes repeat. A batch of few lanes has fewer slices.
+
+    `whole`: layers that read both ways see all of time at once, so that time is not cut.
+    """
+    chunks: list[int] = []
+    for batch in batches:
+        slices = min(plan.slices, batch.lanes.shape[0])
+        chunks += [1 if whole else plan.chunks(batch.steps)] * slices
+    return _program(plan.stages, tuple(chunks), backward, scheduler)
+
+
+def run(
+    stage: Stage | Whole,
+    plan: Plan,
+    program: Program,
+    jobs: Sequence[Job],
+    links: Links | None = None,
+    *,
+    place: int = 0,
+    before_last: Callable[[], None] | None = None,
+) -> list[Outcome]:
+    """Carry out the steps of the stage at `place`; gradients are added to the parameters' `.grad`.
+
+    `before_last` is called just before the last backward: from there on gradients become final, one by one.
+    """
+    return _Run(stage, plan, program, jobs, links, place, before_last).carry_out()
 
 
 class _Run:
-    def __init__(self, stage: Stage, plan: Plan, schedule: Schedule, job: Job) -> None:
-        self.stage, self.plan, self.schedule, self.job = stage, plan, schedule, job
-        self.batches = split_lanes(job.batch, schedule.slices, pooled=stage.pooled)
-        self.states = split_state(job.state, schedule.slices)
+    def __init__(
+        self,
+        stage: Stage | Whole,
+        plan: Plan,
+        program: Program,
+        jobs: Sequence[Job],
+        links: Links | None,
+        place: int,
+        before_last: Callable[[], None] | None,
+    ) -> None:
+        self.stage, self.plan, self.program, self.jobs, self.links = stage, plan, program, jobs, links
+        self.place, self.before_last = place, before_last
+        self.batches: list[Batch] = []  # of each slice
+        self.owner: list[int] = []  # the job that each slice belongs to
+        self.first: list[int] = []  # the first slice of each job
+        self.states: list[State | None] = []  # of each slice, as far as it has come; None: not begun
+        for number, job in enumerate(jobs):
+            lanes = job.batch.lanes.shape[0]
+            slices = min(plan.slices, lanes)
+            self.first.append(len(self.batches))
+            self.owner += [number] * slices
+            self.batches += split_lanes(job.batch, slices, pooled=stage.pooled)
+            self.states += [None] * slices if job.state is None else split_state(job.state, slices, lanes)
         self.kept: dict[tuple[int, int], _Kept] = {}
-        device = job.batch.lengths.device
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, count, penalty
+        self.arriving: dict[Task, Pending] = {}
+        self.leaving: dict[Task, Tensor] = {}
+        device = jobs[0].batch.lengths.device
+        self.sums = torch.zeros(len(jobs), 3, dtype=torch.float64, device=device)  # loss, count, penalty
         self.handed_back: dict[int, list[Tensor | None]] = {}
+        self.steps = program.stages[place]
+        self.last_stage = place == len(program.stages) - 1
+        backwards = [step.task for step in self.steps if step.kind == "run" and step.task.phase == "B"]
+        self.last_backward = backwards[-1] if backwards else None
         # Only a step that goes backward needs graphs.
-        self.backward = any(task.phase == "B" for task in schedule.stages[0])
+        self.backward = bool(backwards)
+        self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of what goes from stage to stage
 
-    def carry_out(self) -> Outcome:
-        for task in self.schedule.stages[0]:
-            if task.phase == "F":
-                self._forward(task)
+    def carry_out(self) -> list[Outcome]:
+        for step in self.steps:
+            if step.kind == "receive":
+                self._receive(step.task)
+            elif step.kind == "send":
+                cast(Links, self.links).send(step.task.phase, self.leaving.pop(step.task))
+            elif step.task.phase == "F":
+                self._forward(step.task)
             else:
-                self._backward(task)
-        loss_sum, count, penalty = self.sums.unbind()
-        return Outcome(loss_sum, count, penalty, join_states(self.states))
+                self._backward(step.task)
+        outcomes = []
+        bounds = [*self.first, len(self.batches)]
+        for number in range(len(self.jobs)):
+            states = [cast(State, state)._replace(tail=None) for state in self.states[bounds[number] : bounds[number + 1]]]
+            loss_sum, count, penalty = self.sums[number].unbind()
+            outcomes.append(Outcome(loss_sum, count, penalty, join_states(states)))
+        return outcomes
+
+    def _receive(self, task: Task) -> None:
+        first, end = self._span(task)
+        lanes = self.batches[task.slice].lanes.shape[0]
+        width = self.stage.width_in if task.phase == "F" else self.stage.width_out
+        self.arriving[task] = cast(Links, self.links).receive(task.phase, (end - first, lanes, width), self.dtype)
 
     def _forward(self, task: Task) -> None:
-        entered = self.states[task.slice]
-        keep_graph = self.backward and not self.plan.recompute
+        entered = self._entered(task)
+        if self.place > 0:
+            x = self.arriving.pop(task).wait().requires_grad_(self.backward)
+        else:
+            first, end = self._span(task)
+            x = self.batches[task.slice].inputs[first:end]
         if self.backward and task.chunk > 0:
-            entered = map_state(entered, lambda t: t.detach().requires_grad_(t.is_floating_point()))
-        with torch.set_grad_enabled(keep_graph), self._cast():
-            left, root, sums = self._compute(task, entered)
-        self.sums += sums
+            entered = entered.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        with torch.set_grad_enabled(self.backward and not self.plan.recompute), self._cast(task):
+            y, left, root, sums = self._compute(task, x, entered)
+        self.sums[self.owner[task.slice]] += sums
         self.states[task.slice] = left.detach()
+        if not self.last_stage:
+            self.leaving[task] = y.detach().contiguous()
         if self.backward:
-            self.kept[task.chunk, task.slice] = _Kept(entered, left, root)
+            self.kept[task.chunk, task.slice] = _Kept(x, entered, y, left, root)
+
+    def _entered(self, task: Task) -> State:
+        """Where the slice stands. One that has not begun goes on from where the same lanes stood after the job before."""
+        state = self.states[task.slice]
+        if state is None:
+            job = self.owner[task.slice]
+            state = cast(State, self.states[self.first[job - 1] + task.slice - self.first[job]])
+        # No change of the output is counted from one window to the next.
+        return state if task.chunk > 0 else state._replace(tail=None)
 
     def _backward(self, task: Task) -> None:
         kept = self.kept.pop((task.chunk, task.slice))
         if self.plan.recompute:
-            with torch.enable_grad(), self._cast():
-                left, root, _ = self._compute(task, kept.entered)
-            kept = _Kept(kept.entered, left, root)
+            with torch.enable_grad(), self._cast(task):
+                y, left, root, _ = self._compute(task, kept.x, kept.entered)
+            kept = _Kept(kept.x, kept.entered, y, left, root)
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         if kept.root is not None and kept.root.requires_grad:
+            scale = self.jobs[self.owner[task.slice]].scale
             roots.append(kept.root)
-            gradients.append(self.job.scale.to(kept.root.dtype) if self.job.scale is not None else None)
+            gradients.append(scale.to(kept.root.dtype) if scale is not None else None)
+        if not self.last_stage:
+            gradient = self.arriving.pop(task).wait()
+            if kept.y.requires_grad:
+                roots.append(kept.y)
+                gradients.append(gradient)
         handed = self.handed_back.pop(task.slice, None)
         if handed is not None:
-            for tensor, gradient in zip(flatten(kept.left), handed, strict=True):
-                if gradient is not None and tensor.requires_grad:
+            for tensor, gradient_or_none in zip(flatten(kept.left), handed, strict=True):
+                if gradient_or_none is not None and tensor.requires_grad:
                     roots.append(tensor)
-                    gradients.append(gradient)
+                    gradients.append(gradient_or_none)
+        if task == self.last_backward and self.before_last is not None:
+            self.before_last()
         if roots:
             torch.autograd.backward(roots, gradients)
         if task.chunk > 0:
             self.handed_back[task.slice] = [tensor.grad for tensor in flatten(kept.entered)]
+        if self.place > 0:
+            self.leaving[task] = torch.zeros_like(kept.x) if kept.x.grad is None else kept.x.grad.contiguous()
 
-    def _cast(self) -> AbstractContextManager[object]:
-        return autocast(self.job.precision, self.job.batch.lengths.device)
+    def _cast(self, task: Task) -> AbstractContextManager[object]:
+        return autocast(self.jobs[self.owner[task.slice]].precision, self.batches[task.slice].lengths.device)
 
-    def _compute(self, task: Task, entered: State) -> tuple[State, Tensor | None, Tensor]:
-        """Forward of one chunk: the state it leaves, what its backward starts from, and its sums."""
-        batch, job = self.batches[task.slice], self.job
-        size = self.plan.chunk_steps or batch.steps
-        first, end = task.chunk * size, min((task.chunk + 1) * size, batch.steps)
+    def _span(self, task: Task) -> tuple[int, int]:
+        """First step of a chunk, and the one after its last."""
+        steps = self.batches[task.slice].steps
+        size = steps if self.program.schedule.chunks[task.slice] == 1 else cast(int, self.plan.chunk_steps)
+        return task.chunk * size, min((task.chunk + 1) * size, steps)
+
+    def _compute(self, task: Task, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor]:
+        """Forward of one chunk: what it gives the next stage, the state it leaves, what its backward starts from, and its sums."""
+        batch, job = self.batches[task.slice], self.jobs[self.owner[task.slice]]
+        first, end = self._span(task)
         lengths = (batch.lengths - first).clamp(0, end - first)
         fresh = batch.fresh if task.chunk == 0 else torch.zeros_like(batch.fresh)
-        full = batch.real == batch.steps * batch.inputs.shape[1]
+        full = batch.real == batch.steps * batch.lanes.shape[0]
         chunk = Chunk(lengths, fresh, batch.lanes, first, job.key, full)
-        y, raw, left = self.stage(batch.inputs[first:end], entered, chunk)
-        pooled, last = self.stage.pooled, task.chunk == self.schedule.chunks - 1
+        y, raw, left = self.stage(x, entered, chunk)
         loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
         root: Tensor | None = None
+        if not self.stage.has_head:
+            # The next layer computes in this dtype anyhow, so nothing is lost by sending no more.
+            return y.to(self.dtype), left, None, torch.stack([loss_sum, count, penalty])
+        pooled, last = self.stage.pooled, task.chunk == self.program.schedule.chunks[task.slice] - 1
         if last or not pooled:
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
-                root, count = self._observed(y, left, targets, chunk, count)
+                root, count = self._observed(job.observe, y, left, targets, chunk, count)
             elif targets is not None:
                 root, count = self.stage.loss(y, left, targets, chunk)
             if root is not None:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
-            previous = entered.carries[-1].h[0] if task.chunk > 0 else None
-            extra = self.stage.regularize(raw, y, previous, job.alpha, job.beta, lengths)
+            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, lengths)
+            left = left._replace(tail=raw[-1] if job.beta else None)
             penalty = extra.detach()
             root = extra if root is None else root + extra
-        return left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()])
+        return y, left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()])
 
-    def _observed(self, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _observed(
+        self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
         """The head's output, shown to the observer, and its loss where there are targets."""
-        head = self.stage.head
-        with self.stage.scope(chunk):
-            out = head(left.acc if self.stage.pooled else y)
-        cast(Observer, self.job.observe)(out, targets)
-        if targets is None:
-            return None, count
-        # A user's head may have no `score`: then its loss runs once more from y.
-        scored: tuple[Tensor, Tensor] = head.score(out, targets) if hasattr(head, "score") else self.stage.loss(y, left, targets, chunk)
-        return scored
-
-
-def flatten(state: State) -> list[Tensor]:
-    """The tensors of a state, in a fixed order."""
-    tensors = [tensor for carry in state.carries for tensor in carry]
-    return tensors + list(state.acc or ())
-
-
-def unflatten(tensors: list[Tensor]) -> State:
-    """The state of lanes from the tensors of its carries, as `flatten` gives them; without what a pooled head gathers."""
-    pairs = zip(tensors[0::2], tensors[1::2], strict=True)
-    return State(tuple(Carry(h, c) for h, c in pairs))
-
-
-def map_state(state: State, change: Callable[[Tensor], Tensor]) -> State:
-    """The state with every tensor changed."""
-    carries = tuple(type(carry)(change(carry.h), change(carry.c)) for carry in state.carries)
-    return State(carries, None if state.acc is None else tuple(change(tensor) for tensor in state.acc))
-
-
-def split_lanes(batch: Batch, slices: int, *, pooled: bool) -> list[Batch]:
-    """Slices of the lanes, as even as can be."""
-    if slices == 1:
-        return [batch]
-    total = batch.lanes.shape[0]
-    full = batch.real == batch.steps * total
-    parts = []
-    for part in range(slices):
-        low, high = total * part // slices, total * (part + 1) // slices
-        targets = batch.targets
-        if targets is not None:
-            targets = targets[low:high] if pooled else targets[:, low:high]
-        parts.append(
-            replace(
-                batch,
-                inputs=batch.inputs[:, low:high],
-                targets=targets,
-                lengths=batch.lengths[low:high],
-                fresh=batch.fresh[low:high],
-                lanes=batch.lanes[low:high],
-                sequence=batch.sequence[low:high],
-                offset=batch.offset[low:high],
-                # Real steps of a slice are not known on the host; -1 makes every lane's length count.
-                real=batch.steps * (high - low) if full else -1,
-            )
-        )
-    return parts
-
-
-def split_state(state: State, slices: int) -> list[State]:
-    """The state of each slice of lanes."""
-    if slices == 1:
-        return [state]
-    total = state.carries[0].h.shape[1]
-    bounds = [(total * part // slices, total * (part + 1) // slices) for part in range(slices)]
-    return [
-        State(
-            tuple(type(carry)(carry.h[:, low:high], carry.c[:, low:high]) for carry in state.carries),
-            None if state.acc is None else tuple(tensor[low:high] for tensor in state.acc),
-        )
-        for low, high in bounds
-    ]
-
-
-def join_states(states: list[State]) -> State:
-    """The state of all lanes, from that of their slices."""
-    if len(states) == 1:
-        return states[0]
-    first = states[0]
-    carries = tuple(
-        type(carry)(torch.cat([s.carries[i].h for s in states], dim=1), torch.cat([s.carries[i].c for s in states], dim=1))
-        for i, carry in enumerate(first.carries)
-    )
-    accs = [s.acc for s in states if s.acc is not None]
-    return State(carries, tuple(torch.cat(parts) for parts in zip(*accs, strict=True)) if accs else None)
+        out = self.stage.output(y, left, chunk)
+        observe(out, targets)
+        return (None, count) if targets is None else self.stage.score(out, y, left, targets, chunk)

@@ -1,12 +1,17 @@
 """A schedule is data: for each stage the tuple of its tasks, in order. The runtime interprets it and decides nothing.
 
-Printed with `show`, a schedule is a picture, one row a stage, one column a moment at which every task takes one unit of
-time: `F2` is the forward of time chunk 2, `B2` its backward, `.` a wait. A second slice of lanes adds a letter: `F2b`.
+A chunk is a part of time, a slice a part of the lanes (or a whole batch of an accumulation group, so that slices may differ
+in their number of chunks). Printed with `show`, a schedule is a picture, one row a stage, one column a moment at which every
+task takes one unit of time: `F2` is the forward of time chunk 2, `B2` its backward, `.` a wait. A second slice adds a letter:
+`F2b`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from carrywave.errors import PlanError
@@ -28,75 +33,233 @@ class Schedule:
     """The tasks of each stage, in the order in which that stage carries them out."""
 
     stages: tuple[tuple[Task, ...], ...]
-    chunks: int
-    slices: int
+    chunks: tuple[int, ...]  # of each slice
+    in_turn: bool = False  # a stage hands a slice on only when all its chunks are done
+
+    @property
+    def slices(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def backward(self) -> bool:
+        """Whether anything goes backward; evaluation does not."""
+        return any(task.phase == "B" for tasks in self.stages for task in tasks)
 
 
-def serial(chunks: int = 1, slices: int = 1, *, backward: bool = True) -> Schedule:
+def serial(chunks: int | Sequence[int] = 1, slices: int = 1, *, backward: bool = True) -> Schedule:
     """One stage: each slice forward through its chunks, then back through them in reverse, before the next slice starts."""
-    if chunks < 1 or slices < 1:
+    counts = _counts(1, chunks, slices)
+    return Schedule((_slice_by_slice(0, counts, backward),), counts)
+
+
+def sequential(stages: int, chunks: int | Sequence[int] = 1, slices: int = 1, *, backward: bool = True) -> Schedule:
+    """The stages one after the other, each with a whole slice: only one of them works at any moment."""
+    counts = _counts(stages, chunks, slices)
+    if not backward and len(counts) > 1:
+        raise PlanError(
+            "stages one after the other take one slice forward at a time, since nothing comes back to hold the next; use slices=1"
+        )
+    return Schedule(tuple(_slice_by_slice(stage, counts, backward) for stage in range(stages)), counts, in_turn=True)
+
+
+def gpipe(stages: int, slices: int, *, backward: bool = True) -> Schedule:
+    """Slices of lanes pipelined with time left whole: all forwards, then all backwards in reverse."""
+    counts = _counts(stages, 1, slices)
+    rows = []
+    for stage in range(stages):
+        row = [Task("F", stage, 0, part) for part in range(slices)]
+        rows.append((*row, *(task._replace(phase="B") for task in reversed(row))) if backward else tuple(row))
+    return Schedule(tuple(rows), counts)
+
+
+def wavefront(stages: int, chunks: int | Sequence[int], slices: int = 1, *, backward: bool = True) -> Schedule:
+    """Time chunks pipelined: every stage works on a chunk of its own, and a slice comes back once its last chunk has passed
+    the last stage. Several slices interleave one forward, one backward, so that a stage holds little more than one slice.
+    """
+    counts = _counts(stages, chunks, slices)
+    if not backward:
+        return Schedule(tuple(tuple(Task("F", stage, chunk, part) for chunk, part in _forwards(counts)) for stage in range(stages)), counts)
+    return Schedule(_greedy(stages, counts), counts)
+
+
+def _greedy(stages: int, counts: tuple[int, ...]) -> tuple[tuple[Task, ...], ...]:
+    """Each stage's order as it comes about when a forward takes 1, a backward 2, and a stage takes a backward as soon as there
+    is one, else a forward unless it would hold more chunks than its limit.
+    """
+    forwards = _forwards(counts)
+    backwards = [(chunk, part) for part, count in enumerate(counts) for chunk in reversed(range(count))]
+    # The last stage may go back with the n-th backward when that many forwards are done: those of its whole slice.
+    whole = [end for end, count in zip(accumulate(counts), counts, strict=True) for _ in range(count)]
+    last, total = stages - 1, len(forwards)
+    limits = [max(counts) + _extra(max(counts), last - stage) for stage in range(stages)]
+    rows: list[list[Task]] = [[] for _ in range(stages)]
+    begun = [[0, 0] for _ in range(stages)]  # forwards, backwards
+    done = [[0, 0] for _ in range(stages)]
+    ends = [0] * stages  # of the task at work
+    now = 0
+    while done[0][1] < total:
+        for stage in range(stages):
+            if ends[stage] <= now:
+                done[stage] = begun[stage].copy()
+        for stage in range(stages):
+            if ends[stage] > now:
+                continue
+            forward, back = begun[stage]
+            if back < total and (done[stage][0] >= whole[back] if stage == last else done[stage + 1][1] > back):
+                rows[stage].append(Task("B", stage, *backwards[back]))
+                begun[stage][1] += 1
+                ends[stage] = now + 2
+            elif forward < total and forward - back < limits[stage] and (stage == 0 or done[stage - 1][0] > forward):
+                rows[stage].append(Task("F", stage, *forwards[forward]))
+                begun[stage][0] += 1
+                ends[stage] = now + 1
+        now += 1
+    return tuple(tuple(row) for row in rows)
+
+
+def _extra(chunks: int, distance: int) -> int:
+    """How many chunks a stage may hold beyond one slice, when it stands this many stages before the last.
+
+    From the last forward of a slice to its first backward such a stage has 3 * distance units of time to fill: for each stage
+    one on the way there and two on the way back. Forwards of later slices fill them. Where slices are shorter than that, their
+    backwards take a part: with one chunk each, 3 units hold one forward and one backward. With these limits equal slices
+    end after 3 * (stages - 1) units more than one stage alone needs for its tasks, and no order can end sooner.
+    """
+    return min(3, chunks) * distance
+
+
+def _counts(stages: int, chunks: int | Sequence[int], slices: int) -> tuple[int, ...]:
+    """The number of chunks of each slice, from one number for all or one for each."""
+    counts = (chunks,) * slices if isinstance(chunks, int) else tuple(chunks)
+    if stages < 1:
+        raise PlanError(f"a schedule needs at least one stage, got {stages}; use 1 or more")
+    if not counts or min(counts) < 1:
         raise PlanError(f"a schedule needs at least one chunk and one slice, got {chunks} and {slices}; use 1 or more")
+    if slices not in (1, len(counts)):
+        raise PlanError(f"{len(counts)} numbers of chunks cannot describe {slices} slices; leave slices out")
+    return counts
+
+
+def _forwards(counts: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(chunk, part) for part, count in enumerate(counts) for chunk in range(count)]
+
+
+def _slice_by_slice(stage: int, counts: tuple[int, ...], backward: bool) -> tuple[Task, ...]:
     tasks: list[Task] = []
-    for part in range(slices):
-        tasks += [Task("F", 0, chunk, part) for chunk in range(chunks)]
+    for part, count in enumerate(counts):
+        row = [Task("F", stage, chunk, part) for chunk in range(count)]
+        tasks += row
         if backward:
-            tasks += [Task("B", 0, chunk, part) for chunk in reversed(range(chunks))]
-    return Schedule((tuple(tasks),), chunks, slices)
+            tasks += [task._replace(phase="B") for task in reversed(row)]
+    return tuple(tasks)
+
+
+def source(task: Task, schedule: Schedule) -> Task | None:
+    """The task of the neighbouring stage whose message this one reads; none at the ends of the pipeline."""
+    phase, stage, chunk, part = task
+    stage += -1 if phase == "F" else 1
+    return Task(phase, stage, chunk, part) if 0 <= stage < len(schedule.stages) else None
+
+
+def own_needs(task: Task, schedule: Schedule) -> list[Task]:
+    """The tasks of its own stage whose results this one reads: the chunk before; backward, its forward and the chunk after."""
+    phase, stage, chunk, part = task
+    if phase == "F":
+        return [Task("F", stage, chunk - 1, part)] if chunk else []
+    wanted = [Task("F", stage, chunk, part)]
+    return [*wanted, Task("B", stage, chunk + 1, part)] if chunk < schedule.chunks[part] - 1 else wanted
 
 
 def needs(task: Task, schedule: Schedule) -> list[Task]:
-    """The tasks whose results this one reads: the stage before, the chunk before; backward, the stage and chunk after."""
-    last_stage, last_chunk = len(schedule.stages) - 1, schedule.chunks - 1
-    if task.phase == "F":
-        below = [task._replace(stage=task.stage - 1)] if task.stage else []
-        return below + ([task._replace(chunk=task.chunk - 1)] if task.chunk else [])
-    wanted = [task._replace(phase="F")]
-    if task.stage < last_stage:
-        wanted.append(task._replace(stage=task.stage + 1))
-    if task.chunk < last_chunk:
-        wanted.append(task._replace(chunk=task.chunk + 1))
-    return wanted
+    """The tasks that must have ended before this one starts, on its own stage and on the neighbouring one."""
+    other = source(task, schedule)
+    if other is None:
+        return own_needs(task, schedule)
+    if schedule.in_turn:  # what the neighbour hands over last
+        other = other._replace(chunk=schedule.chunks[task.slice] - 1 if task.phase == "F" else 0)
+    return [other, *own_needs(task, schedule)]
 
 
-def place(schedule: Schedule) -> dict[Task, int]:
-    """The moment at which each task starts when every task takes one unit of time; refuses a schedule that cannot run."""
-    known = {task for tasks in schedule.stages for task in tasks}
-    moments: dict[Task, int] = {}
+def check(schedule: Schedule) -> None:
+    """Refuses a schedule in which a task is missing, stands twice or stands on another stage than its own."""
+    if not schedule.stages or not schedule.chunks:
+        raise PlanError("a schedule without stages or slices has nothing to run; give it at least one of each")
+    phases: tuple[Phase, ...] = ("F", "B") if schedule.backward else ("F",)
+    for stage, tasks in enumerate(schedule.stages):
+        found = Counter(tasks)
+        for phase in phases:
+            for chunk, part in _forwards(schedule.chunks):
+                task = Task(phase, stage, chunk, part)
+                if (times := found.pop(task, 0)) != 1:
+                    fact = "is missing from" if times == 0 else f"stands {times} times on"
+                    raise PlanError(f"{name(task, schedule)} {fact} stage {stage}; a stage runs each of its tasks once")
+        for task in found:
+            raise PlanError(f"{name(task, schedule)} of stage {task.stage} does not belong on stage {stage}; take it away")
+
+
+def place(schedule: Schedule, *, forward: float = 1, backward: float = 1) -> dict[Task, float]:
+    """The moment at which each task starts when tasks take these times and messages none; refuses a schedule that cannot run."""
+    check(schedule)
+    ends: dict[Task, float] = {}
+    moments: dict[Task, float] = {}
     nexts = [0] * len(schedule.stages)
-    ready = [0] * len(schedule.stages)
-    while len(moments) < len(known):
+    ready: list[float] = [0] * len(schedule.stages)
+    moved = True
+    while moved:
         moved = False
         for stage, tasks in enumerate(schedule.stages):
             while nexts[stage] < len(tasks):
                 task = tasks[nexts[stage]]
                 before = needs(task, schedule)
-                missing = [need for need in before if need not in known]
-                if missing:
-                    raise PlanError(
-                        f"{name(task, schedule)} on stage {stage} needs {name(missing[0], schedule)}, which no stage runs; add it"
-                    )
-                if any(need not in moments for need in before):
+                if any(need not in ends for need in before):
                     break
-                moments[task] = max([ready[stage], *(moments[need] + 1 for need in before)])
-                ready[stage] = moments[task] + 1
+                moments[task] = max([ready[stage], *(ends[need] for need in before)])
+                ready[stage] = ends[task] = moments[task] + (forward if task.phase == "F" else backward)
                 nexts[stage] += 1
                 moved = True
-        if not moved:
-            stuck = [name(tasks[nexts[stage]], schedule) for stage, tasks in enumerate(schedule.stages) if nexts[stage] < len(tasks)]
-            raise PlanError(f"the schedule cannot go on: {', '.join(stuck)} wait for each other; reorder them")
+    stuck = [
+        f"{name(tasks[at], schedule)} on stage {stage}"
+        for stage, (tasks, at) in enumerate(zip(schedule.stages, nexts, strict=True))
+        if at < len(tasks)
+    ]
+    if stuck:
+        raise PlanError(
+            f"the schedule cannot go on: {', '.join(stuck)} wait{'s' if len(stuck) == 1 else ''} for what comes later; reorder the tasks"
+        )
     return moments
+
+
+def peak(schedule: Schedule) -> tuple[int, ...]:
+    """The most chunks that each stage holds at once, from the start of a forward to the end of its backward."""
+    if not schedule.backward:
+        return (1,) * len(schedule.stages)  # the one at work: nothing is kept for a backward
+    return tuple(max(accumulate(1 if task.phase == "F" else -1 for task in tasks)) for tasks in schedule.stages)
+
+
+def bubble(schedule: Schedule, *, forward: float = 1, backward: float = 2) -> float:
+    """The share of the stages' time that is spent waiting, when tasks take these times and messages none."""
+    seconds = {"F": forward, "B": backward}
+    moments = place(schedule, forward=forward, backward=backward)
+    end = max(moment + seconds[task.phase] for task, moment in moments.items())
+    return 1 - sum(seconds[task.phase] for task in moments) / (end * len(schedule.stages))
 
 
 def name(task: Task, schedule: Schedule) -> str:
     """A task as it stands in the picture."""
-    return f"{task.phase}{task.chunk}" + (chr(ord("a") + task.slice % 26) if schedule.slices > 1 else "")
+    return f"{task.phase}{task.chunk}" + (_letters(task.slice) if schedule.slices > 1 else "")
+
+
+def _letters(part: int) -> str:
+    """a to z, then aa, ab, as columns of a spreadsheet are named."""
+    letter = chr(ord("a") + part % 26)
+    return _letters(part // 26 - 1) + letter if part >= 26 else letter
 
 
 def show(schedule: Schedule) -> str:
     """The schedule as a picture, one row a stage."""
-    moments = place(schedule)
-    width = max((len(name(task, schedule)) for task in moments), default=1)
-    end = max(moments.values(), default=-1) + 1
+    moments = {task: int(moment) for task, moment in place(schedule).items()}
+    width = max(len(name(task, schedule)) for task in moments)
+    end = max(moments.values()) + 1
     rows = []
     for tasks in schedule.stages:
         row = ["."] * end

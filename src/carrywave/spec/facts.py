@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,3 +19,8 @@ class DataFacts:
     steps: int = 0  # real steps in train
     longest: int = 0  # steps of the longest sequence
     histogram: tuple[tuple[int, int], ...] = ()  # (up to this length, sequences), at most 64 bins
+
+    @staticmethod
+    def of(known: Mapping[str, Any]) -> DataFacts:
+        """The facts from what JSON made of them."""
+        return DataFacts(**{**known, "labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})

@@ -14,8 +14,9 @@ from carrywave.data.view import View
 from carrywave.errors import DataError
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
+from carrywave.model.whole import Whole
 from carrywave.parallel import pipeline
-from carrywave.plan.plan import Plan
+from carrywave.parallel.mesh import Mesh
 from carrywave.spec.spec import Spec
 from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part, Task
@@ -35,48 +36,64 @@ def order_for(spec: Spec, view: View, *, training: bool) -> Order:
 
 
 def evaluate(
-    model: Model, task: Task, part: Part, *, plan: Plan, device: torch.device, tick: Callable[[int, int], None] | None = None
+    model: Model | Whole,
+    task: Task,
+    part: Part,
+    *,
+    mesh: Mesh,
+    stage: Stage | Whole | None = None,
+    tick: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
-    """Mean loss over all real targets of a part, and the task's metrics."""
+    """Mean loss over all real targets of a part, and the task's metrics: the same on every worker."""
+    device = mesh.device
     judge = _Judge(task.meter(device) if model.has_output else None)
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs the metric cannot judge
     observe = None if judge.meter is None else judge.see
-    for _, outcome in passes(model, task.spec, part, plan=plan, device=device, observe=observe, tick=tick):
-        sums += torch.stack([outcome.loss_sum, outcome.count])
-    loss_sum, count = sums.tolist()
+    for _, outcome in passes(model, task.spec, part, mesh=mesh, stage=stage, observe=observe, tick=tick):
+        sums[:2] += torch.stack([outcome.loss_sum, outcome.count])
+    sums[2] = float(observe is not None and judge.meter is None)
+    loss_sum, count, unfit = mesh.sum_(sums).tolist()
     if not count:
         raise DataError(f"{part.name} holds no target to judge by, every label in it is ignored; give it labels")
+    metrics: dict[str, float] = {}
+    if judge.meter is not None and not unfit:
+        for tensor in judge.meter.tensors().values():
+            mesh.sum_(tensor)
+        metrics = judge.meter.values()
     loss = loss_sum / count
-    return {"loss": loss} | task.derived(loss) | ({} if judge.meter is None else judge.meter.values()) | part.baseline
+    return {"loss": loss} | task.derived(loss) | metrics | part.baseline
 
 
 def passes(
-    model: Model,
+    model: Model | Whole,
     spec: Spec,
     part: Part,
     *,
-    plan: Plan,
-    device: torch.device,
+    mesh: Mesh,
+    stage: Stage | Whole | None = None,
     observe: pipeline.Observer | None = None,
     tick: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[Batch, pipeline.Outcome]]:
-    """One pass over a part without gradients, batch by batch, the carry of streams kept."""
+    """One pass over a part without gradients, batch by batch, the carry of streams kept.
+
+    Each worker sees its own lanes and, of the sums, those of its own stage. No worker waits for the others between batches.
+    """
+    stage = stage or (Stage(model, *mesh.span(model.units)) if isinstance(model, Model) else model)
     order = order_for(spec, part.view, training=False)
-    loader = Loader(part.view, order, device=device)
-    stage = Stage(model)
+    share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
+    loader = Loader(part.view, order, device=mesh.device, share=share)
     was_training = model.training
     model.eval()
     state = None
     total = order.num_steps(0)
     try:
         for batch in loader.batches(Cursor(0, 0)):
-            lanes = batch.lanes.shape[0]
             if state is None or not spec.streams:
-                state = model.start(lanes, device)
-            schedule = pipeline.schedule_for(plan, batch.steps, lanes, backward=False)
+                state = stage.start(batch.lanes.shape[0], mesh.device)
+            program = pipeline.program_for(mesh.plan, [batch], backward=False, whole=model.reads_whole)
             with torch.no_grad():
                 job = pipeline.Job(batch, state, precision=spec.train.precision, observe=observe)
-                outcome = pipeline.run(stage, plan, schedule, job)
+                [outcome] = pipeline.run(stage, mesh.plan, program, [job], mesh.links, place=mesh.stage)
             state = outcome.state
             yield batch, outcome
             if tick is not None:

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from carrywave import __version__
 from carrywave.data.codec import Codec
 from carrywave.data.inputs import from_python, naming
 from carrywave.data.order import SequenceOrder
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError
+from carrywave.model.holding import fill
 from carrywave.model.model import Model
+from carrywave.model.whole import Loss, Whole
+from carrywave.parallel.gather import spread
+from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import parameter_dtype
+from carrywave.parallel.world import World, exchange, join, launched, leave, pick_device, same, together
 from carrywave.plan.plan import Plan, resolve
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Task
-from carrywave.train import durable
-from carrywave.train.keep import check_same, go_on, keep, take_weights
+from carrywave.train import again, durable
+from carrywave.train.evaluate import order_for
+from carrywave.train.keep import check_same, go_on, keep, load_parameters, read_weights, share, take_weights
 from carrywave.train.loop import Ending, Loop, Parts
 from carrywave.train.rate import stops_early
-from carrywave.train.run import Run
+from carrywave.train.run import Elsewhere, Run
+from carrywave.train.saved import codec_of, facts_of, open_run
 from carrywave.train.snapshot import Snapshot
 from carrywave.train.snapshot import load as load_snapshot
 from carrywave.train.summary import summarize
 from carrywave.train.trainer import Trainer
 from carrywave.train.watch import Silent, Watcher
 
-Own = Model | Callable[[DataFacts], Model]  # a model of the user's own, or what makes one once the data is known
+Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or what makes one once the data is known
+
+POOLED = ("classification", "regression")  # tasks with one target for each sequence
 
 
 CLASS_WEIGHTS = "head.weights"
@@ -47,7 +58,20 @@ class Result:
     run: Path
     ending: Ending | None  # None: nothing was trained (a dry run)
     metrics: dict[str, dict[str, float]]  # loss and metrics of the best weights, by part: valid, test
-    model: Model  # with the best weights, in evaluation mode
+    model: Any  # the Model, or the user's own module, with the best weights, in evaluation mode
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a run starts from, the same on every worker."""
+
+    spec: Spec
+    world: World
+    folder: Run
+    snapshot: Snapshot | None
+    codec: Codec | None  # given, with the weights that it starts from
+    init: str | None
+    watch: Watcher
 
 
 def train(
@@ -57,19 +81,19 @@ def train(
     resume: bool = False,
     init: str | None = None,
     device: str = "auto",
+    devices: int | None = None,
     watch: Watcher | None = None,
     dry_run: bool = False,
 ) -> Result:
-    """Train what a spec describes, from its files."""
-    watch = watch or Silent()
-    where = pick_device(device)
-    folder, snapshot = _folder(spec, run, resume)
-    if snapshot is not None:
-        _refuse_python(spec, folder)
-        check_same(spec, snapshot)
-    codec = _given_codec(init, folder, snapshot)
-    prepared = prepare(spec, codec=codec, note=watch.say)
-    return _train(spec, prepared, None, folder, snapshot, init, codec is not None, where, watch, dry_run)
+    """Train what a spec describes, from its files; on the workers that a launcher started, if one did.
+
+    `devices` is the number of workers that a dry run is to plan for.
+    """
+    world = World.alone(pick_device(device)) if dry_run else join(device)
+    with _left_at_the_end(world):
+        start = _begin(spec, world, run, resume, init, watch or Silent(), from_files=True)
+        prepared = _prepare_in_turn(start)
+        return _train(start, prepared, None, workers=devices if dry_run and devices else world.size, dry_run=dry_run)
 
 
 def fit(
@@ -84,46 +108,120 @@ def fit(
     devices: int = 1,
     plan: str | Mapping[str, Any] | Plan = "auto",
     device: str = "auto",
+    loss: Loss | None = None,
     watch: Watcher | None = None,
     **sections: Any,
 ) -> Result:
     """Train from Python, and leave a run as the command line does.
 
     `model` is the spec's model section (`{"hidden": 128}`, or None for its defaults); or a `Model` of the user's own modules,
-    which is trained in place; or a function that makes one from the facts of the data (`facts.vocabulary`, `facts.labels`, …).
+    which is trained in place; or any nn.Module with a `loss(out, target) -> (sum, count)`, given or its own, which can be
+    trained on replicas; or a function that makes one from the facts of the data (`facts.vocabulary`, `facts.labels`, …).
     `data` is whatever `from_python` takes: files, arrays, frames, Datasets; None for the files of the spec.
+
+    `devices` above 1 starts as many workers on this machine, which run the calling script again up to this call; what follows
+    it runs once. Under torchrun it joins the workers that are there.
 
     What else a spec holds goes into `spec`, or section by section:
     `fit({"hidden": 64}, frame, task="forecasting", data={"horizon": 24}, train={"epochs": 3})`.
     """
-    if devices != 1:
-        raise PlanError(f"devices={devices}: this version trains on one device; use devices=1")
-    if isinstance(model, nn.Module) and not isinstance(model, Model):
-        raise UserError(f"model is a {type(model).__name__}; wrap your modules around a cw.LSTM: cw.Model(encoder, lstm, head)")
+    told = again.begin()
     if model is not None and not isinstance(model, Mapping) and not callable(model):
         raise UserError(f"model is a {type(model).__name__}; give a cw.Model, a function that makes one, or the spec's model section")
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise PlanError(f"devices={devices!r} is no number of workers; use 1 or more")
     asked = _spec_of(spec, model, plan, sections)
     asked = asked if data is None else naming(data, asked)
-    watch = watch or Silent()
-    where = pick_device(device)
-    folder, snapshot = _folder(asked, None if run is None else Path(run), resume)
-    if snapshot is not None:
-        check_same(asked, snapshot)
     own = None if model is None or isinstance(model, Mapping) else model
-    codec = _given_codec(init, folder, snapshot)
-    from_files = asked.data.train is not None
-    prepared = prepare(asked, codec=codec, note=watch.say) if from_files else from_python(data, asked, codec=codec)
-    return _train(asked, prepared, own, folder, snapshot, init, codec is not None, where, watch, dry_run=False)
+    if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
+        own = Whole(own, loss)
+        own.pooled = asked.task in POOLED
+    if told is None and devices > 1 and not launched():
+        _check_workers(asked, devices)
+        told = again.relaunch(devices)
+    if told is not None:
+        return _result_of(told, own, device)
+    world = join(device)
+    if launched() and devices not in (1, world.size):
+        raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; leave devices out")
+    with _left_at_the_end(world):
+        start = _begin(asked, world, None if run is None else Path(run), resume, init, watch or Silent(), from_files=False)
+        if asked.data.train is not None:
+            prepared = _prepare_in_turn(start)
+        else:
+            with together(world):
+                prepared = from_python(data, asked, codec=start.codec)
+        result = _train(start, prepared, own, workers=world.size)
+    told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
+    if again.is_script_worker():
+        again.finish(told)
+    again.remember(told)
+    return result
 
 
-def pick_device(name: str) -> torch.device:
-    """cpu, cuda, or the GPU where there is one."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise SpecError(f"device {name!r} is not one of auto, cpu and cuda; use one of them")
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
-        raise SpecError("device cuda was asked for and no GPU can be used; use --device cpu")
-    return torch.device("cuda" if there and name in ("auto", "cuda") else "cpu")
+@contextmanager
+def _left_at_the_end(world: World) -> Iterator[None]:
+    """Leave the world when all is done. After a failure it is left as it stands: others may never come to where they would leave it."""
+    yield
+    leave(world)
+
+
+def _check_workers(spec: Spec, devices: int) -> None:
+    """Refuse before workers are started what they would all refuse."""
+    plan = spec.plan_spec
+    if devices % plan.stages or (plan.replicas is not None and plan.replicas * plan.stages != devices):
+        raise PlanError(
+            f"devices={devices} is not plan.replicas x plan.stages ({plan.replicas or 'any number'} x {plan.stages}); change one of them"
+        )
+
+
+def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str) -> Result:
+    """The result of a run that workers trained."""
+    folder = Path(told["run"])
+    where = pick_device(device)
+    if own is None:
+        return Result(folder, told["ending"], told["metrics"], open_run(folder, device).model)
+    saved = Run.open(folder)
+    spec = load(folder / "spec.yaml")
+    model = _own_model(own, spec, facts_of(saved, codec_of(saved, spec))[0])
+    model.to(where, parameter_dtype(spec.train.precision))
+    take_weights(model, saved.weights, str(saved.weights))
+    return Result(folder, told["ending"], told["metrics"], _shown(model))
+
+
+def _shown(model: Model | Whole) -> nn.Module:
+    model.eval()
+    return model.module if isinstance(model, Whole) else model
+
+
+def _begin(spec: Spec, world: World, run: Path | None, resume: bool, init: str | None, watch: Watcher, *, from_files: bool) -> _Start:
+    """Open the run: rank 0 looks at the disk, and tells the others what it found."""
+    folder: Run | None = None
+    snapshot: Snapshot | None = None
+    found = ""
+    with together(world):
+        if world.rank == 0:
+            folder, snapshot = _folder(spec, run, resume)
+            if snapshot is not None:
+                if from_files:
+                    _refuse_python(spec, folder)
+                check_same(spec, snapshot)
+            codec = _given_codec(init, folder, snapshot)
+            found = json.dumps([str(folder.path), None if codec is None else codec.to_json()])
+    path, codec_json = json.loads(exchange(world, found)[0])
+    codec = None if codec_json is None else Codec.from_json(codec_json)
+    return _Start(spec, world, folder or Elsewhere(Path(path)), share(world, snapshot), codec, init, watch)
+
+
+def _prepare_in_turn(start: _Start) -> Prepared:
+    """Read the data into the cache on one worker of each host, then find it there on the others."""
+    prepared: Prepared | None = None
+    for turn in (start.world.local_rank == 0, True):
+        with together(start.world):
+            if turn and prepared is None:
+                prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
+    assert prepared is not None  # the second turn is everyone's
+    return prepared
 
 
 def _folder(spec: Spec, run: Path | None, resume: bool) -> tuple[Run, Snapshot | None]:
@@ -135,62 +233,73 @@ def _folder(spec: Spec, run: Path | None, resume: bool) -> tuple[Run, Snapshot |
     return folder, load_snapshot(folder.snapshots)
 
 
-def _train(
-    spec: Spec,
-    prepared: Prepared,
-    own: Own | None,
-    folder: Run,
-    snapshot: Snapshot | None,
-    init: str | None,
-    given_codec: bool,
-    device: torch.device,
-    watch: Watcher,
-    dry_run: bool,
-) -> Result:
-    task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
-    parts = Parts(
-        task.part("train", prepared.train),
-        None if prepared.valid is None else task.part("valid", prepared.valid),
-        None if prepared.test is None else task.part("test", prepared.test),
-    )
-    model = task.model(prepared.train) if own is None else _own_model(own, spec, prepared.facts)
-    plan = resolve(spec.plan_spec, layers=model.lstm.num_layers, workers=1, lanes=spec.lanes if spec.streams else None)
-    model.to(parameter_dtype(spec.train.precision))
-    if init is not None:
-        # Class weights follow from this run's spec and data, not from those of the run before.
-        take_weights(model, _weights_file(init), init, ignored=CLASS_WEIGHTS)
-    trainer = Trainer(model, spec.train, plan=plan, device=device, keep_state=spec.streams)
-    loop = Loop(spec, task, trainer, parts, folder, watch, save=lambda loop: keep(loop, prepared.fingerprint))
-    watch.begin(summarize(spec, prepared.facts, model, plan, loop.order, str(device)))
-    if isinstance(loop.order, SequenceOrder) and loop.order.oversized:
-        watch.say(f"{loop.order.oversized} sequences are longer than batch.tokens={spec.tokens}: each is a batch of its own")
+def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, workers: int, dry_run: bool = False) -> Result:
+    spec, world, watch, folder = start.spec, start.world, start.watch, start.folder
+    with together(world):
+        task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
+        parts = Parts(
+            task.part("train", prepared.train),
+            None if prepared.valid is None else task.part("valid", prepared.valid),
+            None if prepared.test is None else task.part("test", prepared.test),
+        )
+        model = task.model(prepared.train) if own is None else _own_model(own, spec, prepared.facts)
+        layers = model.lstm.num_layers if isinstance(model, Model) else 0
+        plan = resolve(spec.plan_spec, layers=layers, workers=workers, lanes=spec.lanes if spec.streams else None)
+        model.to(parameter_dtype(spec.train.precision))
+        if start.init is not None and world.rank == 0:
+            # Class weights follow from this run's spec and data, not from those of the run before.
+            take_weights(model, _weights_file(start.init), start.init, ignored=CLASS_WEIGHTS)
+        order = order_for(spec, parts.train.view, training=True)
+    same(world, {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint} | _flat(spec))
+    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device)))
+    if isinstance(order, SequenceOrder) and order.oversized:
+        watch.say(f"{order.oversized} sequences are longer than batch.tokens={spec.tokens}: each is a batch of its own")
     if dry_run:
         watch.end("dry run: nothing was trained, and no run was written")
-        return Result(folder.path, None, {}, model)
+        return Result(folder.path, None, {}, _shown(model))
     with folder:
-        if snapshot is not None:
-            go_on(loop, snapshot, prepared.fingerprint)
-            watch.say(f"going on from step {loop.progress.step} (epoch {loop.progress.epoch + 1})")
-        folder.write_spec(spec)
-        folder.write_json("plan.json", asdict(plan))
-        folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
-        origin = {"scale": list(task.scale), "own_model": own is not None, "given_codec": given_codec}
-        folder.write_json("facts.json", asdict(prepared.facts) | origin)
+        with together(world):
+            mesh = Mesh(world, plan)
+            trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
+            loop = Loop(spec, task, trainer, parts, order, folder, watch, save=lambda loop: keep(loop, prepared.fingerprint))
+            if start.snapshot is not None:
+                go_on(loop, start.snapshot, prepared.fingerprint)
+                watch.say(f"going on from step {loop.progress.step} (epoch {loop.progress.epoch + 1})")
+            folder.write_spec(spec)
+            folder.write_json("plan.json", asdict(plan))
+            folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
+            origin = {"scale": list(task.scale), "own_model": own is not None, "given_codec": start.codec is not None}
+            folder.write_json("facts.json", asdict(prepared.facts) | origin)
         no_files = own is not None or spec.data.train is None
-        again = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if no_files else f"carrywave train --resume --run {folder.path}"
-        return _carry_out(loop, watch, again)
+        again_with = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if no_files else f"carrywave train --resume --run {folder.path}"
+        return _carry_out(loop, watch, again_with)
 
 
-def _own_model(own: Own, spec: Spec, facts: DataFacts) -> Model:
+def _flat(spec: Spec) -> dict[str, str]:
+    """Every key of a spec that workers must agree on, under its full name; where files lie may differ from host to host."""
+    values = spec.model_dump(mode="json")
+    flat: dict[str, str] = {}
+    for section, value in values.items():
+        pairs = value.items() if isinstance(value, dict) else [("", value)]
+        flat |= {f"{section}.{key}".rstrip("."): json.dumps(given) for key, given in pairs}
+    for name in ("train", "valid", "test", "cache"):
+        flat.pop(f"data.{name}", None)
+    return flat
+
+
+def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts) -> Model | Whole:
     model: object = own
-    if not isinstance(own, Model):
+    if not isinstance(own, Model | Whole):
         # Seeded, and apart from the caller's generator: equal calls give equal weights.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.train.seed)
             model = own(facts)
-    if not isinstance(model, Model):
+    if isinstance(model, nn.Module) and not isinstance(model, Model | Whole):
+        model = Whole(model)
+        model.pooled = spec.task in POOLED
+    if not isinstance(model, Model | Whole):
         raise UserError(f"the function that makes the model returned a {type(model).__name__}; return cw.Model(encoder, lstm, head)")
-    if model.lstm.bidirectional and spec.streams:
+    if isinstance(model, Model) and model.lstm.bidirectional and spec.streams:
         raise SpecError("the model reads both ways, and a stream cannot be read backwards; set batch.tokens for separate sequences")
     return model
 
@@ -204,20 +313,20 @@ def _refuse_python(spec: Spec, folder: Run) -> None:
         )
 
 
-def _carry_out(loop: Loop, watch: Watcher, again: str) -> Result:
+def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
     at = loop.progress
     longer = at.ending == "done" and at.epoch < loop.spec.train.epochs and not _max_steps_reached(loop)
     if longer or (at.ending == "early" and not stops_early(loop.spec.train, at.rate)):
         at.ending = None  # the run is asked to go on for longer than it was
     ending = at.ending or loop.run()
     if ending in ("interrupted", "terminated"):
-        watch.end(f"{ending} at step {at.step}; go on with: {again}")
-        return Result(loop.folder.path, ending, {}, loop.trainer.model)
+        watch.end(f"{ending} at step {at.step}; go on with: {again_with}")
+        return Result(loop.folder.path, ending, {}, _shown(loop.trainer.model))
     reached = _finish(loop)
     told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
     stopped = " (stopped early)" if ending == "early" else ""
     watch.end(f"{loop.folder.path}: {at.step} steps{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
-    return Result(loop.folder.path, ending, reached, loop.trainer.model)
+    return Result(loop.folder.path, ending, reached, _shown(loop.trainer.model))
 
 
 def _max_steps_reached(loop: Loop) -> bool:
@@ -226,15 +335,23 @@ def _max_steps_reached(loop: Loop) -> bool:
 
 
 def _finish(loop: Loop) -> dict[str, dict[str, float]]:
-    """Take up the best weights, and judge them on the test part."""
-    take_weights(loop.trainer.model, loop.folder.weights, "weights.safetensors")
-    loop.trainer.model.eval()
+    """Take up the best weights, and judge them on the test part. Rank 0 reads them; in the end each worker has the whole model again."""
+    trainer, world = loop.trainer, loop.trainer.mesh.world
+    best: dict[str, Tensor] = {}
+    with together(world):
+        if world.rank == 0:
+            best = read_weights(trainer.model, loop.folder.weights)
+    best = spread(world, best)
+    load_parameters(trainer.parameters(), best, "weights.safetensors", whole=best.keys())
+    trainer.model.eval()
     reached = {}
     if loop.progress.best is not None:
         reached["valid"] = dict(loop.progress.best)
     # Also where the training was over before: its last snapshot, to which the logs were cut back, is older than the test.
     if loop.parts.test is not None:
         reached["test"] = loop.judge(loop.parts.test)
+    if isinstance(trainer.model, Model) and trainer.plan.stages > 1:
+        fill(trainer.model, best, trainer.device)
     return reached
 
 

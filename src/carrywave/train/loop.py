@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
-from carrywave.data.order import Cursor
+from carrywave.data.order import Cursor, Order
 from carrywave.data.stream import Loader
 from carrywave.errors import Diverged
 from carrywave.spec.spec import Spec
@@ -24,12 +24,13 @@ from carrywave.tasks.task import Part, Task
 from carrywave.train import optimizer as optimizers
 from carrywave.train import rate as rates
 from carrywave.train.clock import Clock
-from carrywave.train.evaluate import evaluate, order_for
+from carrywave.train.evaluate import evaluate
 from carrywave.train.run import Run, Value
 from carrywave.train.stop import Reason, Stop
 from carrywave.train.trainer import StepResult, Trainer
 from carrywave.train.watch import StepInfo, Watcher
 
+LOOK_EVERY = 8  # steps between two looks at what a GPU has computed, where several workers train
 SMALLEST_SCALE = 2.0**-14  # an fp16 loss scale that has been halved down to this finds no gradient that is a number
 
 Row = dict[str, Value]
@@ -69,11 +70,12 @@ class Loop:
     """One run from wherever `progress` stands to its end."""
 
     def __init__(
-        self, spec: Spec, task: Task, trainer: Trainer, parts: Parts, run: Run, watch: Watcher, save: Callable[[Loop], None]
+        self, spec: Spec, task: Task, trainer: Trainer, parts: Parts, order: Order, run: Run, watch: Watcher, save: Callable[[Loop], None]
     ) -> None:
         self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = spec, task, trainer, parts, run, watch
-        self.order = order_for(spec, parts.train.view, training=True)
-        self.loader = Loader(parts.train.view, self.order, device=trainer.device)
+        self.order = order
+        share = trainer.mesh.share(inputs=trainer.stage.has_encoder, targets=trainer.stage.has_head)
+        self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share)
         self.progress = Progress()
         self.save = save
         self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps, first bad step or 0
@@ -92,8 +94,8 @@ class Loop:
                 self._epoch(stop)
                 self.check()
                 self.save(self)
-                if stop.asked is not None:
-                    return stop.asked
+                if (asked := self._asked(stop)) is not None:
+                    return asked
         at.ending = at.ending or "done"
         return at.ending
 
@@ -101,20 +103,22 @@ class Loop:
         """Train from the cursor to the end of its epoch, then evaluate; or to where a stop is asked for."""
         train, at = self.spec.train, self.progress
         batches = self.loader.batches(Cursor(at.epoch, at.batch))
+        asked: Reason | None = None
         try:
             for group in self._groups(batches):
-                self._step(group)
+                self.trainer.votes = stop.votes
+                asked = self._step(group, stop)
                 if train.max_steps is not None and at.step >= train.max_steps:
                     at.ending = "done"
                     break
                 if train.evaluate_every and at.step % train.evaluate_every == 0:
                     self._judge()
-                if at.ending is not None or stop.asked is not None:
+                if at.ending is not None or asked is not None:
                     break
         finally:
             batches.close()
         finished = at.batch >= self.order.num_steps(at.epoch)
-        if stop.asked is not None and not finished and at.ending is None:
+        if asked is not None and not finished and at.ending is None:
             return
         self.write_row()
         last = at.ending is not None or (finished and at.epoch + 1 >= train.epochs)
@@ -135,7 +139,8 @@ class Loop:
         if group:
             yield group
 
-    def _step(self, group: list[Batch]) -> None:
+    def _step(self, group: list[Batch], stop: Stop) -> Reason | None:
+        """One optimizer step; returns why to stop, where a worker was asked to."""
         train, at = self.spec.train, self.progress
         at.lr = rates.lr(train, at.rate, at.step, int(self.total_steps), at.epoch)
         if self.spec.batch.vary:
@@ -145,16 +150,25 @@ class Loop:
         result = self.trainer.update(*group)
         at.step += 1
         at.batch += len(group)
-        real, padded = sum(b.real for b in group), sum(b.steps * b.lanes.shape[0] for b in group)
+        real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
         self.cells = [self.cells[0] + real, self.cells[1] + padded]
         self._add(result)
         self.clock.count(real)
-        if self.trainer.device.type == "cpu" or self.clock.due():
+        alone = self.trainer.plan.workers == 1
+        # Workers look at the same steps, not by their own clocks, so that all of them leave at the same one.
+        look = self.trainer.device.type == "cpu" or (self.clock.due() if alone else at.step % LOOK_EVERY == 0)
+        if look:
             self.check()
         if self.clock.due():
             self._tick(result)
         if at.step % train.log_every == 0:
             self.write_row()
+        return stop.asked if alone else stop.decided(result.votes.tolist()) if look else None
+
+    def _asked(self, stop: Stop) -> Reason | None:
+        """Why to stop, where any worker was asked to; all workers ask at once."""
+        votes = torch.tensor(stop.votes, dtype=torch.float64, device=self.trainer.device)
+        return stop.decided(self.trainer.mesh.sum_(votes).tolist())
 
     def _add(self, result: StepResult) -> None:
         """Add one step to the sums on the device, and note the first step whose numbers are not numbers."""
@@ -200,7 +214,7 @@ class Loop:
         at.judged = at.step
         with self.trainer.evaluation_weights():
             if self.parts.valid is None:
-                self.folder.write_weights(self.trainer.parameters())
+                self.folder.write_weights(self.trainer.gathered())
                 return
             values = self.judge(self.parts.valid)
             loss = values["loss"]
@@ -211,7 +225,7 @@ class Loop:
                 )
             if at.best is None or loss < at.best["loss"]:
                 at.best = values
-                self.folder.write_weights(self.trainer.parameters())
+                self.folder.write_weights(self.trainer.gathered())
         at.history.append(loss)
         at.rate = rates.after_evaluation(train, at.rate, loss)
         optimizer = self.trainer.optimizer
@@ -232,7 +246,7 @@ class Loop:
                 self.watch.step(self._info(part.name, done, total, None))
 
         trainer = self.trainer
-        values = evaluate(trainer.model, self.task, part, plan=trainer.plan, device=trainer.device, tick=tick)
+        values = evaluate(trainer.model, self.task, part, mesh=trainer.mesh, stage=trainer.stage, tick=tick)
         place: Row = {"split": part.name, "epoch": at.shown_epoch, "step": at.step}
         self.folder.write_metrics({**place, **values})
         seconds = time.monotonic() - started

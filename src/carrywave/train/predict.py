@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,11 @@ from carrywave.data.inputs import file_of, read_python, series_of
 from carrywave.data.sequences import Sequences
 from carrywave.data.series import scales
 from carrywave.data.table import Table
-from carrywave.errors import DataError, RunError, UserError
+from carrywave.errors import DataError, PlanError, RunError, UserError
 from carrywave.model.model import Model
-from carrywave.parallel.pipeline import Observer
-from carrywave.plan.plan import Plan
+from carrywave.parallel.gather import collect
+from carrywave.parallel.world import join, leave, together
+from carrywave.spec.load import load
 from carrywave.spec.spec import BatchSpec
 from carrywave.tasks.task import Part
 from carrywave.tasks.views import Naive
@@ -50,22 +52,35 @@ def predict(
 ) -> list[Row]:
     """Predictions for a file or an object as `fit` takes them, labels not needed; for a language model a prompt, or a list of them.
 
-    `model` is the model of a run that was trained with modules of the user's own; its best weights are loaded into it.
+    `model` is the model of a run that was trained with modules of the user's own; its best weights are loaded into it. On the
+    workers that a launcher started, if one did, each predicts its part, and rank 0 returns all of it.
     """
-    saved = open_run(path, device, model)
+    world = join(device)
+    if world.size > 1 and (prompt is not None or load(Path(path) / "spec.yaml").task == "language"):
+        raise PlanError(f"a prompt is continued token by token, on one device; start one worker instead of {world.size}")
+    with together(world):
+        saved = open_run(path, device, model, world=world)
+        _check(saved, path, data, prompt)
+    if saved.spec.task == "language":
+        return continuations(saved, _prompts(data, prompt, saved), tokens, temperature, seed)
+    codec, spec = saved.task.codec, saved.spec
+    with together(world):
+        table = series_of(data, codec, spec) if spec.task == "forecasting" else None
+        sequences = read_python(data, codec, spec, labelled=False)
+    rows = predictions(saved, sequences, table)
+    leave(world)
+    return rows
+
+
+def _check(saved: Saved, path: Path | str, data: Any, prompt: str | None) -> None:
     if not saved.model.has_output:
         raise RunError(f"the head {type(saved.model.head).__name__} has no forward, so there is nothing to predict with; give it one")
     if prompt is not None and saved.spec.task != "language":
         raise UserError(f"--prompt is for language models, {path} is of {saved.spec.task}; give an INPUT file instead")
     if prompt is not None and data is not None:
         raise UserError("--prompt and INPUT are both given; give one of the two")
-    if saved.spec.task == "language":
-        return continuations(saved, _prompts(data, prompt, saved), tokens, temperature, seed)
-    if data is None:
+    if data is None and saved.spec.task != "language":
         raise UserError(f"predict needs an INPUT file for a {saved.spec.task} model; add it after the run")
-    codec, spec = saved.task.codec, saved.spec
-    table = series_of(data, codec, spec) if spec.task == "forecasting" else None
-    return predictions(saved, read_python(data, codec, spec, labelled=False), table)
 
 
 def predict_run(path: Path, input: Path | None = None, output: Path | None = None, *, prompt: str | None = None, **how: Any) -> list[Row]:
@@ -74,6 +89,8 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
     if kind not in ("", ".csv", ".json", ".jsonl", ".txt"):
         raise UserError(f"{output}: predictions are written as JSON lines or CSV, not as {kind}; name the file .jsonl or .csv")
     rows = predict(path, input, prompt=prompt, **how)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return rows
     text = _csv(rows) if kind == ".csv" else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if output is None:
         sys.stdout.write(text if prompt is None else rows[0]["text"] + "\n")
@@ -87,7 +104,7 @@ def continuations(saved: Saved, prompts: list[Prompt], count: int, temperature: 
     """Each prompt, continued."""
     codec = saved.task.codec
     starts = [_start(codec, text, where) for where, text in prompts]
-    made = generate(saved.model, [ids.tolist() for ids in starts], count, temperature=temperature, seed=seed, device=saved.device)
+    made = generate(saved.model, [ids.tolist() for ids in starts], count, temperature=temperature, seed=seed, device=saved.mesh.device)
     rows = []
     for (_, text), ids, more in zip(prompts, starts, made, strict=True):
         whole = codec.decode([*ids.tolist(), *more]) if text else codec.decode(more)
@@ -211,23 +228,26 @@ def _outputs(saved: Saved, data: Sequences) -> list[NDArray[Any]]:
     def observe(out: Tensor, targets: Tensor | None) -> None:
         seen.append(out)
 
-    watching: Observer = observe
-    for batch, _ in passes(saved.model, spec, part, plan=Plan.serial(), device=saved.device, observe=watching):
-        out = torch.cat(seen) if len(seen) > 1 else seen[0]
+    for batch, _ in passes(saved.model, spec, part, mesh=saved.mesh, stage=saved.stage, observe=observe):
+        if not saved.stage.has_head:
+            continue
+        # A chunk of time after the other; where the head pools, what it says after the last.
+        out = torch.cat(seen) if len(seen) > 1 and not saved.stage.pooled else seen[-1]
         seen.clear()
         out = out.float().cpu()
         lengths, owners = batch.lengths.tolist(), batch.sequence.tolist()
         for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
             if owner < 0 or not length:
                 continue
-            if saved.model.pooled:
+            if saved.stage.pooled:
                 pieces[owner] = [out[lane]]
             elif spec.task == "forecasting":
                 pieces[owner] = [out[length - 1, lane]]
             else:
                 pieces.setdefault(owner, []).append(out[:length, lane])
-    whole = (pieces[number] for number in range(len(data)))
-    return [(torch.cat(part) if saved.spec.task == "tagging" else part[0]).numpy() for part in whole]
+    own = {str(owner): torch.cat(parts) if saved.spec.task == "tagging" else parts[0] for owner, parts in pieces.items()}
+    found = {int(owner): out for part in collect(saved.mesh.world, own) for owner, out in part.items()}
+    return [found[number].numpy() for number in range(len(data))] if found else []
 
 
 def _csv(rows: list[Row]) -> str:

@@ -205,6 +205,35 @@ class Run:
         return self._events
 
 
+class Elsewhere(Run):
+    """A run that another worker writes: what is written to it here goes nowhere."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, new=False)
+
+    def make(self) -> None:
+        """Nothing."""
+
+    def write_metrics(self, row: Mapping[str, Value]) -> None:
+        """Nothing."""
+
+    def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        """Nothing."""
+
+    def sync(self) -> tuple[int, int]:
+        """Nothing."""
+        return 0, 0
+
+    def cut_back(self, metrics_bytes: int, timing_bytes: int, step: int | None = None) -> None:
+        """Nothing."""
+
+    def _write(self, name: str, text: str) -> None:
+        """Nothing."""
+
+    def _append(self, name: str, row: Mapping[str, Value]) -> None:
+        """Nothing."""
+
+
 def _refuse_occupied(path: Path) -> None:
     if path.is_dir() and any(path.iterdir()):
         raise RunError(f"{path} is already there and not empty; use --resume to go on with it, or another --run")

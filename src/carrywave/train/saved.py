@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from carrywave.data.codec import Codec
 from carrywave.data.inputs import file_of, read_python
 from carrywave.data.prepare import prepare
 from carrywave.errors import DataError, RunError
+from carrywave.model.holding import hold
 from carrywave.model.model import Model
+from carrywave.model.stage import Stage
+from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import configure, parameter_dtype
-from carrywave.plan.plan import Plan
+from carrywave.parallel.world import World, join, leave, pick_device, together
+from carrywave.plan.plan import Plan, resolve
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load
-from carrywave.spec.spec import Spec
+from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.tasks.task import Part, Task
 from carrywave.train.evaluate import evaluate
-from carrywave.train.fit import pick_device
 from carrywave.train.keep import take_weights
 from carrywave.train.run import Run
 
@@ -34,16 +35,20 @@ class Saved:
     spec: Spec
     task: Task
     model: Model
-    device: torch.device
+    mesh: Mesh
+    stage: Stage
     given_codec: bool  # of the run whose weights it was started from; otherwise it learned its own
 
 
-def open_run(path: Path | str, device: str = "auto", model: Model | None = None) -> Saved:
-    """The best weights of a run, in the model of its spec, or in `model`, where the run was trained with modules of the user's own."""
+def open_run(path: Path | str, device: str = "auto", model: Model | None = None, *, world: World | None = None) -> Saved:
+    """The best weights of a run, in the model of its spec, or in `model`, where the run was trained with modules of the user's own.
+
+    With the other workers of `world`, each holds a part: cut as in training where their number allows it, else as replicas.
+    """
     run = Run.open(Path(path))
     spec = load(run.path / "spec.yaml")
-    codec = _codec_of(run, spec)
-    facts, scale, own_model, given_codec = _facts_of(run, codec)
+    codec = codec_of(run, spec)
+    facts, scale, own_model, given_codec = facts_of(run, codec)
     if not run.weights.is_file():
         raise RunError(f"{run.path} has no weights.safetensors yet; train it to the end of its first epoch (--resume)")
     if own_model and model is None:
@@ -52,19 +57,33 @@ def open_run(path: Path | str, device: str = "auto", model: Model | None = None)
             f"model=..., or load {run.weights} into it"
         )
     task = Task(spec, codec, facts, scale)
-    where = pick_device(device)
+    world = world or World.alone(pick_device(device))
     configure(spec.train.precision)
     if model is None:
         # The file of pretrained embeddings was needed once, at the start; the weights hold what became of them.
         bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
         model = bare.model()
-    model = model.to(where, parameter_dtype(spec.train.precision))
+    dtype = parameter_dtype(spec.train.precision)
+    model = model.to(dtype)
     take_weights(model, run.weights, str(run.weights))
     model.eval()
-    return Saved(run, spec, task, model, where, given_codec)
+    mesh = Mesh(world, _plan_for(spec.plan_spec, model, world.size))
+    first, last = mesh.span(model.units)
+    hold(model, first, last, mesh.device, dtype)
+    return Saved(run, spec, task, model, mesh, Stage(model, first, last), given_codec)
 
 
-def _codec_of(run: Run, spec: Spec) -> Codec:
+def _plan_for(asked: PlanSpec, model: Model, workers: int) -> Plan:
+    """The run's own stages where so many workers can hold them. Nothing goes backward, so that nothing is gained by cutting lanes."""
+    layers = model.lstm.num_layers
+    if workers % asked.stages:
+        asked = asked.model_copy(update={"stages": 1, "cuts": None})
+    plan = resolve(asked.model_copy(update={"replicas": None, "slices": 1}), layers=layers, workers=workers, lanes=None)
+    return plan if plan.stages > 1 else replace(plan, chunk_steps=None)
+
+
+def codec_of(run: Run, spec: Spec) -> Codec:
+    """How the run reads its data."""
     path = run.path / "codec.json"
     try:
         codec = Codec.from_json(json.dumps(run.read_json(path.name)))
@@ -76,7 +95,7 @@ def _codec_of(run: Run, spec: Spec) -> Codec:
     return codec
 
 
-def _facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool, bool]:
+def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool, bool]:
     """What the model was shaped by, MASE's scale, and whether the model was the user's own and the codec another run's.
 
     The codec must say the same.
@@ -86,7 +105,7 @@ def _facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], boo
         known = dict(run.read_json(path.name))
         scale = tuple(float(value) for value in known.pop("scale"))
         own_model, given_codec = (bool(known.pop(name, False)) for name in ("own_model", "given_codec"))
-        facts = DataFacts(**known | {"labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})
+        facts = DataFacts.of(known)
         said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
         if len(scale) != len(codec.targets):
             raise ValueError(f"scale has {len(scale)} numbers, and codec.json {len(codec.targets)} targets")
@@ -99,10 +118,17 @@ def _facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], boo
 
 
 def evaluate_run(path: Path | str, data: Any = None, device: str = "auto", *, model: Model | None = None) -> dict[str, object]:
-    """Loss and metrics of the best weights, on a file or an object as `fit` takes them, or on the run's own test (or else valid) file."""
-    saved = open_run(path, device, model)
-    part = _part(saved, data)
-    return {"split": part.name, **evaluate(saved.model, saved.task, part, plan=Plan.serial(), device=saved.device)}
+    """Loss and metrics of the best weights, on a file or an object as `fit` takes them, or on the run's own test (or else valid) file.
+
+    On the workers that a launcher started, if one did: each takes its part, and all return the same.
+    """
+    world = join(device)
+    with together(world):
+        saved = open_run(path, device, model, world=world)
+        part = _part(saved, data)
+    values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage)
+    leave(world)
+    return {"split": part.name, **values}
 
 
 def _part(saved: Saved, data: Any) -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Literal, Self
 
@@ -27,6 +28,17 @@ class Stop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._restore()
+
+    @property
+    def votes(self) -> tuple[float, float]:
+        """What this worker was asked, as numbers to be added up over workers."""
+        return float(self.asked == "interrupted"), float(self.asked == "terminated")
+
+    @staticmethod
+    def decided(votes: Sequence[float]) -> Reason | None:
+        """Why to stop, from the votes of all workers; None where nobody was asked."""
+        interrupted, terminated = votes
+        return "interrupted" if interrupted else "terminated" if terminated else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = _REASONS[number]

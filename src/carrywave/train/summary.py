@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from carrywave.data.order import Cursor, Order, SequenceOrder
 from carrywave.model.model import Model
+from carrywave.model.whole import Whole
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule import serial, show
+from carrywave.plan.schedule import show, wavefront
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
 OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors as large as the parameters
 
 
-def summarize(spec: Spec, facts: DataFacts, model: Model, plan: Plan, order: Order, device: str) -> str:
+def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, order: Order, device: str) -> str:
     """A few lines of plain text."""
     parameters = sum(p.numel() for p in model.parameters())
     widest, lanes = _largest(order)
@@ -32,9 +33,9 @@ def summarize(spec: Spec, facts: DataFacts, model: Model, plan: Plan, order: Ord
         f"epoch     {per_epoch:,} batches, {steps:,} optimizer steps; {spec.train.epochs} epochs",
         f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
     ]
-    chunks = plan.chunks(widest)
-    if chunks > 1 and chunks <= 12:
-        lines += [f"          {row}" for row in show(serial(chunks, plan.slices)).splitlines()]
+    chunks = 1 if model.reads_whole else plan.chunks(widest)
+    if chunks * plan.slices <= 12 and chunks * plan.slices * plan.stages > 1:
+        lines += [f"          {row}" for row in show(wavefront(plan.stages, chunks, plan.slices)).splitlines()]
     return "\n".join(lines)
 
 
@@ -46,7 +47,9 @@ def _largest(order: Order) -> tuple[int, int]:
     return window.steps, len(window.length)
 
 
-def _activation_bytes(spec: Spec, model: Model, facts: DataFacts, steps: int, lanes: int, size: int) -> int:
+def _activation_bytes(spec: Spec, model: Model | Whole, facts: DataFacts, steps: int, lanes: int, size: int) -> int:
+    if isinstance(model, Whole):
+        return 0  # what a module of the user's own keeps is not known
     half = 2 if spec.train.precision in ("bf16", "fp16") else size
     # Of each step a layer keeps its four gates, cell, output and a dropped copy of it.
     layers = sum(width * 7 * half * model.lstm.directions for width in model.lstm.widths)
@@ -61,7 +64,9 @@ def _data(facts: DataFacts) -> str:
     return f"{many}{facts.steps:,} steps in train, {what}{labels}"
 
 
-def _network(model: Model, *, tied: bool) -> str:
+def _network(model: Model | Whole, *, tied: bool) -> str:
+    if isinstance(model, Whole):
+        return type(model.module).__name__
     lstm = model.lstm
     widths = lstm.widths
     shape = f"{len(widths)} x {widths[0]}" if len(set(widths)) == 1 else " -> ".join(map(str, widths))

@@ -1,13 +1,13 @@
-"""`Trainer` does one optimizer step: batches in, loss out. The loop around it may be ours or the user's.
+"""`Trainer` does one optimizer step: batches in, loss out. The loop around it may be ours or the user's, on one worker or on many.
 
-A step sums the loss over all its batches, differentiates the sum, divides the gradient once by the number of real targets
-in all of them, clips, and updates. The state of the lanes goes from batch to batch, cut off from the graph.
+A step sums the loss over all its batches, differentiates the sum, adds up gradients over the workers, divides once by the
+number of real targets in all of them, clips, and updates. The state of the lanes goes from batch to batch, cut off from the graph.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,66 +19,84 @@ from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.kernels.lstm import check
+from carrywave.model.holding import hold, shared
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.model.state import State
+from carrywave.model.whole import Whole
 from carrywave.parallel import gradients, pipeline
 from carrywave.parallel.capture import Capture
+from carrywave.parallel.gather import collect, spread
+from carrywave.parallel.gradients import Reduced, Reducer
+from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import configure, parameter_dtype
-from carrywave.plan.plan import Plan
+from carrywave.parallel.slices import flatten, unflatten
+from carrywave.parallel.world import join, launched
+from carrywave.plan.plan import Plan, resolve
+from carrywave.plan.schedule import wavefront
 from carrywave.spec.load import parse
-from carrywave.spec.spec import Spec, TrainSpec
+from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
 from carrywave.train import optimizer as optimizers
 from carrywave.train.scaler import Scaler
+
+Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (what the module gave, targets) -> sum over targets, their number
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums of one optimizer step, still on the device."""
+    """Sums of one optimizer step over all workers, still on the device."""
 
     loss_sum: Tensor
     count: Tensor
     norm: Tensor  # of the gradient, before clipping
     finite: Tensor  # bool: loss and gradient are numbers (an overflow that the fp16 scaler skips counts as finite)
+    votes: Tensor  # [2]: how many workers were asked to stop by then, as `Trainer.votes` said it
 
 
 class Trainer:
-    """Model, optimizer and the state of the lanes, for one plan on one device.
+    """Model, optimizer and the state of the lanes, for one worker's place in a plan.
 
-    `spec` is the train section of a spec, or a mapping of its keys; without `device`, it trains where the model is. An
-    `optimizer` of the user's own takes the place of the spec's, and its learning rate is the user's to set. `keep_state`
+    `model` is a `Model`, or any nn.Module with a `loss` (replicas only). `spec` is the train section of a spec, or a mapping of
+    its keys; without `device`, it trains where the model is. `plan` is a `Plan`, or a mapping of the keys of a spec's plan; left out,
+    every worker that a launcher started is a replica. All workers are given the same whole batches, and each takes its own
+    lanes and layers of them. All start from the weights of rank 0.
+
+    An `optimizer` of the user's own takes the place of the spec's, and its learning rate is the user's to set. `keep_state`
     hands the carry from step to step, to lanes that are not fresh; it is left out where the head pools or the model reads both ways.
     On CUDA, steps of a shape that comes again are recorded as CUDA graphs; CARRYWAVE_CAPTURE=0 switches that off.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: nn.Module,
         spec: TrainSpec | Spec | Mapping[str, Any] | None = None,
         *,
-        plan: Plan | None = None,
+        plan: Plan | PlanSpec | Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         keep_state: bool | None = None,
+        loss: Loss | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        if not isinstance(model, Model):
-            raise UserError(f"a trainer trains a cw.Model, got {type(model).__name__}; wrap your modules: cw.Model(encoder, lstm, head)")
-        whole = model.pooled or model.lstm.bidirectional
+        self.model = model if isinstance(model, Model | Whole) else Whole(model, loss)
+        whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
             raise UserError("a head that pools, or a model that reads both ways, reads whole sequences; leave keep_state out")
-        self.spec, self.plan = _train_spec(spec), plan or Plan.serial()
-        _check_plan(self.plan, model)
-        self.device = next(model.parameters()).device if device is None else torch.device(device)
+        self.spec = _train_spec(spec)
+        self.mesh = mesh or _mesh_of(plan, self.model, device)
+        self.plan, self.device = self.mesh.plan, self.mesh.device
+        self._check_plan()
         configure(self.spec.precision)
-        self.model = model.to(self.device, parameter_dtype(self.spec.precision))
-        self.stage = Stage(self.model)
-        self.named: list[tuple[str, nn.Parameter]] = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.optimizer = optimizer or optimizers.build(self.spec, self.named, self.device)
+        self.stage = self._take_place()
+        self.optimizer = self._own(optimizer) if optimizer else optimizers.build(self.spec, self.named, self.device)
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
         self.keep_state = not whole if keep_state is None else keep_state
         self.state: State | None = None
+        self._kept_lanes: int | None = None  # of all workers together
+        self.scheduler: pipeline.Scheduler = wavefront
+        self.votes = (0.0, 0.0)  # of this worker, for the next step: to stop as after Ctrl-C, as after SIGTERM
         self._uncounted = 0  # batches so far that had no place of their own in an epoch
-        recordable = self.device.type == "cuda" and optimizer is None and self.spec.optimizer != "ntasgd"
+        recordable = self.device.type == "cuda" and optimizer is None and self.spec.optimizer != "ntasgd" and self.plan.workers == 1
         wanted = os.environ.get("CARRYWAVE_CAPTURE", "1") != "0"
         self._capture = Capture(self._step) if recordable and wanted else None
 
@@ -98,30 +116,46 @@ class Trainer:
                 raise UserError(
                     f"a step takes batches, one after the other, got a {type(batch).__name__}; make them with Batch.of(inputs, targets)"
                 )
-        batches = tuple(batch if batch.inputs.device == self.device else batch.to(self.device) for batch in batches)
+        keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
         if self.keep_state:
             self._check_lanes(batches)
-            lanes = batches[0].lanes.shape[0]
-            if self.state is None or _lanes(self.state) != lanes:
-                self.state = self.model.start(lanes, self.device).detach()
-        keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
-        state = pipeline.flatten(self.state) if self.keep_state and self.state is not None else None
+        own = [self._own_part(batch) for batch in batches]
+        if self.keep_state:
+            lanes = own[0].lanes.shape[0]
+            if self.state is None or _lanes(self.state, lanes) != lanes:
+                self.state = self.stage.start(lanes, self.device).detach()
+        state = flatten(self.state) if self.keep_state and self.state is not None else None
         if self._capture is not None:
-            result, left = self._capture(batches, keys, state)
+            result, left = self._capture(own, keys, state)
         else:
-            result, left = self._step(batches, [key.to(self.device) for key in keys], state)
+            result, left = self._step(own, [key.to(self.device) for key in keys], state)
         if left is not None:
-            self.state = pipeline.unflatten(left)
+            self.state = unflatten(left)
         return result
 
+    def _own_part(self, batch: Batch) -> Batch:
+        """This worker's lanes of a batch, and of those what its stage reads, on its device."""
+        if batch.whole is None and self.plan.replicas > 1:
+            batch = batch.take(*self.mesh.share().bounds(batch.lanes.shape[0]), pooled=self.model.pooled)
+        if self.plan.stages > 1:
+            batch = batch.without(inputs=not self.stage.has_encoder, targets=not self.stage.has_head)
+        return batch if batch.lengths.device == self.device else batch.to(self.device)
+
     def _check_lanes(self, batches: Sequence[Batch]) -> None:
-        """A batch of another number of lanes than the one before it must start all of them anew."""
-        before = None if self.state is None else _lanes(self.state)
+        """A batch of another number of lanes than the one before it must start all of them anew; each replica and slice has one."""
+        before = self._kept_lanes
+        least = self.plan.replicas * self.plan.slices
         for batch in batches:
-            lanes = batch.lanes.shape[0]
+            lanes = batch.cells[1] // batch.steps
+            if lanes < least and self.plan.workers > 1:
+                raise PlanError(
+                    f"{lanes} lanes that keep their state cannot be shared by {self.plan.replicas} replicas x {self.plan.slices} slices; "
+                    f"use at least {least} lanes"
+                )
             if before is not None and lanes != before and not bool(batch.fresh.all()):
                 raise UserError(f"a batch goes on with {lanes} lanes after one of {before}; keep the lanes, or make all of them fresh")
             before = lanes
+        self._kept_lanes = before
 
     def _place(self, batch: Batch) -> int:
         """The batch's step, or how many without one came before it: each needs dropout masks of its own."""
@@ -133,34 +167,64 @@ class Trainer:
     def _step(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: list[Tensor] | None) -> tuple[StepResult, list[Tensor] | None]:
         """The step as a function of tensors alone: nothing is read on the host, so that it can be recorded."""
         self.optimizer.zero_grad(set_to_none=True)
-        outcomes = []
-        for batch, key in zip(batches, keys, strict=True):
-            lanes = batch.lanes.shape[0]
-            anew = state is None or state[0].shape[1] != lanes
-            entered = self.model.start(lanes, self.device) if state is None or anew else pipeline.unflatten(state)
-            outcome = self._run(batch, key.to(self.device), entered)
-            outcomes.append(outcome)
-            state = pipeline.flatten(outcome.state) if self.keep_state else None
-        loss_sum, count = (sum_of([getattr(outcome, name) for outcome in outcomes]) for name in ("loss_sum", "count"))
+        if self.reducer is not None:
+            self.reducer.begin()
+        outcomes = self._run(batches, keys, state)
+        if self.reducer is not None:
+            self.reducer.finish()
         grads = [p.grad for _, p in self.named if p.grad is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
-        gradients.divide_(grads, count)
-        norm = gradients.global_norm(grads)
-        if self.spec.clip is not None:
-            gradients.clip_(grads, norm, self.spec.clip)
+        loss_sum, count, squared, flag, *votes = self._sums(outcomes, overflow)
+        norm = gradients.norm_of_mean(squared, count)
+        gradients.scale_(grads, gradients.factor(norm, count, self.spec.clip))
         finite = torch.isfinite(norm)
-        if self.scaler is not None and overflow is not None:
-            finite = finite | overflow
+        if self.scaler is not None:
+            # Any worker's overflow is everyone's: all of them skip the step, or none does.
+            self.scaler.found_inf.copy_(flag > 0)
+            finite = finite | (flag > 0)
             self.scaler.step(self.optimizer)
         else:
             self.optimizer.step()
-        return StepResult(loss_sum, count, norm, finite & torch.isfinite(loss_sum)), state
+        left = flatten(outcomes[-1].state) if self.keep_state else None
+        return StepResult(loss_sum, count, norm, finite & torch.isfinite(loss_sum), torch.stack(votes)), left
 
-    def _run(self, batch: Batch, key: Tensor, state: State) -> pipeline.Outcome:
+    def _run(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: list[Tensor] | None) -> list[pipeline.Outcome]:
+        jobs: list[pipeline.Job] = []
         scale = None if self.scaler is None else self.scaler.scale
-        job = pipeline.Job(batch, state, key, scale, self.spec.alpha, self.spec.beta, self.spec.precision)
-        schedule = pipeline.schedule_for(self.plan, batch.steps, batch.lanes.shape[0], backward=True)
-        return pipeline.run(self.stage, self.plan, schedule, job)
+        for batch, key in zip(batches, keys, strict=True):
+            lanes = batch.lanes.shape[0]
+            before = None if not jobs else jobs[-1].batch.lanes.shape[0]
+            entered: State | None = None
+            if not self.keep_state or (before is not None and before != lanes):
+                entered = self.stage.start(lanes, self.device)
+            elif before is None:
+                entered = unflatten(state or [])
+            jobs.append(pipeline.Job(batch, entered, key.to(self.device), scale, self.spec.alpha, self.spec.beta, self.spec.precision))
+        program = pipeline.program_for(self.plan, batches, backward=True, whole=self.model.reads_whole, scheduler=self.scheduler)
+        return pipeline.run(
+            self.stage,
+            self.plan,
+            program,
+            jobs,
+            self.mesh.links,
+            place=self.mesh.stage,
+            before_last=None if self.reducer is None else self.reducer.arm,
+        )
+
+    def _sums(self, outcomes: Sequence[pipeline.Outcome], overflow: Tensor | None) -> list[Tensor]:
+        """Loss, count, square of the norm, overflow and votes, over all workers: everything they must agree on, in one message."""
+        counted = [p.grad for p in self._counted if p.grad is not None]
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        squared = gradients.norm_squared(counted).to(self.device)
+        numbers = torch.stack(
+            [
+                *(sum_of([getattr(outcome, name) for outcome in outcomes]) for name in ("loss_sum", "count")),
+                squared,
+                zero if overflow is None else overflow.double(),
+                *(zero + vote for vote in self.votes),
+            ]
+        )
+        return list(self.mesh.sum_(numbers).unbind())
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step."""
@@ -180,25 +244,108 @@ class Trainer:
             yield
 
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter and saved buffer by name."""
-        return tensors_of(self.model)
+        """Every parameter and saved buffer that this worker holds, by name."""
+        return {name: tensor for name, tensor in tensors_of(self.model).items() if not tensor.is_meta}
+
+    def gathered(self) -> dict[str, Tensor]:
+        """On rank 0 the parameters of the whole model, by name; on other workers nothing. All of them must ask."""
+        own = self.parameters() if self.mesh.replica == 0 else {}
+        found = [part for part in collect(self.mesh.world, own) if part]
+        return {name: part[name] for name in tensors_of(self.model) for part in found[::-1] if name in part}
+
+    def _check_plan(self) -> None:
+        plan = self.plan
+        if isinstance(self.model, Whole):
+            if plan.stages > 1:
+                raise PlanError(
+                    f"a {type(self.model.module).__name__} cannot be cut into {plan.stages} stages; "
+                    "wrap its modules as cw.Model(encoder, lstm, head), or use replicas alone"
+                )
+            if plan.chunk_steps is not None:
+                raise PlanError(
+                    f"a {type(self.model.module).__name__} cannot be run in chunks of time; "
+                    "wrap its modules as cw.Model(encoder, lstm, head), or leave plan.chunk_steps out"
+                )
+        elif plan.kernel != "auto":
+            check(plan.kernel)
+            self.model.lstm.kernel = plan.kernel
+
+    def _take_place(self) -> Stage | Whole:
+        """Take up rank 0's weights, keep those of this worker's stage, and prepare the sums over workers."""
+        model, mesh, dtype = self.model, self.mesh, parameter_dtype(self.spec.precision)
+        if mesh.world.size > 1:
+            with torch.no_grad():
+                for name, tensor in spread(mesh.world, tensors_of(model)).items():
+                    tensors_of(model)[name].copy_(tensor)
+        stage: Stage | Whole
+        if isinstance(model, Whole):
+            model.to(self.device, dtype)
+            stage, tied = model, []
+            self.named: list[tuple[str, nn.Parameter]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        else:
+            first, last = mesh.span(model.units)
+            tied = shared(model, self.plan.cuts)
+            held = hold(model, first, last, self.device, dtype)
+            stage = Stage(model, first, last)
+            self.named = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and p.requires_grad]
+        mine = [each for each in tied if mesh.stage in each.stages]
+        elsewhere = {each.name for each in mine if each.stages[0] != mesh.stage}
+        # Replicas hold the same reduced gradient, and tied ones are held twice: the norm counts each once.
+        self._counted = [p for name, p in self.named if name not in elsewhere] if mesh.replica == 0 else []
+        self.reducer = self._reducer(tied)
+        return stage
+
+    def _reducer(self, tied: Sequence[Any]) -> Reducer | None:
+        names = {each.name for each in tied}
+        wanted: list[Reduced] = []
+        group = self.mesh.replicas_of([self.mesh.stage])
+        if group is not None:
+            wanted.append(Reduced(group, [p for name, p in self.named if name not in names]))
+        own = dict(self.named)
+        for stages in dict.fromkeys(each.stages for each in tied):
+            group = self.mesh.replicas_of(stages)  # made by every worker, also by those outside it
+            if self.mesh.stage in stages and group is not None:
+                # Not early: the other stages come to it only after messages that this one has yet to send.
+                wanted.append(Reduced(group, [own[each.name] for each in tied if each.stages == stages], early=False))
+        wanted = [each for each in wanted if each.parameters]
+        return Reducer(wanted) if wanted else None
+
+    def _own(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The user's optimizer, without the parameters that this worker gave up."""
+        if self.plan.stages > 1:
+            held = {id(p) for _, p in self.named}
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) in held]
+        return optimizer
 
 
-def tensors_of(model: Model) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer that is saved, by name, each once (a tied one under its first name); detached, not copied."""
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     saved = model.state_dict(keep_vars=True).keys()
     return own | {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
 
 
-def _check_plan(plan: Plan, model: Model) -> None:
-    if plan.workers > 1:
-        raise PlanError(f"the plan needs {plan.workers} workers, and this is one; use replicas=1 and stages=1")
-    if plan.chunk_steps is not None and model.lstm.bidirectional:
-        raise PlanError("a model that reads both ways reads whole sequences; leave plan.chunk_steps out")
-    if plan.kernel != "auto":
-        check(plan.kernel)
-        model.lstm.kernel = plan.kernel
+def _mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Whole, device: torch.device | str | None) -> Mesh:
+    """The place of this process among those that a launcher started; alone where there is none."""
+    many = launched()
+    if many:
+        world = join("auto" if device is None else torch.device(device).type)
+    elif isinstance(plan, Plan) and plan.workers > 1:
+        raise PlanError(
+            f"the plan needs {plan.workers} workers, and this is one; start the program with torchrun --nproc-per-node {plan.workers}"
+        )
+    if not isinstance(plan, Plan):
+        asked = plan if isinstance(plan, PlanSpec) else _plan_spec(plan)
+        layers = model.lstm.num_layers if isinstance(model, Model) else 0
+        plan = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None)
+    if many:
+        return Mesh(world, plan)
+    return Mesh.alone(next(model.parameters()).device if device is None else torch.device(device), plan)
+
+
+def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
+    return parse({"plan": dict(given)}).plan_spec if given else PlanSpec()
 
 
 def _train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
@@ -207,8 +354,9 @@ def _train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec
     return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}).train
 
 
-def _lanes(state: State) -> int:
-    return state.carries[0].h.shape[1]
+def _lanes(state: State, otherwise: int) -> int:
+    """Lanes of a state; a stage without layers has none of its own."""
+    return state.carries[0].h.shape[1] if state.carries else otherwise
 
 
 def sum_of(parts: list[Tensor]) -> Tensor:

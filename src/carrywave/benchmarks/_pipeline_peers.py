@@ -1,0 +1,281 @@
+"""What `bench pipeline` and `bench replicas` compare with: language models in plain PyTorch, alone, data parallel, and cut over workers.
+
+They are written to be as fast as plain PyTorch is: the fastest LSTM at hand (`fastest_lstm`), the fused optimizer, gradients as
+views of DDP's buckets, static shapes for torch.distributed.pipelining (which else would run an extra step, and negotiate), one
+scalar exchanged for the clipping. All of them compute what one worker would: the same loss, the same next weights.
+
+Shapes: T time, B lane, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from carrywave.kernels.blas import without_onednn
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads import Softmax
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+
+LR, CLIP = 1e-3, 1.0
+BATCHES = 4  # that come again and again
+NATIVE, ONEDNN, OURS = "nn.LSTM native", "nn.LSTM oneDNN", "cw.LSTM"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A language model and the shape of its batches."""
+
+    layers: int
+    hidden: int
+    lanes: int
+    steps: int
+    vocabulary: int
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        return f"{self.layers}x{self.hidden} lanes {self.lanes} steps {self.steps} vocabulary {self.vocabulary}"
+
+    @property
+    def units(self) -> int:
+        """Encoder, layers and head."""
+        return self.layers + 2
+
+    def model(self) -> Model:
+        """The model with its first weights, equal in every process and for every loop."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return Model(
+                Embedding(self.vocabulary, self.hidden),
+                LSTM(self.hidden, self.hidden, self.layers),
+                Softmax(self.hidden, self.vocabulary),
+            )
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Inputs and targets, both [T, B], of every batch."""
+        random = torch.Generator().manual_seed(2)
+        tokens = torch.randint(self.vocabulary, (BATCHES, self.steps + 1, self.lanes), generator=random)
+        return [(each[:-1].contiguous(), each[1:].contiguous()) for each in tokens]
+
+
+def balanced_cuts(case: Case, stages: int) -> tuple[int, ...]:
+    """The first unit of each stage after the first, such that the slowest stage has least to do; ours and the peers share them."""
+    # A recurrent product is bound by reading its weights once a step, about 3 times the time of one over all steps at once.
+    layer, head = 4 * case.hidden * (1 + 3), case.vocabulary
+    loads = [0, *[layer] * case.layers, head]
+
+    def slowest(cuts: tuple[int, ...]) -> int:
+        return max(sum(loads[first:end]) for first, end in itertools.pairwise((0, *cuts, case.units)))
+
+    # The encoder stays with a layer: alone on a worker it would leave it idle.
+    return min(itertools.combinations(range(2, case.units), stages - 1), key=slowest)
+
+
+def ranges(cuts: Sequence[int], units: int) -> list[range]:
+    """The units of each stage."""
+    return [range(first, end) for first, end in itertools.pairwise((0, *cuts, units))]
+
+
+class PlainStage(nn.Module):
+    """Some of the units: embedding (unit 0), layers, linear (the last unit). With all of them, the whole model."""
+
+    def __init__(self, case: Case, lstm: str, units: Sequence[int]) -> None:
+        super().__init__()
+        layers = [unit - 1 for unit in units if 0 < unit <= case.layers]
+        self.embedding = nn.Embedding(case.vocabulary, case.hidden) if 0 in units else None
+        self.lstm = (LSTM if lstm == OURS else nn.LSTM)(case.hidden, case.hidden, len(layers)) if layers else None
+        self.linear = nn.Linear(case.hidden, case.vocabulary) if case.layers + 1 in units else None
+        weights = case.model().state_dict()
+        wanted = {"embedding.weight": "encoder.weight", "linear.weight": "head.weight", "linear.bias": "head.bias"}
+        for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            wanted |= {f"lstm.{part}_l{here}": f"lstm.{part}_l{layer}" for here, layer in enumerate(layers)}
+        self.load_state_dict({own: weights[name] for own, name in wanted.items() if own in self.state_dict()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [T, B] or what the stage before gave, [T, B, H], to [T, B, H] or logits [T, B, V]."""
+        x = x if self.embedding is None else self.embedding(x)
+        x = x if self.lstm is None else self.lstm(x)[0]
+        return x if self.linear is None else self.linear(x)
+
+
+def mean_loss(logits_TBV: Tensor, target_TB: Tensor) -> Tensor:
+    """Cross entropy over all targets; every one of them is real here."""
+    return cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten())
+
+
+def arithmetic(lstm: str) -> AbstractContextManager[object]:
+    """The context in which a whole step of a peer runs."""
+    return without_onednn() if lstm == NATIVE else nullcontext()
+
+
+def fastest_lstm(case: Case, lanes: int, candidates: Iterable[str] = (NATIVE, ONEDNN, OURS)) -> str:
+    """Which LSTM trains one layer on so many lanes fastest, here and now. For one worker to measure while the others sleep."""
+    x_TBH = torch.randn(case.steps, lanes, case.hidden)
+    best: dict[str, float] = {}
+    for lstm in candidates:
+        layer = (LSTM if lstm == OURS else nn.LSTM)(case.hidden, case.hidden)
+        seconds = []
+        with arithmetic(lstm):
+            for _ in range(4):
+                begin = time.perf_counter()
+                layer(x_TBH)[0].sum().backward()
+                seconds.append(time.perf_counter() - begin)
+        best[lstm] = min(seconds)
+    return min(best, key=best.__getitem__)
+
+
+class Serial:
+    """The whole model on one worker."""
+
+    def __init__(self, case: Case, lstm: str) -> None:
+        self.lstm, self.batches = lstm, case.batches()
+        self.model: nn.Module = PlainStage(case, lstm, range(case.units))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), LR, fused=True)
+
+    def step(self, number: int) -> Tensor:
+        """One optimizer step; the mean loss of this worker's lanes."""
+        x_TB, target_TB = self.batches[number % BATCHES]
+        with arithmetic(self.lstm):
+            self.optimizer.zero_grad()
+            loss = mean_loss(self.model(x_TB), target_TB)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.optimizer.step()
+        return loss.detach()
+
+
+class DataParallel(Serial):
+    """DDP: every worker holds the whole model and an equal share of the lanes, so that the mean of means is the mean."""
+
+    def __init__(self, case: Case, lstm: str, rank: int, size: int, bucket_mb: int = 25) -> None:
+        super().__init__(case, lstm)
+        if case.lanes % size:
+            raise ValueError(f"{case.lanes} lanes for {size} workers")
+        share = case.lanes // size
+        self.batches = [
+            (x[:, rank * share :][:, :share].contiguous(), y[:, rank * share :][:, :share].contiguous()) for x, y in self.batches
+        ]
+        self.model = DistributedDataParallel(self.model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True)
+
+
+def update_together(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Clip by the norm over the parameters of all workers, and step."""
+    squared = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square()
+    dist.all_reduce(squared)
+    nn.utils.clip_grads_with_norm_(parameters, CLIP, squared.sqrt())
+    optimizer.step()
+
+
+class TorchPipeline:
+    """torch.distributed.pipelining over stages split by hand; a micro-batch is a part of the lanes."""
+
+    def __init__(self, case: Case, lstm: str, rank: int, size: int, schedule: str, micro_batches: int) -> None:
+        # Here, because it takes as long to load as torch itself, and most workers have no use for it.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+        self.lstm, self.first, self.last = lstm, rank == 0, rank == size - 1
+        module = PlainStage(case, lstm, ranges(balanced_cuts(case, size), case.units)[rank])
+        self.parameters = list(module.parameters())
+        self.optimizer = torch.optim.Adam(self.parameters, LR, fused=True)
+        lanes = case.lanes // micro_batches
+        between = torch.empty(case.steps, lanes, case.hidden, requires_grad=True)
+        entering = torch.empty(lanes, case.steps, dtype=torch.int64) if self.first else between
+        leaving = torch.empty(case.steps, lanes, case.vocabulary) if self.last else between
+        # Both shapes are given, so that nothing is inferred at run time. A group of its own keeps messages of several loops apart.
+        stage = PipelineStage(
+            _LanesFirst(module) if self.first else module,
+            rank,
+            size,
+            CPU,
+            input_args=(entering,),
+            output_args=(leaving,),
+            group=dist.new_group(),
+        )
+        kind = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[schedule]
+
+        def loss(logits_TBV: Tensor, target_BT: Tensor) -> Tensor:
+            # Divided here, one scalar a micro-batch, instead of every gradient afterwards.
+            return mean_loss(logits_TBV, target_BT.t()) / micro_batches
+
+        self.schedule: Any = kind(stage, micro_batches, loss_fn=loss, scale_grads=False)
+        self.batches = [(x_TB.t().contiguous(), y_TB.t().contiguous()) for x_TB, y_TB in case.batches()]
+
+    def step(self, number: int) -> Tensor | None:
+        """One optimizer step; the mean loss, on the last worker."""
+        x_BT, target_BT = self.batches[number % BATCHES]
+        losses: list[Tensor] = []
+        with arithmetic(self.lstm):
+            self.optimizer.zero_grad()
+            given = (x_BT,) if self.first else ()
+            wanted = {"target": target_BT, "losses": losses} if self.last else {}
+            self.schedule.step(*given, **wanted, return_outputs=False)
+            update_together(self.parameters, self.optimizer)
+        return torch.stack(losses).sum().detach() if losses else None
+
+
+class _LanesFirst(nn.Module):
+    """The first stage as the library feeds it: it cuts along the first dimension, which must then be the lanes."""
+
+    def __init__(self, stage: PlainStage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x_BT: Tensor) -> Tensor:
+        return cast(Tensor, self.stage(x_BT.t()))
+
+
+class RoundRobin:
+    """Layers dealt over the workers like cards, the way people first place them: the whole batch goes to and fro at every layer."""
+
+    def __init__(self, case: Case, lstm: str, rank: int, size: int) -> None:
+        self.lstm, self.batches, self.case = lstm, case.batches(), case
+        # The embedding goes with the first layer and the softmax with the last.
+        places = [range(layer, layer + 1) for layer in range(1, case.layers + 1)]
+        places[0], places[-1] = range(0, places[0].stop), range(places[-1].start, case.units)
+        self.owners = [layer % size for layer in range(case.layers)]
+        self.parts = {layer: PlainStage(case, lstm, units) for layer, units in enumerate(places) if self.owners[layer] == rank}
+        self.parameters = [parameter for part in self.parts.values() for parameter in part.parameters()]
+        self.optimizer = torch.optim.Adam(self.parameters, LR, fused=True)
+
+    def step(self, number: int) -> Tensor | None:
+        """One optimizer step; the mean loss, where the last layer is."""
+        x_TB, target_TB = self.batches[number % BATCHES]
+        with arithmetic(self.lstm):
+            self.optimizer.zero_grad()
+            entered: dict[int, Tensor] = {}
+            left: dict[int, Tensor] = {}
+            for layer, part in self.parts.items():
+                entered[layer] = x_TB if layer == 0 else self._receive(layer - 1).requires_grad_()
+                left[layer] = part(entered[layer])
+                if layer < self.case.layers - 1:
+                    dist.send(left[layer].detach(), self.owners[layer + 1])
+            loss: Tensor | None = None
+            for layer in reversed(self.parts):
+                if layer == self.case.layers - 1:
+                    loss = mean_loss(left[layer], target_TB)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                else:
+                    left[layer].backward(self._receive(layer + 1))  # type: ignore[no-untyped-call]
+                gradient = entered[layer].grad
+                if gradient is not None:
+                    dist.send(gradient, self.owners[layer - 1])
+            update_together(self.parameters, self.optimizer)
+        return None if loss is None else loss.detach()
+
+    def _receive(self, layer: int) -> Tensor:
+        message_TBH = torch.empty(self.case.steps, self.case.lanes, self.case.hidden)
+        dist.recv(message_TBH, self.owners[layer])
+        return message_TBH

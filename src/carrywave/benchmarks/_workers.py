@@ -1,0 +1,214 @@
+"""Worker processes for the benchmarks of several workers: starting them, timing loops in turn, peak memory, and rows back to the parent.
+
+A benchmark module has `work(crew, job)`, which every worker calls: it gives rows, and each worker writes its own to a file, one
+JSON object a line. Workers meet through a store in a file and talk over the loopback interface, one thread each.
+
+Timing: all loops live in the same processes and take turns, a block of steps each, several times. A barrier stands before
+each block, and a block counts by its slowest worker. A worker that has no part in a loop sleeps in the barrier after it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from carrywave.errors import RunError, UserError
+from carrywave.parallel.world import World, join, leave, lost
+
+Row = dict[str, Any]
+Loop = Callable[[int], int]  # does step number i; gives the real tokens that this worker answers for
+
+POLL_SECONDS = 0.05
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The workers of one job, and which of them this is."""
+
+    world: World
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self.world.size
+
+    def barrier(self) -> None:
+        """Sleeps until all are here."""
+        dist.barrier()
+
+    def most(self, value: float) -> float:
+        """The largest of all workers' values."""
+        return self._together(value, dist.ReduceOp.MAX)
+
+    def sum(self, value: float) -> float:
+        """The sum of all workers' values."""
+        return self._together(value, dist.ReduceOp.SUM)
+
+    def _together(self, value: float, how: Any) -> float:
+        shared = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(shared, how)
+        return float(shared)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Blocks of a loop: steps in each, seconds of the slowest worker, real tokens of all workers."""
+
+    steps: int
+    seconds: list[float]
+    tokens: list[float]
+
+    @property
+    def step_ms(self) -> list[float]:
+        """Milliseconds a step in each block."""
+        return [1e3 * seconds / self.steps for seconds in self.seconds]
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        """The rate in each block."""
+        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
+
+
+def spread(values: list[float]) -> float:
+    """Largest less smallest, over the median."""
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+def start(bench: str, job: Mapping[str, Any], workers: int, *, exact_memory: bool = False) -> list[list[Row]]:
+    """Runs `work` of a benchmark in so many processes; the rows of each, by rank.
+
+    `exact_memory` makes the allocator give every freed tensor back to the system at once, so that peaks count what is alive.
+    """
+    with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps(dict(job)), encoding="utf-8")
+        command = [sys.executable, "-m", "carrywave.benchmarks._workers", bench, name]
+        crew: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(workers):
+                environment = _environment(folder, rank, workers, exact_memory)
+                with (folder / f"{rank}.log").open("wb") as log:
+                    crew.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+            failed = _wait(crew)
+        finally:
+            for process in crew:
+                process.kill()
+                process.wait()
+        if failed:
+            # Of several that fail at once, one is the cause, and the others only miss it.
+            last = {rank: (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank in failed}
+            cause = min(failed, key=lambda rank: lost(RuntimeError(last[rank])))
+            raise RunError(f"worker {cause} of bench {bench} ended with exit code {crew[cause].returncode}: {last[cause]}")
+        texts = [(folder / f"{rank}.jsonl").read_text(encoding="utf-8") for rank in range(workers)]
+        return [[json.loads(line) for line in text.splitlines()] for text in texts]
+
+
+def _wait(crew: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Until all have ended well, or some have not: their ranks."""
+    while True:
+        codes = [process.poll() for process in crew]
+        bad = [rank for rank, code in enumerate(codes) if code]
+        if bad or all(code == 0 for code in codes):
+            return bad
+        time.sleep(POLL_SECONDS)
+
+
+def _environment(folder: Path, rank: int, workers: int, exact_memory: bool) -> dict[str, str]:
+    """This process's, with its import path, the worker's place, one thread, and loopback for all messages."""
+    own = {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CARRYWAVE_STORE": str(folder / "store"),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+    }
+    if exact_memory:
+        # A fixed threshold also switches off glibc's own, which grows, and would keep freed memory.
+        own["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    return os.environ | own
+
+
+def crew_sizes(cores: int | None = None) -> list[int]:
+    """How many workers are worth timing on this machine: two cores a worker where there are enough."""
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    if cores < 2:
+        raise UserError(f"this benchmark compares several workers, and there is {cores} core; run it on two or more")
+    return [workers for workers in (2, 4, 8) if workers <= max(2, cores // 2)]
+
+
+def take_turns(crew: Crew, loops: Mapping[str, Loop], *, rounds: int, seconds: float, first: int = 0) -> dict[str, Timing]:
+    """Times the loops, one block of at least so many seconds each, in turn; steps are numbered from `first`."""
+    timings = {name: Timing(_steps_in(crew, loop, seconds, first), [], []) for name, loop in loops.items()}
+    for number in range(rounds):
+        for name, loop in loops.items():
+            timing = timings[name]
+            elapsed, tokens = timed_block(crew, loop, timing.steps, first + 1 + number * timing.steps)
+            timing.seconds.append(elapsed)
+            timing.tokens.append(tokens)
+    return timings
+
+
+def _steps_in(crew: Crew, loop: Loop, seconds: float, first: int) -> int:
+    elapsed, _ = timed_block(crew, loop, 1, first)
+    return max(1, math.ceil(seconds / elapsed))
+
+
+def timed_block(crew: Crew, loop: Loop, steps: int, first: int) -> tuple[float, float]:
+    """Seconds of the slowest worker, and the real tokens of all."""
+    crew.barrier()
+    begin, tokens = time.perf_counter(), 0
+    for number in range(first, first + steps):
+        tokens += loop(number)
+    elapsed = crew.most(time.perf_counter() - begin)
+    return elapsed, crew.sum(tokens)
+
+
+def memory_mib(field: str = "VmRSS") -> float:
+    """Memory of this process: VmRSS now, VmHWM its peak since `reset_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / MIB for line in lines if line.startswith(f"{field}:"))
+
+
+def reset_peak() -> None:
+    """The peak that the system keeps starts anew from what is held now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def main(bench: str, folder: Path) -> None:
+    """A worker's whole life."""
+    torch.set_num_threads(1)
+    job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    world = join("cpu")
+    work = importlib.import_module(f"carrywave.benchmarks.{bench}").work
+    with (folder / f"{world.rank}.jsonl").open("w", encoding="utf-8") as out:
+        for row in work(Crew(world), job):
+            out.write(json.dumps(row) + "\n")
+    dist.barrier()
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

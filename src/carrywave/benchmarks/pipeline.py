@@ -1,0 +1,376 @@
+"""Claim: time chunks that travel through layers on several workers (the wavefront) beat every other way to share one step among them.
+
+Peers, in the same worker processes, one thread each, with the same model, batches, optimizer, clipping and cuts, taking turns:
+
+- serial: one worker with one thread, ours and plain PyTorch; the faster one is what speed-up and efficiency refer to;
+- sequential: stages one after the other; round-robin: layers dealt over the workers, the whole batch sent at every layer;
+- gpipe: slices of the lanes (ours), and torch.distributed.pipelining's GPipe and 1F1B, each with the best number of micro-batches;
+- DDP: data parallel with the same global batch; its share of the lanes on every worker;
+- wavefront over several numbers of chunks; with slices besides (one forward, one backward); with recomputation.
+
+A loop counts only if its loss after two steps is the serial one's. Peak memory is what a worker holds above its level before the
+model was built, in fresh processes for each loop, read from the peak that the system keeps.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from carrywave.benchmarks import _pipeline_peers as peers
+from carrywave.benchmarks._pipeline_peers import Case, balanced_cuts
+from carrywave.benchmarks._workers import Crew, Row, crew_sizes, memory_mib, reset_peak, spread, start, take_turns, timed_block
+from carrywave.data.batch import Batch
+from carrywave.errors import RunError
+from carrywave.parallel.mesh import Mesh
+from carrywave.plan import schedule as schedules
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule import Schedule
+from carrywave.train.trainer import Trainer
+
+title = "one step shared by several workers"
+COLUMNS = (
+    "case",
+    "workers",
+    "variant",
+    "lstm",
+    "step_ms",
+    "spread",
+    "speedup",
+    "efficiency",
+    "over_pipelining",
+    "over_ddp",
+    "bubble",
+    "peak_mib",
+    "peak_share",
+    "peak_mib_each",
+    "target",
+)
+
+CASES = (Case(4, 512, 16, 128, 2000), Case(4, 1024, 16, 64, 2000), Case(8, 256, 32, 256, 2000))
+WIDE = Case(8, 512, 16, 64, 2000)  # where 8 workers run
+QUICK = Case(4, 32, 8, 16, 50)
+CHUNKS, MICRO_BATCHES = (4, 8, 16, 32), (1, 2, 4, 8, 16)
+SHORTEST_CHUNK = 4  # steps
+# The first steps are of one batch: the loss of a batch that was just trained on falls fast, and shows what the update did.
+CHECKED = (0, peers.BATCHES, 2 * peers.BATCHES)
+# How far a loss may be from the serial one, as a share of the latter's fall over these steps. Sums in float32 differ by 1e-7 of
+# the loss, which is the second number; Adam, whose first steps are as long for a gradient that is all rounding as for any other,
+# makes more of that, but little of the fall. A wrong gradient changes the fall by tens of percent.
+OF_FALL, OF_LOSS = 0.02, 1e-6
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to share a step: the family, and how it is cut."""
+
+    family: str
+    slices: int = 1  # of the lanes: micro-batches
+    chunks: int = 1  # of time
+    recompute: bool = False
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        parts = [f"{self.slices} slices"] if self.slices > 1 else []
+        parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        return self.family + (f" {' x '.join(parts)}" if parts else "") + (" recompute" if self.recompute else "")
+
+
+class Loop(Protocol):
+    """One optimizer step after the other; the loss on the workers that know it."""
+
+    def step(self, number: int) -> Tensor | None:
+        """Step of that number."""
+        ...
+
+
+def run(
+    *, quick: bool = False, cases: Sequence[Case] | None = None, workers: Sequence[int] | None = None, memory: bool = True
+) -> list[dict[str, object]]:
+    """A row for each loop, for every case that fits each number of workers."""
+    sizes = list(workers) if workers is not None else [2] if quick else crew_sizes()
+    rows: list[dict[str, object]] = []
+    for size in sizes:
+        wanted = cases if cases is not None else (QUICK,) if quick else (*CASES, WIDE) if size >= 8 else CASES
+        for case in wanted:
+            if size <= case.layers:
+                rows += _compare(case, size, quick=quick, memory=memory)
+    return rows
+
+
+def _compare(case: Case, size: int, *, quick: bool, memory: bool) -> list[dict[str, object]]:
+    variants = variants_of(case, size, quick=quick)
+    rounds, seconds = (2, 0.02) if quick else (5, 1.0)
+    job = {"case": asdict(case), "variants": [asdict(each) for each in variants], "rounds": rounds, "seconds": seconds}
+    timed = start("pipeline", {**job, "what": "time"}, size)[0]
+    kept = [Variant(**row["variant"]) for row in timed]
+    peaks: list[list[float] | None] = [None] * len(kept)
+    if memory:
+        lstms = [row["lstm"] for row in timed]
+        # Every loop needs workers of its own, which take seconds to start.
+        measured = [each for each in range(len(kept)) if not quick or kept[each] in (Variant("serial"), Variant("wavefront", chunks=4))]
+        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // size)) as pool:
+            jobs = [{"what": "memory", "case": asdict(case), "variant": asdict(kept[each]), "lstm": lstms[each]} for each in measured]
+            for each, found in zip(measured, pool.map(partial(_peaks, size=size), jobs), strict=True):
+                peaks[each] = found
+    return _rows(case, size, kept, timed, peaks)
+
+
+def _peaks(job: Row, size: int) -> list[float]:
+    """Peak MiB of each worker that takes part."""
+    return [row["peak_mib"] for rows in start("pipeline", job, size, exact_memory=True) for row in rows]
+
+
+def variants_of(case: Case, size: int, *, quick: bool = False) -> list[Variant]:
+    """All that is tried; of a family with several micro-batch counts, the best one is kept."""
+    micro = [count for count in MICRO_BATCHES if case.lanes % count == 0 and (not quick or count <= 4)]
+    chunks = [count for count in CHUNKS if case.steps >= count * SHORTEST_CHUNK]
+    best = min(8, chunks[-1])
+    found = [Variant("serial"), Variant("serial PyTorch"), Variant("sequential"), Variant("round-robin"), Variant("DDP")]
+    found += [Variant("gpipe", slices=count) for count in micro if count > 1]
+    found += [Variant("torch GPipe", slices=count) for count in micro]
+    found += [Variant("torch 1F1B", slices=count) for count in micro if count >= size]
+    found += [Variant("wavefront", chunks=count) for count in chunks]
+    return [*found, Variant("wavefront", slices=4, chunks=4), Variant("wavefront", chunks=best, recompute=True)]
+
+
+# In a worker
+
+
+def work(crew: Crew, job: dict[str, Any]) -> Iterator[Row]:
+    """What every worker does: times all loops in turn, or measures the memory of one."""
+    case = Case(**job["case"])
+    if job["what"] == "memory":
+        yield from _remember(crew, case, Variant(**job["variant"]), job["lstm"])
+        return
+    variants = [Variant(**each) for each in job["variants"]]
+    lstms = _choose(crew, case)
+    loops: dict[Variant, Loop | None] = {}
+    losses: dict[Variant, list[float]] = {}
+    first_ms: dict[Variant, float] = {}
+    for variant in variants:
+        loops[variant] = loop_of(variant, case, crew, lstms[variant.family == "serial PyTorch"])
+        first_ms[variant], losses[variant] = first_steps(crew, loops[variant])
+    check_losses({variant.name: values for variant, values in losses.items()}, reference=Variant("serial").name)
+    kept = _best_of_families(first_ms)
+    # A loop that is not timed further is let go: it would only take memory from the others.
+    loops = {variant: loops[variant] for variant in kept}
+    steps = {variant.name: _counted(loop) for variant, loop in loops.items()}
+    timings = take_turns(crew, steps, rounds=job["rounds"], seconds=job["seconds"], first=CHECKED[-1] + 1)
+    for variant in kept:
+        step_ms = timings[variant.name].step_ms
+        yield {
+            "variant": asdict(variant),
+            "lstm": _lstm_name(variant, lstms),
+            "step_ms": statistics.median(step_ms),
+            "spread": spread(step_ms),
+            "losses": losses[variant],
+        }
+
+
+def _choose(crew: Crew, case: Case) -> tuple[str, str]:
+    """The LSTM of the peers, and that of plain PyTorch alone: the fastest on this machine, as worker 0 finds."""
+    kinds = (peers.NATIVE, peers.ONEDNN, peers.OURS)
+    found = (0, 0)
+    if crew.rank == 0:
+        # As many lanes as data parallel gives a worker, which is also a usual micro-batch.
+        lanes = max(1, case.lanes // crew.size)
+        found = (kinds.index(peers.fastest_lstm(case, lanes)), kinds.index(peers.fastest_lstm(case, case.lanes, kinds[:2])))
+    return kinds[int(crew.sum(found[0]))], kinds[int(crew.sum(found[1]))]
+
+
+def _lstm_name(variant: Variant, lstms: tuple[str, str]) -> str:
+    ours = variant.family in ("serial", "sequential", "gpipe", "wavefront")
+    return peers.OURS if ours else lstms[variant.family == "serial PyTorch"]
+
+
+def loop_of(variant: Variant, case: Case, crew: Crew, lstm: str) -> Loop | None:
+    """The loop of a variant on this worker; None where it has no part in it."""
+    match variant.family:
+        case "serial":
+            return Ours(case, Plan.serial()) if crew.rank == 0 else None
+        case "serial PyTorch":
+            return peers.Serial(case, lstm) if crew.rank == 0 else None
+        case "round-robin":
+            return peers.RoundRobin(case, lstm, crew.rank, crew.size)
+        case "DDP":
+            return peers.DataParallel(case, lstm, crew.rank, crew.size)
+        case "torch GPipe" | "torch 1F1B":
+            return peers.TorchPipeline(case, lstm, crew.rank, crew.size, variant.family.split()[1], variant.slices)
+        case _:
+            plan = plan_of(variant, case, crew.size)
+            return Ours(case, plan, Mesh(crew.world, plan), SCHEDULERS[variant.family])
+
+
+def plan_of(variant: Variant, case: Case, stages: int) -> Plan:
+    """Our plan for a variant, cut where the peers are cut."""
+    chunk_steps = -(-case.steps // variant.chunks) if variant.chunks > 1 else None
+    return Plan(
+        stages=stages,
+        cuts=balanced_cuts(case, stages),
+        chunk_steps=chunk_steps,
+        slices=variant.slices,
+        recompute=variant.recompute,
+    )
+
+
+def _gpipe(stages: int, chunks: Sequence[int], *, backward: bool = True) -> Schedule:
+    return schedules.gpipe(stages, len(chunks), backward=backward)
+
+
+SCHEDULERS: dict[str, Callable[..., Schedule]] = {"sequential": schedules.sequential, "gpipe": _gpipe, "wavefront": schedules.wavefront}
+
+
+def bubble_of(variant: Variant, stages: int) -> float | None:
+    """The share of idle time that the schedule predicts, stages and chunks taken as equal; none for what has no schedule of ours."""
+    if variant.family not in SCHEDULERS:
+        return None
+    return schedules.bubble(SCHEDULERS[variant.family](stages, (variant.chunks,) * variant.slices))
+
+
+class Ours:
+    """Our trainer on a plan."""
+
+    def __init__(self, case: Case, plan: Plan, mesh: Mesh | None = None, scheduler: Callable[..., Schedule] | None = None) -> None:
+        train = {"optimizer": "adam", "lr": peers.LR, "clip": peers.CLIP}
+        self.trainer = Trainer(case.model(), train, plan=plan, mesh=mesh or Mesh.alone(peers.CPU, plan), keep_state=False)
+        if scheduler is not None:
+            self.trainer.scheduler = scheduler
+        self.batches = [Batch.of(x_TB, target_TB) for x_TB, target_TB in case.batches()]
+
+    def step(self, number: int) -> Tensor:
+        """One optimizer step; the mean loss."""
+        return self.trainer.step(self.batches[number % len(self.batches)])
+
+
+def _mean_loss(crew: Crew, loop: Loop | None, number: int) -> float:
+    """The loss of a step, the same number on every worker; where several know a loss, each knows that of an equal share."""
+    loss = None if loop is None else loop.step(number)
+    return crew.sum(0.0 if loss is None else float(loss)) / crew.sum(loss is not None)
+
+
+def first_steps(crew: Crew, loop: Loop | None) -> tuple[float, list[float]]:
+    """Milliseconds of the fastest of the steps after the first, and the losses of all."""
+    losses: list[float] = []
+
+    def step(number: int) -> int:
+        losses.append(_mean_loss(crew, loop, number))
+        return 0
+
+    seconds = [timed_block(crew, step, 1, number)[0] for number in CHECKED]
+    return 1e3 * min(seconds[1:]), losses
+
+
+def _counted(loop: Loop | None) -> Callable[[int], int]:
+    def step(number: int) -> int:
+        if loop is not None:
+            loop.step(number)
+        return 0
+
+    return step
+
+
+def check_losses(losses: dict[str, list[float]], reference: str) -> None:
+    """Refuses to time a loop that does not compute what one worker computes."""
+    serial = losses[reference]
+    allowed = OF_FALL * (serial[0] - serial[-1]) + OF_LOSS * serial[0]
+    for name, values in losses.items():
+        for number, (value, wanted) in enumerate(zip(values, serial, strict=True)):
+            if not abs(value - wanted) <= allowed:
+                raise RunError(
+                    f"{name} has loss {value} at step {number}, {reference} {wanted}: it does not compute the same; mend it first"
+                )
+
+
+def _best_of_families(first_ms: dict[Variant, float]) -> list[Variant]:
+    """All variants, except that of each micro-batch pipeline only the fastest number of micro-batches stays."""
+    tuned = ("gpipe", "torch GPipe", "torch 1F1B")
+    best = {
+        family: min((each for each in first_ms if each.family == family), key=first_ms.__getitem__)
+        for family in tuned
+        if any(each.family == family for each in first_ms)
+    }
+    return [each for each in first_ms if each.family not in tuned or best[each.family] == each]
+
+
+def _remember(crew: Crew, case: Case, variant: Variant, lstm: str) -> Iterator[Row]:
+    """Peak memory of a few steps, above the level before the model was built."""
+    # Libraries, threads and connections that any first step brings with it belong to no model.
+    small = replace(case, hidden=16, vocabulary=50, steps=max(8, variant.chunks * 2))
+    warm = loop_of(variant, small, crew, lstm)
+    for number in range(2):
+        _mean_loss(crew, warm, number)
+    del warm
+    gc.collect()
+    before = memory_mib()
+    loop = loop_of(variant, case, crew, lstm)
+    gc.collect()
+    reset_peak()
+    for number in range(3):
+        _mean_loss(crew, loop, number)
+    if loop is not None:
+        yield {"peak_mib": memory_mib("VmHWM") - before}
+
+
+# In the parent
+
+
+def _rows(
+    case: Case, size: int, variants: Sequence[Variant], timed: Sequence[Row], peaks: Sequence[list[float] | None]
+) -> list[dict[str, object]]:
+    by_family: dict[str, float] = {}
+    for variant, row in zip(variants, timed, strict=True):
+        by_family[variant.family] = min(row["step_ms"], by_family.get(variant.family, torch.inf))
+    serial_ms = min(by_family["serial"], by_family["serial PyTorch"])
+    pipelining_ms = min(by_family["torch GPipe"], by_family["torch 1F1B"])
+    serial_mib = next((max(found) for variant, found in zip(variants, peaks, strict=True) if variant.family == "serial" and found), None)
+    rows: list[dict[str, object]] = []
+    for variant, row, found in zip(variants, timed, peaks, strict=True):
+        step_ms = row["step_ms"]
+        alone = variant.family.startswith("serial")
+        bubble = None if alone else bubble_of(variant, size)
+        best = variant.family == "wavefront" and step_ms == by_family["wavefront"]
+        rows.append(
+            {
+                "case": case.name,
+                "workers": 1 if alone else size,
+                "variant": variant.name,
+                "lstm": row["lstm"],
+                "step_ms": round(step_ms, 2),
+                "spread": round(row["spread"], 3),
+                "speedup": round(serial_ms / step_ms, 3),
+                "efficiency": round(serial_ms / step_ms / (1 if alone else size), 3),
+                "over_pipelining": round(pipelining_ms / step_ms, 3),
+                "over_ddp": round(by_family["DDP"] / step_ms, 3),
+                "bubble": None if bubble is None else round(bubble, 3),
+                "peak_mib": None if found is None else round(max(found), 1),
+                "peak_share": None if found is None or serial_mib is None else round(max(found) / serial_mib, 3),
+                "peak_mib_each": None if found is None else " ".join(f"{each:.0f}" for each in found),
+                "target": "; ".join(targets_of(case, size, variant, best=best)),
+            }
+        )
+    return rows
+
+
+def targets_of(case: Case, size: int, variant: Variant, *, best: bool) -> list[str]:
+    """What is wanted of a row: of the fastest wavefront its speed, of two stages their memory."""
+    wanted = []
+    if best and size == 2:
+        wanted += ["over_pipelining >= 1.7", "over_ddp >= 1.0"]
+        efficiency = {(8, 256): 0.80, (4, 512): 0.78}.get((case.layers, case.hidden))
+        wanted += [f"efficiency >= {efficiency}"] if efficiency else []
+    if best and size == 8 and (case.layers, case.hidden) == (8, 512):
+        wanted += ["over_pipelining >= 3.0", "over_ddp >= 1.8", "speedup >= 4.5 (stretch)"]
+    if size == 2 and variant.family == "wavefront":
+        wanted.append("peak_share <= 0.4" if variant.slices > 1 else "peak_share <= 0.6")
+    return wanted

@@ -1,0 +1,100 @@
+"""`--devices`: who computes. Starts workers where this process is the first, and does nothing where a launcher has started us already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from carrywave.cli.exits import end_as, leaving_at_once, note
+from carrywave.errors import PlanError, UserError
+from carrywave.spec.spec import PlanSpec
+from carrywave.train import tf_config
+from carrywave.train.again import script_command
+from carrywave.train.launch import is_worker, start
+
+DevicesOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Workers to start on this machine; to train, one for each GPU if left out.")
+]
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and writes: alone, or rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def agreed(device: str) -> Iterator[None]:
+    """A mistake that workers meet in this block is one mistake, said once."""
+    if not _launched():
+        yield
+        return
+    with leaving_at_once():
+        from carrywave.parallel.world import join, leave, together
+
+    world = join(device)
+    try:
+        with together(world):
+            yield
+    except UserError:
+        leave(world)
+        raise
+
+
+def start_workers(devices: int | None, device: str, plan: PlanSpec | None = None, *, dry_run: bool = False) -> int | None:
+    """Start workers where several are asked for, and end with them. Returns in a process that computes itself.
+
+    In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default.
+    """
+    if devices is not None and devices < 1:
+        raise PlanError(f"--devices {devices} leaves nobody to compute; use a number >= 1")
+    if _launched():
+        size = os.environ.get("WORLD_SIZE")
+        if devices is not None and str(devices) != size and not is_worker():
+            raise PlanError(f"--devices {devices}, but the launcher has started {size} workers (WORLD_SIZE); leave out --devices")
+        return None
+    hosts = tf_config.read(os.environ)
+    gpus = _gpus(device, needed=devices is None and plan is not None)
+    count = devices or (gpus if plan is not None else 0) or 1
+    if plan is not None and hosts is None and count > 1:
+        _check_plan(plan, count)
+    if dry_run:
+        total = count * (1 if hosts is None else len(hosts.addresses))
+        return None if total == 1 else total
+    if count == 1 and hosts is None:
+        return None
+    gpus = gpus or _gpus(device, needed=device != "cpu")
+    if 0 < gpus < count:
+        note(f"{count} workers share {gpus} GPU{'s' * (gpus > 1)}: their messages go through the memory of the host")
+    end_as(start(script_command(), count, hosts=hosts))
+    raise typer.Exit
+
+
+def _launched() -> bool:
+    """As `parallel.world.launched`, without torch."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
+def _gpus(device: str, *, needed: bool) -> int:
+    if not needed or device == "cpu":
+        return 0
+    with leaving_at_once():
+        import torch
+
+        from carrywave.parallel.world import pick_device
+
+    return torch.cuda.device_count() if pick_device(device).type == "cuda" else 0
+
+
+def _check_plan(plan: PlanSpec, workers: int) -> None:
+    """What can be refused before anybody is started; the rest follows when the model is known."""
+    if plan.replicas is not None and plan.replicas * plan.stages != workers:
+        needed = plan.replicas * plan.stages
+        raise PlanError(
+            f"plan.replicas={plan.replicas} x plan.stages={plan.stages} needs {needed} workers, there are {workers}; use --devices {needed}"
+        )
+    if workers % plan.stages:
+        raise PlanError(f"plan.stages={plan.stages} does not divide {workers} workers; use --devices {plan.stages}, or a multiple of it")

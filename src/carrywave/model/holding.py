@@ -1,0 +1,110 @@
+"""Which parameters a worker holds: those of its own units. The others are given up, so that a model may be larger than a device.
+
+Names are those of the whole model, a tied parameter under its first one: what is saved, initialised or drawn by name does not
+depend on how the model is cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import PlanError
+from carrywave.model.model import Model
+
+_LAYER = re.compile(r"_l(\d+)(_reverse)?(\.|$)")
+
+
+def unit_of(name: str, units: int) -> int:
+    """The unit that a parameter or buffer belongs to, by its name in the model."""
+    part, _, rest = name.partition(".")
+    if part in ("encoder", "dropout_in"):
+        return 0
+    found = _LAYER.search(rest) if part == "lstm" else None
+    return int(found.group(1)) + 1 if found else units - 1
+
+
+def homes(model: Model) -> dict[str, frozenset[int]]:
+    """For each parameter and buffer, by its first name, the units that use it: more than one where it is tied."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    found: dict[str, set[int]] = {}
+    for name, tensor in tensors:
+        found.setdefault(first.setdefault(id(tensor), name), set()).add(unit_of(name, model.units))
+    return {name: frozenset(units) for name, units in found.items()}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter that several stages hold: their gradients are summed, and its norm is counted on the first of them."""
+
+    name: str
+    stages: tuple[int, ...]
+
+
+def shared(model: Model, cuts: Sequence[int]) -> list[Shared]:
+    """The parameters that several stages hold, in the model's order."""
+    places = {name: sorted({sum(unit >= cut for cut in cuts) for unit in units}) for name, units in homes(model).items()}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return [Shared(name, tuple(stages)) for name, stages in places.items() if len(stages) > 1 and name in trained]
+
+
+def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Move the tensors of units [first, last) to a device, numbers in this dtype, and give up all others; returns those held, by name.
+
+    What is given up stays in the model as an empty tensor on torch's meta device.
+    """
+    where = homes(model)
+    tensors = [*model.named_parameters(), *model.named_buffers()]  # kept to the end: a freed tensor's id may be given to another
+    names = {id(tensor): name for name, tensor in tensors}
+    held: dict[str, Tensor] = {}
+    emptied: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for module in model.modules():
+            for store in (module._parameters, module._buffers):
+                for key, tensor in store.items():
+                    name = names.get(id(tensor))
+                    if tensor is None or name is None:
+                        continue
+                    kind = dtype if tensor.is_floating_point() else tensor.dtype
+                    if any(first <= unit < last for unit in where[name]):
+                        if tensor.is_meta:
+                            raise PlanError(
+                                f"the model holds no {name}: another trainer cut it over stages and gave it up; build the model anew"
+                            )
+                        moved = tensor.data.to(device, kind)
+                        if isinstance(tensor, nn.Parameter):
+                            tensor.data = moved
+                        else:
+                            store[key] = tensor = moved  # type: ignore[assignment]
+                        held[name] = tensor
+                    else:
+                        empty = emptied.get(id(tensor))
+                        if empty is None:
+                            bare = torch.empty_like(tensor, device="meta", dtype=kind)
+                            empty = nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+                            emptied[id(tensor)] = empty
+                        store[key] = empty  # type: ignore[assignment]
+    order = {name: place for place, name in enumerate(where)}
+    return {name: held[name] for name in sorted(held, key=order.__getitem__)}
+
+
+def fill(model: Model, tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Give a model that was cut all of its tensors again, by name."""
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    replaced: dict[int, Tensor] = {}
+    for name, tensor in named.items():
+        if tensor.is_meta:
+            whole = tensors[name].to(device, tensor.dtype)
+            replaced[id(tensor)] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+        else:
+            tensor.data.copy_(tensors[name])
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for key, old in store.items():
+                if old is not None and id(old) in replaced:
+                    store[key] = replaced[id(old)]  # type: ignore[assignment]

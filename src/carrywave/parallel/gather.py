@@ -1,0 +1,56 @@
+"""Named tensors to and from rank 0, by way of host memory: what is written to the disk, and what is read from it.
+
+A header of JSON says what comes; the tensors follow one by one. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from carrywave.parallel.world import World, exchange
+
+Named = Mapping[str, Tensor]
+
+
+def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
+    """On rank 0 the tensors of every rank, by rank; on all others nothing."""
+    if world.size == 1:
+        return [dict(tensors)]
+    headers = [json.loads(text) for text in exchange(world, _header(tensors))]
+    if world.rank > 0:
+        for tensor in tensors.values():
+            dist.send(tensor.detach().cpu().contiguous(), 0)
+        return []
+    found = [dict(tensors)]
+    for rank, header in enumerate(headers[1:], start=1):
+        own: dict[str, Tensor] = {}
+        for name, shape, dtype in header:
+            own[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.recv(own[name], rank)
+        found.append(own)
+    return found
+
+
+def spread(world: World, tensors: Named | None) -> dict[str, Tensor]:
+    """The tensors of rank 0, on every rank, in host memory (on rank 0 as they are)."""
+    if world.size == 1:
+        return dict(tensors or {})
+    header = json.loads(exchange(world, _header(tensors or {}) if world.rank == 0 else "")[0])
+    found: dict[str, Tensor] = {}
+    for name, shape, dtype in header:
+        if world.rank == 0 and tensors is not None:
+            dist.broadcast(tensors[name].detach().cpu().contiguous(), 0)
+            found[name] = tensors[name]
+        else:
+            found[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(found[name], 0)
+    return found
+
+
+def _header(tensors: Named) -> str:
+    return json.dumps([[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()])

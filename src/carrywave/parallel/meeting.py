@@ -1,0 +1,166 @@
+"""Where workers meet before they can talk: a store that holds a few words, as a file or at an address; who is there, and who is missing.
+
+Every worker says in the store that it is there, so that one that stays away is named after a minute, instead of a silence of half an hour.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from carrywave.errors import UserError, WorkerError
+
+START_SECONDS = 60.0
+
+
+def number(name: str) -> int:
+    """One of the launcher's variables."""
+    text = os.environ.get(name)
+    if text is None:
+        given = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
+        hint = " (under srun to SLURM_LOCALID)" if name == "LOCAL_RANK" else ""
+        raise WorkerError(f"{given} is set and {name} is not; start the workers with torchrun, or set it too{hint}")
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise WorkerError(f"{name}={text} is not a whole number >= 0; correct it, or start the workers with torchrun")
+    return value
+
+
+def start_seconds() -> float:
+    """How long to wait for workers that do not show up."""
+    text = os.environ.get("CARRYWAVE_START_SECONDS", str(START_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise WorkerError(f"CARRYWAVE_START_SECONDS={text} is not a number of seconds; use 60, say")
+    return seconds
+
+
+def find_store(rank: int, size: int, seconds: float) -> Store:
+    """Where the workers meet: a file of a local launch, the store of torchrun's agent, or one that rank 0 opens."""
+    timeout = timedelta(seconds=seconds)
+    path = os.environ.get("CARRYWAVE_STORE")
+    if path:
+        # Without a number of workers: with one, torch removes the file as soon as that many of its own copies are gone.
+        store: Store = FileStore(path)
+        store.set_timeout(timeout)
+        return store
+    address = os.environ.get("MASTER_ADDR")
+    if not address:
+        raise WorkerError("RANK is set and MASTER_ADDR is not; start the workers with torchrun, or set it to the host of rank 0")
+    port = number("MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise WorkerError(f"MASTER_PORT={port} is not a port; use a number from 1 to 65535")
+    # Torch's word for: the launcher has opened the store, and rank 0 need not.
+    opened = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return open_store(address, port, rank == 0 and not opened, seconds)
+
+
+def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore:
+    """The store at an address: the first opens it there, the others find it."""
+    nobody = WorkerError(f"nothing answers at {address}:{port} within {seconds:g} s; start rank 0 there, or correct the address and port")
+    try:
+        socket.getaddrinfo(address, port)
+    except socket.gaierror as error:
+        raise WorkerError(f"the host {address} is not known ({error.strerror}); correct the address where rank 0 is") from error
+    if not first:
+        _await_listener(address, port, seconds, nobody)
+    made: list[TCPStore | RuntimeError] = []
+
+    def make() -> None:
+        try:
+            made.append(TCPStore(address, port, None, first, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True))
+        except RuntimeError as error:
+            made.append(error)
+
+    # In a thread, because torch waits without end for the greeting of a program that is no store.
+    thread = threading.Thread(target=make, name="carrywave-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not made:
+        raise nobody if first else WorkerError(f"another program than rank 0 answers at {address}:{port}; use a free port")
+    if isinstance(made[0], RuntimeError):
+        message = str(made[0]).lower()
+        if "eaddrinuse" in message or "address already in use" in message:
+            raise WorkerError(
+                f"port {port} on {address} is taken by another program; use a free one (MASTER_PORT, --master-port)"
+            ) from made[0]
+        raise nobody from made[0]
+    return made[0]
+
+
+def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError) -> None:
+    """Torch would try the same, with a page of its own log for each attempt."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise nobody from error
+        time.sleep(0.1)
+
+
+def everyone(store: Store, rank: int, size: int, device: torch.device, seconds: float) -> list[dict[str, str]]:
+    """Say that this worker is there, wait for the others, and return what each said of itself."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    store.set(_here(rank), json.dumps({"host": socket.gethostname(), "gpu": gpu}))
+    deadline = time.monotonic() + seconds
+    awaited = 0
+    try:
+        while awaited < size:
+            if store.check([_here(awaited)]):
+                awaited += 1
+            elif store.check(["absent"]):
+                raise _absent(json.loads(store.get("absent")), size, seconds)
+            elif time.monotonic() > deadline:
+                missing = [other for other in range(awaited, size) if not store.check([_here(other)])]
+                store.set("absent", json.dumps(missing))
+                time.sleep(1.0)  # the others read it too, before the store goes with this process
+                raise _absent(missing, size, seconds)
+            else:
+                time.sleep(0.05)
+        return [json.loads(store.get(_here(other))) for other in range(size)]
+    except RuntimeError as error:
+        raise WorkerError(f"rank {rank} of {size} lost the place where the workers meet ({short(str(error))}); start them again") from error
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _absent(missing: Sequence[int], size: int, seconds: float) -> UserError:
+    named = [str(rank) for rank in missing]
+    who = f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}"
+    error = WorkerError(
+        f"{who} of {size} did not show up within {seconds:g} s; start every worker, and see that each reaches rank 0 "
+        "(CARRYWAVE_START_SECONDS waits longer)"
+    )
+    return for_all(error, told_by=min(set(range(size)) - set(missing), default=0))
+
+
+def for_all(error: UserError, told_by: int = 0) -> UserError:
+    """The error, marked as one that every worker raises and one of them tells."""
+    error.told_by = told_by
+    return error
+
+
+def short(value: str | None) -> str:
+    """A value for a message of one line."""
+    if value is None:
+        return "nothing"
+    return value if len(value) <= 60 else f"{value[:57]}…"

@@ -1,0 +1,103 @@
+"""A `Mesh` is replicas × stages: where this worker stands among the others, and the process groups over which it talks to them.
+
+Ranks count stages first, so that neighbouring stages are neighbouring ranks, most often on one host. Alone, there are no groups
+and nothing is sent: one device runs the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from carrywave.data.stream import Share
+from carrywave.errors import PlanError
+from carrywave.parallel.transport import Channel, GroupLinks
+from carrywave.parallel.world import World
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule import Phase
+
+
+class Mesh:
+    """This worker's place in a plan, its links to neighbouring stages, and sums over workers."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        if world.size != plan.workers:
+            raise PlanError(
+                f"the plan needs {plan.workers} workers ({plan.replicas} replicas x {plan.stages} stages), {world.size} are running; "
+                f"set plan.replicas and plan.stages so that their product is {world.size}"
+            )
+        self.world, self.plan, self.device = world, plan, world.device
+        self.replica, self.stage = divmod(world.rank, plan.stages)
+        self.links: GroupLinks | None = None
+        self._replicas: dist.ProcessGroup | None = None
+        if world.size > 1:
+            self._connect()
+
+    @staticmethod
+    def alone(device: torch.device, plan: Plan | None = None) -> Mesh:
+        """One worker."""
+        return Mesh(World.alone(device), plan or Plan.serial())
+
+    @property
+    def units(self) -> list[int]:
+        """Where the plan cuts, without the two ends."""
+        return list(self.plan.cuts)
+
+    def span(self, units: int) -> tuple[int, int]:
+        """The first unit of this worker's stage, and the one after its last."""
+        edges = [0, *self.plan.cuts, units]
+        if len(edges) != self.plan.stages + 1 or edges != sorted(set(edges)):
+            raise PlanError(
+                f"cuts={list(self.plan.cuts)} do not cut {units} units (encoder, layers, head) into {self.plan.stages} stages; "
+                f"give {self.plan.stages - 1} rising unit numbers between 1 and {units - 1}"
+            )
+        return edges[self.stage], edges[self.stage + 1]
+
+    def share(self, *, inputs: bool = True, targets: bool = True) -> Share:
+        """What this worker reads of every batch."""
+        return Share(self.replica, self.plan.replicas, inputs, targets)
+
+    def replicas_of(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of the workers of these stages in all replicas; None where that is this worker alone.
+
+        Groups of several stages are made anew: every worker must ask for the same ones in the same order.
+        """
+        if len(stages) == 1:
+            return self._replicas
+        ranks = [replica * self.plan.stages + stage for replica in range(self.plan.replicas) for stage in stages]
+        group: dist.ProcessGroup = dist.new_group(ranks)
+        return group
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Add up over all workers, in place: the same bits on each."""
+        if self.world.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def _connect(self) -> None:
+        plan, world = self.plan, self.world
+        kind = "cuda" if world.backend == "nccl" else "cpu"
+        mesh = init_device_mesh(kind, (plan.replicas, plan.stages), mesh_dim_names=("replica", "stage"))
+        self._replicas = mesh.get_group("replica") if plan.replicas > 1 else None
+        if plan.stages == 1:
+            return
+        incoming: dict[Phase, Channel] = {}
+        outgoing: dict[Phase, Channel] = {}
+        staged = world.backend == "gloo" and self.device.type == "cuda"
+        where = torch.device("cpu") if staged else self.device
+        # Every worker makes every group, in one order; the two ends of a channel then greet each other along the chain of stages.
+        for replica in range(plan.replicas):
+            for stage in range(plan.stages - 1):
+                below, above = replica * plan.stages + stage, replica * plan.stages + stage + 1
+                for phase, sender, receiver in (("F", below, above), ("B", above, below)):
+                    group = dist.new_group([below, above])
+                    if world.rank in (sender, receiver):
+                        sends = world.rank == sender
+                        channel = Channel(group, receiver if sends else sender)
+                        (outgoing if sends else incoming)[phase] = channel  # type: ignore[index]
+                        channel.greet(sends=sends, device=where)
+        self.links = GroupLinks(incoming, outgoing, self.device, staged=staged)

@@ -1,0 +1,248 @@
+"""The `World` is the processes that train together: who this one is, and how they find each other, agree, and fail as one.
+
+The launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say who we are and are never changed. Only bytes of
+text travel here: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from carrywave import errors
+from carrywave.errors import SpecError, UserError, WorkerError
+from carrywave.parallel.meeting import everyone, find_store, for_all, number, short, start_seconds
+
+# Long: one worker may prepare much data while the others wait. A worker that dies is noticed at once, by its closed connections.
+COLLECTIVE_SECONDS = 30 * 60.0
+# Parts of what torch, gloo and NCCL say when another process has gone, or does not answer.
+LOSSES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "timed out after",
+    "timeout waiting for key",
+    "wait timeout",
+    "socket timeout",
+    "failed to recv",
+    "application timeout caused pair closure",
+    "software caused connection abort",
+    "nccl communicator was aborted",
+    "remote process exited",
+    "watchdog caught collective operation timeout",
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all that train together. Alone is a world of one."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str  # how tensors of `device` travel: gloo (through the host's memory), nccl, or "" alone
+
+    @staticmethod
+    def alone(device: torch.device) -> World:
+        """One process, no messages."""
+        return World(0, 1, 0, 1, device, "")
+
+
+class _Joined:
+    """What `join` made in this process, to be undone by `leave`; the store outlives the group, so that one error is told once."""
+
+    store: Store | None = None
+    times = 0  # every join has keys of its own: addresses of an earlier one lead nowhere
+    made_group = False
+
+
+def pick_device(name: str, local_rank: int | None = None) -> torch.device:
+    """cpu, cuda, or the GPU where there is one; worker `local_rank` of a host takes the GPU of that number."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise SpecError(f"device {name!r} is not one of auto, cpu and cuda; use one of them")
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise SpecError("device cuda was asked for and no GPU can be used; use --device cpu")
+    if name == "cpu" or not there:
+        return torch.device("cpu")
+    return torch.device("cuda") if local_rank is None else torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def launched() -> bool:
+    """Whether a launcher started this process as one worker of several: it says so by RANK or WORLD_SIZE."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
+def join(device: str = "auto") -> World:
+    """The world that the launcher's variables describe, with every worker in it; alone where there are none."""
+    if not launched():
+        if dist.is_initialized():  # by the user, without a launcher
+            return _of_group(device, dist.get_rank(), dist.get_world_size())
+        return World.alone(pick_device(device))
+    rank, size, local_rank = number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK")
+    local_size = number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else None
+    if size < 1 or rank >= size:
+        raise WorkerError(
+            f"RANK={rank} does not fit WORLD_SIZE={size}; ranks run from 0 to WORLD_SIZE - 1: correct the launcher's variables"
+        )
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, size):
+            raise WorkerError(
+                f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, but RANK={rank} and WORLD_SIZE={size}; "
+                "destroy the group first, or let carrywave make it"
+            )
+        return _of_group(device, local_rank, local_size or size)
+    where = _taken(pick_device(device, local_rank))
+    if size == 1:
+        return World(0, 1, local_rank, 1, where, "")
+    start = start_seconds()
+    _end_with_parent()
+    _Joined.store = _Joined.store or find_store(rank, size, start)
+    _Joined.times += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"carrywave/{attempt}/{_Joined.times}", _Joined.store)
+    there = everyone(store, rank, size, where, start)
+    # One GPU cannot be two ranks of NCCL: where workers share one, or some have none, tensors go through the host's memory.
+    gpus = [one["gpu"] for one in there]
+    backend = "nccl" if "" not in gpus and len(set(gpus)) == size else "gloo"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+    _Joined.made_group = True
+    hosts = [one["host"] for one in there]
+    return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend)
+
+
+def leave(world: World) -> None:
+    """Undo what `join` made. A group that the user made stays, and a second call does nothing."""
+    if world.size > 1 and _Joined.made_group and dist.is_initialized():
+        dist.destroy_process_group()
+        _Joined.made_group = False
+
+
+def exchange(world: World, text: str) -> list[str]:
+    """The texts of all ranks, in their order."""
+    if world.size == 1:
+        return [text]
+    mine = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(lengths, torch.tensor([len(text.encode())], dtype=torch.int64))
+    sizes = [int(length) for length in lengths]
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    padded[: mine.numel()] = mine[: padded.numel()]
+    texts = [torch.zeros_like(padded) for _ in range(world.size)]
+    dist.all_gather(texts, padded)
+    return [bytes(one[:size].tolist()).decode() for one, size in zip(texts, sizes, strict=True)]
+
+
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """A mistake that any worker meets in this block is raised by all of them, so that none waits for one that has given up."""
+    if world.size == 1:
+        yield
+        return
+    failure: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        failure = error
+    told = exchange(world, json.dumps(None if failure is None else [type(failure).__name__, str(failure)]))
+    failures = [(rank, told_by) for rank, told_by in enumerate(map(json.loads, told)) if told_by is not None]
+    if not failures:
+        return
+    rank, (kind, message) = failures[0]
+    alike = len(failures) == world.size and all(told_by == [kind, message] for _, told_by in failures)
+    known = getattr(errors, kind, UserError)
+    raise for_all(known(message if alike else f"rank {rank}: {message}")) from failure
+
+
+def same(world: World, what: Mapping[str, str]) -> None:
+    """Refuses workers that were started with another spec, other data or another version than rank 0."""
+    if world.size == 1:
+        return
+    said = [json.loads(text) for text in exchange(world, json.dumps(dict(what)))]
+    for rank, theirs in enumerate(said):
+        for name in dict.fromkeys([*said[0], *theirs]):
+            if theirs.get(name) != said[0].get(name):
+                raise for_all(
+                    WorkerError(
+                        f"rank {rank} has {name} {short(theirs.get(name))}, rank 0 has {short(said[0].get(name))}; "
+                        "start every worker with the same command, files and versions"
+                    )
+                )
+
+
+def lost(error: BaseException) -> bool:
+    """Whether an error only says that another worker has gone: the cause is told elsewhere."""
+    if isinstance(error, dist.DistNetworkError):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(part in message for part in LOSSES)
+
+
+def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
+    """Of an error that all workers raise one tells; the others stay until it has, because a launcher ends all after the first."""
+    if rank == error.told_by:
+        tell()
+    if _Joined.store is None:
+        return
+    try:
+        if rank == error.told_by:
+            _Joined.store.set("carrywave/told", "yes")
+        else:
+            _Joined.store.wait(["carrywave/told"], timedelta(seconds=5))
+    except RuntimeError:
+        return  # the other has gone, and the store with it
+
+
+def _of_group(device: str, local_rank: int, local_size: int) -> World:
+    """The world of a process group that is there: made by an earlier `join`, or by the user."""
+    config = dist.get_backend_config()
+    if "cpu:" not in config:
+        raise WorkerError(
+            f"the process group was made with {dist.get_backend()} alone, which sends nothing from the CPU; "
+            'make it with init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    where = _taken(pick_device(device, local_rank))
+    backend = "" if size == 1 else "nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo"
+    return World(rank, size, local_rank, local_size, where, backend)
+
+
+def _taken(device: torch.device) -> torch.device:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _end_with_parent() -> None:
+    """A worker of a local launch stops in good order when the process that started it is gone: nobody else would end it."""
+    parent = os.environ.get("CARRYWAVE_PARENT")
+    if parent is None or _Joined.times:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="carrywave-parent", daemon=True).start()

@@ -1,0 +1,118 @@
+"""`fit(devices=N)` in a user's script: the workers run the same script again, and this keeps the books on which call of `fit` is meant.
+
+In the process that the user started, a call with several devices starts workers and returns what rank 0 tells of its result. In a worker,
+calls before that one return at once with what they gave there; the call itself does the work, and the worker ends with it, so that what
+follows in the script happens once. Calls are counted in the order in which the script makes them, those with one device too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from carrywave.errors import UserError, WorkerError
+from carrywave.train import causes
+from carrywave.train.causes import FAULT, MISTAKE
+from carrywave.train.launch import start
+
+CALL = "CARRYWAVE_FIT"  # in a worker: which call is meant, from 0
+EARLIER = "CARRYWAVE_FIT_EARLIER"  # in a worker: the file with the results of the calls before it
+RESULT = "CARRYWAVE_FIT_RESULT"  # in a worker: the file for the result of this one
+VALUED = ("-W", "-X", "--check-hash-based-pycs")  # options of Python that take the next word
+
+Told = dict[str, Any]  # a result, as JSON can hold it
+
+_results: list[Told | None] = []  # of the calls that this process has begun; None: not ended, or failed
+
+
+def begin() -> Told | None:
+    """Count a call of `fit`; to be called first in each. What it gave in the process that started this one; None: do the work."""
+    _results.append(None)
+    if CALL not in os.environ:
+        return None
+    sys.excepthook = _leave_uncaught
+    number = len(_results) - 1
+    if number >= int(os.environ[CALL]):
+        return None
+    told: Told | None = json.loads(Path(os.environ[EARLIER]).read_text(encoding="utf-8"))[number]
+    if told is None:
+        raise WorkerError("this call of fit failed before the workers of a later one were started; see the message of that one")
+    _results[number] = told
+    return told
+
+
+def remember(told: Told) -> None:
+    """Keep the result of the call that was begun last, for the workers of later ones."""
+    _results[-1] = told
+
+
+def relaunch(devices: int) -> Told:
+    """Start workers that run this script again up to the call begun last, and wait for its result."""
+    command = script_command()
+    with tempfile.TemporaryDirectory(prefix="carrywave-") as name:
+        earlier, result = Path(name) / "earlier.json", Path(name) / "result.json"
+        earlier.write_text(json.dumps(_results[:-1]), encoding="utf-8")
+        variables = {CALL: str(len(_results) - 1), EARLIER: str(earlier), RESULT: str(result)}
+        start(command, devices, environment=variables).check()
+        if not result.exists():
+            raise WorkerError(
+                "the workers ended before they came to this call of fit; call it at the top of the script, under no condition"
+            )
+        remember(json.loads(result.read_text(encoding="utf-8")))
+    told = _results[-1]
+    assert told is not None
+    return told
+
+
+def is_script_worker() -> bool:
+    """Whether this process runs a script again as one of its workers."""
+    return CALL in os.environ
+
+
+def finish(told: Told) -> NoReturn:
+    """The end of a worker: rank 0 leaves the result for the process that started it."""
+    if os.environ.get("RANK") == "0":
+        path = Path(os.environ[RESULT])
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(told), encoding="utf-8")
+        part.replace(path)
+    sys.exit(0)
+
+
+def script_command() -> list[str]:
+    """The command that runs this program again: `python script.py …` or `python -m module …`, with the interpreter's own options."""
+    words = list(sys.orig_argv[1:])
+    options: list[str] = []
+    while words and words[0].startswith("-") and words[0] != "-" and not words[0].startswith(("-m", "-c")):
+        options.append(words.pop(0))
+        if options[-1] in VALUED and words:
+            options.append(words.pop(0))
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not words or words[0] == "-" or words[0].startswith("-c") or main is None or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        raise WorkerError(
+            "workers run the same program again, and this one is not in a file (a notebook, a prompt, -c or stdin); "
+            "put the code into a file and run it with python, or start it with torchrun"
+        )
+    if not words[0].startswith("-m"):
+        words[0] = os.path.abspath(main)  # the folder may have been changed since
+    return [sys.executable, *options, *words]
+
+
+def _leave_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends a worker goes to the process that started it, which raises it once."""
+    where = causes.folder()
+    if where is None:
+        sys.__excepthook__(kind, error, trace)
+    elif isinstance(error, UserError):
+        causes.leave(where, "user", MISTAKE, str(error), error)
+    elif isinstance(error, KeyboardInterrupt):
+        causes.leave(where, "user", causes.INTERRUPTED, str(error) or "interrupted", error)
+    else:
+        from carrywave.parallel.world import lost
+
+        causes.leave(where, "lost" if lost(error) else "fault", FAULT, f"{kind.__name__}: {error}", error, with_trace=True)

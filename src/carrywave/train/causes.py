@@ -1,0 +1,123 @@
+"""Why workers ended: each leaves its failure as a file for the process that started them, which then says one cause and not N.
+
+A worker that only lost contact with another tells nothing new; one that was killed cannot tell, and its exit code does. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from carrywave import errors
+from carrywave.errors import UserError
+
+FOLDER = "CARRYWAVE_CAUSES"  # the variable that names the folder of these files, in workers that `launch.start` started
+FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130  # exit codes
+
+Kind = Literal["user", "fault", "lost"]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The failure of one worker."""
+
+    rank: int
+    kind: Kind
+    code: int
+    message: str
+    error: str = ""  # the class of the error
+    trace: str = ""
+    shared: bool = False  # all workers raise it, and the message names the rank where one is to be named
+    seconds: float = 0.0  # when
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the workers ended, as one: an exit code, and one line where there is something to say."""
+
+    code: int
+    message: str = ""
+    error: str = ""
+    trace: str = ""
+
+    def check(self) -> None:
+        """The failure as the error it was in the worker; nothing where all is well."""
+        if self.code == MISTAKE and self.message:
+            kind = getattr(errors, self.error, UserError)
+            raise kind(self.message)
+        if self.code == INTERRUPTED:
+            raise KeyboardInterrupt(self.message or "interrupted")
+        if self.code not in (0, STOPPED):
+            raise RuntimeError(f"{self.message}\n{self.trace}".rstrip())
+
+
+def folder() -> Path | None:
+    """Where this worker leaves its failure; None: nobody would read it."""
+    name = os.environ.get(FOLDER)
+    return Path(name) if name else None
+
+
+def leave(where: Path, kind: Kind, code: int, message: str, error: BaseException | None = None, *, with_trace: bool = False) -> None:
+    """Write the failure of this worker for the process that started it."""
+    cause = Cause(
+        rank=int(os.environ.get("RANK", "0")),
+        kind=kind,
+        code=code,
+        message=message,
+        error="" if error is None else type(error).__name__,
+        trace="".join(traceback.format_exception(error)) if with_trace and error is not None else "",
+        shared=getattr(error, "told_by", None) is not None,
+        seconds=time.time(),
+    )
+    part = where / f"{cause.rank}.part"
+    part.write_text(json.dumps(asdict(cause)), encoding="utf-8")
+    part.replace(where / f"{cause.rank}.json")
+
+
+def read(where: Path) -> dict[int, Cause]:
+    """The failures by rank."""
+    found = (Cause(**json.loads(path.read_text(encoding="utf-8"))) for path in where.glob("*.json"))
+    return {cause.rank: cause for cause in found}
+
+
+def ended(codes: Mapping[int, int], causes: Mapping[int, Cause], *, size: int, asked: int | None, killed: Iterable[int]) -> Ended:
+    """One end for all, from the exit codes of the workers here by rank, what they left, the signal that was passed on to them, and
+    whom we ended ourselves."""
+    told_of = set(causes) | set(killed)
+    silent = {rank: -code for rank, code in codes.items() if code < 0 and rank not in told_of and -code != asked}
+    # A process aborts itself when its messages fail, so an abort may be a consequence; other signals come from outside, or are a crash.
+    for rank, number in silent.items():
+        if number != signal.SIGABRT:
+            return _died(rank, number, size)
+    told = sorted((cause for cause in causes.values() if cause.kind != "lost"), key=lambda cause: cause.seconds)
+    if told:
+        return _of_cause(told[0], told, size)
+    for rank, number in silent.items():
+        return _died(rank, number, size)
+    for rank, code in codes.items():
+        if code > 0 and code not in (STOPPED, INTERRUPTED) and rank not in causes:
+            return Ended(code, f"worker {rank} of {size} ended with exit code {code}; what it printed says why")
+    if causes:
+        return Ended(FAULT, "contact with the other workers was lost; where they run, it is said why")
+    if asked is not None and any(code < 0 for code in codes.values()):
+        # Before the first step there is nothing to write; ended by us means that there was a second signal.
+        return Ended(128 + asked, "ended at once; what was done since the last snapshot is lost" if told_of else "")
+    return Ended(next((code for code in (INTERRUPTED, STOPPED) if code in codes.values()), 0))
+
+
+def _of_cause(first: Cause, told: Sequence[Cause], size: int) -> Ended:
+    alike = first.shared or (len({cause.message for cause in told}) == 1 and len(told) == size)
+    message = first.message if alike or size == 1 or first.code == INTERRUPTED else f"worker {first.rank}: {first.message}"
+    return Ended(first.code, message, first.error, first.trace)
+
+
+def _died(rank: int, number: int, size: int) -> Ended:
+    remedy = "; if memory ran out, use fewer workers or a smaller batch" if number == signal.SIGKILL else ""
+    return Ended(FAULT, f"worker {rank} of {size} was killed (signal {number}, {signal.Signals(number).name}){remedy}")

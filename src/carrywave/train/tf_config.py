@@ -1,0 +1,96 @@
+"""TF_CONFIG, as TensorFlow's clusters set it, read as a list of hosts: a task is a host, and starts a worker for each of its devices.
+
+`{"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}, "task": {"type": "worker", "index": 0}}`. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from carrywave.errors import WorkerError
+
+EXAMPLE = '{"cluster": {"worker": ["hostA:2222", "hostB:2222"]}, "task": {"type": "worker", "index": 0}}'
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a cluster in one order for all of them, and which of them this is. The first one's address is where they meet."""
+
+    addresses: tuple[str, ...]
+    names: tuple[str, ...]  # worker 1, chief 0: for messages
+    node: int
+
+    @property
+    def meeting(self) -> tuple[str, int]:
+        """Host and port of node 0."""
+        return _host_and_port(self.addresses[0])
+
+    @property
+    def own_host(self) -> str:
+        """The name or address by which the others know this host."""
+        return _host_and_port(self.addresses[self.node])[0]
+
+
+def read(environment: Mapping[str, str]) -> Hosts | None:
+    """The hosts that TF_CONFIG names; None where it is not set, or names no other host."""
+    text = environment.get("TF_CONFIG", "")
+    if not text.strip():
+        return None
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise WorkerError(f"TF_CONFIG is not JSON ({error}); write it like {EXAMPLE}, or unset it") from error
+    cluster, task = _part(config, "cluster"), _part(config, "task")
+    if not cluster and not task:
+        return None  # {}: TensorFlow's own way to say one machine
+    for role in cluster:
+        if role not in ("chief", "worker"):
+            raise WorkerError(f"TF_CONFIG names a {role}: {_remedy(role)}")
+    addresses: list[str] = []
+    names: list[str] = []
+    for role in ("chief", "worker"):
+        tasks = cluster.get(role, [])
+        if not isinstance(tasks, list) or not all(isinstance(address, str) for address in tasks):
+            raise WorkerError(f'TF_CONFIG: cluster.{role} is not a list of "host:port"; write it like {EXAMPLE}')
+        for index, address in enumerate(tasks):
+            _host_and_port(address)
+            addresses.append(address)
+            names.append(f"{role} {index}")
+    if len(set(addresses)) != len(addresses):
+        raise WorkerError("TF_CONFIG gives one address to two tasks; every task is a host with an address of its own")
+    kind, number = task.get("type"), task.get("index")
+    if kind in ("ps", "evaluator"):
+        raise WorkerError(f"TF_CONFIG makes this task a {kind}: {_remedy(kind)}")
+    if f"{kind} {number}" not in names:
+        count = sum(name.startswith(f"{kind} ") for name in names)
+        raise WorkerError(
+            f"TF_CONFIG: task {kind} {number} is not in the cluster, which has {count} of type {kind}; correct task.type and task.index"
+        )
+    return Hosts(tuple(addresses), tuple(names), names.index(f"{kind} {number}")) if len(addresses) > 1 else None
+
+
+def _part(config: object, name: str) -> dict[str, Any]:
+    if not isinstance(config, dict):
+        raise WorkerError(f"TF_CONFIG is not a JSON object; write it like {EXAMPLE}")
+    part = config.get(name, {} if not config else None)
+    if not isinstance(part, dict):
+        raise WorkerError(f"TF_CONFIG has no {name}; write it like {EXAMPLE}")
+    return part
+
+
+def _remedy(role: str) -> str:
+    if role == "ps":
+        return "there are no parameter servers here, workers hold the weights; list those hosts as worker, or leave them out"
+    if role == "evaluator":
+        return "workers evaluate as they train; leave it out of the cluster, or run carrywave evaluate RUN there"
+    return "only chief and worker take part; leave it out"
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise WorkerError(f"TF_CONFIG: {address!r} is not host:port; write it like hostA:2222")
+    return host.removeprefix("[").removesuffix("]"), int(port)

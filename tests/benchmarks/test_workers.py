@@ -1,0 +1,72 @@
+"""Workers of a benchmark: their rows come back by rank, and the cause of a failure is told in one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from carrywave.benchmarks import _workers
+from carrywave.errors import RunError, UserError
+
+# Stands in for `python -m carrywave.benchmarks._workers BENCH FOLDER`: tells what it was given, or fails as it is told to.
+STAND_IN = """#!{python}
+import json, os, pathlib, sys, time
+folder, rank = pathlib.Path(sys.argv[-1]), os.environ["RANK"]
+job = json.loads((folder / "job.json").read_text())
+if rank in job["failures"]:
+    print("first line")
+    sys.exit(job["failures"][rank])
+time.sleep(job["seconds"])
+row = {{"rank": rank, "bench": sys.argv[-2], "threads": os.environ["OMP_NUM_THREADS"], "of": os.environ["WORLD_SIZE"]}}
+(folder / (rank + ".jsonl")).write_text(json.dumps(row) + "\\n")
+"""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = tmp_path / "program"
+    program.write_text(STAND_IN.format(python=os.path.realpath("/proc/self/exe")))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return program
+
+
+def test_rows_come_back_by_rank_and_nothing_is_left(tmp_path: Path, stand_in: Path) -> None:
+    rows = _workers.start("some", {"failures": {}, "seconds": 0}, 3)
+    assert rows == [[{"rank": str(rank), "bench": "some", "threads": "1", "of": "3"}] for rank in range(3)]
+    assert list(tmp_path.iterdir()) == [stand_in]
+
+
+def test_a_failure_ends_all_workers_and_is_told_by_its_last_line(tmp_path: Path, stand_in: Path) -> None:
+    with pytest.raises(RunError, match="worker 1 of bench some ended with exit code 1: it is tired"):
+        _workers.start("some", {"failures": {"1": "it is tired"}, "seconds": 60}, 2)
+    assert list(tmp_path.iterdir()) == [stand_in]
+
+
+def test_of_several_failures_the_cause_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_workers, "POLL_SECONDS", 2.0)  # both are seen at once
+    failures = {"0": "RuntimeError: Connection closed by peer [127.0.0.1]", "1": "ValueError: the cause"}
+    with pytest.raises(RunError, match=r"worker 1 .* the cause"):
+        _workers.start("some", {"failures": failures, "seconds": 0}, 2)
+
+
+def test_worker_counts_follow_the_cores() -> None:
+    assert [_workers.crew_sizes(cores) for cores in (2, 4, 8, 16, 64)] == [[2], [2], [2, 4], [2, 4, 8], [2, 4, 8]]
+    with pytest.raises(UserError, match="two or more"):
+        _workers.crew_sizes(1)
+
+
+def test_the_peak_starts_anew_and_sees_what_is_held() -> None:
+    held = np.ones(60_000_000, dtype=np.uint8)
+    del held
+    _workers.reset_peak()
+    before = _workers.memory_mib("VmHWM")
+    held = np.ones(40 * 2**20, dtype=np.uint8)
+    del held
+    assert _workers.memory_mib("VmHWM") - before == pytest.approx(40, abs=4)  # whatever else moves meanwhile

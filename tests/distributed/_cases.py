@@ -1,0 +1,220 @@
+"""A case is plain data (JSON): a model, batches, how to train, and a plan. Here it is run, and two runs of it are compared.
+
+Both the tests and the workers that they start load this file. Everything follows from the case: the weights and the data are drawn
+from its seed on the CPU in float64, so that every process and every device sees the same numbers.
+
+Shapes: T time, B lane, F features, C numbers that are to be found.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.data.batch import Batch
+from carrywave.model.dropout import Dropout
+from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.initial import initialize
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+from carrywave.parallel.gather import collect
+from carrywave.parallel.mesh import Mesh
+from carrywave.plan.plan import Plan
+from carrywave.train.trainer import Trainer
+
+Case = dict[str, Any]
+
+VOCABULARY, FEATURES, CLASSES, HORIZON, NUMBERS = 9, 3, 4, 2, 2
+POOLED = ("classification", "regression")
+STREAMS = ("language", "forecasting")
+
+
+@dataclass
+class Run:
+    """What a run of a case came to. Gradients and weights are those of the whole model, on rank 0 alone."""
+
+    losses: list[float]
+    norms: list[float]
+    finite: list[bool]
+    scale: float | None  # of the fp16 loss, after the last step
+    digests: dict[str, str]  # of each weight that this worker holds, to the last bit
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step: divided, clipped
+    weights: dict[str, Tensor] = field(default_factory=dict)  # after the last step
+
+    def bits(self) -> dict[str, Tensor]:
+        """Everything that a repetition must give bit for bit."""
+        numbers = {"losses": torch.tensor(self.losses), "norms": torch.tensor(self.norms)}
+        return numbers | {f"gradient {k}": v for k, v in self.gradients.items()} | {f"weight {k}": v for k, v in self.weights.items()}
+
+
+def plan_of(case: Case) -> Plan:
+    return Plan(**{**case["plan"], "cuts": tuple(case["plan"]["cuts"])})
+
+
+def model_of(case: Case) -> Model:
+    asked, task = case["model"], case["task"]
+    tokens = not asked["numbers"]
+    encoder: nn.Module
+    if tokens:
+        encoder = Embedding(VOCABULARY, asked["input"], asked["dropout_words"])
+    elif asked["own_encoder"]:
+        encoder = nn.Sequential(nn.Linear(FEATURES, asked["input"]), nn.Tanh(), nn.Dropout(0.2))
+    else:
+        encoder = Numbers(FEATURES)
+    lstm = LSTM(
+        asked["input"] if tokens or asked["own_encoder"] else FEATURES,
+        asked["widths"],
+        len(asked["widths"]),
+        dropout=asked["dropout"],
+        bidirectional=asked["bidirectional"],
+        proj_size=asked["projection"],
+        locked=asked["locked"],
+        weight_drop=asked["weight_drop"],
+        layer_norm=asked["layer_norm"],
+        learned_carry=asked["learned_carry"],
+    )
+    width = lstm.output_size
+    weights = torch.tensor([0.5, 2.0, 1.0, 3.0]) if asked["class_weights"] else None
+    head: nn.Module
+    match task:
+        case "language":
+            head = Softmax(width, VOCABULARY, tied=encoder.weight if asked["tie"] else None)  # type: ignore[arg-type]
+        case "tagging":
+            head = Softmax(width, CLASSES, weights=weights)
+        case "classification":
+            head = PooledSoftmax(width, CLASSES, asked["pool"], weights)
+        case "regression":
+            head = PooledNumbers(width, NUMBERS, asked["pool"])
+        case _:
+            head = Forecast(width, HORIZON, NUMBERS, (0.1, 0.5, 0.9) if asked["quantiles"] else None)
+    model = Model(
+        encoder,
+        lstm,
+        head,
+        dropout_in=Dropout(asked["dropout_in"], locked=asked["locked"], name="dropout_in"),
+        dropout_out=Dropout(asked["dropout_out"], locked=asked["locked"], name="dropout_out"),
+    )
+    initialize(model, case["seed"])
+    if asked["learned_carry"]:
+        # They start at zero, where a lane that is not reset could not be told from one that is.
+        generator = torch.Generator().manual_seed(case["seed"] + 1)
+        with torch.no_grad():
+            for name, parameter in model.lstm.named_parameters():
+                if name.startswith("carry"):
+                    parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+    return model
+
+
+def batches_of(case: Case) -> list[list[Batch]]:
+    """For each optimizer step, its batches."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    groups, place = [], 0
+    for group in case["groups"]:
+        made = []
+        for asked in group:
+            made.append(_batch(case, asked, place, generator))
+            place += 1
+        groups.append(made)
+    return groups
+
+
+def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Generator) -> Batch:
+    steps, lanes, task, model = asked["steps"], len(asked["lengths"]), case["task"], case["model"]
+    lengths_B = torch.tensor(asked["lengths"])
+    padded_TB = torch.arange(steps)[:, None] >= lengths_B
+    odd = case.get("padding", "plain") == "odd"  # whatever stands in padding must change nothing
+    inputs: Tensor
+    if model["numbers"]:
+        inputs = torch.randn((steps, lanes, FEATURES), generator=generator, dtype=torch.float64)
+        inputs[padded_TB] = math.nan if odd else 0.0
+    else:
+        inputs = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
+        inputs[padded_TB] = VOCABULARY - 1 if odd else 0
+    lead = (lanes,) if task in POOLED else (steps, lanes)
+    unused = lengths_B == 0 if task in POOLED else padded_TB
+    if task in ("regression", "forecasting"):
+        shape = (*lead, NUMBERS) if task == "regression" else (*lead, HORIZON, NUMBERS)
+        targets = torch.randn(shape, generator=generator, dtype=torch.float64)
+        targets[unused] = math.nan if odd else 7.0
+        for lane, factor in asked.get("target_factors", {}).items():
+            targets[..., int(lane), :] = targets[..., int(lane), :] * factor if task == "regression" else targets[..., int(lane), :]
+    else:
+        targets = torch.randint(VOCABULARY if task == "language" else CLASSES, lead, generator=generator)
+        targets[unused] = 1 if odd else 0
+    return Batch.of(
+        inputs, targets, lengths_B, fresh=torch.tensor(asked["fresh"]), pooled=task in POOLED, epoch=case.get("epoch", 0), step=place
+    )
+
+
+def train(case: Case, mesh: Mesh) -> Run:
+    """Train on the case's batches at this worker's place in the mesh. Every worker must call it."""
+    trainer = Trainer(model_of(case), case["train"], mesh=mesh, keep_state=case["task"] in STREAMS)
+    run = Run([], [], [], None, {})
+    for number, group in enumerate(batches_of(case)):
+        result = trainer.update(*group)
+        run.losses.append(float(result.loss_sum / result.count.clamp(min=1e-30)))
+        run.norms.append(float(result.norm))
+        run.finite.append(bool(result.finite))
+        if number == 0:
+            run.gradients = _gathered(trainer)
+    if mesh.links is not None:
+        mesh.links.drain()
+    run.weights = {name: tensor.clone() for name, tensor in trainer.gathered().items()}
+    run.scale = None if trainer.scaler is None else float(trainer.scaler.scale)
+    run.digests = {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in trainer.parameters().items()}
+    return run
+
+
+def _gathered(trainer: Trainer) -> dict[str, Tensor]:
+    """The gradients of the whole model, by name, on rank 0. One that is not there is zero."""
+    own = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trainer.named}
+    found = collect(trainer.mesh.world, own if trainer.mesh.replica == 0 else {})
+    return {name: tensor.cpu() for part in found for name, tensor in part.items()}
+
+
+def serial(case: Case, device: str = "cpu") -> Run:
+    """The answer: the case on one device, whatever its plan says."""
+    return train(case, Mesh.alone(torch.device(device), Plan.serial()))
+
+
+def errors(got: Run, wanted: Run, *, floor: float) -> dict[str, float]:
+    """‖a − b‖ / ‖b‖ of the losses, the norms, every gradient and every weight; infinite where one is missing or no number.
+
+    `floor` is the least that is divided by. What is left of a tensor whose terms cancel is no measure of their rounding.
+    """
+    found: dict[str, float] = {}
+    for kind, ours, theirs in (("gradient", got.gradients, wanted.gradients), ("weight", got.weights, wanted.weights)):
+        for name in ours.keys() | theirs.keys():
+            pair = ours.get(name), theirs.get(name)
+            found[f"{kind} {name}"] = math.inf if pair[0] is None or pair[1] is None else _error(pair[0], pair[1], floor)
+    for step, (loss, norm, *both) in enumerate(zip(got.losses, got.norms, wanted.losses, wanted.norms, strict=True)):
+        for kind, a, b in (("loss", loss, both[0]), ("norm", norm, both[1])):
+            found[f"{kind} of step {step}"] = _error(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64), floor)
+    return found
+
+
+def _error(a: Tensor, b: Tensor, floor: float) -> float:
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    if a.shape != b.shape:
+        return math.inf
+    error = float((a - b).norm()) / max(float(b.norm()), floor)
+    return error if math.isfinite(error) else math.inf
+
+
+def changed(case: Case, **fields: Any) -> Case:
+    """The case with other fields; those of its sections by `section__field`."""
+    other = copy.deepcopy(case)
+    for name, value in fields.items():
+        section, _, key = name.partition("__")
+        if key:
+            other[section][key] = value
+        else:
+            other[name] = value
+    return other

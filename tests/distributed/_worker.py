@@ -1,0 +1,99 @@
+"""A worker of the exactness tests: `_worker.py RANK FOLDER DEVICE BACKEND`. A case comes in as a line of JSON, a line goes back.
+
+It serves worlds of any size, one after the other: a line says how many workers take part, and where they meet. Tensors go back in
+a file of their own, from rank 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _broken import broken
+from _cases import Run, plan_of, train
+
+from carrywave.parallel.gradients import Reducer
+from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.world import World
+from carrywave.plan.plan import Plan
+from carrywave.train import trainer
+
+
+class Worker:
+    """This process in one world after the other."""
+
+    def __init__(self, rank: int, device: str, backend: str) -> None:
+        # Several workers share a GPU, except under NCCL, which wants one for each.
+        self.device = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device("cpu")
+        if device == "cuda":
+            torch.cuda.set_device(self.device)
+        self.rank, self.backend = rank, backend
+        self.meeting = ""
+        self.meshes: dict[tuple[int, int], Mesh] = {}
+
+    def run(self, line: dict[str, Any]) -> Run:
+        case = line["case"]
+        plan = plan_of(case)
+        if line["meeting"] != self.meeting:
+            self._meet(line["meeting"], plan.workers)
+        options = {} if case.get("bucket_bytes") is None else {"bucket_bytes": case["bucket_bytes"]}
+        with broken(case.get("broken"), self.rank), mock.patch.object(trainer, "Reducer", functools.partial(Reducer, **options)):
+            return train(case, self._mesh(plan))
+
+    def _meet(self, path: str, size: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.meshes.clear()
+        self.meeting, self.size = path, size
+        # A minute: a hang is a failure of the case at hand, and is told as one.
+        backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
+        dist.init_process_group(
+            backend, store=FileStore(path, size), rank=self.rank, world_size=size, timeout=timedelta(seconds=60)
+        )
+
+    def _mesh(self, plan: Plan) -> Mesh:
+        """Process groups depend on replicas and stages alone: plans that agree in them share them, which saves most of the time."""
+        shape = plan.replicas, plan.stages
+        if shape not in self.meshes:
+            self.meshes[shape] = Mesh(World(self.rank, self.size, self.rank, self.size, self.device, self.backend), plan)
+        mesh = copy.copy(self.meshes[shape])
+        mesh.plan = plan
+        return mesh
+
+
+def main() -> None:
+    rank, folder, device, backend = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    # Replies have a channel of their own; whatever the libraries print goes with the errors.
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    worker = Worker(rank, device, backend)
+    for number, text in enumerate(sys.stdin):
+        try:
+            run = worker.run(json.loads(text))
+            reply = {key: getattr(run, key) for key in ("losses", "norms", "finite", "scale", "digests")}
+            if rank == 0:
+                tensors = {f"gradient/{k}": v for k, v in run.gradients.items()} | {f"weight/{k}": v for k, v in run.weights.items()}
+                path = folder / f"{number}.safetensors"
+                save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+                reply["tensors"] = str(path)
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        replies.write(json.dumps(reply) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Real processes: programs that tests write into temporary folders, and an environment without any launcher's variables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import carrywave
+
+Write = Callable[[str, str], str]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TF_CONFIG",
+    "CARRYWAVE_CAUSES",
+    "CARRYWAVE_STORE",
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    # Programs in other folders find the package that is under test, installed or not.
+    paths = [str(Path(carrywave.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a program, and returns its path."""
+
+    def put(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return put
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Run:
+    """Runs Python with these words in the temporary folder."""
+
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | variables, timeout=120, stdin=subprocess.DEVNULL
+        )
+
+    return run

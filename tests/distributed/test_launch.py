@@ -1,0 +1,339 @@
+"""Workers that this package starts: who they are, how signals reach them, and how they end as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from carrywave.train import launch
+from carrywave.train.causes import Ended
+from carrywave.train.launch import start
+
+Write = Callable[[str, str], str]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+# Workers without torch: these tests are about processes. Where contact is lost, it takes torch.
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders are made, to see that they go."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def worker(text: str, write: Write) -> list[str]:
+    lines = ["import os, signal, sys, time", "from pathlib import Path", "rank = int(os.environ['RANK'])", *text.splitlines()]
+    return [sys.executable, write("worker.py", "\n".join(lines) + "\n")]
+
+
+def test_workers_learn_who_they_are(write: Write, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    monkeypatch.setenv("OTHER", "kept")
+    text = f"import json; Path({str(tmp_path)!r}, f'{{rank}}.json').write_text(json.dumps(dict(os.environ)))"
+    assert start(worker(text, write), 2, environment={"MORE": "told"}) == Ended(0)
+    for rank in range(2):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert [told[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [str(rank), str(rank), "2", "2"]
+        assert [told[name] for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "OTHER", "MORE")] == ["7", "mine", "kept", "told"]
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("sys.exit(0)", Ended(0)),
+        ("sys.exit(75)", Ended(75)),
+        ("sys.exit(130)", Ended(130)),
+        ("sys.exit(3 * rank)", Ended(3, "worker 1 of 2 ended with exit code 3; what it printed says why")),
+        ("rank and os.kill(os.getpid(), signal.SIGSEGV)", Ended(1, "worker 1 of 2 was killed (signal 11, SIGSEGV)")),
+    ],
+)
+def test_exit_codes_pass_through(text: str, end: Ended, write: Write) -> None:
+    assert start(worker(text, write), 2) == end
+
+
+def test_a_worker_that_does_not_end_by_itself_is_ended(write: Write, monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    text = "rank or signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrank and sys.exit(3)\ntime.sleep(600)"
+    assert start(worker(text, write), 2).code == 3
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_others_are_left_to_write_their_snapshot(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.1)
+    text = f"rank and sys.exit(75)\ntime.sleep(1)\nPath({str(tmp_path)!r}, 'snapshot').touch()\nsys.exit(75)"
+    assert start(worker(text, write), 2) == Ended(75)
+    assert (tmp_path / "snapshot").exists()
+
+
+def started(write: Write, tmp_path: Path, worker_text: str) -> subprocess.Popen[str]:
+    """A process that starts two workers and says how they ended, once both have said that they are there."""
+    command = worker(worker_text, write)
+    parent = write(
+        "parent.py",
+        f"from carrywave.train.launch import start\nimport sys\nend = start({command!r}, 2)\nprint(end.message)\nsys.exit(end.code)\n",
+    )
+    process = subprocess.Popen([sys.executable, parent], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("there-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return process
+
+
+STOPS = """
+got = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: got.append(number))
+Path(f"there-{rank}").touch()
+while not got:
+    time.sleep(0.01)
+time.sleep(0.5 * (1 - rank))
+Path(f"got-{rank}").write_text(str(got))
+sys.exit(130 if signal.SIGINT in got else 75)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+def test_a_signal_is_passed_on_once_and_their_end_awaited(number: signal.Signals, code: int, write: Write, tmp_path: Path) -> None:
+    process = started(write, tmp_path, STOPS)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "\n")
+    assert [(tmp_path / f"got-{rank}").read_text() for rank in range(2)] == [str([int(number)])] * 2
+
+
+def test_a_second_signal_ends_them_there_and_then(write: Write, tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGINT, lambda *_: Path(f'got-{rank}').touch())\nPath(f'there-{rank}').touch()\nwhile True: time.sleep(1)"
+    process = started(write, tmp_path, text)
+    process.send_signal(signal.SIGINT)
+    while len(list(tmp_path.glob("got-*"))) < 2:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "ended at once; what was done since the last snapshot is lost\n")
+
+
+def test_a_signal_before_the_first_step_ends_them(write: Write, tmp_path: Path) -> None:
+    process = started(write, tmp_path, "Path(f'there-{rank}').touch()\ntime.sleep(600)")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (143, "\n")
+
+
+FAILS = """
+from carrywave.cli.exits import with_exit_codes
+from carrywave.errors import DataError
+from carrywave.parallel.world import exchange, join, together
+
+@with_exit_codes
+def main(how):
+    world = join("cpu")
+    exchange(world, "")
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "fault":
+            raise ValueError("oops")
+        if how == "mistake":
+            raise DataError("train.txt is empty; write something into it")
+        if how == "orphaned":
+            os.kill(os.getppid(), signal.SIGKILL)
+    if how == "together":
+        with together(world):
+            if rank == 1:
+                raise DataError("train.txt is empty; write something into it")
+    if how == "orphaned":
+        Path(f"there-{rank}").touch()
+        signal.signal(signal.SIGTERM, lambda *_: (Path(f"stopped-{rank}").touch(), sys.exit(75)))
+        time.sleep(60)
+    exchange(world, "")
+
+main(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        ("killed", 1, "worker 1 of 2 was killed (signal 9, SIGKILL); if memory ran out, use fewer workers or a smaller batch"),
+        pytest.param("fault", 1, "worker 1: ValueError: oops", marks=pytest.mark.slow),
+        pytest.param("mistake", 2, "worker 1: train.txt is empty; write something into it", marks=pytest.mark.slow),
+        ("together", 2, "rank 1: train.txt is empty; write something into it"),
+    ],
+)
+def test_one_cause(how: str, code: int, message: str, write: Write, capfd: pytest.CaptureFixture[str]) -> None:
+    end = start([*worker(FAILS, write), how], 2)
+    assert (end.code, end.message) == (code, message)
+    assert ("raise ValueError" in end.trace) == (how == "fault")
+    out, err = capfd.readouterr()
+    assert "carrywave" not in out + err  # the workers leave the telling to the process that started them
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.slow
+def test_workers_stop_in_good_order_when_the_process_that_started_them_is_gone(write: Write, tmp_path: Path) -> None:
+    command = [*worker(FAILS, write), "orphaned"]
+    parent = write("parent.py", f"from carrywave.train.launch import start\nstart({command!r}, 2)\n")
+    assert subprocess.run([sys.executable, parent], cwd=tmp_path, timeout=60).returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("stopped-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(list(tmp_path.glob("stopped-*"))) == 2
+
+
+# A script that runs again in its workers.
+
+SCRIPT = """
+import os, sys
+from carrywave.errors import UserError
+from carrywave.train import again
+
+def fit(name, devices=1):
+    told = again.begin()
+    if told is not None:
+        return told
+    result = {"name": name, "words": sys.argv[1:]}
+    if again.is_script_worker():
+        print("work", name, os.environ["RANK"], flush=True)
+        if name == "bad":
+            raise UserError("no; do")
+        again.finish(result)
+    if devices > 1:
+        return again.relaunch(devices)
+    print("work", name, flush=True)
+    again.remember(result)
+    return result
+
+if __name__ == "__main__":
+    first = fit("first")
+    second = fit("second", devices=2)
+    try:
+        fit("bad", devices=2)
+    except UserError as error:
+        print("refused", error)
+    third = fit("third", devices=2)
+    print("after", first["name"], second["name"], third["name"], third["words"])
+"""
+
+
+@pytest.mark.parametrize("how", [["script.py"], ["-X", "utf8", "-m", "script"]], ids=["file", "module"])
+def test_a_script_runs_again_in_its_workers(how: list[str], write: Write, python: Run) -> None:
+    write("script.py", SCRIPT)
+    ended = python(*how, "some", "--words")
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert sorted(lines[:-1]) == sorted(
+        ["work first", "work second 0", "work second 1", "work bad 0", "work bad 1", "refused no; do", "work third 0", "work third 1"]
+        # The workers of the third call meet the second one's failure too, where it happened.
+        + ["refused this call of fit failed before the workers of a later one were started; see the message of that one"] * 2
+    )
+    assert lines[-1] == "after first second third ['some', '--words']"
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("how", [["-c", "import again_here"], ["-"]], ids=["-c", "stdin"])
+def test_what_is_not_in_a_file_cannot_run_again(how: list[str], write: Write, tmp_path: Path) -> None:
+    write("again_here.py", "from carrywave.train.again import script_command\nscript_command()\n")
+    ended = subprocess.run([sys.executable, *how], cwd=tmp_path, input="import again_here\n", capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "put the code into a file and run it with python, or start it with torchrun" in ended.stderr
+
+
+# The command line.
+
+
+def carrywave(*words: str) -> list[str]:
+    return ["-m", "carrywave", *words]
+
+
+TINY = ["model.hidden=8", "model.layers=1", "batch.lanes=4", "batch.steps=8", "train.max_steps=4", "train.epochs=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--devices", "0"], "--devices 0 leaves nobody to compute; use a number >= 1"),
+        (["--devices", "-2"], "--devices -2 leaves nobody to compute; use a number >= 1"),
+        (["--devices", "3", "plan.stages=2"], "plan.stages=2 does not divide 3 workers; use --devices 2, or a multiple of it"),
+        (
+            ["--devices", "2", "plan.replicas=2", "plan.stages=2"],
+            "plan.replicas=2 x plan.stages=2 needs 4 workers, there are 2; use --devices 4",
+        ),
+    ],
+)
+def test_devices_that_cannot_be(words: list[str], message: str, python: Run, tmp_path: Path) -> None:
+    ended = python(*carrywave("train", *words))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"carrywave: {message}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_launcher_has_decided_how_many(python: Run) -> None:
+    ended = python(*carrywave("evaluate", "run", "--devices", "2"), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    assert ended.returncode == 2
+    assert ended.stderr == "carrywave: --devices 2, but the launcher has started 1 workers (WORLD_SIZE); leave out --devices\n"
+
+
+def test_a_bad_tf_config_is_refused(python: Run) -> None:
+    ended = python(
+        *carrywave("train", "--device", "cpu"),
+        TF_CONFIG='{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "ps", "index": 0}}',
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("carrywave: TF_CONFIG names a ps: there are no parameter servers here")
+
+
+@pytest.mark.slow
+def test_train_on_two_devices(python: Run, tmp_path: Path) -> None:
+    ended = python(*carrywave("train", *TINY, "--devices", "2", "--device", "cpu", "--run", "run", "--json", "rows.json"))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert ended.stdout.count("run: 4 steps") == 1  # one process writes the log
+    alone = python(*carrywave("train", *TINY, "--device", "cpu", "--run", "alone"))
+    assert alone.returncode == 0, alone.stderr
+    rows, others = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("run", "alone")
+    )
+    assert [(row["split"], row["step"]) for row in rows] == [(row["split"], row["step"]) for row in others]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], rel=1e-4)  # fp32: the order of summation
+
+
+@pytest.mark.slow
+def test_a_mistake_of_the_workers_is_one_line(python: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("")
+    ended = python(*carrywave("train", *TINY, "data.train=train.txt", "--devices", "2", "--device", "cpu"))
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("carrywave: train.txt")
+
+
+@pytest.mark.slow
+def test_a_run_of_two_workers_stops_and_goes_on(tmp_path: Path, python: Run) -> None:
+    words = [word for word in TINY if "max_steps" not in word and "epochs" not in word]
+    command = [sys.executable, *carrywave("train", *words, "train.epochs=1000", "--devices", "2", "--device", "cpu", "--run", "run")]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if " step " in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (75, "")
+    assert "terminated at step" in out
+    step = int(out.rpartition("terminated at step ")[2].partition(";")[0])
+    ended = python(*carrywave("train", "--resume", "--run", "run", f"train.max_steps={step + 2}", "--devices", "2", "--device", "cpu"))
+    assert ended.returncode == 0, ended.stderr
+    assert f"going on from step {step}" in ended.stdout

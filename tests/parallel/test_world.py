@@ -1,0 +1,178 @@
+"""One process: what the launcher's variables may hold, and what is refused. With several processes: tests/distributed/test_world.py."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from carrywave.errors import DataError, SpecError, WorkerError
+from carrywave.parallel import world
+from carrywave.parallel.meeting import open_store
+from carrywave.parallel.world import World, exchange, join, leave, lost, pick_device, same, tell_once, together
+
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CARRYWAVE_STORE",
+    "CARRYWAVE_START_SECONDS",
+)
+ALONE = World.alone(torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(world._Joined, "store", None)
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """The port of a program that is no store."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def launcher(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    found = join("cpu")
+    assert found == ALONE
+    assert (found.rank, found.size, found.backend) == (0, 1, "")
+    assert exchange(found, "me") == ["me"]
+    same(found, {"version": "1"})
+    leave(found)
+    assert not dist.is_initialized()
+
+
+def test_alone_a_mistake_is_raised_as_it_is() -> None:
+    mistake = DataError("no")
+    with pytest.raises(DataError) as raised, together(ALONE):
+        raise mistake
+    assert raised.value is mistake
+    assert mistake.told_by is None
+
+
+def test_a_launched_world_of_one_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher(monkeypatch, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
+    assert join("cpu") == ALONE
+    assert not dist.is_initialized()
+
+
+def test_a_device_that_is_not_known_is_refused() -> None:
+    with pytest.raises(SpecError, match="device 'tpu' is not one of auto, cpu and cuda"):
+        pick_device("tpu")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": 0}, "RANK is set and WORLD_SIZE is not; start the workers with torchrun"),
+        ({"WORLD_SIZE": 2}, "WORLD_SIZE is set and RANK is not"),
+        ({"RANK": 0, "WORLD_SIZE": 2}, "RANK is set and LOCAL_RANK is not; .* SLURM_LOCALID"),
+        ({"RANK": "one", "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=one is not a whole number >= 0"),
+        ({"RANK": -1, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=-1 is not a whole number >= 0"),
+        ({"RANK": 2, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=2 does not fit WORLD_SIZE=2"),
+        ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK is set and MASTER_ADDR is not"),
+        ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}, "RANK is set and MASTER_PORT is not"),
+        (
+            {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 70000},
+            "MASTER_PORT=70000 is not a port",
+        ),
+        ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "CARRYWAVE_START_SECONDS": "soon"}, "CARRYWAVE_START_SECONDS=soon is not a number"),
+        (
+            {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": 29500},
+            "the host no.such.host.invalid is not known",
+        ),
+    ],
+)
+def test_garbled_variables_are_refused(monkeypatch: pytest.MonkeyPatch, variables: dict[str, object], message: str) -> None:
+    launcher(monkeypatch, **variables)
+    with pytest.raises(WorkerError, match=message):
+        join("cpu")
+
+
+def test_workers_that_stay_away_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launcher(monkeypatch, RANK=1, WORLD_SIZE=4, LOCAL_RANK=1, CARRYWAVE_STORE=tmp_path / "store", CARRYWAVE_START_SECONDS=0.2)
+    with pytest.raises(WorkerError, match=r"^ranks 0, 2 and 3 of 4 did not show up within 0.2 s; start every worker") as raised:
+        join("cpu")
+    assert raised.value.told_by == 1  # the first of those that are there
+
+
+def test_a_rank_0_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        free = other.getsockname()[1]
+    launcher(monkeypatch, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free, CARRYWAVE_START_SECONDS=0.2)
+    with pytest.raises(WorkerError, match=f"nothing answers at 127.0.0.1:{free} within 0.2 s; start rank 0 there"):
+        join("cpu")
+
+
+def test_a_busy_port_is_named(listener: int) -> None:
+    with pytest.raises(WorkerError, match=f"port {listener} on 127.0.0.1 is taken by another program; use a free one"):
+        open_store("127.0.0.1", listener, True, 1.0)
+
+
+def test_a_program_that_is_no_store_is_not_waited_for(listener: int) -> None:
+    with pytest.raises(WorkerError, match=f"another program than rank 0 answers at 127.0.0.1:{listener}"):
+        open_store("127.0.0.1", listener, False, 0.3)
+
+
+def test_a_group_that_is_there_is_used_and_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        found = join("cpu")
+        assert (found.rank, found.size, found.device.type) == (0, 1, "cpu")
+        leave(found)
+        assert dist.is_initialized()
+        launcher(monkeypatch, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1)
+        with pytest.raises(WorkerError, match="the process group has rank 0 of 1, but RANK=1 and WORLD_SIZE=2"):
+            join("cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:47012: Connection reset by peer"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2"),
+        RuntimeError("Timed out waiting 1800000ms for recv operation to complete"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes"),
+        dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+    ],
+)
+def test_lost_contact_is_known(error: Exception) -> None:
+    assert lost(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("Connection closed by peer"), RuntimeError("shape '[2]' is invalid"), KeyboardInterrupt(), OSError(28, "No space left")],
+)
+def test_a_failure_of_our_own_is_no_lost_contact(error: BaseException) -> None:
+    assert not lost(error)
+
+
+def test_one_rank_tells() -> None:
+    told: list[int] = []
+    error = WorkerError("no")
+    error.told_by = 0
+    for rank in range(3):
+        tell_once(error, rank, lambda: told.append(1))
+    assert told == [1]

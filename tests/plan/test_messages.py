@@ -1,0 +1,220 @@
+"""Programs are text: `<F0` posts the receive of what F0 reads, `F0` runs it, `F0>` sends what it gives. Broken ones are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carrywave.errors import PlanError
+from carrywave.plan.messages import Program, Step, prove, spell, with_messages
+from carrywave.plan.schedule import Phase, Schedule, Task, gpipe, peak, sequential, serial, wavefront
+
+Generator = Callable[[int, list[int], bool], Schedule]
+
+GENERATORS: dict[str, Generator] = {
+    "serial": lambda stages, counts, backward: serial(counts, backward=backward),
+    # Forward only, the stages take one slice after the other.
+    "sequential": lambda stages, counts, backward: sequential(stages, counts if backward else counts[:1], backward=backward),
+    "gpipe": lambda stages, counts, backward: gpipe(stages, len(counts), backward=backward),
+    "wavefront": lambda stages, counts, backward: wavefront(stages, counts, backward=backward),
+}
+
+
+def program(*rows: str, schedule: Schedule) -> Program:
+    """A program from its text."""
+    return Program(schedule, tuple(tuple(step(word, stage) for word in row.split()) for stage, row in enumerate(rows)))
+
+
+def step(word: str, stage: int) -> Step:
+    found = re.fullmatch(r"(<?)([FB])(\d+)([a-z]?)(>?)", word)
+    assert found is not None
+    phase: Phase = "F" if found[2] == "F" else "B"
+    task = Task(phase, stage, int(found[3]), ord(found[4]) - ord("a") if found[4] else 0)
+    return Step("receive" if found[1] else "send" if found[5] else "run", task)
+
+
+def rows(text: str) -> list[str]:
+    return text.splitlines()
+
+
+def test_one_stage_has_no_messages() -> None:
+    assert spell(with_messages(serial(2))) == "F0 F1 B1 B0"
+
+
+def test_receives_stand_before_what_needs_them_and_sends_right_after_their_run() -> None:
+    assert rows(spell(with_messages(wavefront(2, 2), ahead=0))) == [
+        "F0 F0> F1 F1> <B1 B1 <B0 B0",
+        "<F0 <F1 F0 F1 B1 B1> B0 B0>",
+    ]
+
+
+def test_receives_are_posted_ahead() -> None:
+    assert rows(spell(with_messages(wavefront(2, 3, backward=False), ahead=1))) == [
+        "F0 F0> F1 F1> F2 F2>",
+        "<F0 <F1 <F2 F0 F1 F2",
+    ]
+
+
+def test_a_stage_in_turn_hands_on_whole_slices() -> None:
+    assert rows(spell(with_messages(sequential(2, 2), ahead=0))) == [
+        "F0 F1 F0> F1> <B1 <B0 B1 B0",
+        "<F0 <F1 F0 F1 B1 B0 B1> B0>",
+    ]
+
+
+def test_neighbours_that_send_to_each_other_have_posted_before() -> None:
+    # F1c on its way up crosses B1b on its way down: each stage posts the receive of the one before it sends the other.
+    assert rows(spell(with_messages(wavefront(2, 2, 3), ahead=0))) == [
+        "F0a F0a> F1a F1a> F0b F0b> F1b F1b> <B1a B1a <B0a B0a F0c F0c> <B1b F1c F1c> B1b <B0b B0b <B1c B1c <B0c B0c",
+        "<F0a <F1a F0a <F0b F1a <F1b B1a B1a> B0a B0a> F0b F1b <F0c B1b B1b> <F1c B0b B0b> F0c F1c B1c B1c> B0c B0c>",
+    ]
+
+
+CASES = {
+    "name": st.sampled_from(sorted(GENERATORS)),
+    "stages": st.integers(1, 6),
+    "counts": st.one_of(
+        st.lists(st.integers(1, 6), min_size=1, max_size=5),
+        st.tuples(st.integers(1, 6), st.integers(1, 5)).map(lambda shape: [shape[0]] * shape[1]),
+    ),
+    "backward": st.booleans(),
+    "ahead": st.integers(0, 4),
+}
+
+
+@settings(max_examples=300)
+@given(**CASES)
+def test_every_generated_schedule_is_proved(name: str, stages: int, counts: list[int], backward: bool, ahead: int) -> None:
+    schedule = GENERATORS[name](stages, counts, backward)
+    made = with_messages(schedule, ahead)
+    prove(made)
+    for steps, tasks in zip(made.stages, schedule.stages, strict=True):
+        assert tuple(step.task for step in steps if step.kind == "run") == tasks
+
+
+@settings(max_examples=100)
+@given(**CASES)
+def test_open_receives_are_bounded(name: str, stages: int, counts: list[int], backward: bool, ahead: int) -> None:
+    schedule = GENERATORS[name](stages, counts, backward)
+    for stage, steps in enumerate(with_messages(schedule, ahead).stages):
+        for phase in ("F", "B"):
+            waiting: list[Task] = []
+            for each in steps:
+                if each.task.phase != phase:
+                    continue
+                if each.kind == "receive":
+                    waiting.append(each.task)
+                if each.kind == "run" and each.task in waiting:
+                    # A sender is never further ahead than by what it holds, or by a whole slice that it hands on in turn.
+                    sender = stage - 1 if phase == "F" else stage + 1
+                    held = max(counts) if schedule.in_turn else peak(schedule)[sender] if backward else 2
+                    assert len(waiting) <= held + ahead
+                    waiting.remove(each.task)
+
+
+@settings(max_examples=150)
+@given(**CASES, data=st.data())
+def test_a_program_that_lacks_any_step_is_refused(
+    name: str, stages: int, counts: list[int], backward: bool, ahead: int, data: st.DataObject
+) -> None:
+    made = with_messages(GENERATORS[name](stages, counts, backward), ahead)
+    stage = data.draw(st.integers(0, len(made.stages) - 1))
+    at = data.draw(st.integers(0, len(made.stages[stage]) - 1))
+    steps = made.stages[stage]
+    lacking = Program(made.schedule, (*made.stages[:stage], (*steps[:at], *steps[at + 1 :]), *made.stages[stage + 1 :]))
+    with pytest.raises(PlanError):
+        prove(lacking)
+
+
+@settings(max_examples=150)
+@given(**CASES, data=st.data())
+def test_a_program_that_has_any_step_twice_is_refused(
+    name: str, stages: int, counts: list[int], backward: bool, ahead: int, data: st.DataObject
+) -> None:
+    made = with_messages(GENERATORS[name](stages, counts, backward), ahead)
+    stage = data.draw(st.integers(0, len(made.stages) - 1))
+    at = data.draw(st.integers(0, len(made.stages[stage]) - 1))
+    steps = made.stages[stage]
+    doubled = Program(made.schedule, (*made.stages[:stage], (*steps[: at + 1], *steps[at:]), *made.stages[stage + 1 :]))
+    with pytest.raises(PlanError):
+        prove(doubled)
+
+
+GOOD = ("F0 F0> F1 F1> <B1 B1 <B0 B0", "<F0 F0 <F1 F1 B1 B1> B0 B0>")
+
+
+def test_a_good_program_is_let_through() -> None:
+    prove(program(*GOOD, schedule=wavefront(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (GOOD[0], "<F1 <F0 F0 F1 B1 B1> B0 B0>", "message 0 to stage 1 is sent for F0 but received for F1; post receives in the order"),
+        ("F0 F1 F1> F0> <B1 B1 <B0 B0", GOOD[1], "message 0 to stage 1 is sent for F1 but received for F0"),
+        (GOOD[0], "<F0 F0 F1 B1 B1> B0 B0>", "stage 1 runs F1 without a receive"),
+        (GOOD[0], "<F0 F0 F1 <F1 B1 B1> B0 B0>", "stage 1 runs F1 without a receive"),
+        (GOOD[0], "<F0 F0 <F1 F1 B1 B0 B0>", "message 0 to stage 0 is sent for B0 but received for B1"),
+        (GOOD[0], "<F0 F0 <F1 F1 B1 B1> B0", "cannot go on: stage 0 waits to run B0; "),
+        (GOOD[0], "<F0 F0 <F1 F1 B1 B1> B0 B0> B0>", "cannot go on: stage 1 waits to send B0"),
+        (GOOD[0] + " <B0", GOOD[1], "stage 0 posts a receive for B0 that nothing is sent to"),
+        ("F0> F0 F1 F1> <B1 B1 <B0 B0", GOOD[1], "stage 0 sends F0 before it has run"),
+        ("F0 F0> <B1 B1 <B0 B0", GOOD[1], "stage 0 runs B1 where the schedule has F1"),
+        (GOOD[0] + " B0", GOOD[1], "stage 0 runs B0 where the schedule has nothing"),
+        ("F0 F0> F1 F1> <B1 B1", GOOD[1], "stage 0 runs nothing where the schedule has B0"),
+        ("<F0 " + GOOD[0], GOOD[1], "stage 0 has no neighbour to receive F0"),
+        (GOOD[0], GOOD[1].replace("F0 <F1", "F0 F0> <F1"), "stage 1 has no neighbour to send F0"),
+    ],
+)
+def test_a_broken_program_is_refused_by_the_step(first: str, second: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        prove(program(first, second, schedule=wavefront(2, 2)))
+
+
+def test_sends_that_wait_for_each_other_are_refused() -> None:
+    # One-forward-one-backward, each receive posted only just before the run that needs it.
+    with pytest.raises(PlanError, match="cannot go on: stage 0 waits to send F0b, stage 1 waits to send B0a; post the receives"):
+        prove(program("F0a F0a> F0b F0b> <B0a B0a <B0b B0b", "<F0a F0a B0a B0a> <F0b F0b B0b B0b>", schedule=wavefront(2, 1, 2)))
+
+
+def test_a_step_of_another_stage_is_refused() -> None:
+    made = with_messages(wavefront(2, 1))
+    with pytest.raises(PlanError, match="stage 0 cannot receive F0 of stage 1"):
+        prove(Program(made.schedule, (made.stages[1], made.stages[0])))
+    with pytest.raises(PlanError, match="1 stages cannot carry out a schedule of 2"):
+        prove(Program(made.schedule, made.stages[:1]))
+
+
+def swapped(schedule: Schedule, stage: int, at: int) -> Schedule:
+    row = list(schedule.stages[stage])
+    row[at], row[at + 1] = row[at + 1], row[at]
+    return Schedule((*schedule.stages[:stage], tuple(row), *schedule.stages[stage + 1 :]), schedule.chunks)
+
+
+def test_a_broken_dependency_is_refused() -> None:
+    schedule = swapped(serial(1), 0, 0)
+    with pytest.raises(PlanError, match="stage 0 runs B0 before F0, which it needs"):
+        prove(program("B0 F0", schedule=schedule))
+    with pytest.raises(PlanError, match="cannot go on: B0 on stage 0 waits"):
+        with_messages(schedule)
+    schedule = swapped(wavefront(2, 2), 1, 2)
+    with pytest.raises(PlanError, match="stage 1 runs B0 before B1, which it needs"):
+        prove(program(GOOD[0], "<F0 F0 <F1 F1 B0 B0> B1 B1>", schedule=schedule))
+
+
+def test_a_schedule_without_a_task_is_refused() -> None:
+    schedule = wavefront(2, 2)
+    lacking = Schedule((schedule.stages[0], schedule.stages[1][:-1]), schedule.chunks)
+    with pytest.raises(PlanError, match="B0 is missing from stage 1"):
+        with_messages(lacking)
+    with pytest.raises(PlanError, match="B0 is missing from stage 1"):
+        prove(program(GOOD[0], "<F0 F0 <F1 F1 B1 B1>", schedule=lacking))
+
+
+def test_receives_cannot_be_late() -> None:
+    with pytest.raises(PlanError, match="use ahead >= 0"):
+        with_messages(serial(1), ahead=-1)
