@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+import carrywave
+
 ROOT = Path(__file__).parents[1]
-PROGRAMS = ("classify_arrays", "drop_in_lstm", "own_loop", "own_modules")
+ALONE = ("classify_arrays", "drop_in_lstm", "own_loop", "own_modules")
+MANY = ("accumulate", "any_module", "replicas", "stages", "stateful_stream", "variable_lengths")
+# How programs for several devices are started, with further words that make a start small.
+SCRIPTS = {
+    "python examples/replicas.py": "2 6000",
+    "python examples/replicas.py 4": "6000",
+    "python examples/stages.py": "2 1 4000",
+    "python examples/stages.py 3": "1 4000",
+    "python examples/stages.py 2 2": "4000",
+    "python examples/variable_lengths.py": "60 1",
+}
+UNDER_TORCHRUN = {
+    "torchrun --nproc-per-node 2 examples/accumulate.py": "",
+    "torchrun --nproc-per-node 2 examples/any_module.py": "",
+    "torchrun --nproc-per-node 2 examples/stateful_stream.py": "",
+    "torchrun --nproc-per-node 2 examples/stateful_stream.py stages=2 chunk_steps=4": "",
+}
+# Every process takes seconds to load torch, so one start of each kind is quick enough for every run of the tests.
+QUICK = (
+    "python examples/replicas.py",
+    "python examples/stages.py",
+    "python examples/variable_lengths.py",
+    "torchrun --nproc-per-node 2 examples/any_module.py",
+    "torchrun --nproc-per-node 2 examples/stateful_stream.py stages=2 chunk_steps=4",
+)
+LOSS = re.compile(r"\b[0-9]+\.[0-9]{5}\b")
 
 
 def program(name: str) -> ModuleType:
@@ -23,10 +56,39 @@ def program(name: str) -> ModuleType:
     return module
 
 
+def each(commands: Iterable[str]) -> list[Any]:
+    return [pytest.param(command, marks=() if command in QUICK else pytest.mark.slow, id=command) for command in commands]
+
+
+def losses(text: str) -> list[list[float]]:
+    """The losses, with five digits, on each line that has any."""
+    found = ([float(loss) for loss in LOSS.findall(line)] for line in text.splitlines())
+    return [line for line in found if line]
+
+
+def start(command: str, more: str) -> str:
+    """What a program prints that is started by `command`."""
+    launcher, *words = command.split()
+    python = [sys.executable]
+    if launcher == "torchrun":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        python += ["-m", "torch.distributed.run", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
+    ended = subprocess.run([*python, *words, *more.split()], capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs write to runs/ in the current folder."""
+    """Programs write to runs/ in the current folder, and those that they start find the package that is under test."""
     monkeypatch.chdir(tmp_path)
+    paths = [str(Path(carrywave.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def test_classify_arrays(tmp_path: Path) -> None:
@@ -52,11 +114,50 @@ def test_drop_in_lstm() -> None:
     assert program("drop_in_lstm").main(steps=5, hidden=8) < 1e-6  # float32, summed in another order
 
 
+@pytest.mark.parametrize("command", each(SCRIPTS))
+def test_workers_of_a_script_reach_the_loss_of_one_device(command: str) -> None:
+    reached = losses(start(command, SCRIPTS[command]))
+    assert len(reached) == (3 if "variable_lengths" in command else 2)  # each is told once, not by every worker
+    assert all(line == reached[0] for line in reached)
+
+
+@pytest.mark.parametrize("command", each(UNDER_TORCHRUN))
+def test_workers_of_torchrun_have_the_losses_of_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    together = losses(start(command, UNDER_TORCHRUN[command]))
+    [name] = [name for name in MANY if f"{name}.py" in command]
+    program(name).main()
+    assert together == losses(capsys.readouterr().out)
+    assert together[-1] < together[0]
+
+
+def test_accumulated_batches_are_one_batch() -> None:
+    whole, pieces = program("accumulate").main(passes=5)
+    assert pieces == pytest.approx(whole, rel=1e-6)  # told in float32
+
+
+def test_every_start_that_a_program_names_is_tested() -> None:
+    """Those of several hosts aside: tests/distributed has two."""
+    for name in MANY:
+        lines = [line.split("#")[0].strip() for line in (program(name).__doc__ or "").splitlines()]
+        named = {line for line in lines if line.startswith(("python ", "torchrun "))}
+        assert named
+        # Alone, a program is called in this process.
+        alone = {f"python examples/{name}.py"} if any(f"{name}.py" in command for command in UNDER_TORCHRUN) else set()
+        assert {command for command in named if "--nnodes" not in command} - alone <= SCRIPTS.keys() | UNDER_TORCHRUN.keys()
+    readme = (ROOT / "examples/README.md").read_text()
+    told = {
+        command for command in re.findall(r"`((?:python|torchrun) examples[^`]*|torchrun --nproc[^`]*)`", readme) if "NAME" not in command
+    }
+    alone = {f"python examples/{name}.py" for name in MANY}
+    defaults = {"python examples/replicas.py 2", "python examples/stages.py 2"}  # what they do without the number
+    assert told - alone - defaults <= SCRIPTS.keys() | UNDER_TORCHRUN.keys()
+
+
 def test_the_readme_lists_every_example() -> None:
     listed = re.findall(r"^- `([^`]+)`", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
     there = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
     assert sorted(listed) == sorted(there)
-    assert {f"{name}.py" for name in PROGRAMS} == {name for name in there if name.endswith(".py")}
+    assert {f"{name}.py" for name in (*ALONE, *MANY)} == {name for name in there if name.endswith(".py")}
 
 
 @pytest.mark.parametrize("page", ["docs/python.md", "README.md"])

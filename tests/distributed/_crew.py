@@ -3,15 +3,17 @@ the next case starts a new crew."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from _cases import Case, Run, plan_of
 from safetensors.torch import load_file
@@ -25,8 +27,9 @@ class Crew:
 
     def __init__(self, size: int = 4, *, device: str = "cpu", backend: str = "gloo") -> None:
         self.size, self.device, self.backend = size, device, backend
-        self.workers: list[subprocess.Popen[str]] = []
-        self.replies: queue.SimpleQueue[tuple[subprocess.Popen[str], int, str]] = queue.SimpleQueue()
+        self.program: subprocess.Popen[bytes] | None = None  # the parent of all workers
+        self.lines: list[Any] = []  # to each worker
+        self.replies: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self.world, self.worlds = 0, 0
 
     def __enter__(self) -> Crew:
@@ -39,21 +42,16 @@ class Crew:
         """What rank 0 got; replicas that did not end with the same bits are a failure of their own."""
         size = plan_of(case).workers
         assert 1 < size <= self.size
-        if not self.workers:
+        if self.program is None:
             self._start()
         if self.world != size:
             self.world, self.worlds = size, self.worlds + 1
-        line = json.dumps({"meeting": str(self.folder / f"meeting-{self.worlds}"), "case": case}) + "\n"
-        for worker in self.workers[:size]:
-            assert worker.stdin is not None
-            worker.stdin.write(line)
-            worker.stdin.flush()
+        for line in self.lines[:size]:
+            line.write(json.dumps({"meeting": str(self.folder / f"meeting-{self.worlds}"), "case": case}) + "\n")
         replies = self._replies(size)
         _same_bits([reply["digests"] for reply in replies])
-        scales = {reply["scale"] for reply in replies}
-        assert len(scales) == 1, f"workers scale the loss differently: {scales}"
-        for kind in ("losses", "norms", "finite"):
-            assert all(reply[kind] == replies[0][kind] for reply in replies), f"workers do not agree on the {kind}"
+        for kind in ("losses", "norms", "finite", "scale"):
+            assert len({str(reply[kind]) for reply in replies}) == 1, f"workers do not agree on the {kind}"
         tensors = load_file(replies[0].pop("tensors"))
         parts = {
             kind: {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.startswith(kind)}
@@ -64,57 +62,64 @@ class Crew:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="carrywave-crew-")
         self.folder = Path(self._folder.name)
-        self.world = 0
+        self.world, self.replies = 0, queue.SimpleQueue()
+        pairs = [(*os.pipe(), *os.pipe()) for _ in range(self.size)]
+        ends = [f"{incoming}:{outgoing}" for incoming, _, _, outgoing in pairs]
+        theirs = [end for incoming, _, _, outgoing in pairs for end in (incoming, outgoing)]
         # One thread each: the sums keep their order. cuBLAS repeats its bits only with a workspace of a fixed size.
         own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-        environment = os.environ | own | {"CUBLAS_WORKSPACE_CONFIG": ":4096:2"}
-        for rank in range(self.size):
-            command = [sys.executable, str(WORKER), str(rank), str(self.folder), self.device, self.backend]
-            with (self.folder / f"{rank}.log").open("w") as log:
-                worker = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-                )
-            self.workers.append(worker)
-            threading.Thread(target=self._listen, args=(worker, rank), daemon=True).start()
-
-    def _listen(self, worker: subprocess.Popen[str], rank: int) -> None:
-        assert worker.stdout is not None
-        for text in worker.stdout:
-            self.replies.put((worker, rank, text))
-        self.replies.put((worker, rank, json.dumps({"error": f"worker {rank} ended"})))
+        with (self.folder / "log").open("w") as log:
+            self.program = subprocess.Popen(
+                [sys.executable, str(WORKER), str(self.folder), self.device, self.backend, *ends],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=theirs,
+                process_group=0,  # ended as one
+                env=os.environ | own | {"CUBLAS_WORKSPACE_CONFIG": ":4096:2"},
+            )
+        for end in theirs:
+            os.close(end)
+        for rank, (_, to, back, _) in enumerate(pairs):
+            self.lines.append(os.fdopen(to, "w", buffering=1))
+            threading.Thread(target=_listen, args=(back, rank, self.replies), daemon=True).start()
 
     def _replies(self, size: int) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
         while len(found) < size:
             try:
-                worker, rank, text = self.replies.get(timeout=MOST_SECONDS)
+                rank, text = self.replies.get(timeout=MOST_SECONDS)
             except queue.Empty:
-                missing = sorted(set(range(size)) - set(found))
-                self._fail(f"no answer from workers {missing} within {MOST_SECONDS} s")
-            if worker not in self.workers:
-                continue  # of an earlier crew
+                self._fail(f"no answer from workers {sorted(set(range(size)) - set(found))} within {MOST_SECONDS} s")
             found[rank] = json.loads(text)
             if "error" in found[rank]:
-                log = (self.folder / f"{rank}.log").read_text()[-2000:]
-                self._fail(f"worker {rank}: {found[rank]['error']}\n{log}")
+                self._fail(f"worker {rank}: {found[rank]['error']}")
         return [found[rank] for rank in range(size)]
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str) -> NoReturn:
+        log = (self.folder / "log").read_text()[-4000:]
         self.close()
-        raise AssertionError(reason)
+        raise AssertionError(f"{reason}\n{log}")
 
     def close(self) -> None:
         """End the workers."""
-        for worker in self.workers:
-            worker.kill()
-        for worker in self.workers:
-            worker.wait()
-            for pipe in (worker.stdin, worker.stdout):
-                assert pipe is not None
-                pipe.close()
-        if self.workers:
-            self._folder.cleanup()
-        self.workers = []
+        if self.program is None:
+            return
+        os.killpg(self.program.pid, signal.SIGKILL)
+        self.program.wait()
+        self.program = None
+        for line in self.lines:
+            with contextlib.suppress(BrokenPipeError):
+                line.close()
+        self.lines = []
+        self._folder.cleanup()
+
+
+def _listen(end: int, rank: int, replies: queue.SimpleQueue[tuple[int, str]]) -> None:
+    with os.fdopen(end) as lines:
+        for text in lines:
+            replies.put((rank, text))
+    replies.put((rank, json.dumps({"error": "it has ended"})))
 
 
 def _same_bits(held: list[dict[str, str]]) -> None:

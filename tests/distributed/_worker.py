@@ -1,7 +1,8 @@
-"""A worker of the exactness tests: `_worker.py RANK FOLDER DEVICE BACKEND`. A case comes in as a line of JSON, a line goes back.
+"""The workers of the exactness tests: `_worker.py FOLDER DEVICE BACKEND IN:OUT …`, a pair of pipes for each of them.
 
-It serves worlds of any size, one after the other: a line says how many workers take part, and where they meet. Tensors go back in
-a file of their own, from rank 0.
+This process loads the libraries and forks into the workers, which is much quicker than to load them in each. A case comes in as
+a line of JSON, and a line goes back. They serve worlds of any size, one after the other: a line says where its workers meet.
+Tensors go back in a file of their own, from rank 0.
 """
 
 from __future__ import annotations
@@ -61,9 +62,7 @@ class Worker:
         self.meeting, self.size = path, size
         # A minute: a hang is a failure of the case at hand, and is told as one.
         backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
-        dist.init_process_group(
-            backend, store=FileStore(path, size), rank=self.rank, world_size=size, timeout=timedelta(seconds=60)
-        )
+        dist.init_process_group(backend, store=FileStore(path, size), rank=self.rank, world_size=size, timeout=timedelta(seconds=60))
 
     def _mesh(self, plan: Plan) -> Mesh:
         """Process groups depend on replicas and stages alone: plans that agree in them share them, which saves most of the time."""
@@ -75,24 +74,41 @@ class Worker:
         return mesh
 
 
+def serve(rank: int, worker: Worker, folder: Path, incoming: int, outgoing: int) -> None:
+    """Run the cases that come in, until there are no more."""
+    with os.fdopen(incoming) as lines, os.fdopen(outgoing, "w", buffering=1) as replies:
+        for number, text in enumerate(lines):
+            try:
+                run = worker.run(json.loads(text))
+                reply = {key: getattr(run, key) for key in ("losses", "norms", "finite", "scale", "digests")}
+                if rank == 0:
+                    tensors = {f"gradient/{k}": v for k, v in run.gradients.items()} | {f"weight/{k}": v for k, v in run.weights.items()}
+                    path = folder / f"{number}.safetensors"
+                    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+                    reply["tensors"] = str(path)
+            except Exception:
+                reply = {"error": traceback.format_exc()}
+            replies.write(json.dumps(reply) + "\n")
+
+
 def main() -> None:
-    rank, folder, device, backend = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
-    # Replies have a channel of their own; whatever the libraries print goes with the errors.
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worker = Worker(rank, device, backend)
-    for number, text in enumerate(sys.stdin):
-        try:
-            run = worker.run(json.loads(text))
-            reply = {key: getattr(run, key) for key in ("losses", "norms", "finite", "scale", "digests")}
-            if rank == 0:
-                tensors = {f"gradient/{k}": v for k, v in run.gradients.items()} | {f"weight/{k}": v for k, v in run.weights.items()}
-                path = folder / f"{number}.safetensors"
-                save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
-                reply["tensors"] = str(path)
-        except Exception:
-            reply = {"error": traceback.format_exc()}
-        replies.write(json.dumps(reply) + "\n")
+    folder, device, backend = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    pipes = [tuple(map(int, pair.split(":"))) for pair in sys.argv[4:]]
+    # What an optimizer loads when it is first made is loaded here. Nothing has run yet, on any device or thread, so that a fork is safe.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    for rank, (incoming, outgoing) in enumerate(pipes):
+        if os.fork() == 0:
+            for other, ends in enumerate(pipes):
+                if other != rank:
+                    for end in ends:
+                        os.close(end)
+            serve(rank, Worker(rank, device, backend), folder, incoming, outgoing)
+            os._exit(0)
+    for pair in pipes:
+        for end in pair:
+            os.close(end)
+    for _ in pipes:
+        os.wait()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def test_serial_is_a_value() -> None:
 
 
 def test_replicas_left_out_are_workers_over_stages() -> None:
-    assert resolve(PlanSpec(stages=2), layers=4, workers=6, lanes=None) == Plan(replicas=3, stages=2, cuts=(3,))
+    assert resolve(PlanSpec(stages=2), layers=4, workers=6, lanes=None) == Plan(replicas=3, stages=2, cuts=(3,), chunk_steps=16)
 
 
 def test_chunks_of_a_window() -> None:
@@ -22,8 +22,26 @@ def test_chunks_of_a_window() -> None:
     assert Plan.serial().chunks(35) == 1
 
 
-def test_even_cuts_share_the_units() -> None:
-    assert even_cuts(6, 3) == (2, 4)
+def test_even_cuts_share_the_layers() -> None:
+    assert even_cuts(6, 1) == ()
+    assert even_cuts(6, 2) == (3,)  # encoder and two layers; two layers and the head
+    assert even_cuts(10, 5) == (3, 5, 7, 8)
+    assert even_cuts(10, 8) == (2, 3, 4, 5, 6, 7, 8)
+    assert even_cuts(4, 3) == (2, 3)  # more stages than layers: the head stands alone
+    assert even_cuts(4, 4) == (1, 2, 3)
+
+
+def test_several_stages_work_in_chunks_unless_asked_otherwise() -> None:
+    assert resolve(PlanSpec(stages=2), layers=4, workers=2, lanes=None).chunk_steps == 16
+    assert resolve(PlanSpec(stages=2, chunk_steps=5), layers=4, workers=2, lanes=None).chunk_steps == 5
+    assert resolve(PlanSpec(stages=2, slices=2), layers=4, workers=2, lanes=None).chunk_steps is None
+
+
+def test_a_plan_made_by_hand_is_cut_evenly() -> None:
+    assert Plan(stages=2).edges(6) == (0, 3, 6)
+    assert Plan(stages=3, cuts=(1, 5)).edges(6) == (0, 1, 5, 6)
+    with pytest.raises(PlanError, match=r"plan.cuts=\[1, 1\] must be 2 rising unit numbers"):
+        Plan(stages=3, cuts=(1, 1)).edges(6)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,14 @@ Row = dict[str, Any]
 Loop = Callable[[int], int]  # does step number i; gives the real tokens that this worker answers for
 
 POLL_SECONDS = 0.05
+# Both allocators that torch comes with on Linux keep freed memory for later, how much is a matter of chance: with these, glibc
+# (whose threshold else grows) and mimalloc give it back to the system at once.
+RETURN_AT_ONCE = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MIMALLOC_PURGE_DELAY": "0",
+    "MIMALLOC_ARENA_EAGER_COMMIT": "0",
+    "MIMALLOC_ABANDONED_PAGE_PURGE": "1",
+}
 MIB = 2**20
 
 
@@ -108,12 +117,12 @@ def start(bench: str, job: Mapping[str, Any], workers: int, *, exact_memory: boo
             for rank in range(workers):
                 environment = _environment(folder, rank, workers, exact_memory)
                 with (folder / f"{rank}.log").open("wb") as log:
-                    crew.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+                    crew.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment))
             failed = _wait(crew)
         finally:
             for process in crew:
                 process.kill()
-                process.wait()
+                process.communicate()
         if failed:
             # Of several that fail at once, one is the cause, and the others only miss it.
             last = {rank: (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank in failed}
@@ -146,8 +155,7 @@ def _environment(folder: Path, rank: int, workers: int, exact_memory: bool) -> d
         "LOCAL_WORLD_SIZE": str(workers),
     }
     if exact_memory:
-        # A fixed threshold also switches off glibc's own, which grows, and would keep freed memory.
-        own["MALLOC_MMAP_THRESHOLD_"] = "65536"
+        own |= RETURN_AT_ONCE
     return os.environ | own
 
 
@@ -197,8 +205,15 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def _end_with_parent() -> None:
+    """The parent holds the other end of the standard input, and writes nothing: its end is the parent's, however that came about."""
+    os.read(0, 1)
+    os._exit(1)
+
+
 def main(bench: str, folder: Path) -> None:
     """A worker's whole life."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     world = join("cpu")

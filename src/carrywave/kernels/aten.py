@@ -21,6 +21,7 @@ from carrywave.kernels.weights import Layer, LayerWeights
 
 # The sigmoid of ±1e4 is exactly 1 and 0 in every precision, whatever the other inputs add; fp16 still holds the number.
 _SATURATED = 1.0e4
+LONG_STEPS = 32  # so long must a sequence be for the preparing to pay
 
 
 def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
@@ -42,8 +43,9 @@ def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None)
 
 
 def prefers_onednn(x_TBI: Tensor, weights: Layer) -> bool:
-    """Whether oneDNN's LSTM is the fastest for this layer; it knows no projection."""
-    return ONEDNN_IS_FAST and x_TBI.device.type == "cpu" and x_TBI.dtype == torch.float32 and weights[0].w_hr is None
+    """Whether oneDNN's LSTM is the fastest for this layer; it knows no projection, and prepares the weights anew for every chunk."""
+    long_float = x_TBI.dtype == torch.float32 and x_TBI.shape[0] >= LONG_STEPS
+    return ONEDNN_IS_FAST and x_TBI.device.type == "cpu" and long_float and weights[0].w_hr is None
 
 
 def _flagged(x_TBI: Tensor, real_TB1: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The LSTM layer for the CPU, with its backward written out.
 
 What does not depend on the step before runs over the whole sequence at once: the product with the inputs, the derivative
-of every gate, and all weight gradients, each one matrix product instead of one for each step. A step is left with one
-product forward and one backward. Padded steps are handled as in `aten`: saturated gates pass c through, to the bit, and
-their gradients are exact zeros.
+of every gate, and all weight gradients, each one matrix product instead of one for each step; where a sequence comes in chunks,
+one for all of them (see `deferred`). A step is left with one product forward and one backward. Padded steps are handled as
+in `aten`: saturated gates pass c through, to the bit, and their gradients are exact zeros.
 
 Shapes: T time, B lane, I input, H hidden, G = 4H.
 """
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from carrywave.kernels.blas import without_onednn
 from carrywave.kernels.carry import Carry
+from carrywave.kernels.deferred import deferred_for
 from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
 from carrywave.kernels.weights import Layer
 
@@ -97,6 +98,7 @@ class _Sequence(torch.autograd.Function):
         else:
             y_TBH.masked_fill_(~real_TB1, 0.0)
             end_BH = last_real(y_TBH, lengths_B, h_BH)
+        ctx.weights, ctx.deferred = (w_ih_GI, w_hh_GH), deferred_for(w_ih_GI, w_hh_GH)
         ctx.save_for_backward(x_TBI, w_ih_GI, w_hh_GH, h_BH, c_BH, gates_TBG, y_TBH, c_TBH, tanh_TBH, lengths_B)
         ctx.set_materialize_grads(False)
         return y_TBH, end_BH, c_TBH[-1].clone()
@@ -130,10 +132,18 @@ class _Sequence(torch.autograd.Function):
             if wants_h:
                 dh_BH = slopes[0] @ w_hh_GH
                 dh_BH = dh_BH if grad_past_BH is None else dh_BH + grad_past_BH
-            dw_ih_GI = grads_NG.t() @ x_TBI.reshape(steps * lanes, inputs) if wants_ih else None
-            dw_hh_GH = slopes[0].t() @ h_BH if wants_hh else None
-            if dw_hh_GH is not None and steps > 1:
-                dw_hh_GH.addmm_(grads_NG[lanes:].t(), y_TBH[:-1].view(-1, hidden))
+            dw_ih_GI = dw_hh_GH = None
+            flat_NI, past_NH = x_TBI.reshape(steps * lanes, inputs), y_TBH[:-1].view(-1, hidden)
+            if ctx.deferred is not None:
+                own_ih_GI, own_hh_GH = ctx.weights
+                ctx.deferred.product(own_ih_GI, grads_NG, flat_NI)
+                ctx.deferred.product(own_hh_GH, slopes[0], h_BH)
+                ctx.deferred.product(own_hh_GH, grads_NG[lanes:], past_NH)
+            else:
+                dw_ih_GI = grads_NG.t() @ flat_NI if wants_ih else None
+                dw_hh_GH = slopes[0].t() @ h_BH if wants_hh else None
+                if dw_hh_GH is not None and steps > 1:
+                    dw_hh_GH.addmm_(grads_NG[lanes:].t(), past_NH)
             dbias_G = grads_NG.sum(0) if wants_bias else None
         return dx_TBI, dh_BH if wants_h else None, dc_BH if wants_c else None, dw_ih_GI, dw_hh_GH, dbias_G, None
 

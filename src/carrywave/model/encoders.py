@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from carrywave.errors import UserError
 from carrywave.kernels import random
+from carrywave.kernels.deferred import embedding
 
 
 class Embedding(nn.Module):

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear, softplus
+from torch.nn.functional import cross_entropy, softplus
 
 from carrywave.errors import UserError
+from carrywave.kernels.deferred import linear
 from carrywave.kernels.lengths import last_real, real_steps
 
 IGNORED = -100  # an integer target that counts for nothing

@@ -7,7 +7,7 @@ clipping are one factor in the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +89,7 @@ class Reducer:
     def __init__(self, wanted: Sequence[Reduced], bucket_bytes: int = BUCKET_BYTES) -> None:
         self.buckets: list[_Bucket] = []
         self._armed = False
+        self._owed: Callable[[Tensor], bool] = _nothing
         for each in wanted:
             # Backward reaches the last layers first.
             for run in _runs(list(reversed(each.parameters)), bucket_bytes):
@@ -96,7 +97,7 @@ class Reducer:
         self._of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._added)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Before the first backward of an optimizer step: gradients are zero, and lie in the buckets."""
@@ -107,9 +108,9 @@ class Reducer:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
 
-    def arm(self) -> None:
-        """Before the last backward: from here on a gradient that comes is final."""
-        self._armed = True
+    def arm(self, owed: Callable[[Tensor], bool] | None = None) -> None:
+        """Before the last backward: from here on a gradient that comes is final, unless more is `owed` to it."""
+        self._armed, self._owed = True, owed or _nothing
 
     def finish(self) -> None:
         """After the last backward: start what has not started, and wait for all of it."""
@@ -121,8 +122,14 @@ class Reducer:
                 bucket.work.wait()
                 bucket.work = None
 
-    def _ready(self, parameter: Tensor) -> None:
-        if not self._armed:
+    def _added(self, parameter: Tensor) -> None:
+        """Torch has been to this gradient; it calls also where it had nothing to add."""
+        if self._armed and not self._owed(parameter):
+            self.ready(parameter)
+
+    def ready(self, parameter: Tensor) -> None:
+        """A gradient is final."""
+        if id(parameter) not in self._of:
             return
         self._of[id(parameter)].missing -= 1
         for bucket in self.buckets:
@@ -136,6 +143,10 @@ class Reducer:
         if not bucket.started:
             bucket.started = True
             bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+
+
+def _nothing(parameter: Tensor) -> bool:
+    return False
 
 
 def _runs(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

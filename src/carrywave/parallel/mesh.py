@@ -42,19 +42,9 @@ class Mesh:
         """One worker."""
         return Mesh(World.alone(device), plan or Plan.serial())
 
-    @property
-    def units(self) -> list[int]:
-        """Where the plan cuts, without the two ends."""
-        return list(self.plan.cuts)
-
     def span(self, units: int) -> tuple[int, int]:
         """The first unit of this worker's stage, and the one after its last."""
-        edges = [0, *self.plan.cuts, units]
-        if len(edges) != self.plan.stages + 1 or edges != sorted(set(edges)):
-            raise PlanError(
-                f"cuts={list(self.plan.cuts)} do not cut {units} units (encoder, layers, head) into {self.plan.stages} stages; "
-                f"give {self.plan.stages - 1} rising unit numbers between 1 and {units - 1}"
-            )
+        edges = self.plan.edges(units)
         return edges[self.stage], edges[self.stage + 1]
 
     def share(self, *, inputs: bool = True, targets: bool = True) -> Share:

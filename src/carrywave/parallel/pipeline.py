@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.kernels.deferred import Deferred, deferring
 from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
 from carrywave.model.whole import Whole
+from carrywave.parallel.gradients import Reducer
 from carrywave.parallel.precision import HALVES, autocast
 from carrywave.parallel.slices import flatten, join_states, split_lanes, split_state
 from carrywave.parallel.transport import Links, Pending
@@ -96,13 +98,13 @@ def run(
     links: Links | None = None,
     *,
     place: int = 0,
-    before_last: Callable[[], None] | None = None,
+    reducer: Reducer | None = None,
 ) -> list[Outcome]:
     """Carry out the steps of the stage at `place`; gradients are added to the parameters' `.grad`.
 
-    `before_last` is called just before the last backward: from there on gradients become final, one by one.
+    `reducer` is told when gradients begin to be final, which is in the last backward.
     """
-    return _Run(stage, plan, program, jobs, links, place, before_last).carry_out()
+    return _Run(stage, plan, program, jobs, links, place, reducer).carry_out()
 
 
 class _Run:
@@ -114,10 +116,10 @@ class _Run:
         jobs: Sequence[Job],
         links: Links | None,
         place: int,
-        before_last: Callable[[], None] | None,
+        reducer: Reducer | None,
     ) -> None:
         self.stage, self.plan, self.program, self.jobs, self.links = stage, plan, program, jobs, links
-        self.place, self.before_last = place, before_last
+        self.place, self.reducer = place, reducer
         self.batches: list[Batch] = []  # of each slice
         self.owner: list[int] = []  # the job that each slice belongs to
         self.first: list[int] = []  # the first slice of each job
@@ -141,18 +143,24 @@ class _Run:
         self.last_backward = backwards[-1] if backwards else None
         # Only a step that goes backward needs graphs.
         self.backward = bool(backwards)
+        # Weight gradients of a slice are put off to its end, where it comes in several chunks.
+        self.deferred = Deferred() if self.backward and max(program.schedule.chunks) > 1 else None
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of what goes from stage to stage
 
     def carry_out(self) -> list[Outcome]:
-        for step in self.steps:
-            if step.kind == "receive":
-                self._receive(step.task)
-            elif step.kind == "send":
-                cast(Links, self.links).send(step.task.phase, self.leaving.pop(step.task))
-            elif step.task.phase == "F":
-                self._forward(step.task)
-            else:
-                self._backward(step.task)
+        done: Task | None = None  # the backward that finished a slice, whose weight gradients are owed
+        with deferring(self.deferred):
+            for step in self.steps:
+                if step.kind == "receive":
+                    self._receive(step.task)
+                elif step.kind == "send":
+                    cast(Links, self.links).send(step.task.phase, self.leaving.pop(step.task))
+                else:
+                    # After the send, which the stage before waits for.
+                    self._pay(done)
+                    self._forward(step.task) if step.task.phase == "F" else self._backward(step.task)
+                    done = step.task if step.task.phase == "B" and step.task.chunk == 0 else None
+            self._pay(done)
         outcomes = []
         bounds = [*self.first, len(self.batches)]
         for number in range(len(self.jobs)):
@@ -160,6 +168,11 @@ class _Run:
             loss_sum, count, penalty = self.sums[number].unbind()
             outcomes.append(Outcome(loss_sum, count, penalty, join_states(states)))
         return outcomes
+
+    def _pay(self, done: Task | None) -> None:
+        if self.deferred is not None and done is not None:
+            final = self.reducer is not None and done == self.last_backward
+            self.deferred.pay(self.reducer.ready if final and self.reducer is not None else None)
 
     def _receive(self, task: Task) -> None:
         first, end = self._span(task)
@@ -217,8 +230,8 @@ class _Run:
                 if gradient_or_none is not None and tensor.requires_grad:
                     roots.append(tensor)
                     gradients.append(gradient_or_none)
-        if task == self.last_backward and self.before_last is not None:
-            self.before_last()
+        if task == self.last_backward and self.reducer is not None:
+            self.reducer.arm(None if self.deferred is None else self.deferred.owes)
         if roots:
             torch.autograd.backward(roots, gradients)
         if task.chunk > 0:

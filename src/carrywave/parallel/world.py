@@ -155,8 +155,11 @@ def exchange(world: World, text: str) -> list[str]:
 
 
 @contextmanager
-def together(world: World) -> Iterator[None]:
-    """A mistake that any worker meets in this block is raised by all of them, so that none waits for one that has given up."""
+def together(world: World, *, for_all_of_us: bool = False) -> Iterator[None]:
+    """A mistake that any worker meets in this block is raised by all of them, so that none waits for one that has given up.
+
+    `for_all_of_us`: one worker does what all would do, so that it does not matter which of them met the mistake.
+    """
     if world.size == 1:
         yield
         return
@@ -172,7 +175,7 @@ def together(world: World) -> Iterator[None]:
     rank, (kind, message) = failures[0]
     alike = len(failures) == world.size and all(told_by == [kind, message] for _, told_by in failures)
     known = getattr(errors, kind, UserError)
-    raise for_all(known(message if alike else f"rank {rank}: {message}")) from failure
+    raise for_all(known(message if alike or for_all_of_us else f"rank {rank}: {message}")) from failure
 
 
 def same(world: World, what: Mapping[str, str]) -> None:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from carrywave.errors import PlanError
 from carrywave.spec.spec import PlanSpec
 
+CHUNK_STEPS = 16  # of a chunk, where there are several stages and nothing else is asked for: shorter ones cost more than they gain
+
 
 @dataclass(frozen=True)
 class Plan:
     """Replicas × stages, where the units are cut, and how a batch is cut in time (chunks) and lanes (slices).
 
     Units are the encoder, each LSTM layer, and the head, in this order. `cuts` names the first unit of each stage after
-    the first.
+    the first; left out, layers are shared evenly.
     """
 
     replicas: int = 1
@@ -38,6 +40,16 @@ class Plan:
         """Time chunks in a window of so many steps."""
         return 1 if self.chunk_steps is None else -(-steps // self.chunk_steps)
 
+    def edges(self, units: int) -> tuple[int, ...]:
+        """Where the stages of a model of so many units begin, and where the last one ends."""
+        cuts = self.cuts or even_cuts(units, self.stages)
+        edges = (0, *cuts, units)
+        if len(edges) != self.stages + 1 or list(edges) != sorted(set(edges)):
+            raise PlanError(
+                f"plan.cuts={list(cuts)} must be {self.stages - 1} rising unit numbers between 1 and {units - 1}; change it or leave it out"
+            )
+        return edges
+
 
 def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None) -> Plan:
     """The plan a spec asks for, checked against the model, the workers and (for streams) the lanes."""
@@ -57,14 +69,24 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None) ->
             f"batch.lanes={lanes} cannot be shared by {replicas} replicas x {asked.slices} slices; "
             f"use batch.lanes >= {replicas * asked.slices}"
         )
+    chunk_steps = asked.chunk_steps
+    if chunk_steps is None and asked.stages > 1 and asked.slices == 1:
+        chunk_steps = CHUNK_STEPS
     cuts = asked.cuts if asked.cuts is not None else even_cuts(units, asked.stages)
-    if len(cuts) != asked.stages - 1 or list(cuts) != sorted(set(cuts)) or any(not 0 < cut < units for cut in cuts):
-        raise PlanError(
-            f"plan.cuts={list(cuts)} must be {asked.stages - 1} rising unit numbers between 1 and {units - 1}; change it or leave it out"
-        )
-    return Plan(replicas, asked.stages, tuple(cuts), asked.chunk_steps, asked.slices, asked.recompute, asked.kernel)
+    plan = Plan(replicas, asked.stages, tuple(cuts), chunk_steps, asked.slices, asked.recompute, asked.kernel)
+    plan.edges(units)
+    return plan
 
 
 def even_cuts(units: int, stages: int) -> tuple[int, ...]:
-    """Cuts that give every stage the same number of units, as near as can be."""
-    return tuple(units * stage // stages for stage in range(1, stages))
+    """Cuts that give every stage the same number of layers, as near as can be, the later ones fewer: the last also has the head.
+
+    Encoder and head are cheap beside a layer. They get a stage of their own only where there are more stages than layers.
+    """
+    layers = units - 2
+    if stages > units:
+        raise PlanError(f"{units} units (encoder, {layers} layers, head) cannot fill {stages} stages; use plan.stages <= {units}")
+    if stages > layers:
+        return tuple(range(1 if stages == units else 2, units))
+    each, more = divmod(layers, stages)
+    return tuple(1 + each * stage + min(stage, more) for stage in range(1, stages))

@@ -11,13 +11,14 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
 from carrywave.train import causes
-from carrywave.train.causes import FAULT, MISTAKE
+from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, Ended
 from carrywave.train.launch import start
 
 CALL = "CARRYWAVE_FIT"  # in a worker: which call is meant, from 0
@@ -25,9 +26,11 @@ EARLIER = "CARRYWAVE_FIT_EARLIER"  # in a worker: the file with the results of t
 RESULT = "CARRYWAVE_FIT_RESULT"  # in a worker: the file for the result of this one
 VALUED = ("-W", "-X", "--check-hash-based-pycs")  # options of Python that take the next word
 
+FAILED = "failed"  # the class of the error, in what is told of a call that raised one
+
 Told = dict[str, Any]  # a result, as JSON can hold it
 
-_results: list[Told | None] = []  # of the calls that this process has begun; None: not ended, or failed
+_results: list[Told | None] = []  # of the calls that this process has begun; None: not ended
 
 
 def begin() -> Told | None:
@@ -35,14 +38,13 @@ def begin() -> Told | None:
     _results.append(None)
     if CALL not in os.environ:
         return None
-    sys.excepthook = _leave_uncaught
     number = len(_results) - 1
     if number >= int(os.environ[CALL]):
         return None
     told: Told | None = json.loads(Path(os.environ[EARLIER]).read_text(encoding="utf-8"))[number]
-    if told is None:
-        raise WorkerError("this call of fit failed before the workers of a later one were started; see the message of that one")
     _results[number] = told
+    if told is not None and FAILED in told:
+        Ended(MISTAKE, told["message"], told[FAILED]).check()
     return told
 
 
@@ -74,6 +76,29 @@ def is_script_worker() -> bool:
     return CALL in os.environ
 
 
+@contextmanager
+def working() -> Iterator[None]:
+    """The body of a call, after `begin`. A failure ends a worker here, whatever the script would do about it: the process that
+    started it raises the same, and there the script goes on; workers of later calls are told, and raise it in their turn."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        where = causes.folder()
+        if not is_script_worker() or where is None:
+            remember({FAILED: type(error).__name__, "message": str(error)})
+            raise
+        if isinstance(error, UserError):
+            causes.leave(where, "user", MISTAKE, str(error), error)
+            sys.exit(MISTAKE)
+        if isinstance(error, KeyboardInterrupt):
+            causes.leave(where, "user", INTERRUPTED, str(error) or "interrupted", error)
+            sys.exit(INTERRUPTED)
+        from carrywave.parallel.world import lost
+
+        causes.leave(where, "lost" if lost(error) else "fault", FAULT, f"{type(error).__name__}: {error}", error, with_trace=True)
+        sys.exit(FAULT)
+
+
 def finish(told: Told) -> NoReturn:
     """The end of a worker: rank 0 leaves the result for the process that started it."""
     if os.environ.get("RANK") == "0":
@@ -101,18 +126,3 @@ def script_command() -> list[str]:
     if not words[0].startswith("-m"):
         words[0] = os.path.abspath(main)  # the folder may have been changed since
     return [sys.executable, *options, *words]
-
-
-def _leave_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What ends a worker goes to the process that started it, which raises it once."""
-    where = causes.folder()
-    if where is None:
-        sys.__excepthook__(kind, error, trace)
-    elif isinstance(error, UserError):
-        causes.leave(where, "user", MISTAKE, str(error), error)
-    elif isinstance(error, KeyboardInterrupt):
-        causes.leave(where, "user", causes.INTERRUPTED, str(error) or "interrupted", error)
-    else:
-        from carrywave.parallel.world import lost
-
-        causes.leave(where, "lost" if lost(error) else "fault", FAULT, f"{kind.__name__}: {error}", error, with_trace=True)

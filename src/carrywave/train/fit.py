@@ -126,37 +126,38 @@ def fit(
     `fit({"hidden": 64}, frame, task="forecasting", data={"horizon": 24}, train={"epochs": 3})`.
     """
     told = again.begin()
-    if model is not None and not isinstance(model, Mapping) and not callable(model):
-        raise UserError(f"model is a {type(model).__name__}; give a cw.Model, a function that makes one, or the spec's model section")
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise PlanError(f"devices={devices!r} is no number of workers; use 1 or more")
-    asked = _spec_of(spec, model, plan, sections)
-    asked = asked if data is None else naming(data, asked)
-    own = None if model is None or isinstance(model, Mapping) else model
-    if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
-        own = Whole(own, loss)
-        own.pooled = asked.task in POOLED
-    if told is None and devices > 1 and not launched():
-        _check_workers(asked, devices)
-        told = again.relaunch(devices)
-    if told is not None:
-        return _result_of(told, own, device)
-    world = join(device)
-    if launched() and devices not in (1, world.size):
-        raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; leave devices out")
-    with _left_at_the_end(world):
-        start = _begin(asked, world, None if run is None else Path(run), resume, init, watch or Silent(), from_files=False)
-        if asked.data.train is not None:
-            prepared = _prepare_in_turn(start)
-        else:
-            with together(world):
-                prepared = from_python(data, asked, codec=start.codec)
-        result = _train(start, prepared, own, workers=world.size)
-    told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
-    if again.is_script_worker():
-        again.finish(told)
-    again.remember(told)
-    return result
+    with again.working():
+        if model is not None and not isinstance(model, Mapping) and not callable(model):
+            raise UserError(f"model is a {type(model).__name__}; give a cw.Model, a function that makes one, or the spec's model section")
+        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+            raise PlanError(f"devices={devices!r} is no number of workers; use 1 or more")
+        asked = _spec_of(spec, model, plan, sections)
+        asked = asked if data is None else naming(data, asked)
+        own = None if model is None or isinstance(model, Mapping) else model
+        if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
+            own = Whole(own, loss)
+            own.pooled = asked.task in POOLED
+        if told is None and devices > 1 and not launched():
+            _check_workers(asked, devices)
+            told = again.relaunch(devices)
+        if told is not None:
+            return _result_of(told, own, device)
+        world = join(device)
+        if launched() and devices not in (1, world.size):
+            raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; leave devices out")
+        with _left_at_the_end(world):
+            start = _begin(asked, world, None if run is None else Path(run), resume, init, watch or Silent(), from_files=False)
+            if asked.data.train is not None:
+                prepared = _prepare_in_turn(start)
+            else:
+                with together(world):
+                    prepared = from_python(data, asked, codec=start.codec)
+            result = _train(start, prepared, own, workers=world.size)
+        told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
+        if again.is_script_worker():
+            again.finish(told)
+        again.remember(told)
+        return result
 
 
 @contextmanager
@@ -199,7 +200,7 @@ def _begin(spec: Spec, world: World, run: Path | None, resume: bool, init: str |
     folder: Run | None = None
     snapshot: Snapshot | None = None
     found = ""
-    with together(world):
+    with together(world, for_all_of_us=True):
         if world.rank == 0:
             folder, snapshot = _folder(spec, run, resume)
             if snapshot is not None:
@@ -217,7 +218,7 @@ def _prepare_in_turn(start: _Start) -> Prepared:
     """Read the data into the cache on one worker of each host, then find it there on the others."""
     prepared: Prepared | None = None
     for turn in (start.world.local_rank == 0, True):
-        with together(start.world):
+        with together(start.world, for_all_of_us=True):
             if turn and prepared is None:
                 prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
     assert prepared is not None  # the second turn is everyone's
@@ -338,7 +339,7 @@ def _finish(loop: Loop) -> dict[str, dict[str, float]]:
     """Take up the best weights, and judge them on the test part. Rank 0 reads them; in the end each worker has the whole model again."""
     trainer, world = loop.trainer, loop.trainer.mesh.world
     best: dict[str, Tensor] = {}
-    with together(world):
+    with together(world, for_all_of_us=True):
         if world.rank == 0:
             best = read_weights(trainer.model, loop.folder.weights)
     best = spread(world, best)

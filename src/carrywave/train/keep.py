@@ -29,7 +29,7 @@ def keep(loop: Loop, fingerprint: str) -> None:
     trainer, world = loop.trainer, loop.trainer.mesh.world
     named = trainer.gathered()
     parts = collect(world, _under_prefixes(trainer))
-    with together(world):
+    with together(world, for_all_of_us=True):
         if world.rank > 0:
             return
         metrics_bytes, timing_bytes = loop.folder.sync()

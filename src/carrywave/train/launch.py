@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -40,19 +39,19 @@ def is_worker() -> bool:
 
 def start(command: Sequence[str], devices: int, *, hosts: Hosts | None = None, environment: Mapping[str, str] | None = None) -> Ended:
     """Run `command` in so many workers on this host, and wait for their end. They learn from the environment who they are."""
+    meeting = None if hosts is None else _Meeting(hosts, devices)
     with tempfile.TemporaryDirectory(prefix="carrywave-") as name, _Signals() as signals:
         folder = Path(name)
         (folder / "causes").mkdir()
         shared = {**(environment or {}), causes.FOLDER: str(folder / "causes"), "CARRYWAVE_PARENT": str(os.getpid())}
         if "OMP_NUM_THREADS" not in os.environ:
             shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // devices))
-        if hosts is None:
+        if meeting is None:
             first, size = 0, devices
             shared["CARRYWAVE_STORE"] = str(folder / "store")
             if "GLOO_SOCKET_IFNAME" not in os.environ:
                 shared["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         else:
-            meeting = _Meeting(hosts, devices)
             first, size = meeting.first_rank, meeting.size
             shared |= meeting.environment
         workers: dict[int, subprocess.Popen[bytes]] = {}
@@ -144,13 +143,14 @@ class _Meeting:
         count = len(hosts.addresses)
         self.store = open_store(host, port, hosts.node == 0, seconds)
         self.store.set(f"host/{hosts.node}", str(devices))
-        try:
-            self.store.wait([f"host/{node}" for node in range(count)], timedelta(seconds=seconds))
-        except RuntimeError as error:
-            missing = [f"{hosts.names[node]} ({hosts.addresses[node]})" for node in range(count) if not self.store.check([f"host/{node}"])]
-            raise WorkerError(
-                f"{', '.join(missing)} did not show up within {seconds:g} s; start it there too (CARRYWAVE_START_SECONDS waits longer)"
-            ) from error
+        deadline = time.monotonic() + seconds
+        while missing := [node for node in range(count) if not self.store.check([f"host/{node}"])]:
+            if time.monotonic() > deadline:
+                named = ", ".join(f"{hosts.names[node]} ({hosts.addresses[node]})" for node in missing)
+                raise WorkerError(
+                    f"{named} did not show up within {seconds:g} s; start it there too (CARRYWAVE_START_SECONDS waits longer)"
+                )
+            time.sleep(POLL_SECONDS)
         each = [int(self.store.get(f"host/{node}")) for node in range(count)]
         self.first_rank, self.size = sum(each[: hosts.node]), sum(each)
         self.environment = {

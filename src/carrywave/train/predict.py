@@ -56,9 +56,9 @@ def predict(
     workers that a launcher started, if one did, each predicts its part, and rank 0 returns all of it.
     """
     world = join(device)
-    if world.size > 1 and (prompt is not None or load(Path(path) / "spec.yaml").task == "language"):
-        raise PlanError(f"a prompt is continued token by token, on one device; start one worker instead of {world.size}")
     with together(world):
+        if world.size > 1 and (prompt is not None or load(Path(path) / "spec.yaml").task == "language"):
+            raise PlanError(f"a prompt is continued token by token, on one device; start one worker instead of {world.size}")
         saved = open_run(path, device, model, world=world)
         _check(saved, path, data, prompt)
     if saved.spec.task == "language":

@@ -208,7 +208,7 @@ class Trainer:
             jobs,
             self.mesh.links,
             place=self.mesh.stage,
-            before_last=None if self.reducer is None else self.reducer.arm,
+            reducer=self.reducer,
         )
 
     def _sums(self, outcomes: Sequence[pipeline.Outcome], overflow: Tensor | None) -> list[Tensor]:
@@ -284,7 +284,7 @@ class Trainer:
             self.named: list[tuple[str, nn.Parameter]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         else:
             first, last = mesh.span(model.units)
-            tied = shared(model, self.plan.cuts)
+            tied = shared(model, self.plan.edges(model.units)[1:-1])
             held = hold(model, first, last, self.device, dtype)
             stage = Stage(model, first, last)
             self.named = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and p.requires_grad]

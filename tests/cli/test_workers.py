@@ -1,0 +1,166 @@
+"""`--devices`: how many workers are started, and by whom; and of several workers, who says what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from carrywave.cli import workers
+from carrywave.cli.exits import with_exit_codes
+from carrywave.cli.workers import is_first, start_workers
+from carrywave.errors import DataError, PlanError
+from carrywave.parallel import world
+from carrywave.spec.spec import PlanSpec
+from carrywave.train.causes import Ended
+
+HOSTS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TF_CONFIG", "CARRYWAVE_CAUSES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """A machine with so many GPUs, where nothing is started: what would have been is noted."""
+
+    def make(gpus: int, end: Ended = Ended(0)) -> list[Any]:  # noqa: B008
+        started: list[Any] = []
+
+        def start(command: list[str], devices: int, *, hosts: Any = None) -> Ended:
+            started.append((devices, hosts and hosts.node))
+            return end
+
+        monkeypatch.setattr(workers, "start", start)
+        monkeypatch.setattr(workers, "script_command", lambda: ["program"])
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        return started
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "device", "plan", "count"),
+    [
+        (0, None, "auto", PlanSpec(), None),  # one process on the CPU
+        (1, None, "auto", PlanSpec(), None),
+        (4, None, "auto", PlanSpec(), 4),  # one worker for each GPU
+        (4, None, "cpu", PlanSpec(), None),
+        (4, 1, "auto", PlanSpec(), None),
+        (4, 2, "auto", PlanSpec(), 2),
+        (0, 3, "auto", PlanSpec(), 3),
+        (4, None, "auto", None, None),  # without a plan only where asked for
+        (4, 2, "auto", None, 2),
+    ],
+)
+def test_how_many_are_started(machine: Any, gpus: int, devices: int | None, device: str, plan: PlanSpec | None, count: int | None) -> None:
+    started = machine(gpus)
+    if count is None:
+        assert start_workers(devices, device, plan) is None
+    else:
+        with pytest.raises(typer.Exit) as left:
+            start_workers(devices, device, plan)
+        assert left.value.exit_code == 0
+    assert started == ([] if count is None else [(count, None)])
+
+
+def test_workers_may_share_a_gpu_and_are_told_so(machine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    started = machine(1)
+    with pytest.raises(typer.Exit):
+        start_workers(4, "cuda", PlanSpec())
+    assert started == [(4, None)]
+    assert capsys.readouterr().err == "carrywave: 4 workers share 1 GPU: their messages go through the memory of the host\n"
+
+
+def test_a_dry_run_starts_nobody(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = machine(0)
+    assert start_workers(4, "cpu", PlanSpec(stages=2), dry_run=True) == 4
+    assert start_workers(None, "cpu", PlanSpec(), dry_run=True) is None
+    monkeypatch.setenv("TF_CONFIG", HOSTS)
+    assert start_workers(3, "cpu", PlanSpec(), dry_run=True) == 6
+    assert started == []
+
+
+def test_every_host_of_a_cluster_starts_workers(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = machine(2)
+    monkeypatch.setenv("TF_CONFIG", HOSTS)
+    for device in ("auto", "cpu"):
+        with pytest.raises(typer.Exit):
+            start_workers(None, device, PlanSpec())
+    assert started == [(2, 1), (1, 1)]
+
+
+def test_a_launcher_wins_over_tf_config(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = machine(2)
+    for name, value in {"TF_CONFIG": "not read", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert start_workers(None, "auto", PlanSpec()) is None
+    assert start_workers(4, "auto", PlanSpec()) is None
+    assert started == []
+    assert not is_first()
+    with pytest.raises(PlanError, match="--devices 2, but the launcher has started 4 workers"):
+        start_workers(2, "auto", PlanSpec())
+
+
+def test_a_failure_of_the_workers_is_said_once(machine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    machine(0, Ended(1, "worker 1: ValueError: oops", trace="Traceback\n"))
+    with pytest.raises(typer.Exit) as left:
+        start_workers(2, "cpu", PlanSpec())
+    assert left.value.exit_code == 1
+    assert capsys.readouterr().err == "carrywave: worker 1: ValueError: oops\nTraceback\n"
+
+
+def said(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    @with_exit_codes
+    def command() -> None:
+        raise error
+
+    with pytest.raises(typer.Exit) as left:
+        command()
+    return left.value.exit_code, capsys.readouterr().err
+
+
+def shared(error: DataError) -> DataError:
+    error.told_by = 0
+    return error
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "code", "line"),
+    [
+        ("0", DataError("no; do"), 2, "carrywave: rank 0: no; do\n"),
+        ("1", DataError("no; do"), 2, "carrywave: rank 1: no; do\n"),
+        ("0", shared(DataError("no; do")), 2, "carrywave: no; do\n"),
+        ("1", shared(DataError("no; do")), 2, ""),
+        ("0", KeyboardInterrupt(), 130, "carrywave: interrupted\n"),
+        ("1", KeyboardInterrupt(), 130, ""),
+        (
+            "1",
+            RuntimeError("Connection closed by peer"),
+            1,
+            "carrywave: rank 1: contact with another worker was lost; its own message says why\n",
+        ),
+    ],
+)
+def test_who_speaks_under_another_launcher(
+    rank: str, error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(world._Joined, "store", None)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert said(error, capsys) == (code, line)
+
+
+def test_a_fault_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, text = said(ValueError("oops"), capsys)
+    assert code == 1
+    assert text.startswith("carrywave: rank 1: ValueError: oops\nTraceback")
