@@ -1,7 +1,8 @@
-"""The programs in examples/ and the Python in the documentation run, small, and do what they say."""
+"""The programs in examples/ and the Python in the documentation run, small, and do what they say; messages are quoted as they are."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -38,7 +39,6 @@ UNDER_TORCHRUN = {
 }
 # Every process takes seconds to load torch, so one start of each kind is quick enough for every run of the tests.
 QUICK = (
-    "python examples/replicas.py",
     "python examples/stages.py",
     "python examples/variable_lengths.py",
     "torchrun --nproc-per-node 2 examples/any_module.py",
@@ -76,7 +76,7 @@ def start(command: str, more: str) -> str:
             port = probe.getsockname()[1]
         python += ["-m", "torch.distributed.run", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
-    ended = subprocess.run([*python, *words, *more.split()], capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
+    ended = subprocess.run([*python, *words, *more.split()], capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -166,3 +166,20 @@ def test_the_python_on_a_page_runs(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": "page"})
+
+
+def test_the_messages_in_the_troubleshooting_table_are_those_of_the_code() -> None:
+    """Each matches a text in the sources, with anything in the place of values."""
+    patterns = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+            texts = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            if all(text is None or isinstance(text, str) for text in texts) and sum(len(text or "") for text in texts) > 20:
+                patterns.append("".join(".*" if text is None else re.escape(text) for text in texts))
+    page = (ROOT / "docs/parallel.md").read_text()
+    table = page[page.index("| it says |") : page.index("## Coming from elsewhere")]
+    quoted = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    assert len(quoted) > 15
+    for message in quoted:
+        assert any(re.fullmatch(pattern, message) for pattern in patterns), message

@@ -144,7 +144,7 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
         targets = torch.randn(shape, generator=generator, dtype=torch.float64)
         targets[unused] = math.nan if odd else 7.0
         for lane, factor in asked.get("target_factors", {}).items():
-            targets[..., int(lane), :] = targets[..., int(lane), :] * factor if task == "regression" else targets[..., int(lane), :]
+            targets[int(lane)] *= factor  # of a pooled task
     else:
         targets = torch.randint(VOCABULARY if task == "language" else CLASSES, lead, generator=generator)
         targets[unused] = 1 if odd else 0

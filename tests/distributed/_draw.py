@@ -23,12 +23,10 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
     replicas = draw(st.sampled_from([number for number in range(1, workers + 1) if workers % number == 0]))
     stages = workers // replicas
     task = draw(st.sampled_from(TASKS))
-    layers = draw(st.integers(max(1, stages - 1), 4))
+    layers = draw(st.integers(max(1, stages - 2), 4))
     slices = draw(st.integers(1, 3))
     chance = st.booleans()
     model = draw(_models(task, layers))
-    # Numbers as they are have no weights: alone on a stage they would leave it nothing to train.
-    first_cut = 2 if model["numbers"] and not model["own_encoder"] else 1
     regular = draw(st.sampled_from([(0.0, 0.0), (0.6, 0.4), (0.0, 0.5), (0.3, 0.0)]))
     return {
         "seed": draw(st.integers(0, 10_000)),
@@ -46,7 +44,7 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
         "plan": {
             "replicas": replicas,
             "stages": stages,
-            "cuts": sorted(draw(st.permutations(range(first_cut, layers + 2)))[: stages - 1]),
+            "cuts": sorted(draw(st.permutations(range(1, layers + 2)))[: stages - 1]),
             "chunk_steps": draw(st.none() | st.integers(1, 5)),
             "slices": slices,
             "recompute": draw(chance),

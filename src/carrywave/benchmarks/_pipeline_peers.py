@@ -46,8 +46,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
-        return f"{self.layers}x{self.hidden} lanes {self.lanes} steps {self.steps} vocabulary {self.vocabulary}"
+        """As it stands in the table: short, since a row is long."""
+        return f"{self.layers}x{self.hidden} B{self.lanes} T{self.steps} V{self.vocabulary}"
 
     @property
     def units(self) -> int:

@@ -160,7 +160,9 @@ def bench(
         raise UserError(f"there is no benchmark {name}; use one of {', '.join(names)}")
     _check_writable(json_file)
     rows: list[dict[str, object]] = importlib.import_module(f"carrywave.benchmarks.{name}").run(quick=quick)
-    Console().print(table_of(f"bench {name}", rows))
+    console = Console()
+    # A file or a pipe has no width of its own: rows stay whole.
+    (console if console.is_terminal else Console(width=240)).print(table_of(f"bench {name}", rows))
     _write_rows(json_file, rows)
 
 

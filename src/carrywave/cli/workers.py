@@ -56,7 +56,8 @@ def start_workers(devices: int | None, device: str, plan: PlanSpec | None = None
         if devices is not None and str(devices) != size and not is_worker():
             raise PlanError(f"--devices {devices}, but the launcher has started {size} workers (WORLD_SIZE); leave out --devices")
         return None
-    hosts = tf_config.read(os.environ)
+    # Only training spreads over hosts by itself: one host may judge or use what they have trained.
+    hosts = tf_config.read(os.environ) if plan is not None else None
     gpus = _gpus(device, needed=devices is None and plan is not None)
     count = devices or (gpus if plan is not None else 0) or 1
     if plan is not None and hosts is None and count > 1:

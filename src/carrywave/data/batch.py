@@ -62,6 +62,9 @@ class Batch:
         lengths_B = _one_a_lane(steps if lengths is None else lengths, "lengths", count, torch.int64, device)
         real = steps * count
         if lengths is not None:
+            padded = torch.arange(steps, device=device)[:, None] >= lengths_B
+            # Whatever stood there: NaN times a mask of zeros would still be NaN in a gradient.
+            inputs = inputs.masked_fill(padded.reshape(steps, count, *[1] * (inputs.dim() - 2)), 0)
             low, high, real = (int(value) for value in (lengths_B.min(), lengths_B.max(), lengths_B.sum()))
             if low < 0 or high > steps:
                 raise UserError(f"lengths go from {low} to {high}; they must lie between 0 and the {steps} steps of the inputs")

@@ -49,8 +49,8 @@ def start(command: Sequence[str], devices: int, *, hosts: Hosts | None = None, e
         if meeting is None:
             first, size = 0, devices
             shared["CARRYWAVE_STORE"] = str(folder / "store")
-            if "GLOO_SOCKET_IFNAME" not in os.environ:
-                shared["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+            loopback = "lo0" if sys.platform == "darwin" else "lo"
+            shared |= {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
         else:
             first, size = meeting.first_rank, meeting.size
             shared |= meeting.environment

@@ -22,7 +22,8 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
     """The optimizer a spec asks for, over parameters that are already on their device."""
-    parameters = [parameter for _, parameter in named]
+    # A stage may hold nothing to train (numbers enter as they are); torch's optimizers want at least one parameter, if an empty one.
+    parameters = [parameter for _, parameter in named] or [nn.Parameter(torch.zeros(0, device=device))]
     # On CUDA the rate is a tensor, so that a recorded step can be replayed with another one.
     lr = torch.tensor(spec.lr, dtype=torch.float32, device=device) if device.type == "cuda" else spec.lr
     # Fused, on CPU as well: those kernels skip a step by a flag on the device, and repeat bit for bit.

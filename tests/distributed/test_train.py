@@ -1,0 +1,178 @@
+"""Whole runs on several workers: the rows, weights, snapshots and predictions of one worker. float64, real processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from carrywave.spec.load import parse
+from carrywave.train.fit import train
+from carrywave.train.launch import start
+from carrywave.train.predict import predict
+from carrywave.train.saved import evaluate_run
+
+WORKER = Path(__file__).with_name("_train.py")
+# Sums in another order, in float64, over some dozen steps.
+CLOSE = 1e-9
+
+
+def language(folder: Path, plan: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    return {
+        "task": "language",
+        "data": {"train": str(folder / "text.txt"), "tokens": "char"},
+        "model": {"hidden": 6, "layers": 3, "dropout": 0.3, "tie": True},
+        "batch": {"lanes": 5, "steps": 7},
+        "train": {"precision": "fp64", "optimizer": "adam", "lr": 0.02, "clip": 0.5, "epochs": 2, "accumulate": 2, "log_every": 3, **train},
+        **({"plan": plan} if plan else {}),
+    }
+
+
+def classification(folder: Path, plan: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
+    return {
+        "task": "classification",
+        "data": {"train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl")},
+        "model": {"hidden": 5, "layers": 3, "dropout": 0.2, "pool": "mean", **model},
+        "batch": {"tokens": 24},
+        "train": {"precision": "fp64", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "epochs": 2, "log_every": 4},
+        **({"plan": plan} if plan else {}),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "text.txt").write_text("the carry is passed along, and work moves as a wave. " * 12)
+    draw = np.random.default_rng(3)
+    for name, rows in (("train", 40), ("test", 11)):
+        steps = [draw.normal(size=(int(draw.integers(1, 10)), 2)).round(3) for _ in range(rows)]
+        lines = [json.dumps({"steps": each.tolist(), "label": "up" if each.sum() > 0 else "down"}) for each in steps]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    for name, spec in (("language", language(folder)), ("classification", classification(folder))):
+        train(parse(spec), run=folder / name, device="cpu")
+    train(parse(classification(folder, bidirectional=True)), run=folder / "both", device="cpu")
+    return folder
+
+
+def carry_out(folder: Path, workers: int, jobs: list[dict[str, Any]], name: str) -> list[list[dict[str, Any]]]:
+    """What each worker told of each job, by rank."""
+    (folder / name).write_text(json.dumps(jobs))
+    ended = start([sys.executable, str(WORKER), str(folder), name], workers)
+    assert ended.code == 0, ended
+    return [json.loads((folder / f"{name}.{rank}.out").read_text()) for rank in range(workers)]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(run: Path, serial: Path) -> None:
+    found, wanted = rows_of(run), rows_of(serial)
+    assert [list(row) for row in found] == [list(row) for row in wanted]
+    for row, expected in zip(found, wanted, strict=True):
+        for key, value in expected.items():
+            assert row[key] == (pytest.approx(value, rel=CLOSE, abs=1e-12) if isinstance(value, float) else value), (key, row, expected)
+    ours, theirs = load_file(run / "weights.safetensors"), load_file(serial / "weights.safetensors")
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=CLOSE, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+PLANS: dict[int, list[dict[str, Any]]] = {
+    2: [{"replicas": 2}, {"stages": 2, "chunk_steps": 2}, {"stages": 2, "cuts": [4], "slices": 2, "chunk_steps": 3, "recompute": True}],
+    4: [{"replicas": 2, "stages": 2, "chunk_steps": 3}, {"stages": 4}, {"replicas": 4}],
+}
+
+
+@pytest.mark.parametrize("workers", PLANS)
+def test_a_run_on_any_plan_is_the_run_on_one_worker(folder: Path, workers: int) -> None:
+    kinds = {"language": language, "classification": classification}
+    jobs = [
+        {"run": f"{kind}-{workers}-{number}", "spec": make(folder, plan)}
+        for kind, make in kinds.items()
+        for number, plan in enumerate(PLANS[workers])
+    ]
+    jobs.append(
+        {"run": f"both-{workers}", "spec": classification(folder, {"stages": 2, "slices": 2, "chunk_steps": 2}, bidirectional=True)}
+    )
+    told = carry_out(folder, workers, jobs, f"plans-{workers}")
+    assert all(each == told[0] for each in told[1:])  # every worker knows how it ended
+    assert [each["ending"] for each in told[0]] == ["done"] * len(jobs)
+    for job in jobs:
+        assert_same_run(folder / job["run"], folder / job["run"].partition("-")[0])
+
+
+def test_a_run_goes_on_with_another_plan(folder: Path) -> None:
+    """Stopped after 5 of its steps on one plan and resumed on another; on the same plan, it is the same to the bit."""
+    replicas, stages = {"replicas": 2}, {"stages": 2, "chunk_steps": 2}
+    jobs: list[dict[str, Any]] = []
+    for name, first, second in (("resumed", replicas, stages), ("back", stages, replicas), ("same", stages, stages)):
+        jobs.append({"run": name, "spec": language(folder, first, max_steps=5)})
+        jobs.append({"run": name, "spec": language(folder, second), "resume": True})
+    jobs.append({"run": "through", "spec": language(folder, stages)})
+    told = carry_out(folder, 2, jobs, "resume")
+    assert all("error" not in each for each in told[0]), told[0]
+    # A run of one worker goes on alone, too.
+    train(parse(language(folder, {"replicas": 1}, max_steps=5)), run=folder / "alone", device="cpu")
+    carry_out(folder, 2, [{"run": "alone", "spec": language(folder, stages), "resume": True}], "alone-resume")
+    for name in ("resumed", "back", "same", "alone"):
+        found = {(row["split"], row["step"]): row for row in rows_of(folder / name)}
+        last = rows_of(folder / "language")[-1]
+        assert found["valid", last["step"]]["loss"] == pytest.approx(last["loss"], rel=CLOSE)
+    same, through = (load_file(folder / name / "weights.safetensors") for name in ("same", "through"))
+    assert all(torch.equal(same[name], tensor) for name, tensor in through.items())
+
+
+def test_evaluation_and_prediction_on_several_workers(folder: Path) -> None:
+    jobs = [
+        {"evaluate": "language"},
+        {"evaluate": "classification"},
+        {"predict": "classification", "data": "test.jsonl"},
+        {"predict": "language", "data": "text.txt"},
+    ]
+    told = carry_out(folder, 3, jobs, "evaluate")
+    alone = [evaluate_run(folder / name, device="cpu") for name in ("language", "classification")]
+    for number, wanted in enumerate(alone):
+        for each in told:
+            assert each[number]["row"].keys() == wanted.keys()
+            numbers = {key: value for key, value in wanted.items() if isinstance(value, float)}
+            assert all(each[number]["row"][key] == pytest.approx(value, rel=CLOSE) for key, value in numbers.items())
+    wanted_rows = predict(folder / "classification", folder / "test.jsonl", device="cpu")
+    assert [row["label"] for row in told[0][2]["rows"]] == [row["label"] for row in wanted_rows]
+    assert [row["probability"] for row in told[0][2]["rows"]] == pytest.approx([row["probability"] for row in wanted_rows], abs=1e-6)
+    assert told[1][2]["rows"] == []  # rank 0 has them all
+    assert all("continued token by token, on one device; start one worker instead of 3" in each[3]["error"] for each in told)
+
+
+def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
+    jobs = [
+        {"run": "bad", "spec": language(folder, {"stages": 7})},
+        {"run": "bad", "spec": language(folder, {"replicas": 1})},
+        {"run": "bad", "spec": language(folder, {"replicas": 3, "slices": 2})},
+        {"run": "bad", "spec": language(folder) | {"data": {"train": str(folder / "nothing.txt")}}},
+        {"run": "language", "spec": language(folder)},
+        {"run": "bad", "spec": language(folder), "alien": 2},
+        {"run": "bad", "spec": language(folder, lr=1e308, optimizer="sgd", clip=None)},
+    ]
+    told = carry_out(folder, 3, jobs, "mistakes")
+    expected = [
+        "PlanError: plan.stages=7, but the model has 5 units (encoder, 3 layers, head); use plan.stages <= 5",
+        "PlanError: plan.replicas=1 x plan.stages=1 needs 1 workers, 3 are running",
+        "PlanError: batch.lanes=5 cannot be shared by 3 replicas x 2 slices; use batch.lanes >= 6",
+        "DataError: data.train",
+        "RunError: ",
+        "WorkerError: rank 2 has train.lr 0.125, rank 0 has 0.02; start every worker with the same command, files and versions",
+        "Diverged: ",
+    ]
+    for number, start_of in enumerate(expected):
+        messages = {each[number]["error"] for each in told}
+        assert len(messages) == 1, messages  # all of them say the same
+        assert messages.pop().startswith(start_of), (start_of, told[0][number])
+    assert "already there and not empty" in told[0][4]["error"]
+    assert not (folder / "bad" / "weights.safetensors").exists()
