@@ -5,8 +5,8 @@ Peers, in the same worker processes, one thread each, with the same model, batch
 - serial: one worker with one thread, ours and plain PyTorch; the faster one is what speed-up and efficiency refer to;
 - sequential: stages one after the other; round-robin: layers dealt over the workers, the whole batch sent at every layer;
 - gpipe: slices of the lanes (ours), and torch.distributed.pipelining's GPipe and 1F1B, each with the best number of micro-batches;
-- DDP: data parallel with the same global batch, its share of the lanes on every worker; with the fastest LSTM there is, which may be
-  ours, and with torch's own, which is what most programs have;
+- DDP: data parallel with the same global batch, its share of the lanes on every worker;
+- DDP and torch's pipelines twice: with the fastest LSTM there is, which may be ours, and with nn.LSTM, which most programs have;
 - wavefront over several numbers of chunks; with slices besides (one forward, one backward); with recomputation.
 
 A loop counts only if its loss after two steps is the serial one's. Peak memory is what a worker holds above its level before the
@@ -49,6 +49,7 @@ COLUMNS = (
     "speedup",
     "efficiency",
     "over_pipelining",
+    "over_pipelining_nn_lstm",
     "over_ddp",
     "over_ddp_nn_lstm",
     "bubble",
@@ -63,6 +64,8 @@ WIDE = Case(8, 512, 16, 64, 2000)  # where 8 workers run
 QUICK = Case(4, 32, 8, 16, 50)
 CHUNKS, MICRO_BATCHES = (4, 8, 16, 32), (2, 4, 8)
 SHORTEST_CHUNK = 4  # steps
+PIPELINES = ("torch GPipe", "torch 1F1B")
+TORCH = " nn.LSTM"  # ends the names of peers that have torch's own
 # The first steps are of one batch: the loss of a batch that was just trained on falls fast, and shows what the update did.
 CHECKED = (0, peers.BATCHES, 2 * peers.BATCHES)
 # How far a loss may be from the serial one, as a share of the latter's fall over these steps. Sums in float32 differ by 1e-7 of
@@ -138,10 +141,18 @@ def variants_of(case: Case, size: int, *, quick: bool = False) -> list[Variant]:
     micro = [count for count in MICRO_BATCHES if case.lanes % count == 0 and (not quick or count <= 4)]
     chunks = [count for count in CHUNKS if case.steps >= count * SHORTEST_CHUNK]
     best = min(8, chunks[-1])
-    found = [Variant("serial"), Variant("serial PyTorch"), Variant("sequential"), Variant("round-robin"), Variant("DDP"), Variant("DDP nn.LSTM")]
+    found = [
+        Variant("serial"),
+        Variant("serial PyTorch"),
+        Variant("sequential"),
+        Variant("round-robin"),
+        Variant("DDP"),
+        Variant(f"DDP{TORCH}"),
+    ]
     found += [Variant("gpipe", slices=count) for count in micro if count > 1]
-    found += [Variant("torch GPipe", slices=count) for count in micro]
-    found += [Variant("torch 1F1B", slices=count) for count in micro if count >= size]
+    for kind in ("", TORCH):
+        found += [Variant(f"torch GPipe{kind}", slices=count) for count in micro]
+        found += [Variant(f"torch 1F1B{kind}", slices=count) for count in micro if count >= size]
     found += [Variant("wavefront", chunks=count) for count in chunks]
     return [*found, Variant("wavefront", slices=4, chunks=4), Variant("wavefront", chunks=best, recompute=True)]
 
@@ -193,19 +204,19 @@ def _choose(crew: Crew, case: Case) -> tuple[str, str]:
 
 def _lstm_name(variant: Variant, lstms: tuple[str, str]) -> str:
     ours = variant.family in ("serial", "sequential", "gpipe", "wavefront")
-    return peers.OURS if ours else lstms[variant.family in ("serial PyTorch", "DDP nn.LSTM")]
+    return peers.OURS if ours else lstms[variant.family == "serial PyTorch" or variant.family.endswith(TORCH)]
 
 
 def loop_of(variant: Variant, case: Case, crew: Crew, lstm: str) -> Loop | None:
     """The loop of a variant on this worker; None where it has no part in it."""
-    match variant.family:
+    match variant.family.removesuffix(TORCH):
         case "serial":
             return Ours(case, Plan.serial()) if crew.rank == 0 else None
         case "serial PyTorch":
             return peers.Serial(case, lstm) if crew.rank == 0 else None
         case "round-robin":
             return peers.RoundRobin(case, lstm, crew.rank, crew.size)
-        case "DDP" | "DDP nn.LSTM":
+        case "DDP":
             return peers.DataParallel(case, lstm, crew.rank, crew.size)
         case "torch GPipe" | "torch 1F1B":
             return peers.TorchPipeline(case, lstm, crew.rank, crew.size, variant.family.split()[1], variant.slices)
@@ -296,7 +307,7 @@ def check_losses(losses: dict[str, list[float]], reference: str) -> None:
 
 def _best_of_families(first_ms: dict[Variant, float]) -> list[Variant]:
     """All variants, except that of each micro-batch pipeline only the fastest number of micro-batches stays."""
-    tuned = ("gpipe", "torch GPipe", "torch 1F1B")
+    tuned = ("gpipe", *PIPELINES, *(f"{family}{TORCH}" for family in PIPELINES))
     best = {
         family: min((each for each in first_ms if each.family == family), key=first_ms.__getitem__)
         for family in tuned
@@ -334,7 +345,8 @@ def _rows(
     for variant, row in zip(variants, timed, strict=True):
         by_family[variant.family] = min(row["step_ms"], by_family.get(variant.family, torch.inf))
     serial_ms = min(by_family["serial"], by_family["serial PyTorch"])
-    pipelining_ms = min(by_family["torch GPipe"], by_family["torch 1F1B"])
+    pipelining_ms, slower_ms = (min(by_family[f"{family}{kind}"] for family in PIPELINES) for kind in ("", TORCH))
+    pipelining_ms = min(pipelining_ms, slower_ms)
     serial_mib = next((max(found) for variant, found in zip(variants, peaks, strict=True) if variant.family == "serial" and found), None)
     rows: list[dict[str, object]] = []
     for variant, row, found in zip(variants, timed, peaks, strict=True):
@@ -353,8 +365,9 @@ def _rows(
                 "speedup": round(serial_ms / step_ms, 3),
                 "efficiency": round(serial_ms / step_ms / (1 if alone else size), 3),
                 "over_pipelining": round(pipelining_ms / step_ms, 3),
-                "over_ddp": round(by_family["DDP"] / step_ms, 3),
-                "over_ddp_nn_lstm": round(by_family["DDP nn.LSTM"] / step_ms, 3),
+                "over_pipelining_nn_lstm": round(slower_ms / step_ms, 3),
+                "over_ddp": round(min(by_family["DDP"], by_family[f"DDP{TORCH}"]) / step_ms, 3),
+                "over_ddp_nn_lstm": round(by_family[f"DDP{TORCH}"] / step_ms, 3),
                 "bubble": None if bubble is None else round(bubble, 3),
                 "peak_mib": None if found is None else round(max(found), 1),
                 "peak_share": None if found is None or serial_mib is None else round(max(found) / serial_mib, 3),

@@ -79,7 +79,7 @@ class Lengths:
 
 def run(*, quick: bool = False) -> list[dict[str, object]]:
     """A row for each loop."""
-    rounds, seconds = (2, 0.02) if quick else (7, 2.0)
+    rounds, seconds = (2, 0.02) if quick else (5, 0.5)
     lengths = Lengths(8, 100, 256, 200) if quick else Lengths(128, 1000, 8192, 4000)
     cases: list[Case | Lengths] = [*((QUICK,) if quick else FIXED), lengths]
     rows: list[dict[str, object]] = []

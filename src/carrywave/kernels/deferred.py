@@ -58,10 +58,15 @@ class Deferred:
     @torch.no_grad()
     def pay(self, ready: Ready | None = None) -> None:
         """Add all that is owed to the weights' gradients."""
+        joined: tuple[tuple[int, ...], Tensor] | None = None  # what was joined last: both weights of a layer have the same gradients
         while self._owed:
             put = self._owed.pop(next(iter(self._owed)))
             if put.products:
-                grads_NG, inputs_NI = (torch.cat(parts) for parts in zip(*put.products, strict=True))
+                parts, inputs = zip(*put.products, strict=True)
+                names = tuple(id(part) for part in parts)
+                if joined is None or joined[0] != names:
+                    joined = names, torch.cat(parts)
+                grads_NG, inputs_NI = joined[1], torch.cat(inputs)
                 with without_onednn():
                     if put.weight.grad is None:
                         put.weight.grad = grads_NG.t() @ inputs_NI

@@ -137,8 +137,7 @@ class _Sequence(torch.autograd.Function):
             if ctx.deferred is not None:
                 own_ih_GI, own_hh_GH = ctx.weights
                 ctx.deferred.product(own_ih_GI, grads_NG, flat_NI)
-                ctx.deferred.product(own_hh_GH, slopes[0], h_BH)
-                ctx.deferred.product(own_hh_GH, grads_NG[lanes:], past_NH)
+                ctx.deferred.product(own_hh_GH, grads_NG, torch.cat((h_BH, past_NH)))
             else:
                 dw_ih_GI = grads_NG.t() @ flat_NI if wants_ih else None
                 dw_hh_GH = slopes[0].t() @ h_BH if wants_hh else None

@@ -24,8 +24,10 @@ def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
     """The optimizer a spec asks for, over parameters that are already on their device."""
     # A stage may hold nothing to train (numbers enter as they are); torch's optimizers want at least one parameter, if an empty one.
     parameters = [parameter for _, parameter in named] or [nn.Parameter(torch.zeros(0, device=device))]
-    # On CUDA the rate is a tensor, so that a recorded step can be replayed with another one.
-    lr = torch.tensor(spec.lr, dtype=torch.float32, device=device) if device.type == "cuda" else spec.lr
+    # On CUDA the rate is a tensor, so that a recorded step can be replayed with another one. Fused kernels read it in float32, which
+    # is no rate for float64.
+    in_graph = device.type == "cuda" and spec.precision != "fp64"
+    lr = torch.tensor(spec.lr, dtype=torch.float32, device=device) if in_graph else spec.lr
     # Fused, on CPU as well: those kernels skip a step by a flag on the device, and repeat bit for bit.
     optimizer: Optimizer
     match spec.optimizer:
@@ -38,7 +40,7 @@ def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         case "adam" | "adamw":
             kind = Adam if spec.optimizer == "adam" else AdamW
-            optimizer = kind(parameters, lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True, capturable=device.type == "cuda")
+            optimizer = kind(parameters, lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True, capturable=in_graph)
             for parameter in parameters:
                 optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=device),

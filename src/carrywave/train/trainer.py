@@ -96,7 +96,8 @@ class Trainer:
         self.scheduler: pipeline.Scheduler = wavefront
         self.votes = (0.0, 0.0)  # of this worker, for the next step: to stop as after Ctrl-C, as after SIGTERM
         self._uncounted = 0  # batches so far that had no place of their own in an epoch
-        recordable = self.device.type == "cuda" and optimizer is None and self.spec.optimizer != "ntasgd" and self.plan.workers == 1
+        known = optimizer is None and self.spec.optimizer != "ntasgd" and self.spec.precision != "fp64"
+        recordable = self.device.type == "cuda" and known and self.plan.workers == 1
         wanted = os.environ.get("CARRYWAVE_CAPTURE", "1") != "0"
         self._capture = Capture(self._step) if recordable and wanted else None
 
