@@ -8,17 +8,38 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+import carrywave as cw
 from carrywave.errors import UserError
+from carrywave.parallel.world import leave
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 from carrywave.train.predict import predict
 from carrywave.train.saved import evaluate_run
 
 
+def own_loop(own: bool) -> None:
+    """A user's program: all workers are given one batch, or each one of its own, as with DDP."""
+    model = cw.Model(nn.Linear(2, 4), cw.LSTM(4, 4), Head())
+    trainer = cw.Trainer(model, {"optimizer": "sgd", "lr": 0.1}, device="cpu")
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]) if own else 7)
+    trainer.step(cw.Batch.of(torch.randn(5, 6, 2, generator=generator), torch.zeros(5, 6, 4)))
+    leave(trainer.mesh.world)
+
+
+class Head(nn.Module):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (y - target).square().sum(), torch.tensor(target.numel())
+
+
 def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {}
     try:
-        if "evaluate" in job:
+        if "lanes" in job:
+            own_loop(job["lanes"] == "own")
+        elif "evaluate" in job:
             told["row"] = evaluate_run(folder / job["evaluate"], device="cpu")
         elif "predict" in job:
             told["rows"] = predict(folder / job["predict"], folder / job["data"], device="cpu")

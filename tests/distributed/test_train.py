@@ -158,9 +158,11 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         {"run": "bad", "spec": language(folder) | {"data": {"train": str(folder / "nothing.txt")}}},
         {"run": "language", "spec": language(folder)},
         {"run": "bad", "spec": language(folder), "alien": 2},
+        {"lanes": "own"},
         {"run": "bad", "spec": language(folder, lr=1e308, optimizer="sgd", clip=None)},
     ]
-    told = carry_out(folder, 3, jobs, "mistakes")
+    told = carry_out(folder, 3, [*jobs, {"lanes": "shared"}], "mistakes")
+    assert [each[-1] for each in told] == [{}] * 3
     expected = [
         "PlanError: plan.stages=7, but the model has 5 units (encoder, 3 layers, head); use plan.stages <= 5",
         "PlanError: plan.replicas=1 x plan.stages=1 needs 1 workers, 3 are running",
@@ -168,6 +170,7 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         "DataError: data.train",
         "RunError: ",
         "WorkerError: rank 2 has train.lr 0.125, rank 0 has 0.02; start every worker with the same command, files and versions",
+        "UserError: rank 1 was given another batch than rank 0; give every worker the same whole batch, it takes its own lanes",
         "Diverged: ",
     ]
     for number, start_of in enumerate(expected):

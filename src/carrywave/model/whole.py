@@ -21,8 +21,8 @@ Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 class Whole(nn.Module):
     """A module that maps inputs [T, B, …] to whatever its loss reads; it is given `lengths` [B] too where its forward takes them.
 
-    The loss, `loss(out, target) -> (sum, count)`, is the module's own or given. `pooled = True` on the module says that there
-    is one target for each lane. Its nn.Dropout becomes keyed. Parameters keep the names that they have in the module.
+    The loss, `loss(out, target) -> (sum, count)`, is the module's own or given. `pooled`, given or on the module, says that there is
+    one target for each lane. Its nn.Dropout becomes keyed. Parameters keep the names that they have in the module.
     """
 
     reads_whole = True
@@ -30,7 +30,7 @@ class Whole(nn.Module):
     width_in = width_out = 0
     layers = range(0)
 
-    def __init__(self, module: nn.Module, loss: Loss | None = None) -> None:
+    def __init__(self, module: nn.Module, loss: Loss | None = None, *, pooled: bool | None = None) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise UserError(f"a trainer trains a cw.Model or an nn.Module, got {type(module).__name__}; wrap it in one")
@@ -40,7 +40,7 @@ class Whole(nn.Module):
                 f"the module {type(module).__name__} has no loss; give loss=..., a function (out, target) -> (sum, count), "
                 "or wrap your modules: cw.Model(encoder, lstm, head)"
             )
-        self.pooled = bool(getattr(module, "pooled", False))
+        self.pooled = bool(getattr(module, "pooled", False)) if pooled is None else pooled
         self.module = keyed(module, "module")
         self._loss: Any = loss or own
         self._takes_lengths = "lengths" in inspect.signature(module.forward).parameters

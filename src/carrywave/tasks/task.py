@@ -24,6 +24,8 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks import metrics, views
 
+POOLED = ("classification", "regression")  # tasks with one target for each sequence
+
 
 @dataclass(frozen=True)
 class Part:

@@ -17,7 +17,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.inputs import from_python, naming
 from carrywave.data.order import SequenceOrder
 from carrywave.data.prepare import Prepared, prepare
-from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError
+from carrywave.errors import PlanError, SpecError, UserError
 from carrywave.model.holding import fill
 from carrywave.model.model import Model
 from carrywave.model.whole import Loss, Whole
@@ -29,23 +29,21 @@ from carrywave.plan.plan import Plan, resolve
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
-from carrywave.tasks.task import Task
-from carrywave.train import again, durable
+from carrywave.tasks.task import POOLED, Task
+from carrywave.train import again
 from carrywave.train.evaluate import order_for
 from carrywave.train.keep import check_same, go_on, keep, load_parameters, read_weights, share, take_weights
 from carrywave.train.loop import Ending, Loop, Parts
+from carrywave.train.origin import given_codec, open_folder, refuse_python, weights_file
 from carrywave.train.rate import stops_early
 from carrywave.train.run import Elsewhere, Run
 from carrywave.train.saved import codec_of, facts_of, open_run
 from carrywave.train.snapshot import Snapshot
-from carrywave.train.snapshot import load as load_snapshot
 from carrywave.train.summary import summarize
 from carrywave.train.trainer import Trainer
 from carrywave.train.watch import Silent, Watcher
 
 Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or what makes one once the data is known
-
-POOLED = ("classification", "regression")  # tasks with one target for each sequence
 
 
 CLASS_WEIGHTS = "head.weights"
@@ -135,8 +133,7 @@ def fit(
         asked = asked if data is None else naming(data, asked)
         own = None if model is None or isinstance(model, Mapping) else model
         if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
-            own = Whole(own, loss)
-            own.pooled = asked.task in POOLED
+            own = Whole(own, loss, pooled=asked.task in POOLED)
         if told is None and devices > 1 and not launched():
             _check_workers(asked, devices)
             told = again.relaunch(devices)
@@ -202,12 +199,12 @@ def _begin(spec: Spec, world: World, run: Path | None, resume: bool, init: str |
     found = ""
     with together(world, for_all_of_us=True):
         if world.rank == 0:
-            folder, snapshot = _folder(spec, run, resume)
+            folder, snapshot = open_folder(spec, run, resume)
             if snapshot is not None:
                 if from_files:
-                    _refuse_python(spec, folder)
+                    refuse_python(spec, folder)
                 check_same(spec, snapshot)
-            codec = _given_codec(init, folder, snapshot)
+            codec = given_codec(init, folder, snapshot)
             found = json.dumps([str(folder.path), None if codec is None else codec.to_json()])
     path, codec_json = json.loads(exchange(world, found)[0])
     codec = None if codec_json is None else Codec.from_json(codec_json)
@@ -225,15 +222,6 @@ def _prepare_in_turn(start: _Start) -> Prepared:
     return prepared
 
 
-def _folder(spec: Spec, run: Path | None, resume: bool) -> tuple[Run, Snapshot | None]:
-    if not resume:
-        return Run.create(run, spec.task), None
-    if run is None:
-        raise RunError("resume needs to know which run to go on with; add --run DIR (in Python, run=...)")
-    folder = Run.open(run)
-    return folder, load_snapshot(folder.snapshots)
-
-
 def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, workers: int, dry_run: bool = False) -> Result:
     spec, world, watch, folder = start.spec, start.world, start.watch, start.folder
     with together(world):
@@ -249,7 +237,7 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
         model.to(parameter_dtype(spec.train.precision))
         if start.init is not None and world.rank == 0:
             # Class weights follow from this run's spec and data, not from those of the run before.
-            take_weights(model, _weights_file(start.init), start.init, ignored=CLASS_WEIGHTS)
+            take_weights(model, weights_file(start.init), start.init, ignored=CLASS_WEIGHTS)
         order = order_for(spec, parts.train.view, training=True)
     same(world, {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint} | _flat(spec))
     watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device)))
@@ -296,22 +284,12 @@ def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts) -> Model | Whole:
             torch.manual_seed(spec.train.seed)
             model = own(facts)
     if isinstance(model, nn.Module) and not isinstance(model, Model | Whole):
-        model = Whole(model)
-        model.pooled = spec.task in POOLED
+        model = Whole(model, pooled=spec.task in POOLED)
     if not isinstance(model, Model | Whole):
         raise UserError(f"the function that makes the model returned a {type(model).__name__}; return cw.Model(encoder, lstm, head)")
     if isinstance(model, Model) and model.lstm.bidirectional and spec.streams:
         raise SpecError("the model reads both ways, and a stream cannot be read backwards; set batch.tokens for separate sequences")
     return model
-
-
-def _refuse_python(spec: Spec, folder: Run) -> None:
-    """A run from Python cannot go on from its files alone."""
-    if spec.data.train is None or folder.read_json("facts.json").get("own_model"):
-        raise RunError(
-            f"{folder.path} was trained from Python, on data or with modules that no file holds; "
-            f"go on there: cw.fit(model, data, run={str(folder.path)!r}, resume=True)"
-        )
 
 
 def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
@@ -354,34 +332,6 @@ def _finish(loop: Loop) -> dict[str, dict[str, float]]:
     if isinstance(trainer.model, Model) and trainer.plan.stages > 1:
         fill(trainer.model, best, trainer.device)
     return reached
-
-
-def _weights_file(init: str) -> Path:
-    path = Path(init)
-    if path.is_dir():
-        path = Run.open(path).weights
-    if not path.is_file():
-        raise RunError(f"--init {init}: there is no such run or weights file; give a run folder or a .safetensors file")
-    return path
-
-
-def _given_codec(init: str | None, folder: Run, snapshot: Snapshot | None) -> Codec | None:
-    """The codec of the weights that a run starts from, or started from before it was stopped; None: it learns its own."""
-    if init is not None:
-        return _init_codec(init)
-    if snapshot is not None and folder.read_json("facts.json").get("given_codec"):
-        return Codec.from_json(json.dumps(folder.read_json("codec.json")))
-    return None
-
-
-def _init_codec(init: str) -> Codec | None:
-    """The codec that stands with the weights, so that new data is read as the old was; None where the file has none."""
-    path = _weights_file(init)
-    described = durable.read_metadata(path)
-    try:
-        return Codec.from_json(described["codec"]) if "codec" in described else None
-    except DataError as error:
-        raise RunError(f"{path}: {str(error).rpartition(';')[0]}; use other weights") from error
 
 
 def _spec_of(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:

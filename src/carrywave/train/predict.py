@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from carrywave.data.ahead import times_ahead
 from carrywave.data.codec import Codec
@@ -48,7 +48,7 @@ def predict(
     temperature: float = 1.0,
     seed: int = 1,
     device: str = "auto",
-    model: Model | None = None,
+    model: nn.Module | None = None,
 ) -> list[Row]:
     """Predictions for a file or an object as `fit` takes them, labels not needed; for a language model a prompt, or a list of them.
 
@@ -102,6 +102,11 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
 
 def continuations(saved: Saved, prompts: list[Prompt], count: int, temperature: float, seed: int) -> list[Row]:
     """Each prompt, continued."""
+    if not isinstance(saved.model, Model):
+        raise RunError(
+            f"a {type(saved.model.module).__name__} hands no carry from token to token; "
+            "to continue prompts, train a cw.Model(encoder, lstm, head)"
+        )
     codec = saved.task.codec
     starts = [_start(codec, text, where) for where, text in prompts]
     made = generate(saved.model, [ids.tolist() for ids in starts], count, temperature=temperature, seed=seed, device=saved.mesh.device)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from carrywave.data.codec import Codec
 from carrywave.data.inputs import file_of, read_python
 from carrywave.data.prepare import prepare
@@ -14,6 +16,7 @@ from carrywave.errors import DataError, RunError
 from carrywave.model.holding import hold
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
+from carrywave.model.whole import Whole
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import configure, parameter_dtype
 from carrywave.parallel.world import World, join, leave, pick_device, together
@@ -21,7 +24,7 @@ from carrywave.plan.plan import Plan, resolve
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load
 from carrywave.spec.spec import PlanSpec, Spec
-from carrywave.tasks.task import Part, Task
+from carrywave.tasks.task import POOLED, Part, Task
 from carrywave.train.evaluate import evaluate
 from carrywave.train.keep import take_weights
 from carrywave.train.run import Run
@@ -34,13 +37,13 @@ class Saved:
     run: Run
     spec: Spec
     task: Task
-    model: Model
+    model: Model | Whole
     mesh: Mesh
-    stage: Stage
+    stage: Stage | Whole
     given_codec: bool  # of the run whose weights it was started from; otherwise it learned its own
 
 
-def open_run(path: Path | str, device: str = "auto", model: Model | None = None, *, world: World | None = None) -> Saved:
+def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = None, *, world: World | None = None) -> Saved:
     """The best weights of a run, in the model of its spec, or in `model`, where the run was trained with modules of the user's own.
 
     With the other workers of `world`, each holds a part: cut as in training where their number allows it, else as replicas.
@@ -63,20 +66,24 @@ def open_run(path: Path | str, device: str = "auto", model: Model | None = None,
         # The file of pretrained embeddings was needed once, at the start; the weights hold what became of them.
         bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
         model = bare.model()
+    elif not isinstance(model, Model):
+        model = Whole(model, pooled=spec.task in POOLED)
     dtype = parameter_dtype(spec.train.precision)
     model = model.to(dtype)
     take_weights(model, run.weights, str(run.weights))
     model.eval()
     mesh = Mesh(world, _plan_for(spec.plan_spec, model, world.size))
+    if isinstance(model, Whole):
+        return Saved(run, spec, task, model, mesh, model.to(mesh.device), given_codec)
     first, last = mesh.span(model.units)
     hold(model, first, last, mesh.device, dtype)
     return Saved(run, spec, task, model, mesh, Stage(model, first, last), given_codec)
 
 
-def _plan_for(asked: PlanSpec, model: Model, workers: int) -> Plan:
+def _plan_for(asked: PlanSpec, model: Model | Whole, workers: int) -> Plan:
     """The run's own stages where so many workers can hold them. Nothing goes backward, so that nothing is gained by cutting lanes."""
-    layers = model.lstm.num_layers
-    if workers % asked.stages:
+    layers = model.lstm.num_layers if isinstance(model, Model) else 0
+    if workers % asked.stages or not layers:
         asked = asked.model_copy(update={"stages": 1, "cuts": None})
     plan = resolve(asked.model_copy(update={"replicas": None, "slices": 1}), layers=layers, workers=workers, lanes=None)
     return plan if plan.stages > 1 else replace(plan, chunk_steps=None)
@@ -117,7 +124,7 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool
     return facts, scale, own_model, given_codec
 
 
-def evaluate_run(path: Path | str, data: Any = None, device: str = "auto", *, model: Model | None = None) -> dict[str, object]:
+def evaluate_run(path: Path | str, data: Any = None, device: str = "auto", *, model: nn.Module | None = None) -> dict[str, object]:
     """Loss and metrics of the best weights, on a file or an object as `fit` takes them, or on the run's own test (or else valid) file.
 
     On the workers that a launcher started, if one did: each takes its part, and all return the same.

@@ -6,6 +6,7 @@ number of real targets in all of them, clips, and updates. The state of the lane
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,10 +29,11 @@ from carrywave.parallel import gradients, pipeline
 from carrywave.parallel.capture import Capture
 from carrywave.parallel.gather import collect, spread
 from carrywave.parallel.gradients import Reduced, Reducer
+from carrywave.parallel.meeting import for_all
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import configure, parameter_dtype
 from carrywave.parallel.slices import flatten, unflatten
-from carrywave.parallel.world import join, launched
+from carrywave.parallel.world import exchange, join, launched
 from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.schedule import wavefront
 from carrywave.spec.load import parse
@@ -95,6 +97,7 @@ class Trainer:
         self._kept_lanes: int | None = None  # of all workers together
         self.scheduler: pipeline.Scheduler = wavefront
         self.votes = (0.0, 0.0)  # of this worker, for the next step: to stop as after Ctrl-C, as after SIGTERM
+        self._compared = False  # whether all workers have been seen to be given the same batch
         self._uncounted = 0  # batches so far that had no place of their own in an epoch
         known = optimizer is None and self.spec.optimizer != "ntasgd" and self.spec.precision != "fp64"
         recordable = self.device.type == "cuda" and known and self.plan.workers == 1
@@ -118,6 +121,8 @@ class Trainer:
                     f"a step takes batches, one after the other, got a {type(batch).__name__}; make them with Batch.of(inputs, targets)"
                 )
         keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
+        if self.plan.workers > 1 and not self._compared:
+            self._compare(batches[0])
         if self.keep_state:
             self._check_lanes(batches)
         own = [self._own_part(batch) for batch in batches]
@@ -133,6 +138,21 @@ class Trainer:
         if left is not None:
             self.state = unflatten(left)
         return result
+
+    def _compare(self, batch: Batch) -> None:
+        """Refuse a program that gives each worker a batch of its own, as other libraries want it: lanes would be lost. Once is enough."""
+        self._compared = True
+        if batch.whole is not None:
+            return
+        parts = [tensor for tensor in (batch.inputs, batch.targets, batch.lengths) if tensor is not None]
+        digest = hashlib.sha256(b"".join(part.detach().cpu().contiguous().numpy().tobytes() for part in parts)).hexdigest()
+        for rank, theirs in enumerate(said := exchange(self.mesh.world, digest)):
+            if theirs != said[0]:
+                raise for_all(
+                    UserError(
+                        f"rank {rank} was given another batch than rank 0; give every worker the same whole batch, it takes its own lanes"
+                    )
+                )
 
     def _own_part(self, batch: Batch) -> Batch:
         """This worker's lanes of a batch, and of those what its stage reads, on its device."""

@@ -1,0 +1,108 @@
+"""Any nn.Module as a model of one piece: trained as by hand, judged and used like the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import carrywave as cw
+from carrywave.errors import PlanError, UserError
+from carrywave.parallel.mesh import Mesh
+
+DOUBLE = torch.float64
+
+
+class Reader(nn.Module):
+    """A GRU, and a linear on the last real step."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gru, self.drop, self.out = nn.GRU(3, 5), nn.Dropout(dropout), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        y, _ = self.gru(x)
+        out: Tensor = self.out(self.drop(y)[lengths.clamp(min=1) - 1, torch.arange(x.shape[1])])
+        return out
+
+    def loss(self, out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(out, target, reduction="sum", ignore_index=-100), (target != -100).sum()
+
+
+def batch() -> cw.Batch:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(6, 4, 3, generator=generator, dtype=DOUBLE)
+    return cw.Batch.of(x, torch.tensor([0, 1, 1, 0]), [6, 2, 0, 5], pooled=True)
+
+
+def pooled(module: Reader) -> Reader:
+    module.pooled = True  # type: ignore[assignment]
+    return module
+
+
+def test_a_step_is_that_of_a_loop_by_hand() -> None:
+    torch.manual_seed(0)
+    ours, by_hand = pooled(Reader()), Reader().double()
+    by_hand.load_state_dict(ours.state_dict())
+    trainer = cw.Trainer(ours, {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"})
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
+    each = batch()
+    for _ in range(3):
+        assert each.targets is not None
+        total, count = by_hand.loss(by_hand(each.inputs, each.lengths), each.targets)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        loss = trainer.step(each)
+        assert float(loss) == pytest.approx(float((total / count).detach()), rel=1e-6)  # the loss is given in float32
+    for (name, mine), theirs in zip(ours.named_parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}")
+    assert list(trainer.parameters()) == [name for name, _ in ours.named_parameters()]  # names as they are in the module
+
+
+def test_its_dropout_is_keyed() -> None:
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        trainer = cw.Trainer(pooled(Reader(dropout=0.5)), {"optimizer": "sgd", "lr": 0.5})
+        torch.manual_seed(len(losses))  # torch's generator has no say in it
+        losses.append([float(trainer.step(batch())) for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
+def test_a_run_of_it_is_judged_and_used(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    steps = [draw.normal(size=(int(draw.integers(2, 9)), 3)) for _ in range(30)]
+    labels = ["up" if each.sum() > 0 else "down" for each in steps]
+    torch.manual_seed(0)
+    how = {"task": "classification", "batch": {"tokens": 32}, "train": {"epochs": 2}, "device": "cpu"}
+    result = cw.fit(Reader(), (steps, labels), run=tmp_path / "run", **how)
+    assert type(result.model) is Reader
+    row = cw.evaluate(result.run, (steps, labels), "cpu", model=Reader())
+    assert 0.0 <= float(row["accuracy"]) <= 1.0  # type: ignore[arg-type]
+    rows = cw.predict(result.run, steps, model=Reader(), device="cpu")
+    right = [each["label"] == label for each, label in zip(rows, labels, strict=True)]
+    assert sum(right) / len(right) == pytest.approx(float(row["accuracy"]))  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_done_with_it_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"a Reader cannot be cut into 2 stages; wrap its modules as cw.Model\(encoder, lstm, head\)"):
+        cw.Trainer(Reader(), mesh=_two_stages())
+    with pytest.raises(UserError, match=r"loss of the module Linear must return \(sum over the targets, number of targets\)"):
+        cw.Trainer(nn.Linear(3, 2), loss=lambda out, target: out.sum()).step(  # type: ignore[arg-type, return-value]
+            cw.Batch.of(torch.zeros(2, 2, 3), torch.zeros(2, 2, dtype=torch.int64))
+        )
+    with pytest.raises(UserError, match="BatchNorm1d, whose result depends on which lanes share a worker"):
+        cw.Trainer(nn.Sequential(nn.BatchNorm1d(3)), loss=lambda out, target: (out.sum(), target.sum()))
+
+
+def _two_stages() -> Mesh:
+    """A mesh that was not connected: it is refused before anything is sent."""
+    mesh = Mesh.alone(torch.device("cpu"))
+    mesh.plan = cw.Plan(stages=2)
+    return mesh
