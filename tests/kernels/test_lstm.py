@@ -119,10 +119,11 @@ def test_input_is_cast_to_the_weights() -> None:
 
 def test_choice_of_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CARRYWAVE_KERNEL", raising=False)
-    x, (layer,) = torch.zeros(2, 1, 3), stack(3, [4])
+    x, (layer,) = torch.zeros(32, 1, 3), stack(3, [4])
     projected = (layer[0]._replace(w_hr=torch.zeros(2, 4)),)
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
     assert choose("auto", x, layer) == "aten"
+    assert choose("auto", x[:31], layer) == "manual"  # too short for oneDNN's preparing of the weights
     assert choose("auto", x.double(), layer) == "manual"
     assert choose("manual", x, layer) == "manual"
     monkeypatch.setattr(aten, "ONEDNN_IS_FAST", False)

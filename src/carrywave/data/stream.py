@@ -75,7 +75,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         epoch=cursor.epoch,
         step=cursor.step,
         real=int(length.sum()),
-        whole=None if share.of == 1 else (int(window.length.sum()), total),
+        whole=None if share == Share() else (int(window.length.sum()), total),
     )
 
 

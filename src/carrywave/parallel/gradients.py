@@ -74,16 +74,29 @@ class _Bucket:
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         pieces = torch.split(self.flat, [p.numel() for p in parameters])
         self.views = [piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)]
-        self.missing = 0
+        self.missing: dict[int, tuple[nn.Parameter, Tensor]] = {}  # not in the buffer yet, with their places
         self.work: dist.Work | None = None
         self.started = False
+
+    def take(self, parameter: Tensor) -> None:
+        """Move a gradient that is final into the buffer. Where a parameter was not used it is zero."""
+        found = self.missing.pop(id(parameter), None)
+        if found is None:
+            return
+        parameter, view = found
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad)
+        parameter.grad = view
 
 
 class Reducer:
     """Sums gradients over workers while backward still runs: bucket by bucket, each as soon as its last gradient is final.
 
     The layout follows from the order of the parameters alone, and buckets of a group start in one order on every worker: so bits
-    repeat from run to run. Gradients live in the buckets, as views; nothing is copied.
+    repeat from run to run. Gradients are moved into the buckets when they are final, and stay there as views: a copy is less work than
+    a buffer of zeros to add to.
     """
 
     def __init__(self, wanted: Sequence[Reduced], bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -100,13 +113,11 @@ class Reducer:
                 parameter.register_post_accumulate_grad_hook(self._added)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Before the first backward of an optimizer step: gradients are zero, and lie in the buckets."""
+        """Before the first backward of an optimizer step, when there are no gradients."""
         self._armed = False
         for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.missing, bucket.work, bucket.started = len(bucket.parameters), None, False
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view
+            bucket.work, bucket.started = None, False
+            bucket.missing = {id(p): (p, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)}
 
     def arm(self, owed: Callable[[Tensor], bool] | None = None) -> None:
         """Before the last backward: from here on a gradient that comes is final, unless more is `owed` to it."""
@@ -131,7 +142,7 @@ class Reducer:
         """A gradient is final."""
         if id(parameter) not in self._of:
             return
-        self._of[id(parameter)].missing -= 1
+        self._of[id(parameter)].take(parameter)
         for bucket in self.buckets:
             if bucket.started:
                 continue
@@ -142,6 +153,8 @@ class Reducer:
     def _start(self, bucket: _Bucket) -> None:
         if not bucket.started:
             bucket.started = True
+            for parameter, _ in list(bucket.missing.values()):
+                bucket.take(parameter)
             bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
 
 
