@@ -143,8 +143,10 @@ class _Run:
         self.last_backward = backwards[-1] if backwards else None
         # Only a step that goes backward needs graphs.
         self.backward = bool(backwards)
-        # Weight gradients of a slice are put off to its end, where it comes in several chunks.
-        self.deferred = Deferred() if self.backward and max(program.schedule.chunks) > 1 else None
+        # Weight gradients of a slice are put off to its end, where it comes in several chunks; what they need is kept until then, which
+        # recomputation is there to avoid.
+        put_off = self.backward and max(program.schedule.chunks) > 1 and not plan.recompute
+        self.deferred = Deferred() if put_off else None
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of what goes from stage to stage
 
     def carry_out(self) -> list[Outcome]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from carrywave.plan.schedule import Phase
 
-MOST_SENDS = 8  # under way at once
+MOST_SENDS = 4  # under way at once; gloo does not tell when one is through, so that each is kept until then
 
 
 class Pending(Protocol):
