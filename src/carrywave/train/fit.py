@@ -260,7 +260,9 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
             origin = {"scale": list(task.scale), "own_model": own is not None, "given_codec": start.codec is not None}
             folder.write_json("facts.json", asdict(prepared.facts) | origin)
         no_files = own is not None or spec.data.train is None
-        again_with = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if no_files else f"carrywave train --resume --run {folder.path}"
+        workers_too = f" --devices {world.size}" if world.size > 1 else ""
+        by_command = f"carrywave train --resume --run {folder.path}{workers_too}"
+        again_with = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if no_files else by_command
         return _carry_out(loop, watch, again_with)
 
 
