@@ -344,3 +344,12 @@ def test_a_run_of_two_workers_stops_and_goes_on(tmp_path: Path, python: Run) -> 
     ended = python(*carrywave("train", "--resume", "--run", "run", f"train.max_steps={step + 2}", "--devices", "2", "--device", "cpu"))
     assert ended.returncode == 0, ended.stderr
     assert f"going on from step {step}" in ended.stdout
+
+
+@pytest.mark.slow
+def test_torchrun_trains_into_a_folder(python: Run, tmp_path: Path) -> None:
+    how = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--"]
+    ended = python(*how, "carrywave", "train", *TINY, "plan.stages=2", "--device", "cpu", "--run", "run", OMP_NUM_THREADS="1")
+    assert ended.returncode == 0, ended.stderr
+    assert "run: 4 steps" in ended.stdout
+    assert (tmp_path / "run" / "weights.safetensors").is_file()
