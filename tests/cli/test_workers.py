@@ -11,9 +11,10 @@ import typer
 
 from carrywave.cli import workers
 from carrywave.cli.exits import with_exit_codes
-from carrywave.cli.workers import is_first, start_workers
+from carrywave.cli.workers import start_workers
 from carrywave.errors import DataError, PlanError
 from carrywave.parallel import world
+from carrywave.parallel.launched import is_first
 from carrywave.spec.spec import PlanSpec
 from carrywave.train.causes import Ended
 

@@ -13,48 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _broken import MISTAKES
-from _cases import Case, Run, changed, errors, plan_of, serial, train
+from _cases import Case, changed
+from _check import check, check_drawn, run
 from _crew import Crew
-from _draw import cases
-from _fixed import FLOOR, LIMIT, PLANS, a_case, a_plan, sequences, windows_of_64
-
-from carrywave.parallel.mesh import Mesh
+from _fixed import PLANS, a_case, a_plan, sequences, windows_of_64
 
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
     with Crew(4) as workers:
         yield workers
-
-
-def run(case: Case, crew: Crew) -> Run:
-    """The case on its own plan: a plan of one worker needs no other process."""
-    plan = plan_of(case)
-    return crew.run(case) if plan.workers > 1 else train(case, Mesh.alone(torch.device("cpu"), plan))
-
-
-def check(case: Case, crew: Crew, *, limit: float = LIMIT, floor: float = FLOOR) -> float:
-    """The largest error, which is under the limit."""
-    found = errors(run(case, crew), serial(case), floor=floor)
-    worst = max(found, key=found.__getitem__)
-    assert found[worst] < limit, f"{worst} is off by {found[worst]:.2g}"
-    return found[worst]
-
-
-def check_drawn(workers: int, examples: int, crew: Crew, *, limit: float = LIMIT, floor: float = FLOOR, **kind: Any) -> None:
-    largest = [0.0]
-
-    @settings(max_examples=examples)
-    @given(case=cases(workers, **kind))
-    def each(case: Case) -> None:
-        largest.append(check(case, crew, limit=limit, floor=floor))
-
-    each()
-    print(f"{workers} workers, {len(largest) - 1} cases: the largest relative error is {max(largest):.2g}")
 
 
 @pytest.mark.parametrize(("workers", "examples"), [(1, 15), (2, 15), (3, 10), (4, 15)])

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from _cases import Case, changed, errors, serial
+from _check import check, check_drawn
 from _crew import Crew
-from _draw import cases
-from _fixed import FLOOR, LIMIT, PLANS, a_case, a_plan, sequences
+from _fixed import FLOOR, PLANS, a_case, a_plan, sequences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # the first case of each worker compiles kernels
 
@@ -28,24 +27,9 @@ def crew() -> Iterator[Crew]:
         yield workers
 
 
-def check(case: Case, crew: Crew) -> float:
-    found = errors(crew.run(case), serial(case), floor=FLOOR)
-    worst = max(found, key=found.__getitem__)
-    assert found[worst] < LIMIT, f"{worst} is off by {found[worst]:.2g}"
-    return found[worst]
-
-
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_on_one_gpu_give_the_answer_of_one_process(workers: int, crew: Crew) -> None:
-    largest = [0.0]
-
-    @settings(max_examples=20)
-    @given(case=cases(workers))
-    def each(case: Case) -> None:
-        largest.append(check(case, crew))
-
-    each()
-    print(f"{workers} workers on one GPU, {len(largest) - 1} cases: the largest relative error is {max(largest):.2g}")
+    check_drawn(workers, 20, crew, where=" on one GPU")
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from _cases import Case, errors, serial
+from _check import check, check_drawn
 from _crew import Crew
-from _draw import cases
-from _fixed import FLOOR, LIMIT, PLANS, a_case, a_plan, sequences
+from _fixed import PLANS, a_case, a_plan, sequences
 
 # Counted without starting CUDA, and 0 where there is none.
 GPUS = min(4, torch.cuda.device_count())
@@ -33,24 +31,9 @@ def crew() -> Iterator[Crew]:
         yield workers
 
 
-def check(case: Case, crew: Crew) -> float:
-    found = errors(crew.run(case), serial(case), floor=FLOOR)
-    worst = max(found, key=found.__getitem__)
-    assert found[worst] < LIMIT, f"{worst} is off by {found[worst]:.2g}"
-    return found[worst]
-
-
 @pytest.mark.parametrize("workers", SIZES or [2])
 def test_a_gpu_for_each_worker_gives_the_answer_of_one_process(workers: int, crew: Crew) -> None:
-    largest = [0.0]
-
-    @settings(max_examples=20)
-    @given(case=cases(workers))
-    def each(case: Case) -> None:
-        largest.append(check(case, crew))
-
-    each()
-    print(f"{workers} GPUs over NCCL, {len(largest) - 1} cases: the largest relative error is {max(largest):.2g}")
+    check_drawn(workers, 20, crew, where=" over NCCL")
 
 
 @pytest.mark.parametrize("plan", PLANS)

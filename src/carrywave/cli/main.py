@@ -17,8 +17,9 @@ from rich.console import Console
 from carrywave import __version__
 from carrywave.cli.exits import leaving_at_once, with_exit_codes
 from carrywave.cli.show import Recorder, row_line, table_of, watcher_for
-from carrywave.cli.workers import DevicesOption, agreed, is_first, start_workers
+from carrywave.cli.workers import DevicesOption, agreed, start_workers
 from carrywave.errors import RunError, UserError
+from carrywave.parallel.launched import is_first
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import DEFAULT_RUN, dump, load
 from carrywave.train.causes import INTERRUPTED, STOPPED

@@ -11,6 +11,7 @@ import typer
 
 from carrywave.cli.exits import end_as, leaving_at_once, note
 from carrywave.errors import PlanError, UserError
+from carrywave.parallel.launched import launched
 from carrywave.spec.spec import PlanSpec
 from carrywave.train import tf_config
 from carrywave.train.again import script_command
@@ -21,15 +22,10 @@ DevicesOption = Annotated[
 ]
 
 
-def is_first() -> bool:
-    """Whether this process is the one that prints and writes: alone, or rank 0."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 @contextmanager
 def agreed(device: str) -> Iterator[None]:
     """A mistake that workers meet in this block is one mistake, said once."""
-    if not _launched():
+    if not launched():
         yield
         return
     with leaving_at_once():
@@ -51,7 +47,7 @@ def start_workers(devices: int | None, device: str, plan: PlanSpec | None = None
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices {devices} leaves nobody to compute; use a number >= 1")
-    if _launched():
+    if launched():
         size = os.environ.get("WORLD_SIZE")
         if devices is not None and str(devices) != size and not is_worker():
             raise PlanError(f"--devices {devices}, but the launcher has started {size} workers (WORLD_SIZE); leave out --devices")
@@ -72,11 +68,6 @@ def start_workers(devices: int | None, device: str, plan: PlanSpec | None = None
         note(f"{count} workers share {gpus} GPU{'s' * (gpus > 1)}: their messages go through the memory of the host")
     end_as(start(script_command(), count, hosts=hosts))
     raise typer.Exit
-
-
-def _launched() -> bool:
-    """As `parallel.world.launched`, without torch."""
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def _gpus(device: str, *, needed: bool) -> int:

@@ -28,7 +28,7 @@ from carrywave.model.state import Chunk, State
 from carrywave.model.whole import Whole
 from carrywave.parallel.gradients import Reducer
 from carrywave.parallel.precision import HALVES, autocast
-from carrywave.parallel.slices import flatten, join_states, split_lanes, split_state
+from carrywave.parallel.slices import flatten, join_states, slices_of, split_lanes, split_state
 from carrywave.parallel.transport import Links, Pending
 from carrywave.plan.messages import Program, with_messages
 from carrywave.plan.plan import Plan
@@ -85,8 +85,7 @@ def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: 
     """
     chunks: list[int] = []
     for batch in batches:
-        slices = min(plan.slices, batch.lanes.shape[0])
-        chunks += [1 if whole else plan.chunks(batch.steps)] * slices
+        chunks += [1 if whole else plan.chunks(batch.steps)] * slices_of(plan, batch)
     return _program(plan.stages, tuple(chunks), backward, scheduler)
 
 
@@ -125,8 +124,7 @@ class _Run:
         self.first: list[int] = []  # the first slice of each job
         self.states: list[State | None] = []  # of each slice, as far as it has come; None: not begun
         for number, job in enumerate(jobs):
-            lanes = job.batch.lanes.shape[0]
-            slices = min(plan.slices, lanes)
+            lanes, slices = job.batch.lanes.shape[0], slices_of(plan, job.batch)
             self.first.append(len(self.batches))
             self.owner += [number] * slices
             self.batches += split_lanes(job.batch, slices, pooled=stage.pooled)

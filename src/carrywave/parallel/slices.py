@@ -8,13 +8,20 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.data.stream import Share
 from carrywave.kernels.carry import Carry
 from carrywave.model.state import State
+from carrywave.plan.plan import Plan
 
 
 def bounds(lanes: int, slices: int) -> list[tuple[int, int]]:
-    """The first lane of each slice and the one after its last, as even as can be."""
-    return [(lanes * part // slices, lanes * (part + 1) // slices) for part in range(slices)]
+    """The first lane of each slice and the one after its last, shared as replicas share lanes."""
+    return [Share(part, slices).bounds(lanes) for part in range(slices)]
+
+
+def slices_of(plan: Plan, batch: Batch) -> int:
+    """How many slices a batch is cut into: no more than it has lanes."""
+    return min(plan.slices, batch.lanes.shape[0])
 
 
 def split_lanes(batch: Batch, slices: int, *, pooled: bool) -> list[Batch]:

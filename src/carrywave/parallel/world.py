@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave import errors
 from carrywave.errors import SpecError, UserError, WorkerError
+from carrywave.parallel.launched import launched
 from carrywave.parallel.meeting import everyone, find_store, for_all, number, short, start_seconds
 
 # Long: one worker may prepare much data while the others wait. A worker that dies is noticed at once, by its closed connections.
@@ -81,11 +82,6 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     if name == "cpu" or not there:
         return torch.device("cpu")
     return torch.device("cuda") if local_rank is None else torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def launched() -> bool:
-    """Whether a launcher started this process as one worker of several: it says so by RANK or WORLD_SIZE."""
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def join(device: str = "auto") -> World:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
+from carrywave.parallel.launched import is_first
 from carrywave.train import causes
 from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, Ended
 from carrywave.train.launch import start
@@ -101,7 +102,7 @@ def working() -> Iterator[None]:
 
 def finish(told: Told) -> NoReturn:
     """The end of a worker: rank 0 leaves the result for the process that started it."""
-    if os.environ.get("RANK") == "0":
+    if is_first():
         path = Path(os.environ[RESULT])
         part = path.with_suffix(".part")
         part.write_text(json.dumps(told), encoding="utf-8")

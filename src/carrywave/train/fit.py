@@ -22,9 +22,10 @@ from carrywave.model.holding import fill
 from carrywave.model.model import Model
 from carrywave.model.whole import Loss, Whole
 from carrywave.parallel.gather import spread
+from carrywave.parallel.launched import launched
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import parameter_dtype
-from carrywave.parallel.world import World, exchange, join, launched, leave, pick_device, same, together
+from carrywave.parallel.world import World, exchange, join, leave, pick_device, same, together
 from carrywave.plan.plan import Plan, resolve
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load, parse

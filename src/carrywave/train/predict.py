@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +24,8 @@ from carrywave.data.table import Table
 from carrywave.errors import DataError, PlanError, RunError, UserError
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
+from carrywave.parallel.launched import is_first
 from carrywave.parallel.world import join, leave, together
-from carrywave.spec.load import load
 from carrywave.spec.spec import BatchSpec
 from carrywave.tasks.task import Part
 from carrywave.tasks.views import Naive
@@ -57,8 +56,6 @@ def predict(
     """
     world = join(device)
     with together(world):
-        if world.size > 1 and (prompt is not None or load(Path(path) / "spec.yaml").task == "language"):
-            raise PlanError(f"a prompt is continued token by token, on one device; start one worker instead of {world.size}")
         saved = open_run(path, device, model, world=world)
         _check(saved, path, data, prompt)
     if saved.spec.task == "language":
@@ -73,6 +70,9 @@ def predict(
 
 
 def _check(saved: Saved, path: Path | str, data: Any, prompt: str | None) -> None:
+    workers = saved.mesh.world.size
+    if workers > 1 and saved.spec.task == "language":
+        raise PlanError(f"a prompt is continued token by token, on one device; start one worker instead of {workers}")
     if not saved.model.has_output:
         raise RunError(f"the head {type(saved.model.head).__name__} has no forward, so there is nothing to predict with; give it one")
     if prompt is not None and saved.spec.task != "language":
@@ -89,7 +89,7 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
     if kind not in ("", ".csv", ".json", ".jsonl", ".txt"):
         raise UserError(f"{output}: predictions are written as JSON lines or CSV, not as {kind}; name the file .jsonl or .csv")
     rows = predict(path, input, prompt=prompt, **how)
-    if int(os.environ.get("RANK", "0")) > 0:
+    if not is_first():
         return rows
     text = _csv(rows) if kind == ".csv" else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if output is None:

@@ -20,7 +20,7 @@ from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.kernels.lstm import check
-from carrywave.model.holding import hold, shared
+from carrywave.model.holding import Shared, hold, shared
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.model.state import State
@@ -29,11 +29,12 @@ from carrywave.parallel import gradients, pipeline
 from carrywave.parallel.capture import Capture
 from carrywave.parallel.gather import collect, spread
 from carrywave.parallel.gradients import Reduced, Reducer
+from carrywave.parallel.launched import launched
 from carrywave.parallel.meeting import for_all
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import configure, parameter_dtype
 from carrywave.parallel.slices import flatten, unflatten
-from carrywave.parallel.world import exchange, join, launched
+from carrywave.parallel.world import exchange, join
 from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.schedule import wavefront
 from carrywave.spec.load import parse
@@ -295,9 +296,9 @@ class Trainer:
         """Take up rank 0's weights, keep those of this worker's stage, and prepare the sums over workers."""
         model, mesh, dtype = self.model, self.mesh, parameter_dtype(self.spec.precision)
         if mesh.world.size > 1:
-            with torch.no_grad():
-                for name, tensor in spread(mesh.world, tensors_of(model)).items():
-                    tensors_of(model)[name].copy_(tensor)
+            own = tensors_of(model)
+            for name, tensor in spread(mesh.world, own).items():
+                own[name].copy_(tensor)
         stage: Stage | Whole
         if isinstance(model, Whole):
             model.to(self.device, dtype)
@@ -316,7 +317,7 @@ class Trainer:
         self.reducer = self._reducer(tied)
         return stage
 
-    def _reducer(self, tied: Sequence[Any]) -> Reducer | None:
+    def _reducer(self, tied: Sequence[Shared]) -> Reducer | None:
         names = {each.name for each in tied}
         wanted: list[Reduced] = []
         group = self.mesh.replicas_of([self.mesh.stage])
