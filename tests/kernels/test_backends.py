@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from carrywave.kernels import aten, manual, reference
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.lstm import BACKENDS, Backend
+from carrywave.kernels.choice import Backend
 from carrywave.kernels.weights import Layer, LayerWeights
 
 OTHERS = {"aten": aten.layer, "manual": manual.layer}
+BACKENDS = {"reference": reference.layer, **OTHERS}  # of the CPU
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from carrywave.kernels import aten, random
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.lstm import choose
+from carrywave.kernels.choice import choose
 from carrywave.kernels.weights import LayerWeights
 from carrywave.model.lstm import LSTM
 

@@ -1,4 +1,4 @@
-"""The contract over several layers: keyed dropout, norms, chunks of time, slices of lanes, dtypes, and the choice of a backend."""
+"""The contract over several layers: keyed dropout, norms, chunks of time, slices of lanes, and dtypes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from carrywave.errors import PlanError
-from carrywave.kernels import aten, random
+from carrywave.kernels import random
 from carrywave.kernels.carry import Carries, Carry
-from carrywave.kernels.lstm import BACKENDS, check, choose, lstm
+from carrywave.kernels.lstm import lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 
 SITES = [random.site("a"), random.site("b")]
@@ -99,7 +98,7 @@ def test_full_skips_lengths() -> None:
     torch.testing.assert_close(masked, expected, rtol=1e-13, atol=1e-14)  # masks may change the order of summation
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ["reference", "aten", "manual"])
 def test_autocast_computes_short_and_keeps_the_carry_long(name: str) -> None:
     layers, x = stack(3, [8, 8], dtype=torch.float32), torch.randn(4, 2, 3)
     exact, end = lstm(x, zeros([8, 8], 2, torch.float32), layers, torch.tensor([4, 2]), backend=name)
@@ -115,28 +114,3 @@ def test_autocast_computes_short_and_keeps_the_carry_long(name: str) -> None:
 def test_input_is_cast_to_the_weights() -> None:
     y, _ = lstm(torch.ones(2, 1, 3, dtype=torch.float32), zeros([4], 1), stack(3, [4]))
     assert y.dtype == torch.float64
-
-
-def test_choice_of_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CARRYWAVE_KERNEL", raising=False)
-    x, (layer,) = torch.zeros(32, 1, 3), stack(3, [4])
-    projected = (layer[0]._replace(w_hr=torch.zeros(2, 4)),)
-    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
-    assert choose("auto", x, layer) == "aten"
-    assert choose("auto", x[:31], layer) == "manual"  # too short for oneDNN's preparing of the weights
-    assert choose("auto", x.double(), layer) == "manual"
-    assert choose("manual", x, layer) == "manual"
-    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", False)
-    assert choose("auto", x, layer) == "manual"
-    assert choose("auto", x, projected) == "aten"
-    assert choose("auto", x.bfloat16(), layer) == "manual"
-    assert choose("auto", x.to("meta"), layer) == "aten"
-    assert choose("manual", x, projected) == "aten"
-    assert choose("reference", x, layer) == "reference"
-    with pytest.raises(PlanError, match="kernel=fast is not a backend; use one of auto, reference, aten"):
-        check("fast")
-    monkeypatch.setenv("CARRYWAVE_KERNEL", "aten")
-    assert choose("reference", x, layer) == "aten"
-    monkeypatch.setenv("CARRYWAVE_KERNEL", "none")
-    with pytest.raises(PlanError, match="CARRYWAVE_KERNEL=none"):
-        check("auto")

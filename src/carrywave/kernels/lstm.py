@@ -1,57 +1,24 @@
 """The LSTM contract: `lstm(x, carries, layers, lengths, …) -> y, carries` over one or several layers, on a backend by name.
 
-Backends: `reference` (plain PyTorch, the definition), `aten` (torch's kernels) and `manual` (own backward, for the CPU).
-`auto` takes the fastest that serves.
-Each backend runs one layer in one direction or both; dropout between layers and norms are here, the same for all.
+Each backend runs one layer in one direction or both (`choice` says which); dropout between layers and norms are here, the
+same for all.
 
 Shapes: T time, B lane, I input, P output width of a layer, D directions, O = P·D.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from carrywave.errors import PlanError
-from carrywave.kernels import aten, manual, random, reference
+from carrywave.kernels import choice, random
 from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.weights import Layer
 
 Norm = Callable[[Tensor], Tensor]
-
-
-class Backend(Protocol):
-    """One layer, both directions if it has two: outputs [T, B, O] and the carry at each lane's real end."""
-
-    def __call__(self, x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, /) -> tuple[Tensor, Carry]: ...
-
-
-BACKENDS: dict[str, Backend] = {"reference": reference.layer, "aten": aten.layer, "manual": manual.layer}
-
-
-def check(asked: str) -> str:
-    """The backend's name as asked for, unless the environment variable CARRYWAVE_KERNEL names another."""
-    forced = os.environ.get("CARRYWAVE_KERNEL", "")
-    name = forced or asked
-    if name != "auto" and name not in BACKENDS:
-        where = "CARRYWAVE_KERNEL" if forced else "kernel"
-        raise PlanError(f"{where}={name} is not a backend; use one of auto, {', '.join(BACKENDS)}")
-    return name
-
-
-def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
-    """The backend that runs this layer on x. `manual` leaves what it does not serve to `aten`."""
-    name = check(asked)
-    if name == "auto":
-        name = "aten" if aten.prefers_onednn(x_TBI, layer) else "manual"
-    # torch.compile cannot look into a backward that is written by hand.
-    left_to_aten = torch.compiler.is_compiling() or not manual.serves(x_TBI, layer)
-    return "aten" if name == "manual" and left_to_aten else name
 
 
 def lstm(
@@ -80,21 +47,31 @@ def lstm(
     lengths = None if real_TB1 is None else lengths
     compute = _dtype(x_TBI.device.type, layers)
     ends: list[Carry] = []
+
+    def mask_after(number: int, like_TBU: Tensor) -> Tensor | None:
+        if not dropout or key is None or number >= len(sites):
+            return None
+        return dropout_mask(like_TBU, random.fold(key, sites[number]), dropout, locked=locked, lanes=lanes, start=start)
+
     # Backends see one dtype throughout, so the autocast that chose it must not cast within.
     with torch.autocast(x_TBI.device.type, enabled=False):
         y_TBO = x_TBI.to(compute)
+        wave = choice.wave_of(backend, y_TBO, layers) if norms is None else None
+        if wave is not None:
+            like_TBO = y_TBO.new_empty(()).expand(*x_TBI.shape[:2], layers[0][0].w_hh.shape[1])
+            *masks, last = (mask_after(number, like_TBO) for number in range(len(layers)))
+            ran = choice.run_wave(y_TBO, carries, layers, [*masks, None], lengths, wave)
+            if ran is not None:
+                return ran[0] if last is None else ran[0] * last, ran[1]
         for number, (carry, layer) in enumerate(zip(carries, layers, strict=True)):
-            weights = tuple(direction.to(compute) for direction in layer)
-            run = BACKENDS[choose(backend, y_TBO, weights)]
-            y_TBO, end = run(y_TBO, Carry(carry.h.to(compute), carry.c.to(compute)), weights, lengths)
-            # The carry keeps the dtype it came with, so that every chunk and window finds the same.
-            ends.append(Carry(end.h.to(carry.h.dtype), end.c.to(carry.c.dtype)))
+            y_TBO, end = choice.run(backend, y_TBO, carry, layer, lengths)
+            ends.append(end)
             norm = None if norms is None else norms[number]
             if norm is not None:
                 y_TBO = norm(y_TBO.to(torch.promote_types(compute, torch.float32))).to(compute)
                 y_TBO = y_TBO if real_TB1 is None else torch.where(real_TB1, y_TBO, 0.0)
-            if dropout and key is not None and number < len(sites):
-                y_TBO = y_TBO * dropout_mask(y_TBO, random.fold(key, sites[number]), dropout, locked=locked, lanes=lanes, start=start)
+            mask = mask_after(number, y_TBO)
+            y_TBO = y_TBO if mask is None else y_TBO * mask
     return y_TBO, tuple(ends)
 
 

@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import PackedSequence
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carries, Carry
-from carrywave.kernels.lstm import check, lstm
+from carrywave.kernels.choice import check
+from carrywave.kernels.lstm import lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 
 AnyCarry = tuple[Tensor, Tensor] | Carry | Sequence[Carry] | Sequence[tuple[Tensor, Tensor]]

@@ -186,7 +186,9 @@ class PlanSpec(Section):
         None, description="first unit of each stage after the first; encoder is unit 0, head the last"
     )
     recompute: bool = Field(False, description="keep only what enters a chunk, and compute the rest again in backward")
-    kernel: Literal["auto", "reference", "aten", "manual"] = Field("auto", description="backend of the LSTM")
+    kernel: Literal["auto", "reference", "aten", "manual", "persistent"] = Field(
+        "auto", description="backend of the LSTM, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL comes first"
+    )
 
 
 class Spec(Section):

@@ -40,7 +40,7 @@ from carrywave.train.rate import stops_early
 from carrywave.train.run import Elsewhere, Run
 from carrywave.train.saved import codec_of, facts_of, open_run
 from carrywave.train.snapshot import Snapshot
-from carrywave.train.summary import summarize
+from carrywave.train.summary import backends, summarize
 from carrywave.train.trainer import Trainer
 from carrywave.train.watch import Silent, Watcher
 
@@ -256,7 +256,7 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
                 go_on(loop, start.snapshot, prepared.fingerprint)
                 watch.say(f"going on from step {loop.progress.step} (epoch {loop.progress.epoch + 1})")
             folder.write_spec(spec)
-            folder.write_json("plan.json", asdict(plan))
+            folder.write_json("plan.json", asdict(plan) | {"backends": backends(spec, model, plan, order, str(world.device))})
             folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
             origin = {"scale": list(task.scale), "own_model": own is not None, "given_codec": start.codec is not None}
             folder.write_json("facts.json", asdict(prepared.facts) | origin)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
+import torch
+
 from carrywave.data.order import Cursor, Order, SequenceOrder
+from carrywave.kernels.choice import in_use
 from carrywave.model.model import Model
 from carrywave.model.whole import Whole
+from carrywave.parallel.precision import HALVES, parameter_dtype
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import show, wavefront
 from carrywave.spec.facts import DataFacts
@@ -33,10 +39,37 @@ def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, or
         f"epoch     {per_epoch:,} batches, {steps:,} optimizer steps; {spec.train.epochs} epochs",
         f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
     ]
+    names = backends(spec, model, plan, order, device)
+    if names:
+        lines.append(f"kernels   {_by_layer(names)}")
     chunks = 1 if model.reads_whole else plan.chunks(widest)
     if chunks * plan.slices <= 12 and chunks * plan.slices * plan.stages > 1:
         lines += [f"          {row}" for row in show(wavefront(plan.stages, chunks, plan.slices)).splitlines()]
     return "\n".join(lines)
+
+
+def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device: str) -> tuple[str, ...]:
+    """The backend of each LSTM layer for a chunk of the first batch; none for a module of the user's own, which runs as it is."""
+    if isinstance(model, Whole):
+        return ()
+    lstm, window = model.lstm, order.window(Cursor(0, 0))
+    steps = window.steps if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
+    lanes = -(-len(window.length) // (plan.replicas * plan.slices))
+    asked = lstm.kernel if plan.kernel == "auto" else plan.kernel
+    one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
+    widths = (lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1)))
+    return tuple(in_use(asked, one.expand(steps, lanes, width), lstm.weights(layer)) for layer, width in enumerate(widths))
+
+
+def _by_layer(names: tuple[str, ...]) -> str:
+    """`persistent`, or where layers differ `persistent (layers 1-2), aten (cuDNN) (layer 3)`."""
+    if len(set(names)) == 1:
+        return names[0]
+    parts, after = [], 0
+    for name, same in itertools.groupby(names):
+        first, after = after + 1, after + len(list(same))
+        parts.append(f"{name} ({f'layer {first}' if first == after else f'layers {first}-{after}'})")
+    return ", ".join(parts)
 
 
 def _largest(order: Order) -> tuple[int, int]:

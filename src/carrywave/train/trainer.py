@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
-from carrywave.kernels.lstm import check
+from carrywave.kernels.choice import check
 from carrywave.model.holding import Shared, hold, shared
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage

@@ -1,0 +1,137 @@
+"""CUDA C++ of this package, compiled when it is first used: NVRTC through cuda-bindings, which torch's CUDA builds bring along.
+
+No nvcc is needed. What was compiled is kept on disk, named by everything it depends on, so that only the first run on a
+machine waits for the compiler (about a second for each variant).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Argument = Tensor | int | None
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be compiled, loaded or launched."""
+
+
+class Kernel:
+    """One function of a compiled source, on one device."""
+
+    def __init__(self, function: Any, shared_bytes: int) -> None:
+        self.function, self.shared_bytes = function, shared_bytes
+
+    def __call__(self, grid: tuple[int, int, int], block: tuple[int, int], *arguments: Argument, cooperative: bool = False) -> None:
+        """Launch on the current stream. Tensors are passed as their addresses, None as a null pointer, numbers as 32-bit ints."""
+        driver = _driver()
+        values = tuple(each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in arguments)
+        types = tuple(ctypes.c_int if isinstance(each, int) else ctypes.c_void_p for each in arguments)
+        launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
+        stream = torch.cuda.current_stream().cuda_stream
+        # A cooperative launch is refused where its blocks cannot all run at once; it never hangs.
+        extra = () if cooperative else (0,)
+        _check(launch(self.function, *grid, *block, 1, self.shared_bytes, stream, (values, types), *extra))
+
+
+@cache
+def kernel(source: str, name: str, constants: tuple[tuple[str, int], ...], shared_bytes: int, device: int) -> Kernel:
+    """A function of a `.cu` file of this package, compiled with these constants."""
+    driver = _driver()
+    module = _module(source, constants, device)
+    function = _check(driver.cuModuleGetFunction(module, name.encode()))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    if shared_bytes:
+        _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+    return Kernel(function, shared_bytes)
+
+
+@cache
+def _module(source: str, constants: tuple[tuple[str, int], ...], device: int) -> Any:
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes torch's context the current one
+        major, minor = torch.cuda.get_device_capability(device)
+        return _check(_driver().cuModuleLoadData(binary(source, constants, f"sm_{major}{minor}{'a' if major >= 9 else ''}")))
+
+
+def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str) -> bytes:
+    """The machine code, from the disk where it has been compiled before."""
+    nvrtc = _nvrtc()
+    text = files("carrywave.kernels").joinpath(source).read_bytes()
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants)]
+    version = _check(nvrtc.nvrtcVersion())
+    digest = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()[:32]
+    path = _folder() / f"{Path(source).stem}-{digest}.cubin"
+    with contextlib.suppress(OSError):  # not there, or another user's
+        kept = path.read_bytes()
+        if kept[:4] == b"\x7fELF":
+            return kept
+    program = _check(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
+    try:
+        _check(nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]))
+    except KernelError as error:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise KernelError(f"{source} does not compile: {' '.join(log.decode().split())[:400]}") from error
+    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    _check(nvrtc.nvrtcGetCUBIN(program, code))
+    _write(path, code)
+    return bytes(code)
+
+
+def available() -> str:
+    """Why nothing can be compiled here; empty where it can."""
+    try:
+        _driver(), _check(_nvrtc().nvrtcVersion())
+    except (ImportError, KernelError, RuntimeError, OSError) as error:
+        return " ".join(str(error).split())[:200] or type(error).__name__
+    return ""
+
+
+def _folder() -> Path:
+    """Where compiled kernels are kept: with the other things that can be made again."""
+    return Path(os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave").expanduser() / "kernels"
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Whole or not at all; a disk that cannot be written to only means compiling again."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(code)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
+
+    return driver
+
+
+@cache
+def _nvrtc() -> Any:
+    from cuda.bindings import nvrtc  # type: ignore[import-not-found, unused-ignore]
+
+    return nvrtc
+
+
+def _check(answer: tuple[Any, ...]) -> Any:
+    """What a call of the bindings gave, without its status; an error where that is not success."""
+    status, *results = answer
+    if int(status) != 0:
+        raise KernelError(f"{status.name}")
+    return results[0] if len(results) == 1 else tuple(results) or None

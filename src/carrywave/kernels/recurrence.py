@@ -1,0 +1,165 @@
+"""The functions of `persistent.cu`, as Python calls over tensors: packing of weights, the recurrence forward and backward.
+
+Shapes: T time, B lane, I input (J padded to a multiple of 8), H hidden (P padded to a multiple of 64), G = 4H; Q = 4P, gates
+interleaved; S = T + 1; E groups of lanes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from carrywave.kernels import nvrtc
+from carrywave.kernels.layout import MULTIPROCESSORS, THREADS, Shape
+from carrywave.kernels.weights import LayerWeights
+
+SOURCE = "persistent.cu"
+
+
+class Packed(NamedTuple):
+    """The weights of a layer in the kernel's order and dtype."""
+
+    w_ih_QJ: Tensor
+    w_hh_QP: Tensor
+    turned_PQ: Tensor | None  # the recurrent ones transposed, for backward
+    bias_Q: Tensor
+
+
+class Dealt(NamedTuple):
+    """Lengths, and the lanes from the longest to the shortest: None where every step is real."""
+
+    order_B: Tensor | None
+    lengths_B: Tensor | None
+
+
+def pack(weights: LayerWeights, shape: Shape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
+    """The weights cast, padded and reordered, for inputs of this pitch."""
+    hidden, inputs, padded = weights.w_hh.shape[1], weights.w_ih.shape[1], shape.hidden
+    given = [None if each is None else readable(each, like, weights.w_ih.dtype) for each in weights[:4]]
+    turned = like.new_empty(padded, 4 * padded) if transposed else None
+    packed = Packed(like.new_empty(4 * padded, pitch), like.new_empty(4 * padded, padded), turned, like.new_empty(4 * padded))
+    halves = int(weights.w_ih.dtype == like.dtype)
+    grid = (-(-max(pitch, padded) // 32), padded // 8, 2)
+    _simple("pack_weights", like)(grid, (32, 8), *given, halves, hidden, inputs, *packed, padded, pitch)
+    return packed
+
+
+def states(h_BH: Tensor, shape: Shape, steps: int, like: Tensor) -> Tensor:
+    """A buffer for h at every step, [S, B, P]: the first is given, the others are yet to come."""
+    lanes, hidden = h_BH.shape
+    hs_SBP = like.new_empty(steps + 1, lanes, shape.hidden)
+    words = steps * lanes * shape.hidden // 8
+    given = readable(h_BH, like)
+    halves = int(given.dtype == like.dtype)
+    _simple("prepare", like)(_waves(words), (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.hidden, hs_SBP, None, 0)
+    return hs_SBP
+
+
+def gradients(gates_NQ: Tensor, shape: Shape, launches: int) -> tuple[Tensor, Tensor]:
+    """A buffer for the gradients of the gates, which are yet to come; and for each launch a ring for what blocks swap."""
+    grads_NQ = torch.empty_like(gates_NQ)
+    ring = gates_NQ.new_empty(launches, 4 * shape.blocks * 4 * shape.units * shape.lanes, dtype=torch.int32)
+    words = grads_NQ.numel() // 8
+    _simple("prepare", gates_NQ)(_waves(words), (256, 1), grads_NQ, words, None, 0, 0, 0, 0, None, ring, ring.numel() // 4)
+    return grads_NQ, ring
+
+
+def forward(
+    shape: Shape,
+    packed: Packed,
+    hs_SBP: Tensor,
+    gates_NQ: Tensor,
+    cells_TBP: Tensor | None,
+    first_c_BP: Tensor,
+    last_c_BP: Tensor,
+    last_h_BP: Tensor,
+    dealt: Dealt,
+) -> None:
+    """Fills h, gates and cells of all steps, and the last h and c. Without cells nothing is kept for backward."""
+    steps, lanes = hs_SBP.shape[0] - 1, hs_SBP.shape[1]
+    run = _recurrent("lstm_forward", shape, hs_SBP)
+    if cells_TBP is not None:
+        _recurrent("lstm_backward", shape, hs_SBP)  # if it cannot be had, that is said now, while another backend can still take over
+    run(
+        (shape.blocks, 1, 1), (THREADS, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_h_BP, last_c_BP,
+        *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), cooperative=True,
+    )  # fmt: skip
+
+
+def backward(
+    shape: Shape,
+    turned_PQ: Tensor,
+    gates_NQ: Tensor,
+    cells_TBP: Tensor,
+    first_c_BP: Tensor,
+    grad_y_TBP: Tensor,
+    grad_last: tuple[Tensor | None, Tensor | None],
+    grads_NQ: Tensor,
+    grad_first: tuple[Tensor, Tensor],
+    bias_EQ: Tensor,
+    ring: Tensor,
+    dealt: Dealt,
+) -> None:
+    """Fills the gradients of the gates, of the first h and c, and of the bias (for each group of lanes)."""
+    steps, lanes = cells_TBP.shape[:2]
+    run = _recurrent("lstm_backward", shape, grads_NQ)
+    run(
+        (shape.blocks, 1, 1), (THREADS, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
+        bias_EQ, ring, *dealt, lanes, shape.groups, steps, cooperative=True,
+    )  # fmt: skip
+
+
+def unpack(
+    grad_ih_QJ: Tensor | None, grad_hh_QP: Tensor | None, bias_EQ: Tensor, like: Tensor, hidden: int, inputs: int, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The gradients of the weights in torch's order: [G, I], [G, H], and [2, G], once for each bias."""
+    pitch = 0 if grad_ih_QJ is None else grad_ih_QJ.shape[1]
+    dw_ih = None if grad_ih_QJ is None else like.new_empty(4 * hidden, inputs, dtype=dtype)
+    dw_hh = None if grad_hh_QP is None else like.new_empty(4 * hidden, hidden, dtype=dtype)
+    db = like.new_empty(2, 4 * hidden, dtype=dtype)
+    groups, padded = bias_EQ.shape[0], bias_EQ.shape[1] // 4
+    grid = (-(-max(inputs, hidden) // 128), -(-4 * hidden // 8), 2)
+    _simple("unpack_gradients", like)(
+        grid, (32, 8), grad_ih_QJ, grad_hh_QP, bias_EQ, groups, int(dtype == like.dtype),
+        hidden, inputs, dw_ih, dw_hh, db, padded, pitch,
+    )  # fmt: skip
+    return dw_ih, dw_hh, db
+
+
+def readable(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """As the simple functions read it: contiguous, in float32 or in the half dtype itself."""
+    dtype = dtype or x.dtype
+    return x.to(dtype if dtype in (torch.float32, like.dtype) else torch.float32).contiguous()
+
+
+def padded_to(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Contiguous, in this dtype, with zeros for the padded units."""
+    cast = x.to(dtype).contiguous()
+    return cast if cast.shape[-1] == width else functional.pad(cast, (0, width - cast.shape[-1]))
+
+
+def aligned(x_NI: Tensor) -> Tensor:
+    """The rows, padded with zeros to a multiple of 8 numbers: matrix products of other widths take three times as long."""
+    rest = -x_NI.shape[1] % 8
+    return functional.pad(x_NI, (0, rest)) if rest else x_NI
+
+
+def _fp16(like: Tensor) -> bool:
+    return like.dtype == torch.float16
+
+
+def _recurrent(name: str, shape: Shape, like: Tensor) -> nvrtc.Kernel:
+    return nvrtc.kernel(SOURCE, name, shape.constants(fp16=_fp16(like)), shape.shared_bytes, like.get_device())
+
+
+def _simple(name: str, like: Tensor) -> nvrtc.Kernel:
+    """One of the functions that do not depend on the shape."""
+    return nvrtc.kernel(SOURCE, name, Shape(256, 1, 8, 1).constants(fp16=_fp16(like)), 0, like.get_device())
+
+
+def _waves(words: int) -> tuple[int, int, int]:
+    """Blocks of 256 threads for a loop over so many words: enough to fill the chip."""
+    return max(1, min(MULTIPROCESSORS * 8, -(-words // 256))), 1, 1

@@ -1,0 +1,122 @@
+"""A stack as a wave on a Hopper GPU: the same as layer by layer, bit for bit from run to run and under capture; cross entropy.
+
+Shapes: T time, B lane, H hidden.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from carrywave.kernels import cross_entropy, reference, wave
+from carrywave.kernels.carry import Carry
+from carrywave.kernels.layout import Shape, Wave
+from carrywave.kernels.weights import LayerWeights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+WAVES = [
+    (3, 20, 16, 128, Wave(Shape(128, 1, 16, 1), 3, 6)),
+    (8, 40, 16, 512, Wave(Shape(512, 1, 16, 1, 32), 8, 8)),
+    (4, 33, 20, 650, Wave(Shape(704, 1, 24, 1), 2, 9)),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _on_hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+class Stack:
+    """Layers, inputs, and what the outputs are multiplied with to give a number."""
+
+    def __init__(self, count: int, steps: int, lanes: int, hidden: int, *, short: bool) -> None:
+        torch.manual_seed(0)
+
+        def make(*shape: int) -> Tensor:
+            return torch.randn(*shape, device="cuda")
+
+        def weight(*shape: int) -> Tensor:
+            # Exact in bf16, so that the definition has the same ones.
+            drawn: Tensor = (torch.rand(*shape, device="cuda") * 2 - 1) * hidden**-0.5
+            return drawn.bfloat16().float().requires_grad_()
+
+        shapes = ((4 * hidden, hidden), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,))
+        self.layers = [LayerWeights(*(weight(*shape) for shape in shapes)) for _ in range(count)]
+        self.x = make(steps, lanes, hidden).bfloat16().requires_grad_()
+        self.carries = tuple(Carry(make(1, lanes, hidden).bfloat16().float(), make(1, lanes, hidden)) for _ in range(count))
+        keep = [(torch.rand(steps, lanes, hidden, device="cuda") > 0.5).bfloat16() * 2 for _ in range(count - 1)]
+        self.masks: list[Tensor | None] = [*keep, None]
+        self.lengths = torch.randint(0, steps + 1, (lanes,), device="cuda") if short else None
+        self.by = make(steps, lanes, hidden)
+        self.leaves = [self.x, *(part for layer in self.layers for part in layer if part is not None)]
+
+    def run(self, plan: Wave) -> list[Tensor]:
+        y, ends = wave.run(self.x, self.carries, self.layers, self.masks, self.lengths, plan)
+        return self._with_gradients(y, list(ends))
+
+    def defined(self) -> list[Tensor]:
+        y, ends = self.x.double(), []
+        for layer, carry, mask in zip(self.layers, self.carries, self.masks, strict=True):
+            wide = LayerWeights(*(None if part is None else part.double() for part in layer))  # type: ignore[arg-type]
+            y, end = reference.layer(y, Carry(carry.h.double(), carry.c.double()), (wide,), self.lengths)
+            y = y if mask is None else y * mask
+            ends.append(end)
+        return self._with_gradients(y, ends)
+
+    def _with_gradients(self, y: Tensor, ends: list[Carry]) -> list[Tensor]:
+        total = (y * self.by.to(y.dtype)).double().sum() + torch.stack([part.double().sum() for end in ends for part in end]).sum()
+        return [y.detach(), *(part.detach() for end in ends for part in end), *torch.autograd.grad(total, self.leaves)]
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize(("count", "steps", "lanes", "hidden", "plan"), WAVES)
+def test_a_wave_is_the_definition(count: int, steps: int, lanes: int, hidden: int, plan: Wave, short: bool) -> None:
+    stack = Stack(count, steps, lanes, hidden, short=short)
+    for own, expected in zip(stack.run(plan), stack.defined(), strict=True):
+        # bf16 keeps 8 bits, and errors grow a little from layer to layer.
+        assert (own.double() - expected.double()).norm() <= 1.2e-2 * expected.double().norm()
+
+
+@pytest.mark.parametrize(("count", "steps", "lanes", "hidden", "plan"), WAVES)
+def test_bits_repeat_and_a_recording_has_them_too(count: int, steps: int, lanes: int, hidden: int, plan: Wave) -> None:
+    stack = Stack(count, steps, lanes, hidden, short=True)
+    first, second = stack.run(plan), stack.run(plan)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        stack.run(plan)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = stack.run(plan)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(first, recorded, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("classes", [2, 7, 1000, 33_278])
+def test_cross_entropy_is_torchs(dtype: torch.dtype, classes: int) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(300, classes, device="cuda") * 4).to(dtype).requires_grad_()
+    target = torch.randint(0, classes, (300,), device="cuda")
+    target[::7] = -100
+    total = cross_entropy.summed(logits, target, -100)
+    expected = functional.cross_entropy(logits.double(), target, ignore_index=-100, reduction="sum")
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+    [own], [theirs] = (torch.autograd.grad(each * 3.0, [logits]) for each in (total, expected))
+    assert own.dtype == dtype
+    # The gradient is a number of that dtype: both are rounded from nearly the same one.
+    torch.testing.assert_close(own.double(), theirs.double(), rtol=2.0**-7 if dtype == torch.bfloat16 else 2.0**-9, atol=1e-6)
+    assert torch.equal(own, torch.autograd.grad(cross_entropy.summed(logits, target, -100) * 3.0, [logits])[0])
+
+
+def test_a_target_that_is_no_class_shows_in_the_loss() -> None:
+    logits = torch.randn(2, 8, device="cuda").bfloat16()
+    assert cross_entropy.summed(logits, torch.tensor([1, 8], device="cuda"), -100).isnan()

@@ -1,0 +1,41 @@
+"""Summed cross entropy: what torch gives, in float32 at least; and without the own kernel, torch's, with one warning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from carrywave.kernels import cross_entropy, nvrtc
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_it_is_torchs_in_float32_at_least(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits, target = torch.randn(6, 9).to(dtype), torch.tensor([0, 3, -100, 8, 1, -100])
+    wide = logits.to(torch.promote_types(dtype, torch.float32))
+    for weights in (None, torch.rand(9)):
+        total = cross_entropy.summed(logits, target, -100, weights)
+        as_given = None if weights is None else weights.to(wide.dtype)
+        assert total.dtype == wide.dtype
+        assert torch.equal(total, functional.cross_entropy(wide, target, weight=as_given, ignore_index=-100, reduction="sum"))
+
+
+def test_a_kernel_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fails(*_: object) -> None:
+        tried.append(1)
+        raise nvrtc.KernelError("no room")
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(cross_entropy, "_failures", [])
+    monkeypatch.setattr(nvrtc, "available", lambda: "")
+    monkeypatch.setattr(cross_entropy._Summed, "apply", fails)
+    logits = torch.randn(2, 3).bfloat16().as_subclass(OnCuda)
+    with pytest.warns(UserWarning, match="not used, and steps run slower: no room"):
+        first = cross_entropy.summed(logits, torch.tensor([0, 2]), -100)
+    assert torch.equal(first, cross_entropy.summed(logits, torch.tensor([0, 2]), -100))
+    assert len(tried) == 1
