@@ -17,9 +17,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, softplus
+from torch.nn.functional import softplus
 
 from carrywave.errors import UserError
+from carrywave.kernels import cross_entropy
 from carrywave.kernels.deferred import linear
 from carrywave.kernels.lengths import last_real, real_steps
 
@@ -35,14 +36,12 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def score_classes(logits: Tensor, target: Tensor, weights_V: Tensor | None) -> tuple[Tensor, Tensor]:
     """Summed cross entropy and the number of real targets, or the sum of their class weights, so that the quotient is torch's mean."""
-    logits = at_least_float32(logits).reshape(-1, logits.shape[-1])
     target = target.reshape(-1)
-    weights_V = None if weights_V is None else weights_V.to(logits.dtype)
-    total = cross_entropy(logits, target, weight=weights_V, ignore_index=IGNORED, reduction="sum")
+    total = cross_entropy.summed(logits.reshape(-1, logits.shape[-1]), target, IGNORED, weights_V)
     real = target != IGNORED
     if weights_V is None:
-        return total, real.sum().to(logits.dtype)
-    return total, torch.where(real, weights_V[target.clamp(min=0)], 0.0).sum()
+        return total, real.sum().to(total.dtype)
+    return total, torch.where(real, weights_V.to(total.dtype)[target.clamp(min=0)], 0.0).sum()
 
 
 def score_numbers(out: Tensor, target: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,68 @@
+"""The sum of cross entropies over rows of logits. On CUDA and in half precision one kernel of our own each way (`cross_entropy.cu`).
+
+torch's goes through float32 copies of all logits, forward and backward: with a large vocabulary those are most of what a training
+step moves. Elsewhere, and where the kernel cannot be had, it is torch's.
+
+Shapes: N rows, V classes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from carrywave.kernels import nvrtc
+
+_SOURCE = "cross_entropy.cu"
+_HALVES = (torch.bfloat16, torch.float16)
+_failures: list[str] = []  # once it has failed it is not tried again
+
+
+def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor | None = None) -> Tensor:
+    """The sum, in float32 at least, over the rows whose target is not `ignored`."""
+    own = logits_NV.is_cuda and logits_NV.dtype in _HALVES and weights_V is None and logits_NV.numel() and not torch.compiler.is_compiling()
+    if own and not _failures and not nvrtc.available():
+        apply: Any = _Summed.apply
+        try:
+            total: Tensor = apply(logits_NV, target_N, ignored)
+            return total
+        except nvrtc.KernelError as error:
+            _failures.append(str(error))
+            warnings.warn(f"the own kernel for cross entropy is not used, and steps run slower: {error}", stacklevel=2)
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    weights_V = None if weights_V is None else weights_V.to(logits_NV.dtype)
+    return functional.cross_entropy(logits_NV, target_N, weight=weights_V, ignore_index=ignored, reduction="sum")
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, ignored: int) -> Tensor:
+        logits_NV, target_N = logits_NV.contiguous(), target_N.contiguous()
+        rows, classes = logits_NV.shape
+        losses_N, logarithms_N = logits_NV.new_zeros(2, rows, dtype=torch.float32)
+        _kernel("score_forward", logits_NV)((rows, 1, 1), (512, 1), logits_NV, target_N, losses_N, logarithms_N, classes, ignored)
+        ctx.save_for_backward(logits_NV, target_N, logarithms_N)
+        ctx.ignored = ignored
+        total: Tensor = losses_N.sum()
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits_NV, target_N, logarithms_N = ctx.saved_tensors
+        rows, classes = logits_NV.shape
+        grads_NV = torch.empty_like(logits_NV)
+        scale = grad.to(torch.float32).contiguous()
+        _kernel("score_backward", logits_NV)(
+            (rows, 1, 1), (512, 1), logits_NV, target_N, logarithms_N, scale, grads_NV, classes, ctx.ignored
+        )
+        return grads_NV, None, None
+
+
+def _kernel(name: str, like: Tensor) -> nvrtc.Kernel:
+    return nvrtc.kernel(_SOURCE, name, (("FP16", int(like.dtype == torch.float16)),), 0, like.get_device())
