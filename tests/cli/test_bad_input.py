@@ -588,7 +588,8 @@ def test_a_prompt_without_a_word() -> None:
 
 
 def test_a_benchmark_that_is_not_there() -> None:
-    assert refused("bench", "nosuch").startswith("there is no benchmark nosuch; use one of data, memory, pipeline, replicas, train")
+    names = "data, kernels, memory, pipeline, replicas, step, train"
+    assert refused("bench", "nosuch").startswith(f"there is no benchmark nosuch; use one of {names}")
 
 
 # The cache of parsed data.

@@ -1,0 +1,264 @@
+"""Claim: our LSTM kernels run a stack forward and backward faster than cuDNN does, in a CUDA graph too, and faster still with lengths.
+
+A call is forward and backward of a whole stack whose input is as wide as its layers, with the input products, the gradient of the
+inputs and all weight gradients. Ours casts its float32 weights in every call, as training does. Peers, in the same process, taking
+turns (one round runs each once; the median of the rounds counts):
+
+- cuDNN eager: `nn.LSTM` in the short dtype; with lengths packed, lanes already in order, packing and unpacking counted;
+- cuDNN in a graph: the same call recorded. Packing reads lengths on the host and cannot be: there cuDNN runs all steps, with padded
+  ones shut off (our `aten` backend);
+- reference: the loop in plain PyTorch, timed once, without dropout, where it takes a second at most.
+
+Dropout stands between layers. An error is the largest relative error among outputs and gradients against the same stack in float64,
+over at most 32 steps; cuDNN's by way of `aten`, which draws the same dropout masks. Rows where ours is slower are there too.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from carrywave.benchmarks import _gpu_peers as peers
+from carrywave.benchmarks._gpu_peers import Call, Case, Stack
+from carrywave.errors import UserError
+from carrywave.kernels import choice, persistent
+
+title = "LSTM kernels against cuDNN"
+COLUMNS = (
+    "case",
+    "device",
+    "dtype",
+    "input",
+    "dropout",
+    "cudnn_eager_ms",
+    "cudnn_graph_ms",
+    "reference_ms",
+    "ours_eager_ms",
+    "ours_graph_ms",
+    "ratio",
+    "floor_ms",
+    "of_floor",
+    "target_ms",
+    "ours_error",
+    "cudnn_error",
+    "auto",
+    "note",
+)
+
+# Milliseconds at most in bf16, every step real, dropout or none.
+TARGETS_MS = {
+    (1, 256, 64, 256): 0.9,
+    (1, 512, 64, 256): 1.3,
+    (1, 1024, 16, 256): 1.3,
+    (1, 1024, 64, 256): 2.5,
+    (1, 2048, 64, 256): 8.5,
+    (2, 650, 20, 35): 0.45,
+    (4, 1024, 64, 128): 5.0,
+    (8, 1024, 64, 128): 10.0,
+    (8, 512, 128, 256): 13.0,
+}
+WAVE = (8, 512, 16, 256)  # layers at the same time pay here: a quarter of cuDNN in a graph
+SHAPES = (*TARGETS_MS, WAVE, (1, 1024, 256, 256), (2, 1500, 20, 35))
+QUICK = ((1, 128, 16, 32), (2, 64, 8, 16))
+LENGTHS_SHARE = 0.8  # of the time with every step real, at most
+MOST_ERROR = 1.5  # times cuDNN's
+
+PEERS = ("cudnn_eager", "cudnn_graph", "reference")
+OURS = ("ours_eager", "ours_graph")
+BLOCK_MS, BUDGET_MS, ROUNDS = 4.0, 400.0, (3, 15)
+ERROR_STEPS = 32
+REFERENCE_STEPS, REFERENCE_SECONDS = 8, 1.0  # tried on so many steps first; left out where all of them would take longer
+
+# What an H200 was measured to do at best.
+FLOPS_PER_SECOND, BYTES_PER_SECOND, BARRIER_US = 762e12, 4.28e12, 0.95
+ON_CHIP_BYTES = 8 * 2048**2  # of recurrent weights in shared memory and registers
+BROADCAST_US = (0.45, 0.65)  # of h forward, of gate gradients backward, for 64 lanes of 1,024 units, beside the barrier
+
+
+@dataclass
+class Measured:
+    """What was found out about a case; ways that could not be run are absent, and the notes say why."""
+
+    ms: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    auto: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def run(*, quick: bool = False, rows: Sequence[str] = ()) -> list[dict[str, object]]:
+    """A row for each case; see `each`."""
+    return list(each(quick=quick, rows=rows))
+
+
+def each(*, quick: bool = False, rows: Sequence[str] = ()) -> Iterator[dict[str, object]]:
+    """Rows as they are measured. `rows` picks cases by words of theirs: `["1x1024 bf16 padded", "8x512 B16"]` is those or these."""
+    device = peers.cuda_device("kernels")
+    forced = os.environ.get("CARRYWAVE_KERNEL", "")
+    if forced:
+        raise UserError(f"CARRYWAVE_KERNEL={forced} puts every backend in the place of one, and bench kernels compares them; unset it")
+    padded_ms: dict[Case, float] = {}
+    for case in cases(quick=quick, rows=rows):
+        found = measure(case, device, budget_ms=BUDGET_MS / 10 if quick else BUDGET_MS)
+        if not case.lengths and "ours_graph" in found.ms:
+            padded_ms[case] = found.ms["ours_graph"]
+        yield row_of(case, torch.cuda.get_device_name(device), found, padded_ms.get(replace(case, lengths=False)))
+
+
+def cases(*, quick: bool = False, rows: Sequence[str] = ()) -> list[Case]:
+    """Every shape in both dtypes, all steps real and with lengths; several layers also with dropout between them."""
+    found = [
+        Case(*shape, dtype, lengths, dropout)
+        for dtype in ("bf16", "fp16")
+        for shape in (QUICK if quick else SHAPES)
+        for dropout in ((0.0, 0.5) if shape[0] > 1 else (0.0,))
+        for lengths in (False, True)
+    ]
+    asked = [frozenset(words.split()) for words in rows]
+    kept = [case for case in found if not asked or any(words <= case.words for words in asked)]
+    if not kept:
+        raise UserError(f"no case of bench kernels is called {' or '.join(rows)}; use words such as 1x1024, B64, bf16, lengths, dropout0.5")
+    return kept
+
+
+def floor_ms(layers: int, hidden: int, lane_steps: Sequence[int]) -> float:
+    """The least time that forward and backward of a stack can take on an H200, for lanes with so many real steps each.
+
+    Four matrix products over all real steps (of the inputs, their gradient, two weight gradients), 8·H² operations a step, lane and
+    layer each, run at the rate of a large product. At every step the recurrence waits for a barrier over the chip and for what all
+    blocks must read, the lanes' h or gate gradients, which grows with lanes × units; its own product, and reading weights that do not
+    fit on the chip, hide behind that where they are shorter. Layers follow each other, T × L steps; or, where the recurrent weights of
+    all of them fit on the chip together, they run at the same time, T + L - 1 steps. The shorter of the two counts.
+    """
+    whole_ms = layers * 4 * 8 * sum(lane_steps) * hidden**2 / FLOPS_PER_SECOND * 1e3
+    lanes_T = [sum(steps > t for steps in lane_steps) for t in range(max(lane_steps))]
+
+    def steps_us(lanes: int, at_once: int) -> float:
+        return sum(_step_us(hidden, lanes, at_once, broadcast_us) for broadcast_us in BROADCAST_US)
+
+    recurrence_us = layers * sum(steps_us(lanes, 1) for lanes in lanes_T)
+    if layers * 8 * hidden**2 <= ON_CHIP_BYTES:
+        wave_us = sum(steps_us(lanes, layers) for lanes in lanes_T) + (layers - 1) * steps_us(lanes_T[0], layers)
+        recurrence_us = min(recurrence_us, wave_us)
+    return whole_ms + recurrence_us / 1e3
+
+
+def _step_us(hidden: int, lanes: int, layers: int, broadcast_us: float) -> float:
+    """The least time of one step in one direction, of so many layers at the same time."""
+    exchange_us = BARRIER_US + broadcast_us * lanes * hidden / (64 * 1024)
+    product_us = layers * 8 * lanes * hidden**2 / FLOPS_PER_SECOND * 1e6
+    weights_us = max(0, layers * 8 * hidden**2 - ON_CHIP_BYTES) / BYTES_PER_SECOND * 1e6
+    return max(exchange_us, product_us, weights_us)
+
+
+def target_ms(case: Case, ms: Mapping[str, float], padded_ms: float | None) -> float | None:
+    """Milliseconds that ours may take at most in a graph; None where what it depends on was not measured."""
+    if case.lengths:
+        return None if padded_ms is None else LENGTHS_SHARE * padded_ms
+    if case.dtype == "fp16":
+        return _best(ms)
+    graph_ms = ms.get("cudnn_graph")
+    if case.shape == WAVE:
+        return None if graph_ms is None else graph_ms / 4
+    return TARGETS_MS.get(case.shape, graph_ms)
+
+
+def _best(ms: Mapping[str, float]) -> float | None:
+    return min((ms[name] for name in PEERS if name in ms), default=None)
+
+
+def row_of(case: Case, device: str, found: Measured, padded_ms: float | None) -> dict[str, object]:
+    """The row of a case. `padded_ms` is what ours took with every step real."""
+    ms, best_ms = found.ms, _best(found.ms)
+    ours_ms = ms.get("ours_graph")
+    least_ms = floor_ms(case.layers, case.hidden, case.lane_steps)
+    wanted_ms = target_ms(case, ms, padded_ms)
+    notes = list(found.notes)
+    if len(found.errors) == 2 and not found.errors["ours"] <= MOST_ERROR * found.errors["cudnn"]:
+        notes.append(f"ours: its error is more than {MOST_ERROR} times cuDNN's")
+    return {
+        "case": case.name,
+        "device": device,
+        "dtype": case.dtype,
+        "input": "lengths" if case.lengths else "padded",
+        "dropout": case.dropout,
+        **{f"{name}_ms": None if name not in ms else round(ms[name], 3) for name in (*PEERS, *OURS)},
+        "ratio": None if ours_ms is None or best_ms is None else round(best_ms / ours_ms, 2),
+        "floor_ms": round(least_ms, 3),
+        "of_floor": None if ours_ms is None else round(least_ms / ours_ms, 3),
+        "target_ms": None if wanted_ms is None else round(wanted_ms, 3),
+        **{f"{who}_error": None if who not in found.errors else float(f"{found.errors[who]:.2e}") for who in ("ours", "cudnn")},
+        "auto": found.auto,
+        "note": "; ".join(notes),
+    }
+
+
+def measure(case: Case, device: torch.device, *, budget_ms: float) -> Measured:
+    """Runs a case in every way that it can be run in."""
+    stack, found = Stack(case, device), Measured()
+    # Asked first: a backend that cannot run a layer hands it to another, and that would be timed in its place.
+    refused = persistent.refusal(stack.x_TBI, stack.layers[0])
+    if refused:
+        found.notes.append(f"ours: {refused}")
+    calls = _calls(stack, refused, found)
+    if case.dropout == 0.0:
+        _time_reference(case, stack, found)
+    timed = peers.take_turns(calls, block_ms=BLOCK_MS, budget_ms=budget_ms, rounds=ROUNDS)
+    found.ms |= {name: statistics.median(values) for name, values in timed.items()}
+    found.errors = _errors(case, device, [who for who in ("ours", "cudnn") if f"{who}_eager" in calls], found)
+    found.auto = choice.choose("auto", stack.x_TBI, stack.layers[0])
+    del calls, stack
+    gc.collect()
+    torch.cuda.empty_cache()  # graphs hold memory of their own
+    return found
+
+
+def _calls(stack: Stack, refused: str, found: Measured) -> dict[str, Call]:
+    """Each way, warmed up. One that fails is noted, and the others go on."""
+    ours = partial(stack.ours, "persistent")
+    plain: dict[str, Call] = {
+        "cudnn_eager": stack.nn_lstm,
+        "cudnn_graph": partial(stack.ours, "aten") if stack.case.lengths else stack.nn_lstm,
+    }
+    if not refused:
+        plain |= {"ours_eager": ours, "ours_graph": ours}
+    calls: dict[str, Call] = {}
+    for name, call in plain.items():
+        try:
+            ready = peers.graphed(call) if name.endswith("_graph") else peers.warmed_up(call)
+            # A kernel that fails is replaced for good, with a warning that says why.
+            if call is ours and choice.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
+                found.notes.append("ours: the kernel failed, as the warning says")
+                break
+            calls[name] = ready
+        except Exception as error:
+            torch.cuda.synchronize()
+            found.notes.append(f"{name}: {peers.one_line(error)}")
+    return calls
+
+
+def _time_reference(case: Case, stack: Stack, found: Measured) -> None:
+    short = Stack(replace(case, steps=min(case.steps, REFERENCE_STEPS)), stack.x_TBI.device)
+    short.ours("reference")
+    expected_ms = peers.elapsed_ms(partial(short.ours, "reference"), 1) * case.steps / short.case.steps
+    if expected_ms <= 1e3 * REFERENCE_SECONDS:
+        found.ms["reference"] = peers.elapsed_ms(partial(stack.ours, "reference"), 1)
+
+
+def _errors(case: Case, device: torch.device, wanted: Sequence[str], found: Measured) -> dict[str, float]:
+    """Relative errors against float64, over a few steps."""
+    short = Stack(replace(case, steps=min(case.steps, ERROR_STEPS)), device)
+    exact = short.exact()
+    backends = {"ours": "persistent", "cudnn": "aten"}
+    errors: dict[str, float] = {}
+    for who in wanted:
+        try:
+            errors[who] = peers.relative_error(short.ours(backends[who]), exact)
+        except Exception as error:
+            found.notes.append(f"error of {who}: {peers.one_line(error)}")
+    return errors

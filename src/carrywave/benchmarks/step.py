@@ -1,0 +1,186 @@
+"""Claim: a whole training step (embedding, stack, softmax, loss, clipping, optimizer) takes a fraction of the plain PyTorch loop's time.
+
+Two models: the WikiText-2 recipe of two layers of 650 units, and eight layers of 1,024. All loops begin with the same weights, read
+the same windows from the GPU's memory, pass the carry on, and compute in bf16 under autocast with float32 weights. They take turns, a
+block of steps each, several times; the median of the blocks counts:
+
+- carrywave: the trainer as a user gets it, which records its steps as CUDA graphs;
+- eager: nn.Embedding, nn.LSTM, nn.Linear, the fused optimizer;
+- graph: the same loop, its whole step recorded under `torch.cuda.graph`;
+- compile: the same loop, forward and loss under `torch.compile`.
+
+A loop counts only if its loss is a number and falls; one that does not, or cannot be built, has a note in place of figures.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor
+
+from carrywave.benchmarks import _gpu_peers as peers
+from carrywave.benchmarks._gpu_peers import DTYPES, CompiledLoop, GraphedLoop, PlainLoop, Recipe, Windows
+from carrywave.data.batch import Batch
+from carrywave.errors import UserError
+from carrywave.kernels import choice
+from carrywave.model.dropout import Dropout
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads import Softmax
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+from carrywave.train.trainer import Trainer
+
+title = "a training step against plain PyTorch"
+COLUMNS = (
+    "case",
+    "device",
+    "loop",
+    "kernel",
+    "tokens_per_second",
+    "step_ms",
+    "spread",
+    "over_eager",
+    "over_graph",
+    "over_compile",
+    "first_loss",
+    "last_loss",
+    "target",
+    "note",
+)
+
+RECIPES = (
+    # WikiText-2. Its rate is 20, for text: on made-up windows the loss then jumps too much to be seen to fall. A step takes as long.
+    Recipe(2, 650, 20, 35, 33_278, "sgd", lr=5.0, clip=0.25, dropout=0.5, tied=True),
+    Recipe(8, 1024, 64, 128, 10_000, "adam", lr=1e-3, clip=1.0),
+)
+QUICK = (
+    Recipe(2, 64, 8, 16, 500, "sgd", lr=5.0, clip=0.25, dropout=0.5, tied=True),
+    Recipe(4, 64, 8, 16, 500, "adam", lr=1e-2, clip=1.0),
+)
+TARGETS = {"2x650 B20 T35 V33278 sgd": "over_eager >= 4.0; over_graph >= 1.5"}
+LOOPS = ("carrywave", "eager", "graph", "compile")
+WINDOWS = 8  # that come again and again
+CHECKED = 3 * WINDOWS  # steps whose losses are looked at; they warm up as well
+BLOCK_MS, BUDGET_MS, ROUNDS = 150.0, 5000.0, (5, 9)
+
+Step = Callable[[], Tensor]  # one optimizer step; its loss
+
+
+def run(*, quick: bool = False, rows: Sequence[str] = (), loops: Sequence[str] | None = None) -> list[dict[str, object]]:
+    """A row for each loop of each model; see `each`."""
+    return list(each(quick=quick, rows=rows, loops=loops))
+
+
+def each(*, quick: bool = False, rows: Sequence[str] = (), loops: Sequence[str] | None = None) -> Iterator[dict[str, object]]:
+    """Rows as they are measured. `rows` picks models by words of their names, such as 2x650; `loops` leaves out others than those named."""
+    device = peers.cuda_device("step")
+    recipes = chosen(QUICK if quick else RECIPES, rows)
+    # Compiling takes longer than all the rest of the short form.
+    names = loops if loops is not None else LOOPS[:-1] if quick else LOOPS
+    if unknown := [name for name in names if name not in LOOPS]:
+        raise UserError(f"there is no loop {unknown[0]} in bench step; use some of {', '.join(LOOPS)}")
+    for recipe in recipes:
+        yield from compare(recipe, device, names, budget_ms=BUDGET_MS / 20 if quick else BUDGET_MS)
+
+
+def chosen(recipes: Sequence[Recipe], rows: Sequence[str]) -> list[Recipe]:
+    """The models that are asked for."""
+    kept = [recipe for recipe in recipes if not rows or any(set(words.split()) <= set(recipe.name.split()) for words in rows)]
+    if not kept:
+        known = ", ".join(recipe.name.split()[0] for recipe in recipes)
+        raise UserError(f"no model of bench step is called {' or '.join(rows)}; use one of {known}")
+    return kept
+
+
+def compare(recipe: Recipe, device: torch.device, names: Sequence[str], *, budget_ms: float) -> list[dict[str, object]]:
+    """Build the loops, look at their losses, and time those that train."""
+    model, windows = model_of(recipe), recipe.windows(WINDOWS, device)
+    steps: dict[str, Step] = {}
+    losses: dict[str, list[float]] = {}
+    notes: dict[str, str] = {}
+    for name in names:
+        try:
+            steps[name] = build(name, recipe, model, windows)
+            losses[name] = [float(loss) for loss in [steps[name]() for _ in range(CHECKED)]]
+            notes[name] = peers.check_falls(losses[name], WINDOWS)
+        except Exception as error:
+            torch.cuda.synchronize()
+            notes[name] = peers.one_line(error)
+    timed = {name: step for name, step in steps.items() if not notes[name]}
+    ms = peers.take_turns(timed, block_ms=min(BLOCK_MS, budget_ms / 20), budget_ms=budget_ms, rounds=ROUNDS)
+    rows = rows_of(recipe, torch.cuda.get_device_name(device), names, ms, losses, notes)
+    del steps, timed
+    gc.collect()
+    torch.cuda.empty_cache()  # graphs hold memory of their own
+    return rows
+
+
+def rows_of(
+    recipe: Recipe,
+    device: str,
+    names: Sequence[str],
+    ms: Mapping[str, Sequence[float]],
+    losses: Mapping[str, Sequence[float]],
+    notes: Mapping[str, str],
+) -> list[dict[str, object]]:
+    """A row for each loop; those that were not timed have their note."""
+    medians = {name: statistics.median(values) for name, values in ms.items()}
+    rows: list[dict[str, object]] = []
+    for name in names:
+        step_ms = medians.get(name)
+        row: dict[str, object] = {"case": recipe.name, "device": device, "loop": name}
+        row["kernel"] = kernel_of(recipe) if name == "carrywave" else "cuDNN"
+        row["tokens_per_second"] = None if step_ms is None else round(1e3 * recipe.lanes * recipe.steps / step_ms)
+        row["step_ms"] = None if step_ms is None else round(step_ms, 3)
+        row["spread"] = None if step_ms is None else round((max(ms[name]) - min(ms[name])) / step_ms, 3)
+        for other in LOOPS[1:]:
+            row[f"over_{other}"] = None if step_ms is None or other not in medians else round(medians[other] / step_ms, 2)
+        seen = losses.get(name)
+        row["first_loss"], row["last_loss"] = (None, None) if not seen else (round(seen[0], 4), round(seen[-1], 4))
+        row["target"] = TARGETS.get(recipe.name, "") if name == "carrywave" else ""
+        row["note"] = notes[name]
+        rows.append(row)
+    return rows
+
+
+def kernel_of(recipe: Recipe) -> str:
+    """The backend that our trainer chooses for the layers."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    one = torch.empty((), dtype=DTYPES[recipe.precision], device=device)
+    layer = LSTM(recipe.hidden, recipe.hidden, device=device).weights(0)
+    return choice.in_use("auto", one.expand(recipe.steps, recipe.lanes, recipe.hidden), layer)
+
+
+def build(name: str, recipe: Recipe, model: Model, windows: Windows) -> Step:
+    """A loop by its name, which begins with the weights of this model."""
+    if name == "carrywave":
+        return ours(recipe, deepcopy(model), windows)
+    kind = GraphedLoop if name == "graph" else CompiledLoop if name == "compile" else PlainLoop
+    return kind(recipe, model.state_dict(), windows).step
+
+
+def model_of(recipe: Recipe) -> Model:
+    """Our model with its first weights, the same every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        embedding = Embedding(recipe.vocabulary, recipe.hidden)
+        return Model(
+            embedding,
+            LSTM(recipe.hidden, recipe.hidden, recipe.layers, dropout=recipe.dropout),
+            Softmax(recipe.hidden, recipe.vocabulary, tied=embedding.weight if recipe.tied else None),
+            dropout_in=Dropout(recipe.dropout, name="dropout_in"),
+            dropout_out=Dropout(recipe.dropout, name="dropout_out"),
+        )
+
+
+def ours(recipe: Recipe, model: Model, windows: Windows) -> Step:
+    """Our trainer on these windows, one after the other."""
+    how = {"optimizer": recipe.optimizer, "lr": recipe.lr, "clip": recipe.clip, "precision": recipe.precision}
+    trainer = Trainer(model, how, device=windows[0][0].device, keep_state=True)
+    batches = itertools.cycle([Batch.of(x_TB, target_TB, fresh=False) for x_TB, target_TB in windows])
+    return lambda: trainer.step(next(batches))
