@@ -47,7 +47,7 @@ def a_case(**fields: Any) -> Case:
 
 
 def a_plan(**fields: Any) -> dict[str, Any]:
-    return {"replicas": 1, "stages": 1, "cuts": [], "chunk_steps": None, "slices": 1, "recompute": False, **fields}
+    return {"replicas": 1, "stages": 1, "cuts": [], "chunk_steps": None, "slices": 1, "recompute": False, "share_head": False, **fields}
 
 
 def sequences(**fields: Any) -> Case:

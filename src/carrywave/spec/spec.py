@@ -187,6 +187,7 @@ class PlanSpec(Section):
     )
     recompute: bool = Field(False, description="keep only what enters a chunk, and compute the rest again in backward")
     kernel: Literal["auto", "reference", "aten", "manual"] = Field("auto", description="backend of the LSTM")
+    share_head: bool = Field(False, description="deal the head's work out over the stages; for a large vocabulary")
 
 
 class Spec(Section):
