@@ -135,11 +135,22 @@ class StrictReceive:
             return sent[self.place]
 
 
+class Dropping(Softmax):
+    """A head of the user's own, with dropout in it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, y_TBW: Tensor) -> Tensor:
+        return super().forward(self.dropout(y_TBW))
+
+
 def model_of(layers: int, *, pooled: bool, tie: bool, **options: Any) -> Model:
     torch.manual_seed(1)
     encoder = Embedding(VOCABULARY, WIDTH, 0.1)
     lstm = LSTM(WIDTH, WIDTH, layers, dropout=0.3, weight_drop=0.2, **options)
-    head: nn.Module = PooledSoftmax(WIDTH, CLASSES, "mean") if pooled else Softmax(WIDTH, VOCABULARY, tied=encoder.weight if tie else None)
+    head: nn.Module = PooledSoftmax(WIDTH, CLASSES, "mean") if pooled else Dropping(WIDTH, VOCABULARY, tied=encoder.weight if tie else None)
     return Model(encoder, lstm, head, dropout_in=Dropout(0.2), dropout_out=Dropout(0.2)).double().train()
 
 
