@@ -17,9 +17,8 @@ from torch import Tensor
 
 from carrywave.plan.messages import Line
 
-MOST_SENDS = (
-    4  # under way at once, or two to each stage if those are more; gloo does not tell when one is through, so that each is kept until then
-)
+# Under way at once, or two to each stage where that is more. gloo does not tell when one is through, so that each is kept until then.
+MOST_SENDS = 4
 
 
 class Pending(Protocol):
