@@ -47,6 +47,8 @@ def test_the_table_relates_loops_to_serial_and_peers(timed: list[dict[str, Any]]
     assert row["variant"] == "wavefront 4 chunks"
     assert (row["speedup"], row["efficiency"], row["over_pipelining"], row["over_ddp"]) == (1.6, 0.8, 2.0, 1.2)
     assert (row["peak_mib"], row["peak_share"], row["peak_mib_each"]) == (120.0, 0.4, "90 120")
+    shared = rows[variants.index(replace(wave, share_head=True))]
+    assert (shared["variant"], shared["bubble"]) == ("wavefront 4 chunks, head shared", 0.111)
     assert row["bubble"] == 0.2  # one of five moments: F0 F1 F2 F3 . . B3 …, a backward twice as long as a forward
     assert row["target"] == "over_pipelining >= 1.7; over_ddp >= 1.0; efficiency >= 0.8; peak_share <= 0.6"
     others = [each["target"] for each in rows if each is not row]
@@ -91,12 +93,14 @@ def test_of_a_micro_batch_pipeline_the_best_count_stays() -> None:
 def test_cuts_leave_the_slowest_stage_least() -> None:
     assert balanced_cuts(Case(4, 512, 16, 128, 2000), 2) == (3,)
     assert balanced_cuts(Case(8, 512, 16, 64, 2000), 8) == (2, 3, 4, 5, 6, 7, 8)
-    # A softmax that weighs as much as two layers has them taken off its stage.
-    assert balanced_cuts(Case(4, 64, 16, 128, 2 * 16 * 64), 2) == (4,)
+    # A softmax that weighs as much as two layers has them taken off its stage, unless it is shared.
+    heavy = Case(4, 64, 16, 128, 2 * 16 * 64)
+    assert (balanced_cuts(heavy, 2), balanced_cuts(heavy, 2, share_head=True)) == ((4,), (3,))
 
 
 def test_what_is_tried_fits_the_case() -> None:
     tried = pipeline.variants_of(Case(8, 512, 16, 64, 2000), 8)
-    assert [each.chunks for each in tried if each.family == "wavefront" and each.slices == 1] == [4, 8, 16, 8]
+    assert [each.chunks for each in tried if each.family == "wavefront" and each.slices == 1 and not each.share_head] == [4, 8, 16, 8]
+    assert [each.chunks for each in tried if each.share_head] == [4, 8, 16]
     assert [each.slices for each in tried if each.family == "torch 1F1B"] == [8]
     assert all(16 % each.slices == 0 for each in tried)

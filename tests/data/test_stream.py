@@ -147,6 +147,15 @@ def test_a_middle_stage_reads_neither_inputs_nor_targets() -> None:
     assert batch.lengths.tolist() == [2, 2, 1]
 
 
+def test_a_share_is_known_as_one_also_where_it_is_all() -> None:
+    """A first stage that scores reads inputs and targets of all lanes, and another stage does not: both have a share of the same batch."""
+    window = window_of(2, (0, 0, 2), (1, 0, 1))
+    view = view_of([2, 2], targets_at=lambda rows: rows)
+    parts = [build(view, window, Cursor(0, 0), share=Share(inputs=inputs)) for inputs in (True, False)]
+    assert [part.whole for part in parts] == [(3, 2)] * 2
+    assert build(view, window, Cursor(0, 0)).whole is None
+
+
 def test_the_loader_gives_what_build_gives_from_any_cursor() -> None:
     view = view_of([31, 17], targets_at=lambda rows: rows)
     order = StreamOrder(view.lengths, lanes=3, steps=4, vary=True)

@@ -119,6 +119,24 @@ def _tied_not_summed(rank: int) -> Any:
     return mock.patch.object(trainer, "shared", return_value=[])
 
 
+def _head_not_summed(rank: int) -> Any:
+    """Each of the stages that share the head follows the gradient of the chunks that it scored itself."""
+    found = trainer.shared
+    return mock.patch.object(trainer, "shared", lambda model, cuts, share_head: found(model, cuts))
+
+
+def _score_not_returned(rank: int) -> Any:
+    """What another stage found out about a chunk is not told to the last one."""
+    score = pipeline._Run._score
+
+    def wrong(self: Any, task: Any) -> None:
+        score(self, task)
+        if task in self.leaving:
+            self.leaving[task].zero_()
+
+    return mock.patch.object(pipeline._Run, "_score", wrong)
+
+
 def _summed_twice(rank: int) -> Any:
     """Gradients that were reduced already are reduced once more."""
     finish = trainer.Reducer.finish
@@ -141,5 +159,7 @@ MISTAKES: dict[str, Callable[[int], Any]] = {
     "local lanes": _local_lanes,
     "carry gradient dropped": _carry_gradient_dropped,
     "tied not summed": _tied_not_summed,
+    "head not summed": _head_not_summed,
+    "score not returned": _score_not_returned,
     "summed twice": _summed_twice,
 }

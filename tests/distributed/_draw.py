@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 Case = dict[str, Any]
 TASKS = ("language", "tagging", "classification", "regression", "forecasting")
+STEPWISE = ("language", "tagging", "forecasting")  # each step has a score, so that several stages can share the head
 STEPS = 3  # optimizer steps of a case
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.5},
@@ -48,6 +49,7 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
             "chunk_steps": draw(st.none() | st.integers(1, 5)),
             "slices": slices,
             "recompute": draw(chance),
+            "share_head": task in STEPWISE and draw(chance),
         },
     }
 

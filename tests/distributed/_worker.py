@@ -44,7 +44,7 @@ class Worker:
             torch.cuda.set_device(self.device)
         self.rank, self.backend = rank, backend
         self.meeting = ""
-        self.meshes: dict[tuple[int, int], Mesh] = {}
+        self.meshes: dict[tuple[int, int, bool], Mesh] = {}
 
     def run(self, line: dict[str, Any]) -> Run:
         case = line["case"]
@@ -65,8 +65,8 @@ class Worker:
         dist.init_process_group(backend, store=FileStore(path, size), rank=self.rank, world_size=size, timeout=timedelta(seconds=60))
 
     def _mesh(self, plan: Plan) -> Mesh:
-        """Process groups depend on replicas and stages alone: plans that agree in them share them, which saves most of the time."""
-        shape = plan.replicas, plan.stages
+        """Process groups follow from replicas, stages and who scores: plans that agree in them share them, which saves most of the time."""
+        shape = plan.replicas, plan.stages, plan.shares_head
         if shape not in self.meshes:
             self.meshes[shape] = Mesh(World(self.rank, self.size, self.rank, self.size, self.device, self.backend), plan)
         mesh = copy.copy(self.meshes[shape])

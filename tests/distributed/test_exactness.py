@@ -19,7 +19,7 @@ from _broken import MISTAKES
 from _cases import Case, changed
 from _check import check, check_drawn, run
 from _crew import Crew
-from _fixed import PLANS, a_case, a_plan, sequences, windows_of_64
+from _fixed import PLANS, SHARED, a_case, a_plan, sequences, windows_of_64
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,10 @@ WRONG: list[tuple[str, Case]] = [
     ("local lanes", a_case()),
     ("carry gradient dropped", a_case(plan=PLANS["stages"])),
     ("tied not summed", a_case(plan=PLANS["stages"])),
+    ("tied not summed", a_case(plan=SHARED["head shared by three"])),
+    ("head not summed", a_case(plan=SHARED["head shared"], model__tie=False)),
+    ("head not summed", a_case(plan=SHARED["head shared by replicas"])),
+    ("score not returned", a_case(plan=SHARED["head shared by three"])),
     ("summed twice", a_case(train__clip=None)),
 ]
 
@@ -76,6 +80,22 @@ def test_a_mistake_is_seen(mistake: str, case: Case, crew: Crew) -> None:
 
 def test_every_mistake_is_tried() -> None:
     assert {mistake for mistake, _ in WRONG} == set(MISTAKES)
+
+
+@pytest.mark.parametrize("plan", SHARED)
+@pytest.mark.parametrize(
+    "case",
+    [
+        a_case(),
+        a_case(model__tie=False, plan__recompute=True),
+        a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True),
+        sequences(task="tagging", model__bidirectional=True, model__class_weights=True),
+    ],
+    ids=["tied", "recomputed", "forecasting", "both ways"],
+)
+def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, crew: Crew) -> None:
+    asked = {**SHARED[plan], "recompute": case["plan"]["recompute"]}
+    check(changed(case, plan=asked), crew)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -100,7 +120,9 @@ def test_what_stands_in_padding_changes_no_bit(case: Case, plan: str, crew: Crew
 
 
 @pytest.mark.parametrize("bucket_bytes", [None, 64])
-@pytest.mark.parametrize("plan", [a_plan(replicas=4), PLANS["both"]], ids=["replicas", "both"])
+@pytest.mark.parametrize(
+    "plan", [a_plan(replicas=4), PLANS["both"], SHARED["head shared by replicas"]], ids=["replicas", "both", "head shared"]
+)
 def test_bits_repeat(plan: dict[str, Any], bucket_bytes: int | None, crew: Crew) -> None:
     """With four workers: with two, a sum in another order has the same bits."""
     case = a_case(plan=plan, bucket_bytes=bucket_bytes, train__precision="fp32")
@@ -109,7 +131,7 @@ def test_bits_repeat(plan: dict[str, Any], bucket_bytes: int | None, crew: Crew)
     assert [name for name, tensor in first.items() if not torch.equal(tensor, second[name])] == []
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANS | SHARED)
 @pytest.mark.parametrize(
     ("precision", "limit"),
     # Every product and every message is rounded to 8 bits, or to 11. Rounding errors of a tensor's elements are independent, and the
@@ -117,7 +139,7 @@ def test_bits_repeat(plan: dict[str, Any], bucket_bytes: int | None, crew: Crew)
     [("bf16", 2.0**-6), ("fp16", 2.0**-9)],
 )
 def test_halves_differ_by_a_few_roundings(precision: str, limit: float, plan: str, crew: Crew) -> None:
-    case = a_case(plan=PLANS[plan], train__precision=precision, train__optimizer="sgd", train__lr=0.1, model__layer_norm=False)
+    case = a_case(plan=(PLANS | SHARED)[plan], train__precision=precision, train__optimizer="sgd", train__lr=0.1, model__layer_norm=False)
     print(f"the largest relative error is {check(case, crew, limit=limit, floor=0.05):.2g}")
 
 

@@ -304,8 +304,9 @@ def test_a_bad_tf_config_is_refused(python: Run) -> None:
 
 
 @pytest.mark.slow
-def test_train_on_two_devices(python: Run, tmp_path: Path) -> None:
-    ended = python(*carrywave("train", *TINY, "--devices", "2", "--device", "cpu", "--run", "run", "--json", "rows.json"))
+@pytest.mark.parametrize("plan", [[], ["plan.stages=2", "plan.chunk_steps=2", "plan.share_head=true"]])
+def test_train_on_two_devices(plan: list[str], python: Run, tmp_path: Path) -> None:
+    ended = python(*carrywave("train", *TINY, *plan, "--devices", "2", "--device", "cpu", "--run", "run", "--json", "rows.json"))
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
     assert ended.stdout.count("run: 4 steps") == 1  # one process writes the log
@@ -316,6 +317,17 @@ def test_train_on_two_devices(python: Run, tmp_path: Path) -> None:
     )
     assert [(row["split"], row["step"]) for row in rows] == [(row["split"], row["step"]) for row in others]
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], rel=1e-4)  # fp32: the order of summation
+
+
+@pytest.mark.slow
+def test_a_head_that_cannot_be_shared_is_one_line(python: Run, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"steps": [[{row}.5], [1.0]], "label": "{row % 2}"}}\n' for row in range(20)))
+    words = ["task=classification", "data.train=rows.jsonl", "plan.stages=2", "plan.share_head=true", "--devices", "2"]
+    for more in (["--dry-run"], ["--device", "cpu"]):
+        ended = python(*carrywave("train", *words, *more))
+        assert ended.returncode == 2
+        assert ended.stderr.count("\n") == 1
+        assert ended.stderr.startswith("carrywave: plan.share_head=true deals out the scores of single steps")
 
 
 @pytest.mark.slow

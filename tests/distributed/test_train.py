@@ -89,6 +89,15 @@ PLANS: dict[int, list[dict[str, Any]]] = {
     4: [{"replicas": 2, "stages": 2, "chunk_steps": 3}, {"stages": 4}, {"replicas": 4}],
 }
 
+# A head that scores single steps may be shared: of the two, that of the language model.
+SHARED: dict[int, list[dict[str, Any]]] = {
+    2: [{"stages": 2, "chunk_steps": 2, "share_head": True}],
+    4: [
+        {"replicas": 2, "stages": 2, "chunk_steps": 3, "share_head": True},
+        {"stages": 4, "chunk_steps": 2, "slices": 2, "share_head": True},
+    ],
+}
+
 
 @pytest.mark.parametrize("workers", PLANS)
 def test_a_run_on_any_plan_is_the_run_on_one_worker(folder: Path, workers: int) -> None:
@@ -96,7 +105,7 @@ def test_a_run_on_any_plan_is_the_run_on_one_worker(folder: Path, workers: int) 
     jobs = [
         {"run": f"{kind}-{workers}-{number}", "spec": make(folder, plan)}
         for kind, make in kinds.items()
-        for number, plan in enumerate(PLANS[workers])
+        for number, plan in enumerate([*PLANS[workers], *(SHARED[workers] if kind == "language" else [])])
     ]
     jobs.append(
         {"run": f"both-{workers}", "spec": classification(folder, {"stages": 2, "slices": 2, "chunk_steps": 2}, bidirectional=True)}
@@ -111,8 +120,16 @@ def test_a_run_on_any_plan_is_the_run_on_one_worker(folder: Path, workers: int) 
 def test_a_run_goes_on_with_another_plan(folder: Path) -> None:
     """Stopped after 5 of its steps on one plan and resumed on another; on the same plan, it is the same to the bit."""
     replicas, stages = {"replicas": 2}, {"stages": 2, "chunk_steps": 2}
+    shared = {**stages, "share_head": True}
     jobs: list[dict[str, Any]] = []
-    for name, first, second in (("resumed", replicas, stages), ("back", stages, replicas), ("same", stages, stages)):
+    pairs = {
+        "resumed": (replicas, stages),
+        "back": (stages, replicas),
+        "same": (stages, stages),
+        "shared": (shared, stages),
+        "own": (stages, shared),
+    }
+    for name, (first, second) in pairs.items():
         jobs.append({"run": name, "spec": language(folder, first, max_steps=5)})
         jobs.append({"run": name, "spec": language(folder, second), "resume": True})
     jobs.append({"run": "through", "spec": language(folder, stages)})
@@ -121,7 +138,7 @@ def test_a_run_goes_on_with_another_plan(folder: Path) -> None:
     # A run of one worker goes on alone, too.
     train(parse(language(folder, {"replicas": 1}, max_steps=5)), run=folder / "alone", device="cpu")
     carry_out(folder, 2, [{"run": "alone", "spec": language(folder, stages), "resume": True}], "alone-resume")
-    for name in ("resumed", "back", "same", "alone"):
+    for name in (*pairs, "alone"):
         found = {(row["split"], row["step"]): row for row in rows_of(folder / name)}
         last = rows_of(folder / "language")[-1]
         assert found["valid", last["step"]]["loss"] == pytest.approx(last["loss"], rel=CLOSE)
@@ -155,6 +172,7 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         {"run": "bad", "spec": language(folder, {"stages": 7})},
         {"run": "bad", "spec": language(folder, {"replicas": 1})},
         {"run": "bad", "spec": language(folder, {"replicas": 3, "slices": 2})},
+        {"run": "bad", "spec": classification(folder, {"stages": 3, "share_head": True})},
         {"run": "bad", "spec": language(folder) | {"data": {"train": str(folder / "nothing.txt")}}},
         {"run": "language", "spec": language(folder)},
         {"run": "bad", "spec": language(folder), "alien": 2},
@@ -167,6 +185,7 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         "PlanError: plan.stages=7, but the model has 5 units (encoder, 3 layers, head); use plan.stages <= 5",
         "PlanError: plan.replicas=1 x plan.stages=1 needs 1 workers, 3 are running",
         "PlanError: batch.lanes=5 cannot be shared by 3 replicas x 2 slices; use batch.lanes >= 6",
+        "PlanError: plan.share_head=true deals out the scores of single steps, and the head of this model scores whole sequences; leave",
         "DataError: data.train",
         "RunError: ",
         "WorkerError: rank 2 has train.lr 0.125, rank 0 has 0.02; start every worker with the same command, files and versions",
@@ -177,5 +196,5 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         messages = {each[number]["error"] for each in told}
         assert len(messages) == 1, messages  # all of them say the same
         assert messages.pop().startswith(start_of), (start_of, told[0][number])
-    assert "already there and not empty" in told[0][4]["error"]
+    assert "already there and not empty" in told[0][5]["error"]
     assert not (folder / "bad" / "weights.safetensors").exists()

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from _cases import Case, changed, errors, serial
 from _check import check, check_drawn
 from _crew import Crew
-from _fixed import FLOOR, PLANS, a_case, a_plan, sequences
+from _fixed import FLOOR, PLANS, SHARED, a_case, a_plan, sequences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # the first case of each worker compiles kernels
 
@@ -32,9 +32,9 @@ def test_workers_on_one_gpu_give_the_answer_of_one_process(workers: int, crew: C
     check_drawn(workers, 20, crew, where=" on one GPU")
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANS | SHARED)
 def test_one_case_on_every_kind_of_plan(plan: str, crew: Crew) -> None:
-    check(a_case(plan=PLANS[plan]), crew)
+    check(a_case(plan=(PLANS | SHARED)[plan]), crew)
 
 
 @pytest.mark.parametrize(

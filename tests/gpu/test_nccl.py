@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from _check import check, check_drawn
 from _crew import Crew
-from _fixed import PLANS, a_case, a_plan, sequences
+from _fixed import PLANS, SHARED, a_case, a_plan, sequences
 
 # Counted without starting CUDA, and 0 where there is none.
 GPUS = min(4, torch.cuda.device_count())
@@ -36,9 +36,9 @@ def test_a_gpu_for_each_worker_gives_the_answer_of_one_process(workers: int, cre
     check_drawn(workers, 20, crew, where=" over NCCL")
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANS | SHARED)
 def test_one_case_on_every_kind_of_plan(plan: str, crew: Crew) -> None:
-    asked = PLANS[plan]
+    asked = (PLANS | SHARED)[plan]
     if asked["replicas"] * asked["stages"] > GPUS:
         pytest.skip(f"the plan needs {asked['replicas'] * asked['stages']} GPUs")
     check(a_case(plan=asked), crew)

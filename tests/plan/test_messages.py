@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carrywave.errors import PlanError
-from carrywave.plan.messages import Program, Step, prove, spell, with_messages
+from carrywave.plan.messages import Program, Step, incoming, lines, outgoing, prove, spell, with_messages
 from carrywave.plan.schedule import Phase, Schedule, Task, gpipe, peak, sequential, serial, wavefront
 
 Generator = Callable[[int, list[int], bool], Schedule]
@@ -21,6 +22,7 @@ GENERATORS: dict[str, Generator] = {
     "sequential": lambda stages, counts, backward: sequential(stages, counts if backward else counts[:1], backward=backward),
     "gpipe": lambda stages, counts, backward: gpipe(stages, len(counts), backward=backward),
     "wavefront": lambda stages, counts, backward: wavefront(stages, counts, backward=backward),
+    "head shared": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, share_head=True),
 }
 
 
@@ -30,10 +32,9 @@ def program(*rows: str, schedule: Schedule) -> Program:
 
 
 def step(word: str, stage: int) -> Step:
-    found = re.fullmatch(r"(<?)([FB])(\d+)([a-z]?)(>?)", word)
+    found = re.fullmatch(r"(<?)([FBH])(\d+)([a-z]?)(>?)", word)
     assert found is not None
-    phase: Phase = "F" if found[2] == "F" else "B"
-    task = Task(phase, stage, int(found[3]), ord(found[4]) - ord("a") if found[4] else 0)
+    task = Task(cast(Phase, found[2]), stage, int(found[3]), ord(found[4]) - ord("a") if found[4] else 0)
     return Step("receive" if found[1] else "send" if found[5] else "run", task)
 
 
@@ -74,6 +75,13 @@ def test_neighbours_that_send_to_each_other_have_posted_before() -> None:
     ]
 
 
+def test_what_is_scored_elsewhere_goes_there_and_its_gradient_back() -> None:
+    assert rows(spell(with_messages(wavefront(2, 2, share_head=True), ahead=0))) == [
+        "F0 F0> F1 F1> <H0 H0 H0> <B1 B1 <B0 B0",
+        "<F0 <F1 F0 F0> <B0 F1 H1 B1 B1> B0 B0>",
+    ]
+
+
 CASES = {
     "name": st.sampled_from(sorted(GENERATORS)),
     "stages": st.integers(1, 6),
@@ -94,6 +102,9 @@ def test_every_generated_schedule_is_proved(name: str, stages: int, counts: list
     prove(made)
     for steps, tasks in zip(made.stages, schedule.stages, strict=True):
         assert tuple(step.task for step in steps if step.kind == "run") == tasks
+    known = lines(len(made.stages), share_head=bool(schedule.scorers))
+    for each in (each for steps in made.stages for each in steps if each.kind != "run"):
+        assert (incoming if each.kind == "receive" else outgoing)(each.task, schedule) in known
 
 
 @settings(max_examples=100)
@@ -101,17 +112,19 @@ def test_every_generated_schedule_is_proved(name: str, stages: int, counts: list
 def test_open_receives_are_bounded(name: str, stages: int, counts: list[int], backward: bool, ahead: int) -> None:
     schedule = GENERATORS[name](stages, counts, backward)
     for stage, steps in enumerate(with_messages(schedule, ahead).stages):
-        for phase in ("F", "B"):
+        for line in lines(stages, share_head=True):
             waiting: list[Task] = []
             for each in steps:
-                if each.task.phase != phase:
+                if line.receiver != stage or incoming(each.task, schedule) != line:
                     continue
                 if each.kind == "receive":
                     waiting.append(each.task)
                 if each.kind == "run" and each.task in waiting:
-                    # A sender is never further ahead than by what it holds, or by a whole slice that it hands on in turn.
-                    sender = stage - 1 if phase == "F" else stage + 1
-                    held = max(counts) if schedule.in_turn else peak(schedule)[sender] if backward else 2
+                    # A sender is never further ahead than by what it holds, or by a whole slice that it hands on in turn. What is
+                    # scored, and its gradient, belong to a chunk that the last stage holds.
+                    holder = line.sender if abs(line.sender - stage) == 1 and line.phase == each.task.phase != "H" else stages - 1
+                    holder = stages - 1 if stage == stages - 1 and line.phase == "B" else holder
+                    held = max(counts) if schedule.in_turn else peak(schedule)[holder] if backward else 2
                     assert len(waiting) <= held + ahead
                     waiting.remove(each.task)
 
@@ -173,6 +186,36 @@ def test_a_good_program_is_let_through() -> None:
 def test_a_broken_program_is_refused_by_the_step(first: str, second: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         prove(program(first, second, schedule=wavefront(2, 2)))
+
+
+SHARED = ("F0 F0> F1 F1> <H0 H0 H0> <B1 B1 <B0 B0", "<F0 <F1 F0 F0> <B0 F1 H1 B1 B1> B0 B0>")
+
+
+def test_a_good_program_with_a_shared_head_is_let_through() -> None:
+    prove(program(*SHARED, schedule=wavefront(2, 2, share_head=True)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (SHARED[0], SHARED[1].replace(" F0>", ""), "cannot go on: stage 0 waits to run H0"),
+        (SHARED[0].replace(" <H0", ""), SHARED[1], "stage 0 runs H0 without a receive"),
+        (SHARED[0].replace(" H0>", ""), SHARED[1], "cannot go on: stage 0 waits to run B0, stage 1 waits to run B0"),
+        (SHARED[0].replace("H0>", "H0> H0>"), SHARED[1], "cannot go on: stage 0 waits to send H0"),
+        (SHARED[0], SHARED[1].replace("H1", "H1 H1>"), "stage 1 has no neighbour to send H1"),
+        # Each receive just before the run that needs it: then F1 on its way up waits for what F0 has to say about the head.
+        (SHARED[0], "<F0 F0 F0> <F1 F1 H1 B1 B1> <B0 B0 B0>", "cannot go on: stage 0 waits to send F1, stage 1 waits to send F0"),
+    ],
+)
+def test_a_broken_program_with_a_shared_head_is_refused(first: str, second: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        prove(program(first, second, schedule=wavefront(2, 2, share_head=True)))
+
+
+def test_a_backward_without_its_head_is_refused() -> None:
+    schedule = swapped(wavefront(2, 2, share_head=True), 1, 2)
+    with pytest.raises(PlanError, match="stage 1 runs B1 before H1, which it needs"):
+        prove(program(SHARED[0], SHARED[1].replace("H1 B1 B1>", "B1 B1> H1"), schedule=schedule))
 
 
 def test_sends_that_wait_for_each_other_are_refused() -> None:

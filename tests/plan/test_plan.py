@@ -37,6 +37,13 @@ def test_several_stages_work_in_chunks_unless_asked_otherwise() -> None:
     assert resolve(PlanSpec(stages=2, slices=2), layers=4, workers=2, lanes=None).chunk_steps is None
 
 
+def test_a_head_is_shared_by_several_stages_alone() -> None:
+    assert resolve(PlanSpec(stages=2, share_head=True), layers=4, workers=2, lanes=None).shares_head
+    assert not resolve(PlanSpec(share_head=True), layers=4, workers=2, lanes=None, pooled=True).shares_head
+    with pytest.raises(PlanError, match=r"share_head=true .* scores whole sequences; leave plan.share_head out"):
+        resolve(PlanSpec(stages=2, share_head=True), layers=4, workers=2, lanes=None, pooled=True)
+
+
 def test_a_plan_made_by_hand_is_cut_evenly() -> None:
     assert Plan(stages=2).edges(6) == (0, 3, 6)
     assert Plan(stages=3, cuts=(1, 5)).edges(6) == (0, 1, 5, 6)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule import Schedule, Task, bubble, gpipe, needs, peak, place, sequential, serial, show, wavefront
+from carrywave.plan.schedule import Schedule, Task, bubble, gpipe, needs, peak, place, reader, sequential, serial, show, source, wavefront
 
 COUNTS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
@@ -21,9 +21,16 @@ def picture(*rows: str) -> str:
     return "\n".join(rows)
 
 
-def end(schedule: Schedule, forward: float = 1, backward: float = 2) -> float:
-    moments = place(schedule, forward=forward, backward=backward)
-    return max(moment + (forward if task.phase == "F" else backward) for task, moment in moments.items())
+def end(schedule: Schedule, forward: float = 1, backward: float = 2, head: float = 2) -> float:
+    moments = place(schedule, forward=forward, backward=backward, head=head)
+    return max(moment + {"F": forward, "B": backward, "H": head}[task.phase] for task, moment in moments.items())
+
+
+def head_on_the_last(schedule: Schedule) -> Schedule:
+    """The same with the head as a task of the last stage, each right before the backward that needs it."""
+    *rows, row = schedule.stages
+    with_heads = [each for task in row for each in ((task._replace(phase="H"), task) if task.phase == "B" else (task,))]
+    return Schedule((*rows, tuple(with_heads)), schedule.chunks)
 
 
 def test_one_chunk_goes_forward_and_back() -> None:
@@ -82,6 +89,71 @@ def test_wavefront_of_unequal_slices() -> None:
         "F0a F0b F1b F2b B0a .   .   B2b B1b B0b",
         ".   F0a B0a F0b F1b F2b B2b B1b B0b .",
     )
+
+
+def test_a_shared_head_fills_the_wait_before_the_first_backward() -> None:
+    assert show(wavefront(stages=2, chunks=4, share_head=True)) == picture(
+        "F0 F1 F2 F3 H2 H1 H0 B3 B2 B1 B0",
+        ".  F0 F1 F2 F3 H3 B3 B2 B1 B0 .",
+    )
+    assert show(wavefront(stages=4, chunks=4, share_head=True)) == picture(
+        "F0 F1 F2 F3 H0 .  H2 .  .  .  .  B3 B2 B1 B0",
+        ".  F0 F1 F2 F3 H1 .  .  .  .  B3 B2 B1 B0 .",
+        ".  .  F0 F1 F2 F3 .  .  .  B3 B2 B1 B0 .  .",
+        ".  .  .  F0 F1 F2 F3 H3 B3 B2 B1 B0 .  .  .",
+    )
+
+
+def test_a_shared_head_of_several_slices() -> None:
+    assert show(wavefront(3, 2, 2, share_head=True)) == picture(
+        "F0a F1a F0b F1b H0a .   .   B1a B0a .   .   .   B1b B0b",
+        ".   F0a F1a F0b F1b .   B1a B0a H0b .   .   B1b B0b .",
+        ".   .   F0a F1a H1a B1a B0a F0b F1b H1b B1b B0b .   .",
+    )
+
+
+HEADS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 4.0, 6.0])
+
+
+@given(st.integers(2, 6), COUNTS, HEADS)
+def test_a_shared_head_ends_no_later_than_one_on_the_last_stage(stages: int, counts: list[int], head: float) -> None:
+    shared, alone = wavefront(stages, counts, share_head=True, head=head), head_on_the_last(wavefront(stages, counts))
+    assert end(shared, head=head) <= end(alone, head=head)
+
+
+@given(st.integers(2, 8), st.integers(4, 32), HEADS)
+def test_a_shared_head_ends_near_the_soonest_possible(stages: int, chunks: int, head: float) -> None:
+    """Also where a head takes another time than the schedule was made for."""
+    # Either there and back with the last chunk, and its head; or all work shared evenly, and no stage idle but before and after it.
+    soonest = 3 * chunks + max(3 * (stages - 1) + head, chunks * head / stages + 3 * (stages - 1) / 2)
+    assert end(wavefront(stages, chunks, share_head=True, head=head), head=head) <= 1.1 * soonest
+    assert end(wavefront(stages, chunks, share_head=True), head=head) <= 1.2 * soonest
+
+
+@given(st.integers(2, 6), COUNTS)
+def test_a_shared_head_changes_nothing_else(stages: int, counts: list[int]) -> None:
+    shared, plain = wavefront(stages, counts, share_head=True), wavefront(stages, counts)
+    for ours, theirs in zip(shared.stages, plain.stages, strict=True):
+        for phase in ("F", "B"):
+            assert [task for task in ours if task.phase == phase] == [task for task in theirs if task.phase == phase]
+    assert peak(shared)[-1] == max(counts)
+    assert all(count <= max(counts) + 3 * (stages - 1 - stage) for stage, count in enumerate(peak(shared)))
+    assert sorted(shared.scorers) == sorted((chunk, part) for part, count in enumerate(counts) for chunk in range(count))
+
+
+def test_one_stage_and_evaluation_share_no_head() -> None:
+    assert wavefront(1, 3, share_head=True) == serial(3)
+    assert wavefront(3, 3, backward=False, share_head=True) == wavefront(3, 3, backward=False)
+    assert wavefront(3, 3).scorers == {}
+
+
+@given(st.integers(2, 5), COUNTS, st.booleans())
+def test_what_a_task_reads_is_what_another_gives(stages: int, counts: list[int], share_head: bool) -> None:
+    schedule = wavefront(stages, counts, share_head=share_head)
+    for task in (task for row in schedule.stages for task in row):
+        giver, taker = source(task, schedule), reader(task, schedule)
+        assert giver is None or reader(giver, schedule) == task
+        assert taker is None or source(taker, schedule) == task
 
 
 def test_gpipe_comes_back_in_reverse() -> None:
@@ -148,6 +220,9 @@ def test_bubbles() -> None:
     assert bubble(wavefront(2, 3)) == pytest.approx(1 / 4)
     assert bubble(wavefront(2, 3, backward=False), forward=5) == pytest.approx(1 / 4)
     assert bubble(wavefront(2, 1, 2), forward=1, backward=1) == pytest.approx(1 / 3)
+    # Of 18 moments each stage waits one at its end and one at its beginning, and the first two more.
+    assert bubble(wavefront(2, 4, share_head=True)) == pytest.approx(1 / 9)
+    assert bubble(head_on_the_last(wavefront(2, 4))) > 1 / 4
 
 
 def test_moments_follow_the_costs() -> None:
@@ -161,6 +236,11 @@ def test_what_a_task_needs() -> None:
     assert needs(Task("B", 0, 1, 1), schedule) == [Task("B", 1, 1, 1), Task("F", 0, 1, 1), Task("B", 0, 2, 1)]
     assert needs(Task("B", 1, 1, 0), schedule) == [Task("F", 1, 1, 0)]
     assert needs(Task("B", 0, 1, 0), replace(schedule, in_turn=True))[0] == Task("B", 1, 0, 0)
+    shared = wavefront(2, 4, share_head=True)  # the last stage scores chunk 3 alone
+    assert needs(Task("H", 0, 2), shared) == [Task("F", 1, 2)]
+    assert needs(Task("H", 1, 3), shared) == [Task("F", 1, 3)]
+    assert needs(Task("B", 1, 2), shared) == [Task("H", 0, 2), Task("F", 1, 2), Task("B", 1, 3)]
+    assert needs(Task("B", 1, 3), shared) == [Task("F", 1, 3), Task("H", 1, 3)]
 
 
 def test_many_slices_stay_distinct() -> None:
@@ -173,7 +253,8 @@ def broken(*rows: Sequence[Task], chunks: int) -> Schedule:
     return Schedule(tuple(tuple(row) for row in rows), (chunks,))
 
 
-F0, F1, B0 = Task("F", 0, 0), Task("F", 0, 1), Task("B", 0, 0)
+F0, F1, B0, H0 = Task("F", 0, 0), Task("F", 0, 1), Task("B", 0, 0), Task("H", 0, 0)
+UP, BACK = Task("F", 1, 0), Task("B", 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +269,12 @@ F0, F1, B0 = Task("F", 0, 0), Task("F", 0, 1), Task("B", 0, 0)
         (broken([F0, Task("F", 1, 0)], [], chunks=1), "F0 of stage 1 does not belong on stage 0"),
         (broken([F0], [], chunks=1), "F0 is missing from stage 1"),
         (broken(chunks=1), "nothing to run"),
+        (broken([F0, B0, H0], [UP, BACK], chunks=1), "cannot go on: B0 on stage 0, B0 on stage 1 wait"),
+        (broken([F0, H0, B0], [UP, Task("H", 1, 0), BACK], chunks=1), "H0 stands 2 times in the schedule"),
+        (broken([F0, F1, H0, Task("B", 0, 1), B0], chunks=2), "H1 is missing from the schedule"),
+        (broken([F0, H0, Task("H", 0, 1), B0], chunks=1), "H1 scores a chunk that is not there"),
+        (broken([F0, Task("H", 1, 0), B0], [UP, BACK], chunks=1), "H0 of stage 1 does not belong on stage 0"),
+        (broken([F0, H0], chunks=1), "H0 of stage 0 does not belong on stage 0"),
         (
             Schedule(((Task("F", 0, 0, 0), Task("F", 0, 0, 1)), (Task("F", 1, 0, 0),)), (1, 1)),
             "F0b is missing from stage 1",
@@ -235,5 +322,5 @@ def test_the_pictures_in_the_documentation_are_those_printed() -> None:
     assert {generator for generator, _, _ in pictures} == set(generators)
     assert text.count("\n\n    ") == len(pictures)  # none stands without its call
     for generator, arguments, drawn in pictures:
-        numbers = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", arguments)}
+        numbers = {key: value == "True" or int(value) for key, value in re.findall(r"(\w+)=(\w+)", arguments)}
         assert show(generators[generator](**numbers)) == "\n".join(row[4:] for row in drawn.splitlines())

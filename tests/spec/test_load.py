@@ -150,7 +150,10 @@ def test_a_date_is_text_where_text_is_wanted() -> None:
         ("data.train={a: b}", 'data.train is {"a": "b"}; use text'),
         # sections
         ("plan.stages=0", "plan.stages is 0; use a whole number >= 1"),
-        ("plan=fast", 'plan is "fast"; use auto, or a section with replicas, stages, chunk_steps, slices, cuts, recompute, kernel'),
+        (
+            "plan=fast",
+            'plan is "fast"; use auto, or a section with replicas, stages, chunk_steps, slices, cuts, recompute, kernel, share_head',
+        ),
         ("batch=3", "batch is 3; use a section with lanes, steps, vary, tokens, eval_lanes"),
         # what fields say of each other
         ("model.hidden=[1, 2, 3]", "model.hidden lists 3 widths for 2 layers; give one width for each layer"),

@@ -71,17 +71,20 @@ class Case:
         return [(each[:-1].contiguous(), each[1:].contiguous()) for each in tokens]
 
 
-def balanced_cuts(case: Case, stages: int) -> tuple[int, ...]:
-    """The first unit of each stage after the first, such that the slowest stage has least to do; ours and the peers share them."""
+def balanced_cuts(case: Case, stages: int, *, share_head: bool = False) -> tuple[int, ...]:
+    """The first unit of each stage after the first, such that the slowest stage has least to do; ours and the peers share them.
+
+    Where stages share the head it weighs the same on each.
+    """
     # A recurrent product is bound by reading its weights once a step, about 3 times the time of one over all steps at once.
     layer, head = 4 * case.hidden * (1 + 3), case.vocabulary
-    loads = [0, *[layer] * case.layers, head]
+    loads = [0, *[layer] * case.layers, 0 if share_head else head]
 
     def slowest(cuts: tuple[int, ...]) -> int:
         return max(sum(loads[first:end]) for first, end in itertools.pairwise((0, *cuts, case.units)))
 
     # The encoder stays with a layer: alone on a worker it would leave it idle.
-    return min(itertools.combinations(range(2, case.units), stages - 1), key=slowest)
+    return min(itertools.combinations(range(2, case.layers + 1 if share_head else case.units), stages - 1), key=slowest)
 
 
 def ranges(cuts: Sequence[int], units: int) -> list[range]:

@@ -43,7 +43,7 @@ class Share:
 
 def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = None) -> Batch:
     """The batch of a window, or this process's share of it; a share without lanes is one idle lane."""
-    share = share or Share()
+    given, share = share is not None, share or Share()
     total = len(window.sequence)
     low, high = share.bounds(total)
     held = np.arange(low, max(high, low + 1)).clip(max=total - 1)
@@ -75,7 +75,8 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         epoch=cursor.epoch,
         step=cursor.step,
         real=int(length.sum()),
-        whole=None if share == Share() else (int(window.length.sum()), total),
+        # Also where the share is all of it: one stage of several may read all that there is, and still have no batch of its own.
+        whole=(int(window.length.sum()), total) if given else None,
     )
 
 

@@ -1,4 +1,5 @@
-"""Which parameters a worker holds: those of its own units. The others are given up, so that a model may be larger than a device.
+"""Which parameters a worker holds: those of its own units, and those of the head where stages share it. The others are given up,
+so that a model may be larger than a device.
 
 Names are those of the whole model, a tied parameter under its first one: what is saved, initialised or drawn by name does not
 depend on how the model is cut.
@@ -46,19 +47,27 @@ class Shared:
     stages: tuple[int, ...]
 
 
-def shared(model: Model, cuts: Sequence[int]) -> list[Shared]:
-    """The parameters that several stages hold, in the model's order."""
-    places = {name: sorted({sum(unit >= cut for cut in cuts) for unit in units}) for name, units in homes(model).items()}
+def shared(model: Model, cuts: Sequence[int], *, share_head: bool = False) -> list[Shared]:
+    """The parameters that several stages hold, in the model's order: tied ones, and with `share_head` those of the head."""
+    places = {
+        name: list(range(len(cuts) + 1))
+        if share_head and model.units - 1 in units
+        else sorted({sum(unit >= cut for cut in cuts) for unit in units})
+        for name, units in homes(model).items()
+    }
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return [Shared(name, tuple(stages)) for name, stages in places.items() if len(stages) > 1 and name in trained]
 
 
-def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch.dtype, *, share_head: bool = False) -> dict[str, Tensor]:
     """Move the tensors of units [first, last) to a device, numbers in this dtype, and give up all others; returns those held, by name.
+
+    With `share_head` those of the head are held as well.
 
     What is given up stays in the model as an empty tensor on torch's meta device.
     """
     where = homes(model)
+    wanted = {*range(first, last), *([model.units - 1] if share_head else [])}
     tensors = [*model.named_parameters(), *model.named_buffers()]  # kept to the end: a freed tensor's id may be given to another
     names = {id(tensor): name for name, tensor in tensors}
     held: dict[str, Tensor] = {}
@@ -71,7 +80,7 @@ def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch
                     if tensor is None or name is None:
                         continue
                     kind = dtype if tensor.is_floating_point() else tensor.dtype
-                    if any(first <= unit < last for unit in where[name]):
+                    if wanted & where[name]:
                         if tensor.is_meta:
                             raise PlanError(
                                 f"the model holds no {name}: another trainer cut it over stages and gave it up; build the model anew"

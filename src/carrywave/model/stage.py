@@ -27,9 +27,12 @@ Score = tuple[Tensor, Tensor]  # (loss sum, count)
 
 
 class Stage(nn.Module):
-    """Units of a model, sharing its modules and the names of their parameters."""
+    """Units of a model, sharing its modules and the names of their parameters.
 
-    def __init__(self, model: Model, first: int = 0, last: int | None = None) -> None:
+    `scores`: whether it runs the head on chunks. The last stage does; with `share_head` every stage, also on chunks of the last one.
+    """
+
+    def __init__(self, model: Model, first: int = 0, last: int | None = None, *, share_head: bool = False) -> None:
         super().__init__()
         units = model.lstm.num_layers + 2
         last = units if last is None else last
@@ -38,13 +41,15 @@ class Stage(nn.Module):
         self.first, self.last = first, last
         self.layers = range(max(first, 1) - 1, min(last - 1, model.lstm.num_layers))
         self.has_encoder, self.has_head = first == 0, last == units
+        self.scores = self.has_head or share_head
         self.encoder = model.encoder if self.has_encoder else None
         self.dropout_in = model.dropout_in if self.has_encoder else None
         self.lstm = model.lstm
         self.dropout_out = model.dropout_out if self.has_head else None
-        self.head: Any = model.head if self.has_head else None
+        self.head: Any = model.head if self.scores else None
         self.pooled = self.has_head and model.pooled
         self.width_in, self.width_out = _width(model, first), _width(model, last)
+        self.width_head = _width(model, units - 1)
 
     @property
     def dtype(self) -> torch.dtype:

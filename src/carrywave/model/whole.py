@@ -26,8 +26,8 @@ class Whole(nn.Module):
     """
 
     reads_whole = True
-    has_encoder = has_head = True
-    width_in = width_out = 0
+    has_encoder = has_head = scores = True
+    width_in = width_out = width_head = 0
     layers = range(0)
 
     def __init__(self, module: nn.Module, loss: Loss | None = None, *, pooled: bool | None = None) -> None:

@@ -17,8 +17,8 @@ from carrywave.data.stream import Share
 from carrywave.errors import PlanError
 from carrywave.parallel.transport import Channel, GroupLinks
 from carrywave.parallel.world import World
+from carrywave.plan.messages import Line, lines
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule import Phase
 
 
 class Mesh:
@@ -75,19 +75,16 @@ class Mesh:
         self._replicas = mesh.get_group("replica") if plan.replicas > 1 else None
         if plan.stages == 1:
             return
-        incoming: dict[Phase, Channel] = {}
-        outgoing: dict[Phase, Channel] = {}
+        channels: dict[Line, Channel] = {}
         staged = world.backend == "gloo" and self.device.type == "cuda"
         where = torch.device("cpu") if staged else self.device
         # Every worker makes every group, in one order; the two ends of a channel then greet each other along the chain of stages.
         for replica in range(plan.replicas):
-            for stage in range(plan.stages - 1):
-                below, above = replica * plan.stages + stage, replica * plan.stages + stage + 1
-                for phase, sender, receiver in (("F", below, above), ("B", above, below)):
-                    group = dist.new_group([below, above])
-                    if world.rank in (sender, receiver):
-                        sends = world.rank == sender
-                        channel = Channel(group, receiver if sends else sender)
-                        (outgoing if sends else incoming)[phase] = channel  # type: ignore[index]
-                        channel.greet(sends=sends, device=where)
-        self.links = GroupLinks(incoming, outgoing, self.device, staged=staged)
+            for line in lines(plan.stages, share_head=plan.shares_head):
+                sender, receiver = (replica * plan.stages + stage for stage in line[1:])
+                group = dist.new_group([min(sender, receiver), max(sender, receiver)])
+                if world.rank in (sender, receiver):
+                    sends = world.rank == sender
+                    channels[line] = Channel(group, receiver if sends else sender)
+                    channels[line].greet(sends=sends, device=where)
+        self.links = GroupLinks(channels, self.device, staged=staged)

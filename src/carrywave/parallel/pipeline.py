@@ -5,6 +5,9 @@ gathered) is detached on the way forward; its gradient is handed back by hand on
 next one goes over the links, and its gradient comes back over them. So what a chunk saved is freed as soon as its backward is
 done, and one device runs the code that a stage of a pipeline runs.
 
+Where the head is shared, the last stage hands its outputs of a chunk to the stage that scores them, which runs the head forward and
+backward at once, and gets their gradient back. Both are all that the two stages need to know of each other.
+
 Shapes of messages follow from the batch, which every stage knows: nothing is negotiated, and they may differ at every step.
 
 Shapes: T time, B lane.
@@ -30,12 +33,12 @@ from carrywave.parallel.gradients import Reducer
 from carrywave.parallel.precision import HALVES, autocast
 from carrywave.parallel.slices import flatten, join_states, slices_of, split_lanes, split_state
 from carrywave.parallel.transport import Links, Pending
-from carrywave.plan.messages import Program, with_messages
+from carrywave.plan.messages import Line, Program, incoming, outgoing, with_messages
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule import Schedule, Task, wavefront
+from carrywave.plan.schedule import Phase, Schedule, Task, wavefront
 
 Observer = Callable[[Tensor, Tensor | None], None]  # what the head put out, and the targets
-Scheduler = Callable[..., Schedule]  # (stages, chunks of each slice, backward=) -> Schedule
+Scheduler = Callable[..., Schedule]  # (stages, chunks of each slice, backward=, and share_head=True where asked for) -> Schedule
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Sums over the batch, and the state of every lane after it. Detached. A stage without the head has no sums: they are zero."""
+    """Sums over what this stage scored of the batch, and the state of every lane after it. Detached."""
 
     loss_sum: Tensor  # over real targets
     count: Tensor  # real targets
@@ -74,8 +77,8 @@ class _Kept:
 
 
 @lru_cache(maxsize=1024)
-def _program(stages: int, chunks: tuple[int, ...], backward: bool, scheduler: Scheduler) -> Program:
-    return with_messages(scheduler(stages, chunks, backward=backward))
+def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: bool, scheduler: Scheduler) -> Program:
+    return with_messages(scheduler(stages, chunks, backward=backward, **({"share_head": True} if share_head else {})))
 
 
 def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
@@ -86,7 +89,7 @@ def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: 
     chunks: list[int] = []
     for batch in batches:
         chunks += [1 if whole else plan.chunks(batch.steps)] * slices_of(plan, batch)
-    return _program(plan.stages, tuple(chunks), backward, scheduler)
+    return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, scheduler)
 
 
 def run(
@@ -132,11 +135,13 @@ class _Run:
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.arriving: dict[Task, Pending] = {}
         self.leaving: dict[Task, Tensor] = {}
+        self.own: dict[Task, Tensor] = {}  # what the last stage hands to itself, where it scores a chunk of a shared head
         device = jobs[0].batch.lengths.device
         self.sums = torch.zeros(len(jobs), 3, dtype=torch.float64, device=device)  # loss, count, penalty
         self.handed_back: dict[int, list[Tensor | None]] = {}
         self.steps = program.stages[place]
         self.last_stage = place == len(program.stages) - 1
+        self.share_head = bool(program.schedule.scorers)
         backwards = [step.task for step in self.steps if step.kind == "run" and step.task.phase == "B"]
         self.last_backward = backwards[-1] if backwards else None
         # Only a step that goes backward needs graphs.
@@ -145,21 +150,26 @@ class _Run:
         # recomputation is there to avoid.
         put_off = self.backward and max(program.schedule.chunks) > 1 and not plan.recompute
         self.deferred = Deferred() if put_off else None
+        # The last stage goes back as soon as it has scored, and has time after its last backward. The others score while they wait,
+        # and are the later ones to end: they pay for the head at once.
+        self.owed_to_head = self.deferred if self.last_stage else Deferred()
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of what goes from stage to stage
 
     def carry_out(self) -> list[Outcome]:
-        done: Task | None = None  # the backward that finished a slice, whose weight gradients are owed
+        run = {"F": self._forward, "B": self._backward, "H": self._score}
+        done: Task | None = None  # what was run last
         with deferring(self.deferred):
             for step in self.steps:
                 if step.kind == "receive":
                     self._receive(step.task)
                 elif step.kind == "send":
-                    cast(Links, self.links).send(step.task.phase, self.leaving.pop(step.task))
+                    line = cast(Line, outgoing(step.task, self.program.schedule))
+                    cast(Links, self.links).send(line, self.leaving.pop(step.task))
                 else:
-                    # After the send, which the stage before waits for.
+                    # After the send, which another stage waits for.
                     self._pay(done)
-                    self._forward(step.task) if step.task.phase == "F" else self._backward(step.task)
-                    done = step.task if step.task.phase == "B" and step.task.chunk == 0 else None
+                    run[step.task.phase](step.task)
+                    done = step.task
             self._pay(done)
         outcomes = []
         bounds = [*self.first, len(self.batches)]
@@ -170,15 +180,24 @@ class _Run:
         return outcomes
 
     def _pay(self, done: Task | None) -> None:
-        if self.deferred is not None and done is not None:
+        """Weight gradients that are owed when this task is done: of the layers after a slice, of the head as said above."""
+        if done is None:
+            return
+        if done.phase == "H" and not self.last_stage and self.owed_to_head is not None:
+            self.owed_to_head.pay()
+        if done.phase == "B" and done.chunk == 0 and self.deferred is not None:
             final = self.reducer is not None and done == self.last_backward
             self.deferred.pay(self.reducer.ready if final and self.reducer is not None else None)
 
     def _receive(self, task: Task) -> None:
         first, end = self._span(task)
         lanes = self.batches[task.slice].lanes.shape[0]
-        width = self.stage.width_in if task.phase == "F" else self.stage.width_out
-        self.arriving[task] = cast(Links, self.links).receive(task.phase, (end - first, lanes, width), self.dtype)
+        line = cast(Line, incoming(task, self.program.schedule))
+        if task.phase == "H" or (task.phase == "B" and self.last_stage):
+            width = self.stage.width_head
+        else:
+            width = self.stage.width_in if task.phase == "F" else self.stage.width_out
+        self.arriving[task] = cast(Links, self.links).receive(line, (end - first, lanes, width), self.dtype)
 
     def _forward(self, task: Task) -> None:
         entered = self._entered(task)
@@ -193,10 +212,35 @@ class _Run:
             y, left, root, sums = self._compute(task, x, entered)
         self.sums[self.owner[task.slice]] += sums
         self.states[task.slice] = left.detach()
-        if not self.last_stage:
-            self.leaving[task] = y.detach().contiguous()
+        if not self.last_stage or self.share_head:
+            self._hand_on(task, y.detach().contiguous())
         if self.backward:
             self.kept[task.chunk, task.slice] = _Kept(x, entered, y, left, root)
+
+    def _hand_on(self, task: Task, tensor: Tensor) -> None:
+        """To another stage; or to this one, where the last stage scores a chunk of its own."""
+        if outgoing(task, self.program.schedule) is not None:
+            self.leaving[task] = tensor
+        else:
+            self.own[task] = tensor
+
+    def _take(self, task: Task, giver: Phase) -> Tensor:
+        """What a task reads: from another stage, or what the last stage has kept for itself."""
+        return self.arriving.pop(task).wait() if task in self.arriving else self.own.pop(task._replace(phase=giver))
+
+    def _score(self, task: Task) -> None:
+        """Forward and backward of the head on a chunk; the gradient of what it read goes back."""
+        batch, job = self.batches[task.slice], self.jobs[self.owner[task.slice]]
+        first, end = self._span(task)
+        y = self._take(task, "F").requires_grad_()
+        if batch.targets is not None:
+            with deferring(self.owed_to_head):
+                with torch.enable_grad(), self._cast(task):
+                    loss_sum, count = self.stage.loss(y, State(()), batch.targets[first:end], self._chunk(task))
+                if loss_sum.requires_grad:
+                    torch.autograd.backward(loss_sum, None if job.scale is None else job.scale.to(loss_sum.dtype))
+            self.sums[self.owner[task.slice], :2] += torch.stack([loss_sum.detach().double(), count.detach().double()])
+        self._hand_on(task, torch.zeros_like(y) if y.grad is None else y.grad.contiguous())
 
     def _entered(self, task: Task) -> State:
         """Where the slice stands. One that has not begun goes on from where the same lanes stood after the job before."""
@@ -219,8 +263,8 @@ class _Run:
             scale = self.jobs[self.owner[task.slice]].scale
             roots.append(kept.root)
             gradients.append(scale.to(kept.root.dtype) if scale is not None else None)
-        if not self.last_stage:
-            gradient = self.arriving.pop(task).wait()
+        if not self.last_stage or self.share_head:
+            gradient = self._take(task, "H")
             if kept.y.requires_grad:
                 roots.append(kept.y)
                 gradients.append(gradient)
@@ -248,14 +292,18 @@ class _Run:
         size = steps if self.program.schedule.chunks[task.slice] == 1 else cast(int, self.plan.chunk_steps)
         return task.chunk * size, min((task.chunk + 1) * size, steps)
 
-    def _compute(self, task: Task, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor]:
-        """Forward of one chunk: what it gives the next stage, the state it leaves, what its backward starts from, and its sums."""
-        batch, job = self.batches[task.slice], self.jobs[self.owner[task.slice]]
+    def _chunk(self, task: Task) -> Chunk:
+        """Where a chunk stands."""
+        batch = self.batches[task.slice]
         first, end = self._span(task)
         lengths = (batch.lengths - first).clamp(0, end - first)
         fresh = batch.fresh if task.chunk == 0 else torch.zeros_like(batch.fresh)
         full = batch.real == batch.steps * batch.lanes.shape[0]
-        chunk = Chunk(lengths, fresh, batch.lanes, first, job.key, full)
+        return Chunk(lengths, fresh, batch.lanes, first, self.jobs[self.owner[task.slice]].key, full)
+
+    def _compute(self, task: Task, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor]:
+        """Forward of one chunk: what it gives the next stage, the state it leaves, what its backward starts from, and its sums."""
+        batch, job, chunk = self.batches[task.slice], self.jobs[self.owner[task.slice]], self._chunk(task)
         y, raw, left = self.stage(x, entered, chunk)
         loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
         root: Tensor | None = None
@@ -263,7 +311,8 @@ class _Run:
             # The next layer computes in this dtype anyhow, so nothing is lost by sending no more.
             return y.to(self.dtype), left, None, torch.stack([loss_sum, count, penalty])
         pooled, last = self.stage.pooled, task.chunk == self.program.schedule.chunks[task.slice] - 1
-        if last or not pooled:
+        if (last or not pooled) and not self.share_head:
+            first, end = self._span(task)
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
                 root, count = self._observed(job.observe, y, left, targets, chunk, count)
@@ -272,10 +321,11 @@ class _Run:
             if root is not None:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
-            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, lengths)
+            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths)
             left = left._replace(tail=raw[-1] if job.beta else None)
             penalty = extra.detach()
             root = extra if root is None else root + extra
+        y = y.to(self.dtype) if self.share_head else y
         return y, left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()])
 
     def _observed(

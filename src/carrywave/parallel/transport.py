@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages: activations one way, their gradients the other.
+"""Messages between stages: activations one way, their gradients the other.
 
 Each direction of an edge is a channel of its own (a process group of two), and messages on it match by order alone, as NCCL
 wants it. A receive is posted before it is needed and waited for when it is; a send does not hold up the next task, but only
@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from carrywave.plan.schedule import Phase
+from carrywave.plan.messages import Line
 
-MOST_SENDS = 4  # under way at once; gloo does not tell when one is through, so that each is kept until then
+# Under way at once, or two to each stage where that is more. gloo does not tell when one is through, so that each is kept until then.
+MOST_SENDS = 4
 
 
 class Pending(Protocol):
@@ -28,13 +29,13 @@ class Pending(Protocol):
 
 
 class Links(Protocol):
-    """What one stage can say to its neighbours. F goes from a stage to the next one, B back."""
+    """What one stage can say to others, each over its own line."""
 
-    def receive(self, phase: Phase, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
-        """Post the receive of the next message of a channel."""
+    def receive(self, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+        """Post the receive of the next message of a line."""
 
-    def send(self, phase: Phase, tensor: Tensor) -> None:
-        """Send the next message of a channel; the tensor must not change afterwards."""
+    def send(self, line: Line, tensor: Tensor) -> None:
+        """Send the next message of a line; the tensor must not change afterwards."""
 
     def drain(self) -> None:
         """Wait until everything that was sent has been received."""
@@ -58,28 +59,29 @@ class Channel:
 class GroupLinks:
     """Messages over torch.distributed. `staged`: by way of host memory, for CUDA tensors where only gloo can carry them."""
 
-    def __init__(self, incoming: dict[Phase, Channel], outgoing: dict[Phase, Channel], device: torch.device, *, staged: bool) -> None:
-        self.incoming, self.outgoing, self.device, self.staged = incoming, outgoing, device, staged
+    def __init__(self, channels: dict[Line, Channel], device: torch.device, *, staged: bool) -> None:
+        self.channels, self.device, self.staged = channels, device, staged
+        self._most = max(MOST_SENDS, len(channels))  # half of them go out
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def receive(self, phase: Phase, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
-        """Post the receive of the next message of a channel."""
-        channel = self.incoming[phase]
+    def receive(self, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+        """Post the receive of the next message of a line."""
+        channel = self.channels[line]
         where = torch.device("cpu") if self.staged else self.device
         buffer = torch.empty(shape, dtype=dtype, device=where, pin_memory=self.staged)
         work = _work(dist.irecv(buffer, channel.peer, group=channel.group))
         return _Receive(work, buffer, self.device)
 
-    def send(self, phase: Phase, tensor: Tensor) -> None:
-        """Send the next message of a channel; waits only where too many are under way."""
-        channel = self.outgoing[phase]
+    def send(self, line: Line, tensor: Tensor) -> None:
+        """Send the next message of a line; waits only where too many are under way."""
+        channel = self.channels[line]
         if self.staged:
             # gloo reads host memory as soon as it is told to, so the copy must have arrived there.
             tensor = tensor.to("cpu")
         work = _work(dist.isend(tensor, channel.peer, group=channel.group))
         # The tensor is kept: gloo reads it until the message is through.
         self._sent.append((work, tensor))
-        while len(self._sent) > MOST_SENDS:
+        while len(self._sent) > self._most:
             self._sent.popleft()[0].wait()
 
     def drain(self) -> None:

@@ -1,7 +1,8 @@
 """Puts the messages between stages into a schedule, and proves that the result cannot hang.
 
-Every edge between neighbouring stages has a channel for each direction: activations up, gradients down. Messages on a channel
-match by order alone: the i-th send meets the i-th receive. `prove` runs a program under the strictest rules that we claim to
+Every edge between neighbouring stages has a channel for each direction: activations up, gradients down. Where the head is shared,
+every edge between the last stage and another has two more: what is to be scored one way, its gradient the other. Messages on a
+channel match by order alone: the i-th send meets the i-th receive. `prove` runs a program under the strictest rules that we claim to
 work under; a transport that buffers, or sends in the background, only loosens them. A stage takes its steps strictly in order;
 a receive is posted and never blocks; a send blocks until its receive is posted; a run blocks until its receive has met its send.
 """
@@ -11,17 +12,25 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule import Phase, Schedule, Task, check, name, own_needs, place
+from carrywave.plan.schedule import BACKWARD, FORWARD, HEAD, Phase, Schedule, Task, check, name, own_needs, place, reader, source
 
 
 class Step(NamedTuple):
-    """Post the receive of what `task` reads from its neighbour, run it, or send what it gives its neighbour."""
+    """Post the receive of what `task` reads from another stage, run it, or send what it gives another stage."""
 
     kind: Literal["receive", "run", "send"]
     task: Task
+
+
+class Line(NamedTuple):
+    """A channel: what the tasks that read from it do, the stage that sends, and theirs."""
+
+    phase: Phase
+    sender: int
+    receiver: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
     """
     if ahead < 0:
         raise PlanError(f"receives cannot be posted {-ahead} messages late; use ahead >= 0")
-    moments = place(schedule, forward=1, backward=2)
+    moments = place(schedule, forward=FORWARD, backward=BACKWARD, head=HEAD)
     turns = {task: turn for turn, task in enumerate(sorted(moments, key=lambda task: (moments[task], task.stage)))}
     return Program(schedule, tuple(_steps(schedule, stage, turns, ahead) for stage in range(len(schedule.stages))))
 
@@ -56,20 +65,39 @@ def spell(program: Program) -> str:
     return "\n".join(" ".join(row) for row in rows)
 
 
+def incoming(task: Task, schedule: Schedule) -> Line | None:
+    """The channel of what this task reads from another stage."""
+    sender = source(task, schedule)
+    return None if sender is None else Line(task.phase, sender.stage, task.stage)
+
+
+def outgoing(task: Task, schedule: Schedule) -> Line | None:
+    """The channel of what this task gives another stage."""
+    other = reader(task, schedule)
+    return None if other is None else Line(other.phase, task.stage, other.stage)
+
+
+def lines(stages: int, *, share_head: bool) -> list[Line]:
+    """Every channel that programs of so many stages use."""
+    last = stages - 1
+    found = [line for stage in range(last) for line in (Line("F", stage, stage + 1), Line("B", stage + 1, stage))]
+    return found + [line for stage in range(last) if share_head for line in (Line("H", last, stage), Line("B", stage, last))]
+
+
 def _steps(schedule: Schedule, stage: int, turns: dict[Task, int], ahead: int) -> tuple[Step, ...]:
     steps: list[Step] = []
-    inboxes = [_inbox(schedule, stage, "F"), _inbox(schedule, stage, "B")]
-    due, posted = [0, 0], [0, 0]
+    inboxes = _inboxes(schedule, stage)
+    due, posted = [0] * len(inboxes), [0] * len(inboxes)
     held: list[Task] = []  # run, and not yet handed on
     for task in schedule.stages[stage]:
         for channel, inbox in enumerate(inboxes):
-            while due[channel] < len(inbox) and turns[inbox[due[channel]]] < turns[task]:
+            while due[channel] < len(inbox) and turns[inbox[due[channel]][0]] < turns[task]:
                 due[channel] += 1
             post = min(due[channel] + ahead, len(inbox))
-            steps += [Step("receive", sender._replace(stage=stage)) for sender in inbox[posted[channel] : post]]
+            steps += [Step("receive", reading) for _, reading in inbox[posted[channel] : post]]
             posted[channel] = post
         steps.append(Step("run", task))
-        if _talks(Step("send", task), schedule):
+        if outgoing(task, schedule) is not None:
             held.append(task)
         if not schedule.in_turn or task.chunk == (schedule.chunks[task.slice] - 1 if task.phase == "F" else 0):
             steps += [Step("send", each) for each in held]
@@ -77,23 +105,20 @@ def _steps(schedule: Schedule, stage: int, turns: dict[Task, int], ahead: int) -
     return tuple(steps)
 
 
-def _inbox(schedule: Schedule, stage: int, phase: Phase) -> list[Task]:
-    """The tasks of a neighbour whose messages come to this stage, in the order in which it sends them."""
-    neighbour = stage - 1 if phase == "F" else stage + 1
-    if not 0 <= neighbour < len(schedule.stages):
-        return []
-    return [task for task in schedule.stages[neighbour] if task.phase == phase]
-
-
-def _reader(task: Task) -> Task:
-    """The task that reads what this one sends."""
-    return task._replace(stage=task.stage + 1 if task.phase == "F" else task.stage - 1)
+def _inboxes(schedule: Schedule, stage: int) -> list[list[tuple[Task, Task]]]:
+    """The messages that come to this stage, for each channel: the tasks that send and that read them, in the order of the sends."""
+    found: defaultdict[Line, list[tuple[Task, Task]]] = defaultdict(list)
+    for tasks in schedule.stages:
+        for task in tasks:
+            reading = reader(task, schedule)
+            if reading is not None and reading.stage == stage:
+                found[Line(reading.phase, task.stage, stage)].append((task, reading))
+    return [found[line] for line in sorted(found, key=lambda line: ("FBH".index(line.phase), line.sender))]
 
 
 def _talks(step: Step, schedule: Schedule) -> bool:
-    """Whether there is a neighbour at the other end of this send or receive."""
-    upward = (step.task.phase == "F") == (step.kind == "send")
-    return step.task.stage < len(schedule.stages) - 1 if upward else step.task.stage > 0
+    """Whether there is another stage at the other end of this send or receive."""
+    return (outgoing if step.kind == "send" else incoming)(step.task, schedule) is not None
 
 
 def prove(program: Program) -> None:
@@ -135,7 +160,7 @@ class _Channel:
 class _Proof:
     def __init__(self, program: Program) -> None:
         self.schedule, self.stages = program.schedule, program.stages
-        self.channels: defaultdict[tuple[Phase, int], _Channel] = defaultdict(_Channel)  # by phase and receiving stage
+        self.channels: defaultdict[Line, _Channel] = defaultdict(_Channel)
         self.ran: set[Task] = set()
         self.at = [0] * len(self.stages)
         self.offered = [False] * len(self.stages)  # the send at hand is waiting for its receive
@@ -150,9 +175,11 @@ class _Proof:
         if left:
             waits = ", ".join(f"stage {stage} waits to {_say(step, self.schedule)}" for stage, step in left)
             raise PlanError(f"the program cannot go on: {waits}; post the receives before the sends that wait for each other")
-        for (_, stage), channel in self.channels.items():
+        for line, channel in self.channels.items():
             for task in channel.receives[len(channel.sends) :]:
-                raise PlanError(f"stage {stage} posts a receive for {name(task, self.schedule)} that nothing is sent to; take it away")
+                raise PlanError(
+                    f"stage {line.receiver} posts a receive for {name(task, self.schedule)} that nothing is sent to; take it away"
+                )
 
     def _advance(self, stage: int) -> bool:
         """Take this stage's steps until one blocks; whether anything happened that another stage may wait for."""
@@ -166,8 +193,8 @@ class _Proof:
         """Whether the step is done; if not, it is tried again."""
         if step.kind == "run":
             return self._run(step.task)
-        task = step.task if step.kind == "receive" else _reader(step.task)
-        channel = self.channels[step.task.phase, task.stage]
+        task = step.task if step.kind == "receive" else cast(Task, reader(step.task, self.schedule))
+        channel = self.channels[cast(Line, incoming(task, self.schedule))]
         if step.kind == "receive":
             channel.places.setdefault(task, len(channel.receives))
             channel.receives.append(task)
@@ -187,8 +214,8 @@ class _Proof:
         for need in own_needs(task, self.schedule):
             if need not in self.ran:
                 raise PlanError(f"stage {task.stage} runs {what} before {name(need, self.schedule)}, which it needs; swap them")
-        if _talks(Step("receive", task), self.schedule):
-            channel = self.channels[task.phase, task.stage]
+        if (line := incoming(task, self.schedule)) is not None:
+            channel = self.channels[line]
             if task not in channel.places:
                 raise PlanError(f"stage {task.stage} runs {what} without a receive for it; post one before")
             if channel.places[task] >= len(channel.sends):

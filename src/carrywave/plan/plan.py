@@ -25,6 +25,7 @@ class Plan:
     slices: int = 1
     recompute: bool = False
     kernel: str = "auto"
+    share_head: bool = False  # the head's work is dealt out over the stages, instead of all being the last one's
 
     @staticmethod
     def serial() -> Plan:
@@ -35,6 +36,11 @@ class Plan:
     def workers(self) -> int:
         """Processes that this plan needs."""
         return self.replicas * self.stages
+
+    @property
+    def shares_head(self) -> bool:
+        """Whether several stages share the head's work; one stage has nobody to share it with."""
+        return self.share_head and self.stages > 1
 
     def chunks(self, steps: int) -> int:
         """Time chunks in a window of so many steps."""
@@ -51,7 +57,7 @@ class Plan:
         return edges
 
 
-def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None) -> Plan:
+def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, pooled: bool = False) -> Plan:
     """The plan a spec asks for, checked against the model, the workers and (for streams) the lanes."""
     units = layers + 2
     if asked.stages > units:
@@ -73,9 +79,19 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None) ->
     if chunk_steps is None and asked.stages > 1 and asked.slices == 1:
         chunk_steps = CHUNK_STEPS
     cuts = asked.cuts if asked.cuts is not None else even_cuts(units, asked.stages)
-    plan = Plan(replicas, asked.stages, tuple(cuts), chunk_steps, asked.slices, asked.recompute, asked.kernel)
+    plan = Plan(replicas, asked.stages, tuple(cuts), chunk_steps, asked.slices, asked.recompute, asked.kernel, asked.share_head)
     plan.edges(units)
+    check_head(plan, pooled=pooled)
     return plan
+
+
+def check_head(plan: Plan, *, pooled: bool) -> None:
+    """Refuse to share a head that has one score for a whole sequence: there is nothing to deal out."""
+    if plan.shares_head and pooled:
+        raise PlanError(
+            "plan.share_head=true deals out the scores of single steps, and the head of this model scores whole sequences; "
+            "leave plan.share_head out"
+        )
 
 
 def even_cuts(units: int, stages: int) -> tuple[int, ...]:

@@ -3,24 +3,30 @@
 A chunk is a part of time, a slice a part of the lanes (or a whole batch of an accumulation group, so that slices may differ
 in their number of chunks). Printed with `show`, a schedule is a picture, one row a stage, one column a moment at which every
 task takes one unit of time: `F2` is the forward of time chunk 2, `B2` its backward, `.` a wait. A second slice adds a letter:
-`F2b`.
+`F2b`. Where the head is shared, `H2` is its forward and backward for chunk 2, on whichever stage has the time for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from carrywave.errors import PlanError
 
-Phase = Literal["F", "B"]
+Phase = Literal["F", "B", "H"]
+
+# How long tasks take as a schedule is made. An order that suits a head of 2 suits one of 0.5 to 6 as well: it ends within a few
+# percent of the soonest possible, which is why nothing is measured for it.
+FORWARD, BACKWARD, HEAD = 1, 2, 2
 
 
 class Task(NamedTuple):
-    """One forward or backward of one time chunk of one slice of lanes on one stage."""
+    """One forward or backward of one time chunk of one slice of lanes on one stage; or both of the head (H), where it is shared."""
 
     phase: Phase
     stage: int
@@ -44,6 +50,11 @@ class Schedule:
     def backward(self) -> bool:
         """Whether anything goes backward; evaluation does not."""
         return any(task.phase == "B" for tasks in self.stages for task in tasks)
+
+    @cached_property
+    def scorers(self) -> dict[tuple[int, int], int]:
+        """For each chunk and slice the stage that runs the head on it, where the head is shared; else empty: the last stage does all."""
+        return {(task.chunk, task.slice): task.stage for tasks in self.stages for task in tasks if task.phase == "H"}
 
 
 def serial(chunks: int | Sequence[int] = 1, slices: int = 1, *, backward: bool = True) -> Schedule:
@@ -72,19 +83,27 @@ def gpipe(stages: int, slices: int, *, backward: bool = True) -> Schedule:
     return Schedule(tuple(rows), counts)
 
 
-def wavefront(stages: int, chunks: int | Sequence[int], slices: int = 1, *, backward: bool = True) -> Schedule:
+def wavefront(
+    stages: int, chunks: int | Sequence[int], slices: int = 1, *, backward: bool = True, share_head: bool = False, head: float = HEAD
+) -> Schedule:
     """Time chunks pipelined: every stage works on a chunk of its own, and a slice comes back once its last chunk has passed
     the last stage. Several slices interleave one forward, one backward, so that a stage holds little more than one slice.
+
+    `share_head`: the head's work on a chunk (H) goes to a stage that would wait, and the last stage has no more to do than the
+    others; `head` is what it takes, where a forward takes 1. One stage has nobody to share with, and evaluation no wait to fill.
     """
     counts = _counts(stages, chunks, slices)
     if not backward:
         return Schedule(tuple(tuple(Task("F", stage, chunk, part) for chunk, part in _forwards(counts)) for stage in range(stages)), counts)
-    return Schedule(_greedy(stages, counts), counts)
+    return Schedule(_greedy(stages, counts, head if share_head and stages > 1 else None), counts)
 
 
-def _greedy(stages: int, counts: tuple[int, ...]) -> tuple[tuple[Task, ...], ...]:
+def _greedy(stages: int, counts: tuple[int, ...], head: float | None) -> tuple[tuple[Task, ...], ...]:
     """Each stage's order as it comes about when a forward takes 1, a backward 2, and a stage takes a backward as soon as there
-    is one, else a forward unless it would hold more chunks than its limit.
+    is one, else a forward unless it would hold more chunks than its limit, else a head (None: not shared) if one is there.
+
+    Of the heads it takes the one that is wanted back first. The last stage chooses first, so that the head that all backwards wait
+    for needs no message; then the first stages, which have longest to wait for a backward.
     """
     forwards = _forwards(counts)
     backwards = [(chunk, part) for part, count in enumerate(counts) for chunk in reversed(range(count))]
@@ -95,25 +114,39 @@ def _greedy(stages: int, counts: tuple[int, ...]) -> tuple[tuple[Task, ...], ...
     rows: list[list[Task]] = [[] for _ in range(stages)]
     begun = [[0, 0] for _ in range(stages)]  # forwards, backwards
     done = [[0, 0] for _ in range(stages)]
-    ends = [0] * stages  # of the task at work
-    now = 0
+    ends: list[float] = [0] * stages  # of the task at work
+    turns = {place: turn for turn, place in enumerate(backwards)}  # in which heads are wanted back
+    unscored: set[int] = set()  # turns of heads that nobody has begun
+    scored: dict[int, float] = {}  # when each turn's head ends
+    now: float = 0
     while done[0][1] < total:
         for stage in range(stages):
             if ends[stage] <= now:
+                if stage == last and head is not None:
+                    unscored |= {turns[place] for place in forwards[done[last][0] : begun[last][0]]}
                 done[stage] = begun[stage].copy()
-        for stage in range(stages):
+        for stage in (last, *range(last)):
             if ends[stage] > now:
                 continue
             forward, back = begun[stage]
-            if back < total and (done[stage][0] >= whole[back] if stage == last else done[stage + 1][1] > back):
+            if stage == last:
+                returns = back < total and done[last][0] >= whole[back] and (head is None or scored.get(back, math.inf) <= now)
+            else:
+                returns = back < total and done[stage + 1][1] > back
+            if returns:
                 rows[stage].append(Task("B", stage, *backwards[back]))
                 begun[stage][1] += 1
-                ends[stage] = now + 2
+                ends[stage] = now + BACKWARD
             elif forward < total and forward - back < limits[stage] and (stage == 0 or done[stage - 1][0] > forward):
                 rows[stage].append(Task("F", stage, *forwards[forward]))
                 begun[stage][0] += 1
-                ends[stage] = now + 1
-        now += 1
+                ends[stage] = now + FORWARD
+            elif unscored and head is not None:
+                turn = min(unscored)
+                unscored.remove(turn)
+                rows[stage].append(Task("H", stage, *backwards[turn]))
+                scored[turn] = ends[stage] = now + head
+        now = min((end for end in ends if end > now), default=now)
     return tuple(tuple(row) for row in rows)
 
 
@@ -155,23 +188,47 @@ def _slice_by_slice(stage: int, counts: tuple[int, ...], backward: bool) -> tupl
 
 
 def source(task: Task, schedule: Schedule) -> Task | None:
-    """The task of the neighbouring stage whose message this one reads; none at the ends of the pipeline."""
+    """The task of another stage whose message this one reads; none at the ends of the pipeline."""
     phase, stage, chunk, part = task
+    last = len(schedule.stages) - 1
+    if phase == "H":
+        return Task("F", last, chunk, part) if stage < last else None
+    if phase == "B" and stage == last:
+        scorer = schedule.scorers.get((chunk, part), last)
+        return Task("H", scorer, chunk, part) if scorer < last else None
     stage += -1 if phase == "F" else 1
-    return Task(phase, stage, chunk, part) if 0 <= stage < len(schedule.stages) else None
+    return Task(phase, stage, chunk, part) if 0 <= stage <= last else None
+
+
+def reader(task: Task, schedule: Schedule) -> Task | None:
+    """The task of another stage that reads what this one gives; none at the ends of the pipeline."""
+    phase, stage, chunk, part = task
+    last = len(schedule.stages) - 1
+    if phase == "H":
+        return Task("B", last, chunk, part) if stage < last else None
+    if phase == "F" and stage == last:
+        scorer = schedule.scorers.get((chunk, part), last)
+        return Task("H", scorer, chunk, part) if scorer < last else None
+    stage += 1 if phase == "F" else -1
+    return Task(phase, stage, chunk, part) if 0 <= stage <= last else None
 
 
 def own_needs(task: Task, schedule: Schedule) -> list[Task]:
-    """The tasks of its own stage whose results this one reads: the chunk before; backward, its forward and the chunk after."""
+    """The tasks of its own stage whose results this one reads: the chunk before; backward, its forward, its head and the chunk after."""
     phase, stage, chunk, part = task
+    last = len(schedule.stages) - 1
     if phase == "F":
         return [Task("F", stage, chunk - 1, part)] if chunk else []
     wanted = [Task("F", stage, chunk, part)]
+    if phase == "H":
+        return wanted if stage == last else []
+    if stage == last and schedule.scorers.get((chunk, part)) == last:
+        wanted.append(Task("H", stage, chunk, part))
     return [*wanted, Task("B", stage, chunk + 1, part)] if chunk < schedule.chunks[part] - 1 else wanted
 
 
 def needs(task: Task, schedule: Schedule) -> list[Task]:
-    """The tasks that must have ended before this one starts, on its own stage and on the neighbouring one."""
+    """The tasks that must have ended before this one starts, on its own stage and on another one."""
     other = source(task, schedule)
     if other is None:
         return own_needs(task, schedule)
@@ -185,6 +242,7 @@ def check(schedule: Schedule) -> None:
     if not schedule.stages or not schedule.chunks:
         raise PlanError("a schedule without stages or slices has nothing to run; give it at least one of each")
     phases: tuple[Phase, ...] = ("F", "B") if schedule.backward else ("F",)
+    heads: list[Task] = []
     for stage, tasks in enumerate(schedule.stages):
         found = Counter(tasks)
         for phase in phases:
@@ -194,12 +252,28 @@ def check(schedule: Schedule) -> None:
                     fact = "is missing from" if times == 0 else f"stands {times} times on"
                     raise PlanError(f"{name(task, schedule)} {fact} stage {stage}; a stage runs each of its tasks once")
         for task in found:
-            raise PlanError(f"{name(task, schedule)} of stage {task.stage} does not belong on stage {stage}; take it away")
+            if task.phase != "H" or task.stage != stage or not schedule.backward:
+                raise PlanError(f"{name(task, schedule)} of stage {task.stage} does not belong on stage {stage}; take it away")
+        heads += found.elements()
+    _check_heads(schedule, heads)
 
 
-def place(schedule: Schedule, *, forward: float = 1, backward: float = 1) -> dict[Task, float]:
+def _check_heads(schedule: Schedule, heads: Sequence[Task]) -> None:
+    """Where the head is shared, each chunk is scored once, on any stage."""
+    found = Counter((task.chunk, task.slice) for task in heads)
+    last = len(schedule.stages) - 1
+    for place in _forwards(schedule.chunks) if heads else []:
+        if (times := found.pop(place, 0)) != 1:
+            fact = "is missing from" if times == 0 else f"stands {times} times in"
+            raise PlanError(f"{name(Task('H', last, *place), schedule)} {fact} the schedule; the head runs once on each chunk")
+    for place in found:
+        raise PlanError(f"{name(Task('H', last, *place), schedule)} scores a chunk that is not there; take it away")
+
+
+def place(schedule: Schedule, *, forward: float = 1, backward: float = 1, head: float = 1) -> dict[Task, float]:
     """The moment at which each task starts when tasks take these times and messages none; refuses a schedule that cannot run."""
     check(schedule)
+    seconds = {"F": forward, "B": backward, "H": head}
     ends: dict[Task, float] = {}
     moments: dict[Task, float] = {}
     nexts = [0] * len(schedule.stages)
@@ -214,7 +288,7 @@ def place(schedule: Schedule, *, forward: float = 1, backward: float = 1) -> dic
                 if any(need not in ends for need in before):
                     break
                 moments[task] = max([ready[stage], *(ends[need] for need in before)])
-                ready[stage] = ends[task] = moments[task] + (forward if task.phase == "F" else backward)
+                ready[stage] = ends[task] = moments[task] + seconds[task.phase]
                 nexts[stage] += 1
                 moved = True
     stuck = [
@@ -233,13 +307,13 @@ def peak(schedule: Schedule) -> tuple[int, ...]:
     """The most chunks that each stage holds at once, from the start of a forward to the end of its backward."""
     if not schedule.backward:
         return (1,) * len(schedule.stages)  # the one at work: nothing is kept for a backward
-    return tuple(max(accumulate(1 if task.phase == "F" else -1 for task in tasks)) for tasks in schedule.stages)
+    return tuple(max(accumulate({"F": 1, "B": -1, "H": 0}[task.phase] for task in tasks)) for tasks in schedule.stages)
 
 
-def bubble(schedule: Schedule, *, forward: float = 1, backward: float = 2) -> float:
+def bubble(schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD) -> float:
     """The share of the stages' time that is spent waiting, when tasks take these times and messages none."""
-    seconds = {"F": forward, "B": backward}
-    moments = place(schedule, forward=forward, backward=backward)
+    seconds = {"F": forward, "B": backward, "H": head}
+    moments = place(schedule, forward=forward, backward=backward, head=head)
     end = max(moment + seconds[task.phase] for task, moment in moments.items())
     return 1 - sum(seconds[task.phase] for task in moments) / (end * len(schedule.stages))
 

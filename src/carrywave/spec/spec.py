@@ -189,6 +189,7 @@ class PlanSpec(Section):
     kernel: Literal["auto", "reference", "aten", "manual", "persistent"] = Field(
         "auto", description="backend of the LSTM, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL comes first"
     )
+    share_head: bool = Field(False, description="deal the head's work out over the stages; for a large vocabulary")
 
 
 class Spec(Section):

@@ -234,7 +234,8 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
         )
         model = task.model(prepared.train) if own is None else _own_model(own, spec, prepared.facts)
         layers = model.lstm.num_layers if isinstance(model, Model) else 0
-        plan = resolve(spec.plan_spec, layers=layers, workers=workers, lanes=spec.lanes if spec.streams else None)
+        lanes = spec.lanes if spec.streams else None
+        plan = resolve(spec.plan_spec, layers=layers, workers=workers, lanes=lanes, pooled=model.pooled)
         model.to(parameter_dtype(spec.train.precision))
         if start.init is not None and world.rank == 0:
             # Class weights follow from this run's spec and data, not from those of the run before.

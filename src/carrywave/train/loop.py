@@ -74,7 +74,7 @@ class Loop:
     ) -> None:
         self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = spec, task, trainer, parts, run, watch
         self.order = order
-        share = trainer.mesh.share(inputs=trainer.stage.has_encoder, targets=trainer.stage.has_head)
+        share = trainer.mesh.share(inputs=trainer.stage.has_encoder, targets=trainer.stage.scores)
         self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share)
         self.progress = Progress()
         self.save = save

@@ -85,7 +85,9 @@ def _plan_for(asked: PlanSpec, model: Model | Whole, workers: int) -> Plan:
     layers = model.lstm.num_layers if isinstance(model, Model) else 0
     if workers % asked.stages or not layers:
         asked = asked.model_copy(update={"stages": 1, "cuts": None})
-    plan = resolve(asked.model_copy(update={"replicas": None, "slices": 1}), layers=layers, workers=workers, lanes=None)
+    plan = resolve(
+        asked.model_copy(update={"replicas": None, "slices": 1, "share_head": False}), layers=layers, workers=workers, lanes=None
+    )
     return plan if plan.stages > 1 else replace(plan, chunk_steps=None)
 
 

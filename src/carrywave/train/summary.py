@@ -44,7 +44,7 @@ def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, or
         lines.append(f"kernels   {_by_layer(names)}")
     chunks = 1 if model.reads_whole else plan.chunks(widest)
     if chunks * plan.slices <= 12 and chunks * plan.slices * plan.stages > 1:
-        lines += [f"          {row}" for row in show(wavefront(plan.stages, chunks, plan.slices)).splitlines()]
+        lines += [f"          {row}" for row in show(wavefront(plan.stages, chunks, plan.slices, share_head=plan.share_head)).splitlines()]
     return "\n".join(lines)
 
 
@@ -130,7 +130,8 @@ def _plan(plan: Plan) -> str:
     if plan == Plan(kernel=plan.kernel):
         return "serial (one device, one chunk)"
     parts = [f"{plan.replicas} replicas x {plan.stages} stages", f"chunks of {plan.chunk_steps} steps" if plan.chunk_steps else "one chunk"]
-    return ", ".join([*parts, f"{plan.slices} slices", "recomputation" if plan.recompute else "no recomputation"])
+    parts += [f"{plan.slices} slices", "recomputation" if plan.recompute else "no recomputation"]
+    return ", ".join([*parts, *(["head shared"] if plan.shares_head else [])])
 
 
 def _bytes(count: float) -> str:

@@ -35,7 +35,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import configure, parameter_dtype
 from carrywave.parallel.slices import flatten, unflatten
 from carrywave.parallel.world import exchange, join
-from carrywave.plan.plan import Plan, resolve
+from carrywave.plan.plan import Plan, check_head, resolve
 from carrywave.plan.schedule import wavefront
 from carrywave.spec.load import parse
 from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
@@ -160,7 +160,7 @@ class Trainer:
         if batch.whole is None and self.plan.replicas > 1:
             batch = batch.take(*self.mesh.share().bounds(batch.lanes.shape[0]), pooled=self.model.pooled)
         if self.plan.stages > 1:
-            batch = batch.without(inputs=not self.stage.has_encoder, targets=not self.stage.has_head)
+            batch = batch.without(inputs=not self.stage.has_encoder, targets=not self.stage.scores)
         return batch if batch.lengths.device == self.device else batch.to(self.device)
 
     def _check_lanes(self, batches: Sequence[Batch]) -> None:
@@ -288,7 +288,9 @@ class Trainer:
                     f"a {type(self.model.module).__name__} cannot be run in chunks of time; "
                     "wrap its modules as cw.Model(encoder, lstm, head), or leave plan.chunk_steps out"
                 )
-        elif plan.kernel != "auto":
+            return
+        check_head(plan, pooled=self.model.pooled)
+        if plan.kernel != "auto":
             check(plan.kernel)
             self.model.lstm.kernel = plan.kernel
 
@@ -306,13 +308,14 @@ class Trainer:
             self.named: list[tuple[str, nn.Parameter]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         else:
             first, last = mesh.span(model.units)
-            tied = shared(model, self.plan.edges(model.units)[1:-1])
-            held = hold(model, first, last, self.device, dtype)
-            stage = Stage(model, first, last)
+            share_head = self.plan.shares_head
+            tied = shared(model, self.plan.edges(model.units)[1:-1], share_head=share_head)
+            held = hold(model, first, last, self.device, dtype, share_head=share_head)
+            stage = Stage(model, first, last, share_head=share_head)
             self.named = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and p.requires_grad]
         mine = [each for each in tied if mesh.stage in each.stages]
         elsewhere = {each.name for each in mine if each.stages[0] != mesh.stage}
-        # Replicas hold the same reduced gradient, and tied ones are held twice: the norm counts each once.
+        # Replicas hold the same reduced gradient, and stages those that they share: the norm counts each once.
         self._counted = [p for name, p in self.named if name not in elsewhere] if mesh.replica == 0 else []
         self.reducer = self._reducer(tied)
         return stage
@@ -360,7 +363,7 @@ def _mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Wh
     if not isinstance(plan, Plan):
         asked = plan if isinstance(plan, PlanSpec) else _plan_spec(plan)
         layers = model.lstm.num_layers if isinstance(model, Model) else 0
-        plan = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None)
+        plan = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled)
     if many:
         return Mesh(world, plan)
     return Mesh.alone(next(model.parameters()).device if device is None else torch.device(device), plan)
