@@ -1,5 +1,6 @@
 // Cross entropy over the classes of each row, from logits in half precision: they are read once forward, and once more backward,
-// where their gradient is written. Everything is computed in float32 and in a fixed order. A block has one row.
+// where their gradient is written. Everything is computed in float32 and in a fixed order. A block has one row; rows lie `pitch`
+// numbers apart.
 //
 // Compile-time constant, given by the host: FP16.
 
@@ -52,7 +53,7 @@ struct Sum {
 
 // losses[row] = log(sum exp logits) - logits[target], 0 where the target is `ignored`; and that logarithm.
 extern "C" __global__ void __launch_bounds__(THREADS) score_forward(
-    const u16* __restrict__ logits, const long long* __restrict__ targets, float* losses, float* logarithms, int classes, int ignored) {
+    const u16* __restrict__ logits, const long long* __restrict__ targets, float* losses, float* logarithms, int classes, int pitch, int ignored) {
     __shared__ float highest[THREADS / 32], total[THREADS / 32];
     u64 row = blockIdx.x;
     long long target = targets[row];
@@ -61,9 +62,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_forward(
         if (threadIdx.x == 0) losses[row] = target == ignored ? 0.0f : __uint_as_float(0x7FFFFFFFu);
         return;
     }
-    const u16* from = logits + row * classes;
+    const u16* from = logits + row * pitch;
     Sum sum = {LOWEST, 0.0f};
-    if (classes % 2 == 0) {
+    if (classes % 2 == 0 && pitch % 2 == 0) {
         const u32* pairs = (const u32*)from;
 #pragma unroll 4
         for (int n = threadIdx.x; n < classes / 2; n += THREADS) {
@@ -89,15 +90,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_forward(
 // grads = (softmax(logits) - [target]) * scale, 0 in rows whose target is `ignored`.
 extern "C" __global__ void __launch_bounds__(THREADS) score_backward(
     const u16* __restrict__ logits, const long long* __restrict__ targets, const float* __restrict__ logarithms, const float* __restrict__ scale, u16* grads,
-    int classes, int ignored) {
+    int classes, int pitch, int grads_pitch, int ignored) {
     u64 row = blockIdx.x;
     long long target = targets[row];
     bool real = target != ignored;
     float factor = *scale, below = real ? logarithms[row] * LOG2E : 0.0f;
-    const u16* from = logits + row * classes;
-    u16* to = grads + row * classes;
+    const u16* from = logits + row * pitch;
+    u16* to = grads + row * grads_pitch;
     auto slope = [&](u16 logit, int n) { return real ? (exp2f(wide(logit) * LOG2E - below) - (n == target ? 1.0f : 0.0f)) * factor : 0.0f; };
-    if (classes % 2 == 0) {
+    if (classes % 2 == 0 && pitch % 2 == 0) {
 #pragma unroll 4
         for (int n = threadIdx.x; n < classes / 2; n += THREADS) {
             u32 pair = ((const u32*)from)[n];

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from carrywave.kernels import nvrtc
+from carrywave.kernels.aligned import empty_rows
 
 _SOURCE = "cross_entropy.cu"
 _HALVES = (torch.bfloat16, torch.float16)
@@ -42,10 +43,13 @@ def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, ignored: int) -> Tensor:
-        logits_NV, target_N = logits_NV.contiguous(), target_N.contiguous()
+        logits_NV = logits_NV if logits_NV.stride(1) == 1 and logits_NV.stride(0) % 2 == 0 else logits_NV.contiguous()
+        target_N = target_N.contiguous()
         rows, classes = logits_NV.shape
         losses_N, logarithms_N = logits_NV.new_zeros(2, rows, dtype=torch.float32)
-        _kernel("score_forward", logits_NV)((rows, 1, 1), (512, 1), logits_NV, target_N, losses_N, logarithms_N, classes, ignored)
+        _kernel("score_forward", logits_NV)(
+            (rows, 1, 1), (512, 1), logits_NV, target_N, losses_N, logarithms_N, classes, logits_NV.stride(0), ignored
+        )
         ctx.save_for_backward(logits_NV, target_N, logarithms_N)
         ctx.ignored = ignored
         total: Tensor = losses_N.sum()
@@ -56,11 +60,12 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits_NV, target_N, logarithms_N = ctx.saved_tensors
         rows, classes = logits_NV.shape
-        grads_NV = torch.empty_like(logits_NV)
+        grads_NV = empty_rows(logits_NV.shape, logits_NV)
         scale = grad.to(torch.float32).contiguous()
         _kernel("score_backward", logits_NV)(
-            (rows, 1, 1), (512, 1), logits_NV, target_N, logarithms_N, scale, grads_NV, classes, ctx.ignored
-        )
+            (rows, 1, 1), (512, 1), logits_NV, target_N, logarithms_N, scale, grads_NV, classes, logits_NV.stride(0), grads_NV.stride(0),
+            ctx.ignored,
+        )  # fmt: skip
         return grads_NV, None, None
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from carrywave.kernels import aligned
 from carrywave.kernels.blas import without_onednn
 
 Ready = Callable[[Tensor], None]  # told of each weight whose gradient is whole
@@ -107,7 +108,7 @@ def linear(x: Tensor, weight_GI: Tensor, bias_G: Tensor | None = None) -> Tensor
     # Under autocast the product is in a shorter dtype, which torch takes care of.
     put_off = deferred_for(weight_GI) is not None and x.dtype == weight_GI.dtype and not torch.is_autocast_enabled(x.device.type)
     if not put_off or not torch.is_grad_enabled():
-        return functional.linear(x, weight_GI, bias_G)
+        return (aligned.linear if aligned.serves(x, weight_GI) else functional.linear)(x, weight_GI, bias_G)
     apply: Any = _Linear.apply
     y: Tensor = apply(x, weight_GI)
     return y if bias_G is None else y + bias_G

@@ -30,6 +30,51 @@ template <typename T> T carrywave_bits_{count}({arguments}) {{
 _ABSORBED = "x = (a ^ (unsigned int)w{number}) * 0x9E3779B1u + b; CARRYWAVE_MIX(x) a = x; x = a ^ b ^ 0x7F4A7C15u; CARRYWAVE_MIX(x) b = x;"
 
 
+_FOLD = """
+template <typename T> T carrywave_fold(T first, T second, T word, T which) {
+    unsigned int a = (unsigned int)first, b = (unsigned int)second, x;
+    #define CARRYWAVE_MIX(v) v ^= v >> 16; v *= 0x85EBCA6Bu; v ^= v >> 13; v *= 0xC2B2AE35u; v ^= v >> 16;
+    x = (a ^ (unsigned int)word) * 0x9E3779B1u + b; CARRYWAVE_MIX(x) a = x;
+    x = a ^ b ^ 0x7F4A7C15u; CARRYWAVE_MIX(x) b = x;
+    #undef CARRYWAVE_MIX
+    return which == 0 ? (T)a : (T)b;
+}
+"""
+
+
+def fused_fold(key: Tensor, word: int, plain: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """`fold` in two small kernels instead of some thirty; a step has several."""
+    kernel = _checked_fold(key.device, plain)
+    if kernel is None:
+        return plain(key, word)
+    which = _first_and_second(key.device)
+    return kernel(key[0], key[1], torch.full((), word, dtype=torch.int32, device=key.device), which)
+
+
+@cache
+def _first_and_second(device: torch.device) -> Tensor:
+    return torch.arange(2, dtype=torch.int32, device=device)
+
+
+@cache
+def _checked_fold(device: torch.device, plain: Callable[[Tensor, int], Tensor]) -> Fused | None:
+    try:
+        kernel: Fused = torch.cuda.jiterator._create_jit_fn(_FOLD)
+        for word in (0, 1, -5, 0x12345678):
+            key = torch.tensor([word ^ 77, -3 - word], dtype=torch.int32, device=device)
+            own = kernel(key[0], key[1], torch.full((), word, dtype=torch.int32, device=device), _first_and_second(device))
+            if not torch.equal(own, plain(key, word)):
+                return _refused("its bits differ")
+        return kernel
+    except Exception as error:
+        return _refused(" ".join(str(error).split())[:200])
+
+
+def _refused(reason: str) -> Fused | None:
+    warnings.warn(f"the fused kernel for dropout masks is not used, and steps run slower: {reason}", stacklevel=2)
+    return None
+
+
 def fused(count: int, plain: Fused) -> Fused | None:
     """The kernel for so many coordinates, `fused(first, second, *coords)`; None where it cannot be had."""
     return _checked(count, plain) if count <= 6 else None
@@ -43,11 +88,9 @@ def _checked(count: int, plain: Fused) -> Fused | None:
         coords = [example.roll(number) for number in range(count)]
         if torch.equal(kernel(example[3], example[5], *coords), plain(example[3], example[5], *coords)):
             return kernel
-        reason = "its bits differ"
+        return _refused("its bits differ")
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-    warnings.warn(f"the fused kernel for dropout masks is not used, and steps run slower: {reason}", stacklevel=2)
-    return None
+        return _refused(" ".join(str(error).split())[:200])
 
 
 def _compile(count: int) -> Fused:

@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from carrywave.kernels.fused_random import fused
+from carrywave.kernels.fused_random import fused, fused_fold
 
 _WORD = 1 << 32
 
@@ -67,8 +67,11 @@ def draw() -> Tensor:
 
 def fold(key: Tensor, site: int) -> Tensor:
     """The key of a place under this key. Only tensor operations: a captured graph can replay it with another key."""
-    first, second = _absorb(key[0], key[1], _signed(site))
-    return torch.stack((first, second))
+    return fused_fold(key, _signed(site), _fold) if key.is_cuda else _fold(key, _signed(site))
+
+
+def _fold(key: Tensor, word: int) -> Tensor:
+    return torch.stack(_absorb(key[0], key[1], word))
 
 
 def bits(key: Tensor, *coords: Tensor) -> Tensor:

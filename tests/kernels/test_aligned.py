@@ -1,0 +1,42 @@
+"""Linear layers with rows at multiples of 16 bytes: the same numbers, and nothing copied that lies so already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from carrywave.kernels import aligned
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_it_is_torchs(biased: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 2, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
+    bias = torch.randn(11, requires_grad=True) if biased else None
+    leaves = [x, weight, *([] if bias is None else [bias])]
+    apply: Any = aligned._Linear.apply
+    y = apply(x, weight, bias, torch.float32)
+    expected = functional.linear(x, weight, bias)
+    assert y.shape == expected.shape
+    assert y.stride(-2) == 16
+    by = torch.randn_like(expected)
+    for own, theirs in zip(*((each, *torch.autograd.grad((each * by).sum(), leaves)) for each in (y, expected)), strict=True):
+        assert own.dtype == theirs.dtype
+        torch.testing.assert_close(own, theirs)
+
+
+def test_only_where_it_makes_a_difference() -> None:
+    x, odd, even = torch.randn(2, 5), torch.randn(11, 5), torch.randn(16, 8)
+    assert not aligned.serves(x, odd)  # on the CPU
+    assert not aligned.serves(x.to("meta"), even)
+
+
+def test_rows_that_lie_right_are_not_copied() -> None:
+    rows = aligned.empty_rows((3, 5), torch.empty(0), torch.bfloat16)
+    assert rows.shape == (3, 5)
+    assert aligned.aligned_rows(rows, torch.bfloat16) is rows
+    assert aligned.aligned_rows(rows, torch.float16).data_ptr() != rows.data_ptr()
+    assert aligned.aligned_rows(torch.randn(3, 5), torch.float32).stride() == (8, 1)
