@@ -353,7 +353,7 @@ def test_a_stack_under_autocast_with_dropout(precision: str) -> None:
     """Three layers of different widths, dropout between them, both directions: beside cuDNN's error, through the module."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     torch.manual_seed(0)
-    lstm = LSTM(24, [64, 100, 72], dropout=0.5, bidirectional=True).cuda()
+    lstm = LSTM(24, [80, 100, 72], dropout=0.5, bidirectional=True).cuda()
     x, key = torch.randn(14, 10, 24, device="cuda"), random.key(5).cuda()
     lengths = torch.tensor([14, 3, 0, 14, 9, 1, 7, 14, 2, 5], device="cuda")
     assert choose("auto", x.to(dtype), lstm.weights(0)) == "persistent"
