@@ -5,6 +5,9 @@ Shapes: T time, B lane, H hidden.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -115,6 +118,37 @@ def test_cross_entropy_is_torchs(dtype: torch.dtype, classes: int) -> None:
     # Both are rounded from nearly the same number; next to the target it is the difference of two, in float32.
     torch.testing.assert_close(own.double(), theirs.double(), rtol=2.0**-7 if dtype == torch.bfloat16 else 2.0**-9, atol=5e-6)
     assert torch.equal(own, torch.autograd.grad(cross_entropy.summed(logits, target, -100) * 3.0, [logits])[0])
+
+
+def test_logits_that_begin_anywhere_and_other_targets() -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(5, 12, device="cuda").bfloat16().requires_grad_()
+    target = torch.tensor([0, 1, 9, 3, 4], device="cuda")
+    for logits in (wide[:, 1:11], wide[:, 2:12]):
+        expected = functional.cross_entropy(logits.float(), target, reduction="sum")
+        torch.testing.assert_close(cross_entropy.summed(logits, target, -100), expected, rtol=1e-5, atol=0)
+        [own], [theirs] = (torch.autograd.grad(each, [wide]) for each in (cross_entropy.summed(logits, target, -100), expected))
+        torch.testing.assert_close(own, theirs, rtol=2.0**-7, atol=1e-4)
+    with pytest.raises(RuntimeError):
+        cross_entropy.summed(wide, target.int().float(), -100)
+
+
+def test_the_first_backward_of_a_process() -> None:
+    """Its thread has not called torch before, and so has no context of the driver's."""
+    program = (
+        "import torch; from carrywave.kernels import cross_entropy\n"
+        "logits = torch.randn(4, 8, device='cuda').bfloat16().requires_grad_()\n"
+        "cross_entropy.summed(logits, torch.arange(4, device='cuda'), -100).backward()\n"
+        "assert logits.grad.isfinite().all()"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
+
+
+def test_without_gradients() -> None:
+    stack = Stack(3, 20, 16, 128, short=True)
+    with torch.no_grad():
+        y, _ = wave.run(stack.x, stack.carries, stack.layers, stack.masks, stack.lengths, WAVES[0][4])
+    assert torch.equal(y, stack.run(WAVES[0][4])[0])
 
 
 @pytest.mark.parametrize("biased", [False, True])

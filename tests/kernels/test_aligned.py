@@ -40,3 +40,12 @@ def test_rows_that_lie_right_are_not_copied() -> None:
     assert aligned.aligned_rows(rows, torch.bfloat16) is rows
     assert aligned.aligned_rows(rows, torch.float16).data_ptr() != rows.data_ptr()
     assert aligned.aligned_rows(torch.randn(3, 5), torch.float32).stride() == (8, 1)
+
+
+def test_what_comes_out_may_be_changed_in_place_and_may_be_empty() -> None:
+    apply: Any = aligned._Linear.apply
+    weight = torch.randn(11, 5, requires_grad=True)
+    y = apply(torch.randn(2, 3, 5), weight, None, torch.float32)
+    assert y.div_(2.0).shape == (2, 3, 11)
+    assert apply(torch.randn(5), weight, None, torch.float32).shape == (11,)
+    assert apply(torch.randn(0, 3, 5), weight, None, torch.float32).shape == (0, 3, 11)

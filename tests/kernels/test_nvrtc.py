@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 
 import pytest
+import torch
 
 from carrywave.kernels import nvrtc, recurrence
 
@@ -51,6 +53,13 @@ class Compiler:
     def nvrtcGetProgramLog(self, program: bytes, buffer: bytes) -> tuple[Status]:
         ctypes.memmove(buffer, b"line 3: error: expected a ;".ljust(40), 40)
         return (Status.NVRTC_SUCCESS,)
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    nvrtc.available.cache_clear()
+    yield
+    nvrtc.available.cache_clear()
 
 
 @pytest.fixture
@@ -115,5 +124,74 @@ def test_a_machine_without_a_compiler_says_why(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(nvrtc, "_driver", lambda: None)
     monkeypatch.setattr(nvrtc, "_nvrtc", missing)
     assert nvrtc.available() == "No module named 'cuda'"
+    assert nvrtc.available() == "No module named 'cuda'"  # asked once
+    nvrtc.available.cache_clear()
     monkeypatch.setattr(nvrtc, "_nvrtc", Compiler)
     assert nvrtc.available() == ""
+
+
+class Handle:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __int__(self) -> int:
+        return self.number
+
+
+class Driver:
+    """The context calls of cuda.bindings.driver, for one thread."""
+
+    def __init__(self, *contexts: int) -> None:
+        self.stack = [Handle(number) for number in contexts]
+        self.loaded: list[bytes] = []
+
+    def cuDeviceGet(self, device: int) -> tuple[Status, int]:
+        return Status.NVRTC_SUCCESS, device
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Status, Handle]:
+        return Status.NVRTC_SUCCESS, Handle(100 + device)
+
+    def cuCtxGetCurrent(self) -> tuple[Status, Handle]:
+        return Status.NVRTC_SUCCESS, self.stack[-1] if self.stack else Handle(0)
+
+    def cuCtxPushCurrent(self, context: Handle) -> tuple[Status]:
+        self.stack.append(context)
+        return (Status.NVRTC_SUCCESS,)
+
+    def cuCtxPopCurrent(self) -> tuple[Status, Handle]:
+        return Status.NVRTC_SUCCESS, self.stack.pop()
+
+    def cuModuleLoadData(self, code: bytes) -> tuple[Status, str]:
+        self.loaded.append(code)
+        damaged = code.endswith(b"cut")
+        return Status.NVRTC_ERROR_COMPILATION if damaged else Status.NVRTC_SUCCESS, "module"
+
+
+@pytest.mark.parametrize(("before", "device"), [((), 0), ((100,), 0), ((100,), 1)])
+def test_a_thread_without_the_context_gets_it_for_the_call(before: tuple[int, ...], device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(*before)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    nvrtc._primary.cache_clear()
+    with nvrtc._context(device):
+        assert int(driver.stack[-1]) == 100 + device
+    assert [int(each) for each in driver.stack] == list(before)
+    with pytest.raises(ValueError, match="within"), nvrtc._context(device):
+        raise ValueError("within")
+    assert [int(each) for each in driver.stack] == list(before)
+    nvrtc._primary.cache_clear()
+
+
+def test_a_kept_file_that_does_not_load_is_compiled_once_more(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(100)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for cached in (nvrtc._primary, nvrtc._module):
+        cached.cache_clear()
+    whole = nvrtc.binary(SOURCE, CONSTANTS, "sm_90a")
+    [path] = kept(tmp_path)
+    path.write_bytes(whole[:8] + b"cut")
+    assert nvrtc._module(SOURCE, CONSTANTS, 0) == "module"
+    assert driver.loaded == [whole[:8] + b"cut", whole]
+    assert path.read_bytes() == whole
+    for cached in (nvrtc._primary, nvrtc._module):
+        cached.cache_clear()

@@ -8,6 +8,8 @@ Shapes: T time, B lane, I input, H hidden, P padded, Q = 4P.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -205,6 +207,30 @@ def test_without_gradients_nothing_is_kept() -> None:
     y, [end] = wave.run(make(4, 3, 20), (Carry(make(1, 3, 20), make(1, 3, 20)),), layers, [None], None, Wave(SHAPE, 1, 4))
     assert y.grad_fn is None
     assert torch.equal(end.h[0], y[-1])
+
+
+def test_where_gradients_are_off_nothing_is_kept_for_weights_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    run = recurrence.forward
+
+    def forward(*given: Any) -> None:
+        seen.append(given[4] is not None)
+        run(*given)
+
+    monkeypatch.setattr(recurrence, "forward", forward)
+    layers = [LayerWeights(make(80, 20).requires_grad_(), make(80, 20).requires_grad_())]
+    carries = (Carry(make(1, 3, 20), make(1, 3, 20)),)
+    with torch.no_grad():
+        wave.run(make(4, 3, 20), carries, layers, [None], None, Wave(SHAPE, 1, 4))
+    wave.run(make(4, 3, 20), carries, layers, [None], None, Wave(SHAPE, 1, 4))
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize(("x", "lanes", "message"), [((4, 3, 19), 3, "inputs are 19 wide"), ((4, 3, 20), 2, "x wants .1, 3, 20. of both")])
+def test_what_does_not_fit_together_is_refused(x: tuple[int, ...], lanes: int, message: str) -> None:
+    layers = [LayerWeights(make(80, 20), make(80, 20))]
+    with pytest.raises(ValueError, match=message):
+        wave.run(make(*x), (Carry(make(1, lanes, 20), make(1, lanes, 20)),), layers, [None], None, Wave(SHAPE, 1, 4))
 
 
 @given(st.integers(1, 12), st.integers(1, 1536), st.integers(1, 300), st.integers(1, 600))

@@ -20,8 +20,9 @@ _EACH = 8  # numbers of half precision in 16 bytes
 
 def serves(x: Tensor, weight_VI: Tensor) -> bool:
     """Whether it makes a difference: under autocast to half precision on CUDA, where a width is not a multiple of 8."""
-    odd = weight_VI.shape[0] % _EACH or weight_VI.shape[1] % _EACH
-    return bool(odd) and x.is_cuda and torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling()
+    odd = bool(weight_VI.shape[0] % _EACH or weight_VI.shape[1] % _EACH)
+    cast = x.is_cuda and torch.is_autocast_enabled("cuda") and torch.float64 not in (x.dtype, weight_VI.dtype)
+    return odd and cast and not torch.compiler.is_compiling()
 
 
 def linear(x: Tensor, weight_VI: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -44,18 +45,30 @@ def aligned_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
     return empty_rows(x_NI.shape, x_NI, dtype).copy_(x_NI)
 
 
+def _strides(lead: Sequence[int], width: int) -> list[int]:
+    """Of a tensor [*lead, width] whose rows lie at multiples of 16 bytes."""
+    strides, step = [1], -(-width // _EACH) * _EACH
+    for size in reversed(lead):
+        strides.insert(0, step)
+        step *= size
+    return strides
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_VI: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Tensor:
         x_NI, w_VI = aligned_rows(x.reshape(-1, x.shape[-1]), dtype), aligned_rows(weight_VI, dtype)
-        y_NV = empty_rows((x_NI.shape[0], w_VI.shape[0]), x_NI)
+        outputs = w_VI.shape[0]
+        # Not a part of a wider tensor: what comes out may be changed in place, as torch's may.
+        y = x_NI.new_empty_strided((*x.shape[:-1], outputs), _strides(x.shape[:-1], outputs))
+        y_NV = y.view(x_NI.shape[0], outputs)
         if bias_V is None:
             torch.mm(x_NI, w_VI.t(), out=y_NV)
         else:
             torch.addmm(bias_V.to(dtype), x_NI, w_VI.t(), out=y_NV)
         ctx.save_for_backward(x_NI, w_VI)
         ctx.given = (x.shape, x.dtype, weight_VI.dtype, None if bias_V is None else bias_V.dtype)
-        return y_NV.view(*x.shape[:-1], -1)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -68,7 +81,8 @@ class _Linear(torch.autograd.Function):
         if wants_x:
             dx = torch.mm(grad_NV, w_VI, out=empty_rows(x_NI.shape, x_NI)).to(x_dtype).reshape(x_shape)
         if wants_w:
-            dw = torch.mm(grad_NV.t(), x_NI, out=empty_rows(w_VI.shape, w_VI)).to(w_dtype).contiguous()
+            product_VI = torch.mm(grad_NV.t(), x_NI, out=empty_rows(w_VI.shape, w_VI))
+            dw = w_VI.new_empty(w_VI.shape, dtype=w_dtype).copy_(product_VI)
         if wants_b and b_dtype is not None:
             db = grad_NV.sum(0, dtype=torch.float32).to(b_dtype)
         return dx, dw, db, None

@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_forward(
     u64 row = blockIdx.x;
     long long target = targets[row];
     if (target == ignored || target < 0 || target >= classes) {
-        // A target that is no class shows in the loss, and reads nothing.
-        if (threadIdx.x == 0) losses[row] = target == ignored ? 0.0f : __uint_as_float(0x7FFFFFFFu);
+        // A target that is no class shows in the loss and in the gradient, and reads nothing.
+        if (threadIdx.x == 0) losses[row] = logarithms[row] = target == ignored ? 0.0f : __uint_as_float(0x7FFFFFFFu);
         return;
     }
     const u16* from = logits + row * pitch;

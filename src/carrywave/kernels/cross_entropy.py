@@ -26,10 +26,11 @@ _failures: list[str] = []  # once it has failed it is not tried again
 
 def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor | None = None) -> Tensor:
     """The sum, in float32 at least, over the rows whose target is not `ignored`."""
-    own = logits_NV.is_cuda and logits_NV.dtype in _HALVES and weights_V is None and logits_NV.numel() and not torch.compiler.is_compiling()
-    if own and not _failures and not nvrtc.available():
+    if not _failures and weights_V is None and _serves(logits_NV, target_N):
         apply: Any = _Summed.apply
         try:
+            if missing := nvrtc.available():
+                raise nvrtc.KernelError(missing)
             total: Tensor = apply(logits_NV, target_N, ignored)
             return total
         except nvrtc.KernelError as error:
@@ -40,10 +41,18 @@ def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor 
     return functional.cross_entropy(logits_NV, target_N, weight=weights_V, ignore_index=ignored, reduction="sum")
 
 
+def _serves(logits_NV: Tensor, target_N: Tensor) -> bool:
+    """Whether the kernel may be given these; what is amiss with others, torch says."""
+    halves = logits_NV.is_cuda and logits_NV.dtype in _HALVES and logits_NV.numel() > 0 and not torch.compiler.is_compiling()
+    return halves and target_N.dtype == torch.int64 and target_N.shape == logits_NV.shape[:1] and target_N.device == logits_NV.device
+
+
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, ignored: int) -> Tensor:
-        logits_NV = logits_NV if logits_NV.stride(1) == 1 and logits_NV.stride(0) % 2 == 0 else logits_NV.contiguous()
+        # It reads two numbers at a time.
+        in_place = logits_NV.stride(1) == 1 and logits_NV.stride(0) % 2 == 0 and logits_NV.data_ptr() % 4 == 0
+        logits_NV = logits_NV if in_place else logits_NV.clone(memory_format=torch.contiguous_format)
         target_N = target_N.contiguous()
         rows, classes = logits_NV.shape
         losses_N, logarithms_N = logits_NV.new_zeros(2, rows, dtype=torch.float32)

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -29,19 +29,20 @@ class KernelError(RuntimeError):
 class Kernel:
     """One function of a compiled source, on one device."""
 
-    def __init__(self, function: Any, shared_bytes: int) -> None:
-        self.function, self.shared_bytes = function, shared_bytes
+    def __init__(self, function: Any, shared_bytes: int, device: int) -> None:
+        self.function, self.shared_bytes, self.device = function, shared_bytes, device
 
     def __call__(self, grid: tuple[int, int, int], block: tuple[int, int], *arguments: Argument, cooperative: bool = False) -> None:
-        """Launch on the current stream. Tensors are passed as their addresses, None as a null pointer, numbers as 32-bit ints."""
+        """Launch on the device's current stream. Tensors are passed as their addresses, None as a null pointer, numbers as 32-bit ints."""
         driver = _driver()
         values = tuple(each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in arguments)
         types = tuple(ctypes.c_int if isinstance(each, int) else ctypes.c_void_p for each in arguments)
         launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream(self.device).cuda_stream
         # A cooperative launch is refused where its blocks cannot all run at once; it never hangs.
         extra = () if cooperative else (0,)
-        _check(launch(self.function, *grid, *block, 1, self.shared_bytes, stream, (values, types), *extra))
+        with _context(self.device):
+            _check(launch(self.function, *grid, *block, 1, self.shared_bytes, stream, (values, types), *extra))
 
 
 @cache
@@ -49,23 +50,48 @@ def kernel(source: str, name: str, constants: tuple[tuple[str, int], ...], share
     """A function of a `.cu` file of this package, compiled with these constants."""
     driver = _driver()
     module = _module(source, constants, device)
-    function = _check(driver.cuModuleGetFunction(module, name.encode()))
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    if shared_bytes:
-        _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-    return Kernel(function, shared_bytes)
+    with _context(device):
+        function = _check(driver.cuModuleGetFunction(module, name.encode()))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        if shared_bytes:
+            _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+    return Kernel(function, shared_bytes, device)
 
 
 @cache
 def _module(source: str, constants: tuple[tuple[str, int], ...], device: int) -> Any:
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # makes torch's context the current one
-        major, minor = torch.cuda.get_device_capability(device)
-        return _check(_driver().cuModuleLoadData(binary(source, constants, f"sm_{major}{minor}{'a' if major >= 9 else ''}")))
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    load = _driver().cuModuleLoadData
+    with _context(device):
+        try:
+            return _check(load(binary(source, constants, architecture)))
+        except KernelError:  # what was kept on the disk may be damaged
+            return _check(load(binary(source, constants, architecture, anew=True)))
 
 
-def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str) -> bytes:
-    """The machine code, from the disk where it has been compiled before."""
+@contextlib.contextmanager
+def _context(device: int) -> Iterator[None]:
+    """Within it the driver's calls go to torch's context of this device: a thread that has not yet called torch has none."""
+    driver, own = _driver(), _primary(device)
+    if int(_check(driver.cuCtxGetCurrent())) == int(own):
+        yield
+        return
+    _check(driver.cuCtxPushCurrent(own))
+    try:
+        yield
+    finally:
+        _check(driver.cuCtxPopCurrent())
+
+
+@cache
+def _primary(device: int) -> Any:
+    driver = _driver()
+    return _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(device))))
+
+
+def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str, *, anew: bool = False) -> bytes:
+    """The machine code, from the disk where it has been compiled before, unless it is asked for anew."""
     nvrtc = _nvrtc()
     text = files("carrywave.kernels").joinpath(source).read_bytes()
     options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants)]
@@ -74,7 +100,7 @@ def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str)
     path = _folder() / f"{Path(source).stem}-{digest}.cubin"
     with contextlib.suppress(OSError):  # not there, or another user's
         kept = path.read_bytes()
-        if kept[:4] == b"\x7fELF":
+        if kept[:4] == b"\x7fELF" and not anew:
             return kept
     program = _check(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
     try:
@@ -89,6 +115,7 @@ def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str)
     return bytes(code)
 
 
+@cache
 def available() -> str:
     """Why nothing can be compiled here; empty where it can."""
     try:

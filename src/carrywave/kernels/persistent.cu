@@ -228,6 +228,11 @@ struct Weights {
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        // No compiler may read them before the wait.
+#pragma unroll
+        for (int m = 0; m < TILES; m++)
+#pragma unroll
+            for (int n = 0; n < LANES / 2; n++) asm volatile("" : "+f"(sums[m][n])::"memory");
         float* row = out + warpgroup * RED_FLOATS + (warp * 16 + (lane >> 2)) * ROW_PITCH + (lane & 3) * 2;
 #pragma unroll
         for (int m = 0; m < TILES; m++) {

@@ -19,6 +19,13 @@ from carrywave.kernels.layout import MULTIPROCESSORS, Wave, shape_for, wave_for
 from carrywave.kernels.lengths import reversed_steps
 from carrywave.kernels.weights import Layer
 
+_standing_aside: list[str] = []
+
+
+def stand_aside(why: str) -> None:
+    """From now on it refuses every layer in this process, for this reason."""
+    _standing_aside[:] = [why]
+
 
 def refusal(x_TBI: Tensor, weights: Layer) -> str:
     """Why this backend cannot run the layer; empty where it can."""
@@ -26,6 +33,8 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
         return "x is not on a GPU"
     if x_TBI.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bf16 and fp16, not in {str(x_TBI.dtype).removeprefix('torch.')}"
+    if _standing_aside:
+        return _standing_aside[0]
     if weights[0].w_hr is not None:
         return "it knows no projection"
     if weights[0].w_ih.dtype not in (torch.float32, x_TBI.dtype):

@@ -138,6 +138,7 @@ def readable(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tenso
 def padded_to(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Contiguous, in this dtype, with zeros for the padded units."""
     cast = x.to(dtype).contiguous()
+    cast = cast.clone() if cast.data_ptr() % 16 else cast  # a part of another tensor may begin anywhere
     return cast if cast.shape[-1] == width else functional.pad(cast, (0, width - cast.shape[-1]))
 
 

@@ -41,11 +41,27 @@ def run(
 ) -> tuple[Tensor, Carries]:
     """The layers in order, each's outputs times its mask the inputs of the next: outputs [T, B, H] of the last one, and the carries."""
     flat: list[Tensor | None] = []
+    width = x_TBI.shape[-1]
     for carry, weights, mask in zip(carries, layers, masks, strict=True):
+        _check(x_TBI, width, carry, weights)
+        width = weights.w_hh.shape[1]
         flat += [carry.h[0], carry.c[0], *weights[:4], mask]
     apply: Any = _Stack.apply
-    y_TBH, *ends = apply(wave, x_TBI, lengths_B, *flat)
+    # Where gradients are switched off, needs_input_grad says so only of what does not require any.
+    y_TBH, *ends = apply(wave, torch.is_grad_enabled(), x_TBI, lengths_B, *flat)
     return y_TBH, tuple(Carry(h[None], c[None]) for h, c in zip(ends[::2], ends[1::2], strict=True))
+
+
+def _check(x_TBI: Tensor, width: int, carry: Carry, weights: LayerWeights) -> None:
+    """The kernels trust what they are given, so it is looked at here."""
+    lanes, hidden = x_TBI.shape[1], weights.w_hh.shape[1]
+    if weights.w_ih.shape != (4 * hidden, width):
+        raise ValueError(f"inputs are {width} wide, and the weights {list(weights.w_ih.shape)} want {weights.w_ih.shape[1]}")
+    if carry.h.shape != (1, lanes, hidden) or carry.c.shape != (1, lanes, hidden):
+        raise ValueError(f"the carry is {list(carry.h.shape)} and {list(carry.c.shape)}; x wants [1, {lanes}, {hidden}] of both")
+    for tensor in (*carry, *weights[:4]):
+        if tensor is not None and tensor.device != x_TBI.device:
+            raise ValueError(f"x is on {x_TBI.device}, and the weights or the carry are on {tensor.device}; put them on one device")
 
 
 class _Layer(NamedTuple):
@@ -63,13 +79,13 @@ class _Layer(NamedTuple):
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wave: Wave, x_TBI: Tensor, lengths_B: Tensor | None, *flat: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, wave: Wave, wanted: bool, x_TBI: Tensor, lengths_B: Tensor | None, *flat: Tensor | None) -> tuple[Tensor, ...]:
         steps, lanes = x_TBI.shape[:2]
         if lengths_B is not None:
             x_TBI = torch.where(real_steps(lengths_B, steps), x_TBI, 0.0)  # whatever the padding holds, nan too
         given = list(zip(*[iter(flat)] * _OF_LAYER, strict=True))
         hidden = given[0][3].shape[1]
-        shape, like, kept = wave.shape, x_TBI.new_empty(0), any(ctx.needs_input_grad)
+        shape, like, kept = wave.shape, x_TBI.new_empty(0), wanted and any(ctx.needs_input_grad)
         spans, dealt = _spans(steps, wave.chunk_steps), _dealt(lengths_B, steps, wave.chunk_steps)
         layers: list[_Layer] = []
         packs = []
@@ -90,7 +106,7 @@ class _Stack(torch.autograd.Function):
             layers.append(_Layer(inputs_NJ, packed.w_ih_QJ, packed.turned_PQ, hs, gates, cells, cs_CBP, mask))
             packs.append(packed)
         scratch = like.new_empty(len(layers), lanes, shape.hidden)
-        with _Streams(wave.streams) as streams:
+        with _Streams(wave.streams, like.device) as streams:
             for number, chunk in _diagonals(len(layers), len(spans)):
                 layer, (first, end) = layers[number], spans[chunk]
                 rows = slice(first * lanes, end * lanes)
@@ -129,7 +145,7 @@ class _Stack(torch.autograd.Function):
         layers = [_Layer(*saved[number * of_layer : (number + 1) * of_layer]) for number in range(count)]
         dealt = [Dealt(*pair) for pair in zip(*[iter(saved[count * of_layer :])] * 2, strict=True)]
         like = layers[0].hs_SBP.new_empty(0)
-        wants = list(zip(*[iter(ctx.needs_input_grad[3:])] * _OF_LAYER, strict=True))
+        wants = list(zip(*[iter(ctx.needs_input_grad[4:])] * _OF_LAYER, strict=True))
         given_TBP = None if grad_y_TBH is None else recurrence.padded_to(grad_y_TBH, shape.hidden, like.dtype)
         buffers = [recurrence.gradients(layer.gates_NQ, shape, len(spans)) for layer in layers]
         ys, bounds, biases = [], [], []
@@ -143,12 +159,12 @@ class _Stack(torch.autograd.Function):
                 end.zero_() if grad is None else end.copy_(recurrence.padded_to(grad, shape.hidden, torch.float32))
             bounds.append(bound)
             biases.append(like.new_empty(len(spans), shape.groups, 4 * shape.hidden, dtype=torch.float32))
-        dx_NJ = torch.empty_like(layers[0].inputs_NJ) if ctx.needs_input_grad[1] else None
+        dx_NJ = torch.empty_like(layers[0].inputs_NJ) if ctx.needs_input_grad[2] else None
         products: list[tuple[Tensor | None, Tensor | None]] = [
             (torch.empty_like(layer.w_ih_QJ) if want[2] else None, like.new_empty(4 * shape.hidden, shape.hidden) if want[3] else None)
             for layer, want in zip(layers, wants, strict=True)
         ]
-        with _Streams(wave.streams) as streams:
+        with _Streams(wave.streams, like.device) as streams:
             for turned_number, turned_chunk in _diagonals(count, len(spans)):
                 number, chunk = count - 1 - turned_number, len(spans) - 1 - turned_chunk
                 layer, (first, end), (grads_NQ, ring) = layers[number], spans[chunk], buffers[number]
@@ -186,7 +202,7 @@ class _Stack(torch.autograd.Function):
             results += [bounds[number][1, 0, :, :hidden].to(c_dtype) if wants[number][1] else None]
             results += [dw_ih, dw_hh, *(db.unbind() if db is not None and biased else (None, None)), None]
         dx = None if dx_NJ is None else dx_NJ[:, :inputs].reshape(steps, lanes, inputs)
-        return None, dx, None, *results
+        return None, None, dx, None, *results
 
 
 class _Streams:
@@ -195,15 +211,15 @@ class _Streams:
     With one stream the work stays where it is, in order.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.count, self.device = count, device
         self.streams: tuple[torch.cuda.Stream, ...] = ()
         self.done: dict[tuple[int, int], torch.cuda.Event] = {}
 
     def __enter__(self) -> _Streams:
         if self.count > 1:
-            self.home = torch.cuda.current_stream()
-            self.streams = _side_streams(self.count, self.home.device)
+            self.home = torch.cuda.current_stream(self.device)
+            self.streams = _side_streams(self.count, self.device)
         for stream in self.streams:
             stream.wait_stream(self.home)
         return self

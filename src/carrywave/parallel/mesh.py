@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from carrywave.data.stream import Share
 from carrywave.errors import PlanError
+from carrywave.kernels import persistent
 from carrywave.parallel.transport import Channel, GroupLinks
 from carrywave.parallel.world import World
 from carrywave.plan.messages import Line, lines
@@ -75,6 +76,9 @@ class Mesh:
         self._replicas = mesh.get_group("replica") if plan.replicas > 1 else None
         if plan.stages == 1:
             return
+        if world.backend == "nccl":
+            # NCCL's receives sit on multiprocessors until their message comes, which may be after a launch that waits for these.
+            persistent.stand_aside("stages over NCCL may need its multiprocessors")
         channels: dict[Line, Channel] = {}
         staged = world.backend == "gloo" and self.device.type == "cuda"
         where = torch.device("cpu") if staged else self.device
