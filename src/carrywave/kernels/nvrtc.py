@@ -144,14 +144,14 @@ def _write(path: Path, code: bytes) -> None:
 
 @cache
 def _driver() -> Any:
-    from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
+    from cuda.bindings import driver
 
     return driver
 
 
 @cache
 def _nvrtc() -> Any:
-    from cuda.bindings import nvrtc  # type: ignore[import-not-found, unused-ignore]
+    from cuda.bindings import nvrtc
 
     return nvrtc
 
