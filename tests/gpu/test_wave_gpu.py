@@ -141,7 +141,9 @@ def test_the_first_backward_of_a_process() -> None:
         "cross_entropy.summed(logits, torch.arange(4, device='cuda'), -100).backward()\n"
         "assert logits.grad.isfinite().all()"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "is not used" not in ended.stderr
 
 
 def test_without_gradients() -> None:
