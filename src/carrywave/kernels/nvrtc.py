@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
@@ -93,7 +94,7 @@ def _primary(device: int) -> Any:
 def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str, *, anew: bool = False) -> bytes:
     """The machine code, from the disk where it has been compiled before, unless it is asked for anew."""
     nvrtc = _nvrtc()
-    text = files("carrywave.kernels").joinpath(source).read_bytes()
+    text = _text(source).encode()
     options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants)]
     version = _check(nvrtc.nvrtcVersion())
     digest = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()[:32]
@@ -123,6 +124,12 @@ def available() -> str:
     except (ImportError, KernelError, RuntimeError, OSError) as error:
         return " ".join(str(error).split())[:200] or type(error).__name__
     return ""
+
+
+def _text(source: str) -> str:
+    """A source with what it includes of this package in place: one text for the compiler, and for the name of what comes out."""
+    text = files("carrywave.kernels").joinpath(source).read_text("utf-8")
+    return re.sub(r'^#include "([^"]+)"$', lambda found: _text(found[1]), text, flags=re.MULTILINE)
 
 
 def _folder() -> Path:

@@ -1,4 +1,4 @@
-"""The functions of `persistent.cu`, as Python calls over tensors: packing of weights, the recurrence forward and backward.
+"""The functions of `persistent.cu` and `packing.cu`, as Python calls over tensors: packing of weights, the recurrence forward and backward.
 
 Shapes: T time, B lane, I input (J padded to a multiple of 8), H hidden (P padded to a multiple of 64), G = 4H; Q = 4P, gates
 interleaved; S = T + 1; E groups of lanes.
@@ -16,7 +16,7 @@ from carrywave.kernels import nvrtc
 from carrywave.kernels.layout import MULTIPROCESSORS, THREADS, Shape
 from carrywave.kernels.weights import LayerWeights
 
-SOURCE = "persistent.cu"
+SOURCE, PACKING = "persistent.cu", "packing.cu"
 
 
 class Packed(NamedTuple):
@@ -158,7 +158,7 @@ def _recurrent(name: str, shape: Shape, like: Tensor) -> nvrtc.Kernel:
 
 def _simple(name: str, like: Tensor) -> nvrtc.Kernel:
     """One of the functions that do not depend on the shape."""
-    return nvrtc.kernel(SOURCE, name, Shape(256, 1, 8, 1).constants(fp16=_fp16(like)), 0, like.get_device())
+    return nvrtc.kernel(PACKING, name, (("FP16", int(_fp16(like))),), 0, like.get_device())
 
 
 def _waves(words: int) -> tuple[int, int, int]:

@@ -1,0 +1,144 @@
+// What a block has from others, and from memory: polled for, dealt out by lanes, asked for ahead. Part of persistent.cu, whose constants it uses.
+
+struct Lanes {
+    const int* order;    // lanes from the longest to the shortest, or null: as they come
+    const int* lengths;  // of each lane, or null: all are full
+    int count;           // lanes
+    int groups;
+    int steps;
+};
+
+__device__ __forceinline__ uint4 load_pieces(const void* address) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_word(const void* address) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_word(void* address, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_pair(void* address, u32 a, u32 b) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(a), "r"(b) : "memory");
+}
+__device__ __forceinline__ void store_smem(u32 address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// Bounded: a wait of seconds means that a block is missing, and ends the launch in an error.
+struct Patience {
+    int left;
+    __device__ __forceinline__ void spend() {
+        if (--left < 0) asm volatile("trap;");
+    }
+};
+#define PATIENCE 20000000
+
+// Brings this warpgroup's part of K, of the lanes of a pass, from memory into shared memory, in pieces of 16 bytes.
+//
+// Piece n of a thread belongs to the row and block of K of number n * 128 + thread, counted block by block. Rows repeat after PERIOD
+// pieces, SKIP blocks further on, so that few addresses are needed.
+#if LANES == 8
+#define PERIOD 1
+#define SKIP 2
+#elif LANES == 24
+#define PERIOD 3
+#define SKIP 2
+#else
+#define PERIOD (LANES / 16)
+#define SKIP 1
+#endif
+
+struct Gather {
+    u32 offset[PERIOD], target[PERIOD];
+    int row[PERIOD];
+    u32 there;  // the pieces that exist
+
+    __device__ __forceinline__ void prepare(const int* lane_of, int pitch, u32 tiles, int warpgroup, int thread) {
+        there = 0;
+#pragma unroll
+        for (int n = 0; n < PERIOD; n++) {
+            int id = n * 128 + thread, i = id / (8 * LANES);
+            row[n] = (id % (8 * LANES)) / 8;
+            offset[n] = (u32)lane_of[row[n]] * pitch + (warpgroup + WARPGROUPS * i) * 64 + (id & 7) * 8;
+            target[n] = tiles + (warpgroup * KPW + i) * LANES * 128 + row[n] * 128 + (((id & 7) ^ (row[n] & 7)) << 4);
+        }
+#pragma unroll
+        for (int n = 0; n < PIECES; n++) {
+            int id = n * 128 + thread;
+            there |= id < CHUNKS && warpgroup + WARPGROUPS * (id / (8 * LANES)) < KBLOCKS ? 1u << n : 0;
+        }
+    }
+
+    // `published`: whether other blocks write it in this launch, so that it may not be there yet.
+    // `pause`: clocks to wait before the first look. Polls that come too soon only keep the memory from what they wait for.
+    __device__ __forceinline__ void run(const u16* from, int active, bool published, int pause, int warpgroup) const {
+        uint4 piece[PIECES];
+        u32 missing = there;
+        if (active < LANES) {
+#pragma unroll
+            for (int n = 0; n < PIECES; n++) missing &= row[n % PERIOD] < active ? ~0u : ~(1u << n);
+        }
+        if (pause > 0 && published) {
+            u32 now = clock();
+            while ((u32)clock() - now < pause) continue;
+        }
+        int tries = 0;
+        while (__any_sync(0xFFFFFFFFu, missing)) {
+#pragma unroll
+            for (int n = 0; n < PIECES; n++)
+                if (missing >> n & 1) piece[n] = load_pieces(from + offset[n % PERIOD] + (n / PERIOD) * SKIP * WARPGROUPS * 64);
+#pragma unroll
+            for (int n = 0; n < PIECES; n++) {
+                bool whole = piece[n].x != WORD_EMPTY && piece[n].y != WORD_EMPTY && piece[n].z != WORD_EMPTY && piece[n].w != WORD_EMPTY;
+                if ((missing >> n & 1) && (whole || !published)) {
+                    store_smem(target[n % PERIOD] + (n / PERIOD) * SKIP * LANES * 128, piece[n]);
+                    missing &= ~(1u << n);
+                }
+            }
+            if (++tries > PATIENCE) asm volatile("trap;");
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+    }
+};
+
+// The lanes of a group, longest first; [LANES * PASSES] each.
+struct Table {
+    int* lane;
+    int* length;  // 0: no lane here
+
+    __device__ __forceinline__ void fill(const Lanes& lanes, int group, int thread) {
+        for (int place = thread; place < LANES * PASSES; place += THREADS) {
+            // Dealt out like cards, so that every group has long and short ones.
+            int rank = place * lanes.groups + group;
+            bool there = rank < lanes.count;
+            int number = there ? (lanes.order ? lanes.order[rank] : rank) : 0;
+            lane[place] = number;
+            length[place] = there ? (lanes.lengths ? min(lanes.lengths[number], lanes.steps) : lanes.steps) : 0;
+        }
+    }
+    // How many lanes of a pass reach a step: they are sorted, so these are the first.
+    __device__ __forceinline__ int active(int pass, int step) const {
+        int place = threadIdx.x & 31;
+        return __popc(__ballot_sync(0xFFFFFFFFu, place < LANES && length[pass * LANES + place] > step));
+    }
+};
+
+// What a step reads of memory is asked for a step ahead, into a place of the thread's own, and after its polling: the loads of a
+// multiprocessor come back in the order in which they were made, and those that poll would wait for the slower ones.
+struct Slot {
+    u32 address;
+    __device__ __forceinline__ void fetch_8(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address + at), "l"(from) : "memory"); }
+    __device__ __forceinline__ void fetch_4(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address + at), "l"(from) : "memory"); }
+    __device__ __forceinline__ void close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+    // Every pass closes one group a step, so that those of the other passes may still be under way.
+    __device__ __forceinline__ uint4 read() {
+        uint4 v;
+        asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory");
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+        return v;
+    }
+};

@@ -1,0 +1,27 @@
+// Numbers of half precision, two to a 32-bit word: bf16, or fp16 where FP16 is set.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+// All bits set: a NaN that no conversion gives. It stands where nothing has been written yet.
+#define WORD_EMPTY 0xFFFFFFFFu
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 word;
+#if FP16
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#endif
+    return word;
+}
+
+__device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
+#if FP16
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(word));
+#else
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xFFFF0000u);
+#endif
+}

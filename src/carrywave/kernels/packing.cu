@@ -1,0 +1,97 @@
+// Before and after the recurrence: weights in the order in which the kernels take them, their gradients back in torch's, and buffers that are
+// filled with what stands for "not written yet".
+//
+// Compile-time constant, given by the host: FP16.
+
+#include "half.cuh"
+
+__device__ __forceinline__ float number(const void* from, int halves, u64 at) {
+    if (!halves) return ((const float*)from)[at];
+    float low, high;
+    unpack(((const u16*)from)[at], low, high);
+    return low;
+}
+
+// Weights [4, H, I] (float32, or half where `halves`) -> [H padded, 4, pitch], both matrices at once; of the recurrent one also the
+// transpose [pitch, H padded, 4] where asked for; and the sum of the biases, [H padded, 4]. Everything beyond H and I is zero.
+// A block of 32 x 8 threads has 8 units (32 rows) and 32 columns.
+extern "C" __global__ void pack_weights(
+    const void* w_ih, const void* w_hh, const void* b_ih, const void* b_hh, int halves, int hidden, int inputs, u16* packed_ih, u16* packed_hh,
+    u16* turned_hh, u16* bias, int padded, int pitch_ih) {
+    __shared__ u16 tile[32][33];
+    bool recurrent = blockIdx.z == 1;
+    const void* from = recurrent ? w_hh : w_ih;
+    u16* plain = recurrent ? packed_hh : packed_ih;
+    int columns = recurrent ? hidden : inputs, pitch = recurrent ? padded : pitch_ih;
+    int column = blockIdx.x * 32 + threadIdx.x, unit0 = blockIdx.y * 8;
+    if (blockIdx.x * 32 >= pitch) return;
+#pragma unroll
+    for (int gate = 0; gate < 4; gate++) {
+        int unit = unit0 + threadIdx.y;
+        u16 value = 0;
+        if (unit < hidden && column < columns) value = (u16)pack(number(from, halves, (u64)(gate * hidden + unit) * columns + column), 0.0f);
+        if (column < pitch) plain[(u64)(unit * 4 + gate) * pitch + column] = value;
+        tile[threadIdx.y * 4 + gate][threadIdx.x] = value;
+    }
+    if (!recurrent && blockIdx.x == 0 && threadIdx.y == 0) {
+        int unit = unit0 + threadIdx.x / 4, row = (threadIdx.x & 3) * hidden + unit;
+        float sum = b_ih && unit < hidden ? number(b_ih, halves, row) + number(b_hh, halves, row) : 0.0f;
+        bias[unit0 * 4 + threadIdx.x] = (u16)pack(sum, 0.0f);
+    }
+    if (!recurrent || !turned_hh) return;
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        int row = blockIdx.x * 32 + threadIdx.y * 4 + n;
+        turned_hh[(u64)row * padded * 4 + unit0 * 4 + threadIdx.x] = tile[threadIdx.x][threadIdx.y * 4 + n];
+    }
+}
+
+// The way back: gradients [H padded, 4, pitch] in half -> [4, H, I], float32 or half; and the biases', summed over the groups.
+// A thread has four columns of a row.
+extern "C" __global__ void unpack_gradients(
+    const u16* packed_ih, const u16* packed_hh, const float* bias, int groups, int halves, int hidden, int inputs, void* w_ih, void* w_hh, void* b,
+    int padded, int pitch_ih) {
+    bool recurrent = blockIdx.z == 1;
+    const u16* from = recurrent ? packed_hh : packed_ih;
+    void* to = recurrent ? w_hh : w_ih;
+    int columns = recurrent ? hidden : inputs, pitch = recurrent ? padded : pitch_ih;
+    int column = (blockIdx.x * 32 + threadIdx.x) * 4, row = blockIdx.y * 8 + threadIdx.y;  // gate * H + unit
+    if (row >= 4 * hidden) return;
+    int gate = row / hidden, unit = row % hidden;
+    if (!recurrent && column == 0) {
+        float sum = 0.0f;
+        for (int n = 0; n < groups; n++) sum += bias[((u64)n * padded + unit) * 4 + gate];
+        for (int n = 0; n < 2; n++) {  // once for each of the two biases
+            if (halves) ((u16*)b)[n * 4 * hidden + row] = (u16)pack(sum, 0.0f);
+            else ((float*)b)[n * 4 * hidden + row] = sum;
+        }
+    }
+    if (column >= columns || !to) return;
+    uint2 four = *(const uint2*)(from + (u64)(unit * 4 + gate) * pitch + column);
+    u64 at = (u64)row * columns + column;
+    float value[4];
+    unpack(four.x, value[0], value[1]);
+    unpack(four.y, value[2], value[3]);
+    if (columns % 4 == 0) {
+        if (halves) *(uint2*)((u16*)to + at) = four;
+        else *(float4*)((float*)to + at) = make_float4(value[0], value[1], value[2], value[3]);
+    } else {
+        for (int n = 0; n < 4 && column + n < columns; n++) {
+            if (halves) ((u16*)to)[at + n] = (u16)pack(value[n], 0.0f);
+            else ((float*)to)[at + n] = value[n];
+        }
+    }
+}
+
+// A buffer for `words` x 16 bytes that hold WORD_EMPTY. Forward: `h` ([count, H], float32 or half) comes before it, padded with zeros.
+// Backward: `ring` comes with it, `zeros` x 16 bytes that are zero.
+extern "C" __global__ void prepare(uint4* empty, int words, const void* h, int halves, int count, int hidden, int padded, u16* first, uint4* ring, int zeros) {
+    u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, threads = (u64)gridDim.x * blockDim.x;
+    for (u64 n = thread; n < words; n += threads) empty[n] = make_uint4(WORD_EMPTY, WORD_EMPTY, WORD_EMPTY, WORD_EMPTY);
+    for (u64 n = thread; n < zeros; n += threads) ring[n] = make_uint4(0, 0, 0, 0);
+    for (u64 n = thread; h && n < (u64)count * padded; n += threads) {
+        int unit = n % padded;
+        first[n] = unit < hidden ? (u16)pack(number(h, halves, n / padded * hidden + unit), 0.0f) : 0;
+    }
+}
