@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+HALVES = (torch.bfloat16, torch.float16)
 _EACH = 8  # numbers of half precision in 16 bytes
 
 

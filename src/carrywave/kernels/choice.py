@@ -19,11 +19,10 @@ from torch import Tensor
 
 from carrywave.errors import PlanError
 from carrywave.kernels import aten, manual, nvrtc, persistent, reference, wave
+from carrywave.kernels.aligned import HALVES
 from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.layout import Wave
 from carrywave.kernels.weights import Layer
-
-HALVES = (torch.bfloat16, torch.float16)
 
 
 class Backend(Protocol):

@@ -17,10 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from carrywave.kernels import nvrtc
-from carrywave.kernels.aligned import empty_rows
+from carrywave.kernels.aligned import HALVES, empty_rows
 
 _SOURCE = "cross_entropy.cu"
-_HALVES = (torch.bfloat16, torch.float16)
 _failures: list[str] = []  # once it has failed it is not tried again
 
 
@@ -43,7 +42,7 @@ def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor 
 
 def _serves(logits_NV: Tensor, target_N: Tensor) -> bool:
     """Whether the kernel may be given these; what is amiss with others, torch says."""
-    halves = logits_NV.is_cuda and logits_NV.dtype in _HALVES and logits_NV.numel() > 0 and not torch.compiler.is_compiling()
+    halves = logits_NV.is_cuda and logits_NV.dtype in HALVES and logits_NV.numel() > 0 and not torch.compiler.is_compiling()
     return halves and target_N.dtype == torch.int64 and target_N.shape == logits_NV.shape[:1] and target_N.device == logits_NV.device
 
 

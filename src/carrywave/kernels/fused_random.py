@@ -15,10 +15,11 @@ from torch import Tensor
 
 Fused = Callable[..., Tensor]
 
+_MIX = "#define CARRYWAVE_MIX(v) v ^= v >> 16; v *= 0x85EBCA6Bu; v ^= v >> 13; v *= 0xC2B2AE35u; v ^= v >> 16;"
 _FUNCTION = """
 template <typename T> T carrywave_bits_{count}({arguments}) {{
     unsigned int a = (unsigned int)first, b = (unsigned int)second, x;
-    #define CARRYWAVE_MIX(v) v ^= v >> 16; v *= 0x85EBCA6Bu; v ^= v >> 13; v *= 0xC2B2AE35u; v ^= v >> 16;
+    {mix}
     {absorbed}
     x = (unsigned int)w{count} + 0x9E3779B9u; CARRYWAVE_MIX(x)
     x ^= a; CARRYWAVE_MIX(x)
@@ -30,15 +31,14 @@ template <typename T> T carrywave_bits_{count}({arguments}) {{
 _ABSORBED = "x = (a ^ (unsigned int)w{number}) * 0x9E3779B1u + b; CARRYWAVE_MIX(x) a = x; x = a ^ b ^ 0x7F4A7C15u; CARRYWAVE_MIX(x) b = x;"
 
 
-_FOLD = """
-template <typename T> T carrywave_fold(T first, T second, T word, T which) {
+_FOLD = f"""
+template <typename T> T carrywave_fold(T first, T second, T w1, T which) {{
     unsigned int a = (unsigned int)first, b = (unsigned int)second, x;
-    #define CARRYWAVE_MIX(v) v ^= v >> 16; v *= 0x85EBCA6Bu; v ^= v >> 13; v *= 0xC2B2AE35u; v ^= v >> 16;
-    x = (a ^ (unsigned int)word) * 0x9E3779B1u + b; CARRYWAVE_MIX(x) a = x;
-    x = a ^ b ^ 0x7F4A7C15u; CARRYWAVE_MIX(x) b = x;
+    {_MIX}
+    {_ABSORBED.format(number=1)}
     #undef CARRYWAVE_MIX
     return which == 0 ? (T)a : (T)b;
-}
+}}
 """
 
 
@@ -96,6 +96,6 @@ def _checked(count: int, plain: Fused) -> Fused | None:
 def _compile(count: int) -> Fused:
     arguments = ", ".join(f"T {name}" for name in ["first", "second", *(f"w{number}" for number in range(1, count + 1))])
     absorbed = "\n    ".join(_ABSORBED.format(number=number) for number in range(1, count))
-    code = _FUNCTION.format(count=count, arguments=arguments, absorbed=absorbed)
+    code = _FUNCTION.format(count=count, arguments=arguments, absorbed=absorbed, mix=_MIX)
     kernel: Fused = torch.cuda.jiterator._create_jit_fn(code)
     return kernel

@@ -72,6 +72,13 @@ class Shape:
         )
 
 
+def _dealt(hidden: int, units: int, groups: int, lanes: int, widest: int) -> Shape:
+    """So many lanes over so many groups, in passes of at most `widest`."""
+    of_group = -(-lanes // groups)
+    passes = -(-of_group // widest)
+    return Shape(hidden, groups, -(-of_group // (passes * 8)) * 8, passes, units)
+
+
 def shapes_for(hidden: int, lanes: int) -> list[Shape]:
     """All that fit, for blocks of 16 and of 32 units, the fewest passes first."""
     padded = -(-hidden // 64) * 64
@@ -79,9 +86,7 @@ def shapes_for(hidden: int, lanes: int) -> list[Shape]:
     for units in (16, 32):
         groups = min(MULTIPROCESSORS * units // padded, -(-lanes // 8))
         for widest in (32, 24, 16, 8) if groups else ():
-            of_group = -(-lanes // groups)
-            passes = -(-of_group // widest)
-            shape = Shape(padded, groups, -(-of_group // (passes * 8)) * 8, passes, units)
+            shape = _dealt(padded, units, groups, lanes, widest)
             if shape.fits and shape not in found:
                 found.append(shape)
     return sorted(found, key=lambda shape: shape.passes)
@@ -123,9 +128,7 @@ def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
     padded = alone.hidden
     for units in (16, 32):
         for groups in range(1, min(MULTIPROCESSORS * units // padded, -(-lanes // 8)) + 1):
-            of_group = -(-lanes // groups)
-            passes = -(-of_group // (THREADS // units))
-            shape = Shape(padded, groups, -(-of_group // (passes * 8)) * 8, passes, units)
+            shape = _dealt(padded, units, groups, lanes, THREADS // units)
             streams = min(layers, MULTIPROCESSORS // shape.blocks)
             if not shape.fits or streams < 2:
                 continue

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from carrywave.kernels import nvrtc, wave
+from carrywave.kernels.aligned import HALVES
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.layout import MULTIPROCESSORS, Wave, shape_for, wave_for
 from carrywave.kernels.lengths import reversed_steps
@@ -31,7 +32,7 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
     """Why this backend cannot run the layer; empty where it can."""
     if not x_TBI.is_cuda:
         return "x is not on a GPU"
-    if x_TBI.dtype not in (torch.bfloat16, torch.float16):
+    if x_TBI.dtype not in HALVES:
         return f"it computes in bf16 and fp16, not in {str(x_TBI.dtype).removeprefix('torch.')}"
     if _standing_aside:
         return _standing_aside[0]
