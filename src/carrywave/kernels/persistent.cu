@@ -1,6 +1,6 @@
 // One LSTM layer over a whole sequence in one launch, forward and backward, for Hopper (sm_90a).
 //
-// A recurrent step is bound by latency, so the weights never move: each block keeps its 64 rows of the recurrent matrix in
+// A recurrent step is bound by latency, so the weights never move: each block keeps its rows of the recurrent matrix in
 // registers (and, for wide layers, in shared memory) for the whole sequence, and only h (backward: the gates' gradients) travels
 // between blocks, through L2. There are no flags and no barriers between blocks: the data say themselves that they are there.
 // The buffer is filled with a NaN that no conversion ever produces (all bits set) before the launch, every 32-bit word of it is
