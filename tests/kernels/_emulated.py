@@ -89,6 +89,10 @@ def unpack(
     return dw_ih, dw_hh, plain(bias_EQ.sum(0)[:, None], hidden, 1)[:, 0].to(dtype).repeat(2, 1)
 
 
+def prepare_backward(shape: Shape, like: Tensor) -> None:
+    pass
+
+
 def forward(
     shape: Shape,
     packed: Packed,
@@ -97,13 +101,12 @@ def forward(
     cells_TBP: Tensor | None,
     first_c_BP: Tensor,
     last_c_BP: Tensor,
-    last_h_BP: Tensor,
     dealt: Dealt,
 ) -> None:
     steps, lanes, units = hs_SBP.shape[0] - 1, hs_SBP.shape[1], shape.units
     gates = gates_NQ.view(steps, lanes, shape.hidden, 4)
     lengths = _lengths(dealt, lanes, steps)
-    c, h_end = first_c_BP.clone(), hs_SBP[0].clone()
+    c = first_c_BP.clone()
     for group in range(shape.groups):
         table = _table(shape, group, dealt, lengths)
         for step, turn in ((step, turn) for step in range(table[0][1]) for turn in range(shape.passes)):
@@ -117,12 +120,11 @@ def forward(
                 recurrent = sums.view(len(at), units // 16, 4, 16).transpose(2, 3).reshape(len(at), units, 4)
                 a_i, a_f, a_g, a_o = (gates[step, at, own] + recurrent).unbind(-1)
                 now = computed(FORWARD, a_i=a_i, a_f=a_f, a_g=a_g, a_o=a_o, c=c[at, own])
-                c[at, own], h_end[at, own] = now["c"].to(c.dtype), now["h"]
+                c[at, own] = now["c"].to(c.dtype)
                 _write_once(hs_SBP, now["h"], step + 1, at, own)
                 if cells_TBP is not None:
                     gates[step, at, own] = torch.stack([now[gate] for gate in "ifgo"], dim=-1)
                     cells_TBP[step, at, own] = c[at, own]
-    last_h_BP.copy_(h_end)
     last_c_BP.copy_(c)
     for lane, length in enumerate(lengths):
         hs_SBP[length + 1 :, lane] = 0.0

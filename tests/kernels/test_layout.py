@@ -6,15 +6,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from carrywave.kernels.layout import MULTIPROCESSORS, shape_for
+from carrywave.kernels.layout import MULTIPROCESSORS, Shape, back_for, shape_for
 
 
 @given(st.integers(1, 2048), st.integers(1, 1100))
 @settings(max_examples=300)
 def test_every_lane_has_one_place_and_everything_fits(hidden: int, lanes: int) -> None:
-    shape = shape_for(hidden, lanes)
-    assume(shape is not None)
-    assert shape is not None
+    forward = shape_for(hidden, lanes)
+    assume(forward is not None)
+    assert forward is not None
+    for shape in (forward, back_for(forward, lanes)):
+        check(shape, hidden, lanes)
+
+
+def check(shape: Shape, hidden: int, lanes: int) -> None:
     assert shape.hidden % 64 == 0
     assert 0 <= shape.hidden - hidden < 128
     assert shape.hidden % (4 * shape.units) == 0  # whole quads
@@ -25,7 +30,8 @@ def test_every_lane_has_one_place_and_everything_fits(hidden: int, lanes: int) -
     assert sorted(ranks)[:lanes] == list(range(lanes))
     assert shape.groups <= lanes  # a group without a lane would do nothing
     assert shape.shared_bytes <= 227 * 1024  # what a Hopper GPU lets a block have
-    assert shape.blocks == shape.groups * shape.hidden // shape.units <= MULTIPROCESSORS <= 132
+    assert shape.blocks == shape.groups * shape.hidden // shape.units <= (120 if shape.cluster else MULTIPROCESSORS) <= 132
+    assert not shape.cluster or shape.blocks % 4 == 0
     assert dict(shape.constants(fp16=True))["FP16"] == 1
     assert dict(shape.constants(fp16=False))["FP16"] == 0
 

@@ -27,6 +27,39 @@ __device__ __forceinline__ void store_smem(u32 address, uint4 v) {
 }
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+// What the four blocks of a quad swap: a word for each owner, from each of the others. In clusters it goes from shared memory to shared
+// memory; a block leaves only when it has everything that the others send it, so that nobody writes to one that has gone.
+struct Swap {
+    u32* ring;
+    u32 shared;
+    int part, turn;
+
+    __device__ __forceinline__ static void begin(unsigned char* shared) {
+#if CLUSTER
+        for (int n = threadIdx.x; n < RING * 4 * OWNERS; n += THREADS) ((u32*)shared)[n] = 0;
+        asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+    }
+    __device__ __forceinline__ void give(int to, u32 word) const {
+#if CLUSTER
+        u32 there;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared + (u32)((turn * 4 + part) * OWNERS + threadIdx.x) * 4), "r"(to));
+        asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(word) : "memory");
+#else
+        store_word(ring + (((u64)turn * gridDim.x + blockIdx.x - part + to) * 4 + part) * OWNERS + threadIdx.x, word);
+#endif
+    }
+    __device__ __forceinline__ u32 take(int from) const {
+#if CLUSTER
+        u32 word;
+        asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];" : "=r"(word) : "r"(shared + (u32)((turn * 4 + from) * OWNERS + threadIdx.x) * 4) : "memory");
+        return word;
+#else
+        return load_word(ring + (((u64)turn * gridDim.x + blockIdx.x) * 4 + from) * OWNERS + threadIdx.x);
+#endif
+    }
+};
+
 // Bounded: a wait of seconds means that a block is missing, and ends the launch in an error.
 struct Patience {
     int left;
@@ -50,6 +83,9 @@ struct Patience {
 #define PERIOD (LANES / 16)
 #define SKIP 1
 #endif
+
+// Very wide layers leave few registers: what is gathered is asked for in two parts.
+#define AT_ONCE (KPW > 5 && PIECES > 4 ? (PIECES + 1) / 2 : PIECES)
 
 struct Gather {
     u32 offset[PERIOD], target[PERIOD];
@@ -75,7 +111,6 @@ struct Gather {
     // `published`: whether other blocks write it in this launch, so that it may not be there yet.
     // `pause`: clocks to wait before the first look. Polls that come too soon only keep the memory from what they wait for.
     __device__ __forceinline__ void run(const u16* from, int active, bool published, int pause, int warpgroup) const {
-        uint4 piece[PIECES];
         u32 missing = there;
         if (active < LANES) {
 #pragma unroll
@@ -85,20 +120,25 @@ struct Gather {
             u32 now = clock();
             while ((u32)clock() - now < pause) continue;
         }
-        int tries = 0;
-        while (__any_sync(0xFFFFFFFFu, missing)) {
+        Patience patience = {PATIENCE};
 #pragma unroll
-            for (int n = 0; n < PIECES; n++)
-                if (missing >> n & 1) piece[n] = load_pieces(from + offset[n % PERIOD] + (n / PERIOD) * SKIP * WARPGROUPS * 64);
+        for (int first = 0; first < PIECES; first += AT_ONCE) {
+            uint4 piece[AT_ONCE];
+            u32 asked = AT_ONCE < PIECES ? missing >> first & ((1u << AT_ONCE) - 1) : missing;
+            while (__any_sync(0xFFFFFFFFu, asked)) {
 #pragma unroll
-            for (int n = 0; n < PIECES; n++) {
-                bool whole = piece[n].x != WORD_EMPTY && piece[n].y != WORD_EMPTY && piece[n].z != WORD_EMPTY && piece[n].w != WORD_EMPTY;
-                if ((missing >> n & 1) && (whole || !published)) {
-                    store_smem(target[n % PERIOD] + (n / PERIOD) * SKIP * LANES * 128, piece[n]);
-                    missing &= ~(1u << n);
+                for (int n = 0; n < AT_ONCE; n++)
+                    if (asked >> n & 1) piece[n] = load_pieces(from + offset[(first + n) % PERIOD] + ((first + n) / PERIOD) * SKIP * WARPGROUPS * 64);
+#pragma unroll
+                for (int n = 0; n < AT_ONCE; n++) {
+                    bool whole = piece[n].x != WORD_EMPTY && piece[n].y != WORD_EMPTY && piece[n].z != WORD_EMPTY && piece[n].w != WORD_EMPTY;
+                    if ((asked >> n & 1) && (whole || !published)) {
+                        store_smem(target[(first + n) % PERIOD] + ((first + n) / PERIOD) * SKIP * LANES * 128, piece[n]);
+                        asked &= ~(1u << n);
+                    }
                 }
+                patience.spend();
             }
-            if (++tries > PATIENCE) asm volatile("trap;");
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");

@@ -5,11 +5,12 @@ Torch-free arithmetic; `persistent.cu` is compiled with what comes out of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 MULTIPROCESSORS = 128  # of the 132 of an H100 or H200: some stay free for what runs beside, NCCL's kernels for one
-MOST_HIDDEN = 1536
+CLUSTERED = 120  # of them take clusters of four blocks, a block each: the others stand where no four are together
+MOST_HIDDEN = 2048
 MOST_PASSES = 8
 THREADS = 512  # of a block
 _SHARED_BYTES = 227 << 10  # for a block
@@ -24,6 +25,7 @@ class Shape:
     lanes: int  # of one pass
     passes: int
     units: int = 16  # of a block
+    cluster: bool = False  # backward: the four blocks that swap sums stand together, and do so without memory
 
     @property
     def blocks(self) -> int:
@@ -50,14 +52,17 @@ class Shape:
     @property
     def fits(self) -> bool:
         """Whether the chip has room for all of its blocks at once."""
+        room = CLUSTERED if self.cluster else MULTIPROCESSORS
         whole = self.hidden % (4 * self.units) == 0 and self.units * self.lanes <= THREADS and self.passes <= MOST_PASSES
-        return whole and self.hidden <= MOST_HIDDEN and self.blocks <= MULTIPROCESSORS and self.shared_bytes <= _SHARED_BYTES
+        return whole and self.hidden <= MOST_HIDDEN and self.blocks <= room and self.shared_bytes <= _SHARED_BYTES
 
     def _bytes(self, sum_buffers: int) -> int:
         operand = 4 * self.k_blocks * self.lanes * 128
         weights = 4 * (self.k_blocks - self.in_registers) * 512 * self.units
-        sums = sum_buffers * 4 * 4 * self.units * (self.lanes + 4) * 4
-        return operand + weights + sums + self.passes * (16 * THREADS + 2 * 4 * self.lanes)
+        sums = sum_buffers * 4 * 4 * self.units * (self.lanes + (2 if self.k_blocks > 6 else 4)) * 4
+        owners = self.units * self.lanes
+        swapped = 2 * 4 * 4 * owners if self.cluster else 0
+        return operand + weights + sums + self.passes * (16 * owners + 2 * 4 * self.lanes) + swapped
 
     def constants(self, *, fp16: bool) -> tuple[tuple[str, int], ...]:
         """What the source is compiled with."""
@@ -69,6 +74,7 @@ class Shape:
             ("LANES", self.lanes),
             ("PASSES", self.passes),
             ("SUM_BUFFERS", self.sum_buffers),
+            ("CLUSTER", int(self.cluster)),
         )
 
 
@@ -105,6 +111,19 @@ def shape_for(hidden: int, lanes: int) -> Shape | None:
     return small[0] if small else None
 
 
+@cache
+def back_for(shape: Shape, lanes: int) -> Shape:
+    """The layout of backward, for a layer alone on the chip. Clusters serve narrow layers, for which a trip to memory is much of a
+    step, where they fit in one pass: with as many lanes as forward has, or, in the narrowest, with a few more.
+    """
+    if shape.passes > 1 or shape.hidden > 768:
+        return shape
+    groups = min(CLUSTERED * 16 // shape.hidden, -(-lanes // 8))
+    found = replace(_dealt(shape.hidden, 16, groups, lanes, 32), cluster=True) if groups else shape
+    few = found.lanes <= (24 if shape.hidden <= 512 else shape.lanes)
+    return found if found.fits and found.passes == 1 and few else shape
+
+
 @dataclass(frozen=True)
 class Wave:
     """How a stack of layers of one width runs: each layer `chunk_steps` at a time, and at most `streams` of them at once."""
@@ -112,6 +131,16 @@ class Wave:
     shape: Shape
     streams: int
     chunk_steps: int
+    clustered: Shape | None = None  # the layout of backward, where it is another one
+
+    @property
+    def back(self) -> Shape:
+        return self.clustered or self.shape
+
+
+def alone(shape: Shape, lanes: int, steps: int) -> Wave:
+    """A layer by itself, over all of its steps."""
+    return Wave(shape, 1, steps, back_for(shape, lanes))
 
 
 @cache
@@ -119,13 +148,13 @@ def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
     """The layers one after the other, each over the whole chip; or side by side, a chunk apart, where that is clearly faster: small
     batches leave most of the chip idle. None where no layout fits.
     """
-    alone = shape_for(hidden, lanes)
-    if alone is None:
+    whole = shape_for(hidden, lanes)
+    if whole is None:
         return None
-    best, least = Wave(alone, 1, steps), 0.95 * layers * (steps * _step_us(alone) + _LAUNCH_US)
+    best, least = alone(whole, lanes, steps), 0.95 * layers * (steps * _step_us(whole) + _LAUNCH_US)
     if layers == 1:
         return best
-    padded = alone.hidden
+    padded = whole.hidden
     for units in (16, 32):
         for groups in range(1, min(MULTIPROCESSORS * units // padded, -(-lanes // 8)) + 1):
             shape = _dealt(padded, units, groups, lanes, THREADS // units)
@@ -138,7 +167,9 @@ def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
             rounds = chunks + layers - 1 if streams == layers else -(-layers // streams) * chunks + streams - 1
             took = rounds * (chunk * _step_us(shape) + _LAUNCH_US)
             if took < least:
-                best, least = Wave(shape, streams, chunk), took
+                clustered = replace(shape, cluster=True)
+                together = clustered.fits and streams * shape.blocks <= CLUSTERED
+                best, least = Wave(shape, streams, chunk, clustered if together else None), took
     return best
 
 

@@ -10,7 +10,8 @@
 // Lanes are dealt to groups of blocks that know nothing of each other. Within a group every block owns U units (16 or 32):
 //   forward    gates[4U, N] = W[4U rows = U units x 4 gates, K = H] h[K, N]
 //   backward   the four blocks of a quad own 4U units together. Each takes a quarter of K = 4H for all of them, and they swap
-//              the partial sums (float32, the lowest bit saying of which lap through a small ring a word is).
+//              the partial sums (float32, the lowest bit saying of which lap through a small ring a word is): through L2, or, where
+//              the chip has room for the quads as clusters, from shared memory to shared memory, which is one trip less.
 // Either way a block multiplies [4U, H] with [H, N]: its warpgroups share K, by wgmma with the weights as operand A and the other
 // in shared memory (128-byte swizzle), partial sums through shared memory, one thread for each unit and lane.
 //
@@ -19,7 +20,7 @@
 //
 // Compile-time constants, given by the host: FP16, KBLOCKS (H / 64), KREG (64-wide blocks of K for each warpgroup that stay in
 // registers), UNITS (U), LANES (N, of one pass: 8, 16, 24 or 32, at most 512 / U), PASSES (of so many lanes; a group has
-// LANES * PASSES), SUM_BUFFERS (1 or 2).
+// LANES * PASSES), SUM_BUFFERS (1 or 2), CLUSTER (0 or 1; backward only).
 
 #include "half.cuh"
 
@@ -32,16 +33,29 @@
 #define KSHARED (KPW - KREG)             // of which these lie in shared memory
 #define CHUNKS (KPW * 8 * LANES)         // 16-byte pieces that a warpgroup gathers in a pass
 #define PIECES ((CHUNKS + 127) / 128)    // of one thread
-#define ROW_PITCH (LANES + 4)            // of the partial sums: no bank conflicts
+#define ROW_PITCH (LANES + (KPW > 6 ? 2 : 4))  // of the partial sums: no bank conflicts, and few where memory is short
 #define RED_FLOATS (64 * TILES * ROW_PITCH)
 #define B_BYTES (WARPGROUPS * KPW * LANES * 128)
 #define A_BYTES (WARPGROUPS * KSHARED * TILES * 8192)
 #define RED_BYTES (SUM_BUFFERS * WARPGROUPS * RED_FLOATS * 4)
-#define SLOT_BYTES (PASSES * THREADS * 16)
+#define PREPARED (PASSES == 1 && KPW < 6)  // addresses are kept, where there are registers for them
+#define OWNERS (UNITS * LANES)            // threads that have a unit and a lane
+#define SLOT_BYTES (PASSES * OWNERS * 16)
+#define TABLE_BYTES (2 * LANES * PASSES * 4)
+#if CLUSTER
+#define RING 2  // a block writes again only after it has heard of the other's next sum
+#define QUAD __cluster_dims__(4)
+#else
 #define RING 4
+#define QUAD
+#endif
 // As measured on an H200. With several passes the others' work is pause enough.
+#ifndef FORWARD_PAUSE
 #define FORWARD_PAUSE (PASSES > 1 ? 0 : LANES > 8 ? 500 : 300)
-#define BACKWARD_PAUSE (PASSES > 1 || KBLOCKS < 8 ? 0 : 300)
+#endif
+#ifndef BACKWARD_PAUSE
+#define BACKWARD_PAUSE (PASSES > 1 || KBLOCKS < (CLUSTER ? 4 : 8) ? 0 : 300)
+#endif
 
 #include "product.cuh"
 #include "gather.cuh"
@@ -65,7 +79,6 @@ __device__ __forceinline__ float tanh_(float x) { return 1.0f - 2.0f * reciproca
     Lanes lanes = {order, lengths, count, groups, steps};                                                                           \
     u32 tiles = shared_address(memory);                                                                                             \
     float* partial = (float*)(memory + B_BYTES + A_BYTES);                                                                          \
-    Slot slot = {tiles + B_BYTES + A_BYTES + RED_BYTES + threadIdx.x * 16};                                                         \
     int* places = (int*)(memory + B_BYTES + A_BYTES + RED_BYTES + SLOT_BYTES);                                                      \
     Table table = {places, places + LANES * PASSES};                                                                                \
     int thread = threadIdx.x, warpgroup = thread >> 7, warp = (thread >> 5) & 3, lane = thread & 31;                                \
@@ -74,8 +87,9 @@ __device__ __forceinline__ float tanh_(float x) { return 1.0f - 2.0f * reciproca
     table.fill(lanes, group, thread);                                                                                               \
     /* One thread for each unit and lane: eight units of four lanes in a warp. */                                                   \
     int unit = (thread & 7) + (thread / (8 * LANES)) * 8, place = (thread >> 3) % LANES;                                            \
-    bool owner = thread < UNITS * LANES;                                                                                               \
-    int column = member * UNITS + unit, parity = 0;                                                                                    \
+    bool owner = thread < OWNERS;                                                                                                   \
+    Slot slot = {tiles + B_BYTES + A_BYTES + RED_BYTES + (owner ? thread : 0) * 16};                                                \
+    int column = member * UNITS + unit, parity = 0;                                                                                 \
     u64 step_h = (u64)lanes.count * HIDDEN;                                                                                         \
     Gather gather;                                                                                                                  \
     Weights own;
@@ -101,7 +115,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
     u16* gates,                       // [T, B, H, 4]: the input's product; replaced by the gates
     float* cells,                     // [T, B, H]
     const float* first_c,             // [B, H]
-    u16* last_h,                      // [B, H]
     float* last_c,                    // [B, H]
     const int* order, const int* lengths, int count, int groups, int steps, int keep) {
     SETUP
@@ -114,11 +127,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
     __syncthreads();
 
     float c[PASSES];
-    u16 h_end[PASSES];
     int active[PASSES];
     auto fetch = [&](int step, int pass) {
         int at = pass * LANES + place;
-        Slot to = {slot.address + pass * THREADS * 16};
+        Slot to = {slot.address + pass * OWNERS * 16};
         if (owner && table.length[at] > step) to.fetch_8(0, gates + (step * step_h + (u64)table.lane[at] * HIDDEN + column) * 4);
         to.close();
     };
@@ -128,11 +140,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
         bool there = owner && group + at * lanes.groups < lanes.count;
         u64 cell = (u64)table.lane[at] * HIDDEN + column;
         c[pass] = there ? first_c[cell] : 0.0f;
-        h_end[pass] = there && table.length[at] == 0 ? hs[cell] : 0;
         active[pass] = table.active(pass, 0);
         fetch(0, pass);
     }
-    if (PASSES == 1) gather.prepare(table.lane, HIDDEN, tiles, warpgroup, thread & 127);
+    if (PREPARED) gather.prepare(table.lane, HIDDEN, tiles, warpgroup, thread & 127);
     int longest = table.length[0];
     for (int step = 0; step < longest; step++) {
 #pragma unroll
@@ -144,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
             int at = pass * LANES + place;
             u64 cell = (u64)step * step_h + (u64)table.lane[at] * HIDDEN + column;
             bool real = owner && table.length[at] > step;
-            if (PASSES > 1) gather.prepare(table.lane + pass * LANES, HIDDEN, tiles, warpgroup, thread & 127);
+            if (!PREPARED) gather.prepare(table.lane + pass * LANES, HIDDEN, tiles, warpgroup, thread & 127);
             gather.run(hs + step * step_h, active[pass], step > 0, FORWARD_PAUSE, warpgroup);
-            uint4 input = Slot{slot.address + pass * THREADS * 16}.read();
+            uint4 input = Slot{slot.address + pass * OWNERS * 16}.read();
             fetch(step + 1, pass);
             own.multiply(tiles, SUMS, warpgroup, warp, lane);
             __syncthreads();
@@ -174,7 +185,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
                         *(uint2*)(gates + cell * 4) = make_uint2(pack(i, f), pack(g, o));
                         cells[cell] = c[pass];
                     }
-                    h_end[pass] = (unit & 1) ? (u16)(both >> 16) : (u16)both;
                 }
             }
             active[pass] = table.active(pass, step + 1);
@@ -185,7 +195,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
         int at = pass * LANES + place;
         if (owner && group + at * lanes.groups < lanes.count) {
             u64 cell = (u64)table.lane[at] * HIDDEN + column;
-            last_h[cell] = h_end[pass];
             last_c[cell] = c[pass];
             // No block waits for these: a lane that has ended is not gathered.
             for (int step = table.length[at]; step < lanes.steps; step++) hs[(u64)(step + 1) * step_h + cell] = 0;
@@ -193,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(
+extern "C" __global__ void QUAD __launch_bounds__(THREADS, 1) lstm_backward(
     const u16* __restrict__ weights,  // [H, 4H interleaved]: the recurrent matrix, transposed
     const u16* gates,                 // [T, B, H, 4]
     const float* cells,               // [T, B, H]
@@ -205,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(
     float* grad_first_h,              // [B, H]
     float* grad_first_c,              // [B, H]
     float* grad_bias,                 // [groups, H, 4]
-    u32* ring,                        // [RING, blocks, 4, UNITS * LANES], zero
+    u32* ring,                        // [RING, blocks, 4, OWNERS], zero; null in clusters
     const int* order, const int* lengths, int count, int groups, int steps) {
     SETUP
     int quad = member >> 2, part = member & 3;
@@ -213,6 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(
         const u16* row0 = weights + (u64)(quad * 4 * UNITS + warp * 16 + (lane >> 2)) * 4 * HIDDEN + part * HIDDEN;
         own.load(row0, (u64)8 * 4 * HIDDEN, (u64)64 * 4 * HIDDEN, tiles + B_BYTES, warpgroup, warp, lane);
     }
+    Swap::begin(memory + B_BYTES + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
 
@@ -221,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(
     int longest = table.length[0], swaps = 0;
     auto fetch = [&](int step, int pass) {
         int at = pass * LANES + place;
-        Slot to = {slot.address + pass * THREADS * 16};
+        Slot to = {slot.address + pass * OWNERS * 16};
         if (owner && step >= 0 && table.length[at] > step) {
             u64 lane_cell = (u64)table.lane[at] * HIDDEN + column, cell = step * step_h + lane_cell;
             to.fetch_8(0, gates + cell * 4);
@@ -242,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(
             for (int step = table.length[at]; step < lanes.steps; step++) *(uint2*)(grads + ((u64)step * step_h + cell) * 4) = make_uint2(0, 0);
         fetch(longest - 1, pass);
     }
-    if (PASSES == 1) gather.prepare(table.lane, 4 * HIDDEN, tiles, warpgroup, thread & 127);
+    if (PREPARED) gather.prepare(table.lane, 4 * HIDDEN, tiles, warpgroup, thread & 127);
     // Step -1 gives the gradient of the initial h.
     for (int step = longest - 1; step >= -1; step--) {
 #pragma unroll
@@ -251,19 +261,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(
             u64 cell = (u64)table.lane[at] * HIDDEN + column;
             float recurrent = 0.0f;
             if (active[pass] > 0) {
-                if (PASSES > 1) gather.prepare(table.lane + pass * LANES, 4 * HIDDEN, tiles, warpgroup, thread & 127);
+                if (!PREPARED) gather.prepare(table.lane + pass * LANES, 4 * HIDDEN, tiles, warpgroup, thread & 127);
                 gather.run(grads + (u64)(step + 1) * step_h * 4 + part * HIDDEN, active[pass], true, BACKWARD_PAUSE, warpgroup);
                 own.multiply(tiles, SUMS, warpgroup, warp, lane);
                 __syncthreads();
                 float quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f};
                 u32 lap = ((swaps / RING) & 1) ^ 1;
-                u32* post = ring + (u64)(swaps % RING) * gridDim.x * 4 * UNITS * LANES + thread;
+                Swap swap = {ring, tiles + B_BYTES + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES, part, swaps % RING};
                 if (owner) {
 #pragma unroll
                     for (int n = 0; n < 4; n++) {
                         // To each block of the quad what it owns.
                         quarter[n] = total(SUMS, n * UNITS + unit, place);
-                        if (n != part) store_word(post + ((u64)(blockIdx.x - part + n) * 4 + part) * UNITS * LANES, (__float_as_uint(quarter[n]) & ~1u) | lap);
+                        if (n != part) swap.give(n, (__float_as_uint(quarter[n]) & ~1u) | lap);
                     }
                 }
                 done();
@@ -276,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(
                     while (missing) {
 #pragma unroll
                         for (int n = 0; n < 4; n++)
-                            if (missing >> n & 1) word[n] = load_word(post + ((u64)blockIdx.x * 4 + n) * UNITS * LANES);
+                            if (missing >> n & 1) word[n] = swap.take(n);
 #pragma unroll
                         for (int n = 0; n < 4; n++)
                             if ((missing >> n & 1) && (word[n] & 1) == lap) missing &= ~(1u << n);
@@ -286,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(
                     for (int n = 0; n < 4; n++) recurrent += n == part ? quarter[n] : __uint_as_float(word[n] & ~1u);
                 }
             }
-            uint4 kept = Slot{slot.address + pass * THREADS * 16}.read();
+            uint4 kept = Slot{slot.address + pass * OWNERS * 16}.read();
             fetch(step - 1, pass);
             float dh = length > step + 1 ? recurrent : 0.0f;
             if (step >= 0 && length > step) {

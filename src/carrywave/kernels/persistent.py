@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from carrywave.kernels import nvrtc, wave
-from carrywave.kernels.aligned import HALVES
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.layout import MULTIPROCESSORS, Wave, shape_for, wave_for
+from carrywave.kernels.casting import HALVES
+from carrywave.kernels.layout import MULTIPROCESSORS, Wave, alone, shape_for, wave_for
 from carrywave.kernels.lengths import reversed_steps
 from carrywave.kernels.weights import Layer
 
@@ -51,7 +51,7 @@ def pays(x_TBI: Tensor, weights: Layer) -> bool:
     """
     shape = shape_for(weights[0].w_hh.shape[1], x_TBI.shape[1])
     tiny = x_TBI.dtype == torch.float16 and weights[0].w_hh.shape[1] <= 64 and x_TBI.shape[0] < 32
-    return not tiny and (shape is None or shape.passes * shape.hidden <= 3072)
+    return not tiny and (shape is None or shape.passes <= 2 or shape.passes * shape.hidden <= 3072)
 
 
 @cache
@@ -70,7 +70,7 @@ def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None)
     shape = shape_for(weights[0].w_hh.shape[1], lanes)
     if shape is None:
         raise ValueError(f"{weights[0].w_hh.shape[1]} units and {lanes} lanes do not fit; ask `refusal` first")
-    whole = Wave(shape, 1, steps)
+    whole = alone(shape, lanes, steps)
     ys, ends = [], []
     for direction, each in enumerate(weights):
         x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)

@@ -104,7 +104,10 @@ struct Weights {
         for (int m = 0; m < TILES; m++)
 #pragma unroll
             for (int n = 0; n < LANES / 2; n++) sums[m][n] = 0.0f;
-        u64 b = descriptor(tiles + warpgroup * KPW * LANES * 128);
+        // Seemingly new at every step, so that no register holds what can be added up at once.
+        u32 weights_at = shared, tiles_at = tiles + warpgroup * KPW * LANES * 128;
+        asm volatile("" : "+r"(weights_at), "+r"(tiles_at));
+        u64 b = descriptor(tiles_at);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int i = 0; i < KPW; i++) {
@@ -114,7 +117,7 @@ struct Weights {
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
                     if (i < KREG) mma_registers(sums[m], fragment[i < KREG ? i : 0][m][j], from);
-                    else mma_shared(sums[m], descriptor(shared + ((i - KREG) * TILES + m) * 8192) + ((j * 32) >> 4), from);
+                    else mma_shared(sums[m], descriptor(weights_at + ((i - KREG) * TILES + m) * 8192) + ((j * 32) >> 4), from);
                 }
             }
         }

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from carrywave.kernels import nvrtc
+from carrywave.kernels.casting import EACH, HALVES, padded_rows
 from carrywave.kernels.layout import MULTIPROCESSORS, THREADS, Shape
 from carrywave.kernels.weights import LayerWeights
 
@@ -59,9 +60,10 @@ def states(h_BH: Tensor, shape: Shape, steps: int, like: Tensor) -> Tensor:
 
 
 def gradients(gates_NQ: Tensor, shape: Shape, launches: int) -> tuple[Tensor, Tensor]:
-    """A buffer for the gradients of the gates, which are yet to come; and for each launch a ring for what blocks swap."""
+    """A buffer for the gradients of the gates, which are yet to come; and for each launch a ring for what blocks swap by way of memory."""
     grads_NQ = torch.empty_like(gates_NQ)
-    ring = gates_NQ.new_empty(launches, 4 * shape.blocks * 4 * shape.units * shape.lanes, dtype=torch.int32)
+    words_of_ring = 0 if shape.cluster else 4 * shape.blocks * 4 * shape.units * shape.lanes
+    ring = gates_NQ.new_empty(launches, words_of_ring, dtype=torch.int32)
     words = grads_NQ.numel() // 8
     _simple("prepare", gates_NQ)(_waves(words), (256, 1), grads_NQ, words, None, 0, 0, 0, 0, None, ring, ring.numel() // 4)
     return grads_NQ, ring
@@ -75,18 +77,20 @@ def forward(
     cells_TBP: Tensor | None,
     first_c_BP: Tensor,
     last_c_BP: Tensor,
-    last_h_BP: Tensor,
     dealt: Dealt,
 ) -> None:
-    """Fills h, gates and cells of all steps, and the last h and c. Without cells nothing is kept for backward."""
+    """Fills h, gates and cells of all steps, and the last c. Without cells nothing is kept for backward."""
     steps, lanes = hs_SBP.shape[0] - 1, hs_SBP.shape[1]
     run = _recurrent("lstm_forward", shape, hs_SBP)
-    if cells_TBP is not None:
-        _recurrent("lstm_backward", shape, hs_SBP)  # if it cannot be had, that is said now, while another backend can still take over
     run(
-        (shape.blocks, 1, 1), (THREADS, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_h_BP, last_c_BP,
+        (shape.blocks, 1, 1), (THREADS, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
         *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), cooperative=True,
     )  # fmt: skip
+
+
+def prepare_backward(shape: Shape, like: Tensor) -> None:
+    """Compile it. If it cannot be had, that is said while another backend can still take over."""
+    _recurrent("lstm_backward", shape, like)
 
 
 def backward(
@@ -137,6 +141,8 @@ def readable(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tenso
 
 def padded_to(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Contiguous, in this dtype, with zeros for the padded units."""
+    if dtype in HALVES and x.shape[-1] != width:
+        return padded_rows(x.reshape(-1, x.shape[-1]), dtype, width).view(*x.shape[:-1], width)
     cast = x.to(dtype).contiguous()
     cast = cast.clone() if cast.data_ptr() % 16 else cast  # a part of another tensor may begin anywhere
     return cast if cast.shape[-1] == width else functional.pad(cast, (0, width - cast.shape[-1]))
@@ -144,8 +150,7 @@ def padded_to(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 def aligned(x_NI: Tensor) -> Tensor:
     """The rows, padded with zeros to a multiple of 8 numbers: matrix products of other widths take three times as long."""
-    rest = -x_NI.shape[1] % 8
-    return functional.pad(x_NI, (0, rest)) if rest else x_NI
+    return padded_rows(x_NI, x_NI.dtype) if x_NI.shape[1] % EACH else x_NI
 
 
 def _fp16(like: Tensor) -> bool:

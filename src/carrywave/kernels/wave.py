@@ -105,7 +105,8 @@ class _Stack(torch.autograd.Function):
             hs = recurrence.states(h_BH, shape, steps, like)
             layers.append(_Layer(inputs_NJ, packed.w_ih_QJ, packed.turned_PQ, hs, gates, cells, cs_CBP, mask))
             packs.append(packed)
-        scratch = like.new_empty(len(layers), lanes, shape.hidden)
+        if kept:
+            recurrence.prepare_backward(wave.back, like)
         with _Streams(wave.streams, like.device) as streams:
             for number, chunk in _diagonals(len(layers), len(spans)):
                 layer, (first, end) = layers[number], spans[chunk]
@@ -121,7 +122,7 @@ class _Stack(torch.autograd.Function):
                     cells = None if layer.cells_TBP is None else layer.cells_TBP[first:end]
                     recurrence.forward(
                         shape, packs[number], layer.hs_SBP[first : end + 1], gates, cells,
-                        layer.cs_CBP[chunk], layer.cs_CBP[chunk + 1], scratch[number], dealt[chunk],
+                        layer.cs_CBP[chunk], layer.cs_CBP[chunk + 1], dealt[chunk],
                     )  # fmt: skip
         outputs = [layers[-1].hs_SBP[1:, :, :hidden]]
         for layer, (h_BH, c_BH, *_) in zip(layers, given, strict=True):
@@ -140,7 +141,7 @@ class _Stack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y_TBH: Tensor | None, *grad_ends: Tensor | None) -> tuple[Tensor | None, ...]:
         wave, (steps, lanes, inputs), hidden, spans = ctx.wave, ctx.x_shape, ctx.hidden, ctx.spans
-        shape, saved = wave.shape, list(ctx.saved_tensors)
+        shape, saved = wave.back, list(ctx.saved_tensors)
         count, of_layer = len(ctx.dtypes), len(_Layer._fields)
         layers = [_Layer(*saved[number * of_layer : (number + 1) * of_layer]) for number in range(count)]
         dealt = [Dealt(*pair) for pair in zip(*[iter(saved[count * of_layer :])] * 2, strict=True)]
