@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-HALVES = (torch.bfloat16, torch.float16)
-_EACH = 8  # numbers of half precision in 16 bytes
+from carrywave.kernels.casting import EACH, dense_rows, padded_rows
 
 
 def serves(x: Tensor, weight_VI: Tensor) -> bool:
     """Whether it makes a difference: under autocast to half precision on CUDA, where a width is not a multiple of 8."""
-    odd = bool(weight_VI.shape[0] % _EACH or weight_VI.shape[1] % _EACH)
+    odd = bool(weight_VI.shape[0] % EACH or weight_VI.shape[1] % EACH)
     cast = x.is_cuda and torch.is_autocast_enabled("cuda") and torch.float64 not in (x.dtype, weight_VI.dtype)
     return odd and cast and not torch.compiler.is_compiling()
 
@@ -36,19 +35,19 @@ def linear(x: Tensor, weight_VI: Tensor, bias_V: Tensor | None) -> Tensor:
 def empty_rows(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """[rows, width], not filled, each row at a multiple of 16 bytes."""
     rows, width = shape
-    return like.new_empty((rows, -(-width // _EACH) * _EACH), dtype=dtype or like.dtype)[:, :width]
+    return like.new_empty((rows, -(-width // EACH) * EACH), dtype=dtype or like.dtype)[:, :width]
 
 
 def aligned_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
     """The same numbers in this dtype, copied only where they do not lie so already."""
-    if x_NI.dtype == dtype and x_NI.stride(1) == 1 and x_NI.stride(0) % _EACH == 0 and x_NI.storage_offset() % _EACH == 0:
+    if x_NI.dtype == dtype and x_NI.stride(1) == 1 and x_NI.stride(0) % EACH == 0 and x_NI.storage_offset() % EACH == 0:
         return x_NI
-    return empty_rows(x_NI.shape, x_NI, dtype).copy_(x_NI)
+    return padded_rows(x_NI, dtype)[:, : x_NI.shape[1]]
 
 
 def _strides(lead: Sequence[int], width: int) -> list[int]:
     """Of a tensor [*lead, width] whose rows lie at multiples of 16 bytes."""
-    strides, step = [1], -(-width // _EACH) * _EACH
+    strides, step = [1], -(-width // EACH) * EACH
     for size in reversed(lead):
         strides.insert(0, step)
         step *= size
@@ -80,10 +79,11 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_w, wants_b, _ = ctx.needs_input_grad
         dx = dw = db = None
         if wants_x:
-            dx = torch.mm(grad_NV, w_VI, out=empty_rows(x_NI.shape, x_NI)).to(x_dtype).reshape(x_shape)
+            dx_NI = torch.mm(grad_NV, w_VI, out=empty_rows(x_NI.shape, x_NI))
+            dx = (dx_NI if x_dtype == dx_NI.dtype else dense_rows(dx_NI, x_dtype)).reshape(x_shape)
         if wants_w:
             product_VI = torch.mm(grad_NV.t(), x_NI, out=empty_rows(w_VI.shape, w_VI))
-            dw = w_VI.new_empty(w_VI.shape, dtype=w_dtype).copy_(product_VI)
+            dw = dense_rows(product_VI, w_dtype)
         if wants_b and b_dtype is not None:
             db = grad_NV.sum(0, dtype=torch.float32).to(b_dtype)
         return dx, dw, db, None

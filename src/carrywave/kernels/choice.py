@@ -19,8 +19,8 @@ from torch import Tensor
 
 from carrywave.errors import PlanError
 from carrywave.kernels import aten, manual, nvrtc, persistent, reference, wave
-from carrywave.kernels.aligned import HALVES
 from carrywave.kernels.carry import Carries, Carry
+from carrywave.kernels.casting import HALVES
 from carrywave.kernels.layout import Wave
 from carrywave.kernels.weights import Layer
 

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from carrywave.kernels import nvrtc
-from carrywave.kernels.aligned import HALVES, empty_rows
+from carrywave.kernels.aligned import empty_rows
+from carrywave.kernels.casting import HALVES
 
 _SOURCE = "cross_entropy.cu"
 _failures: list[str] = []  # once it has failed it is not tried again

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from carrywave.kernels import choice, random
+from carrywave.kernels import choice
 from carrywave.kernels.carry import Carries, Carry
+from carrywave.kernels.dropout import Place, dropped, multiplier
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.weights import Layer
 
@@ -48,10 +49,13 @@ def lstm(
     compute = _dtype(x_TBI.device.type, layers)
     ends: list[Carry] = []
 
+    places = [Place(site, dropout, locked, start) for site in sites] if dropout else []
+
+    def dropped_after(number: int, y_TBU: Tensor) -> Tensor:
+        return y_TBU if key is None or number >= len(places) else dropped(y_TBU, key, lanes, places[number])
+
     def mask_after(number: int, like_TBU: Tensor) -> Tensor | None:
-        if not dropout or key is None or number >= len(sites):
-            return None
-        return dropout_mask(like_TBU, random.fold(key, sites[number]), dropout, locked=locked, lanes=lanes, start=start)
+        return None if key is None or number >= len(places) else multiplier(like_TBU, key, lanes, places[number])
 
     # Backends see one dtype throughout, so the autocast that chose it must not cast within.
     with torch.autocast(x_TBI.device.type, enabled=False):
@@ -59,10 +63,10 @@ def lstm(
         wave = choice.wave_of(backend, y_TBO, layers) if norms is None else None
         if wave is not None:
             like_TBO = y_TBO.new_empty(()).expand(*x_TBI.shape[:2], layers[0][0].w_hh.shape[1])
-            *masks, last = (mask_after(number, like_TBO) for number in range(len(layers)))
+            masks = (mask_after(number, like_TBO) for number in range(len(layers) - 1))
             ran = choice.run_wave(y_TBO, carries, layers, [*masks, None], lengths, wave)
             if ran is not None:
-                return ran[0] if last is None else ran[0] * last, ran[1]
+                return dropped_after(len(layers) - 1, ran[0]), ran[1]
         for number, (carry, layer) in enumerate(zip(carries, layers, strict=True)):
             y_TBO, end = choice.run(backend, y_TBO, carry, layer, lengths)
             ends.append(end)
@@ -70,21 +74,8 @@ def lstm(
             if norm is not None:
                 y_TBO = norm(y_TBO.to(torch.promote_types(compute, torch.float32))).to(compute)
                 y_TBO = y_TBO if real_TB1 is None else torch.where(real_TB1, y_TBO, 0.0)
-            mask = mask_after(number, y_TBO)
-            y_TBO = y_TBO if mask is None else y_TBO * mask
+            y_TBO = dropped_after(number, y_TBO)
     return y_TBO, tuple(ends)
-
-
-def dropout_mask(x_TBU: Tensor, key: Tensor, p: float, *, locked: bool, lanes: Tensor | None, start: int) -> Tensor:
-    """The multiplier for x ([T, B, U], or [1, B, U] when locked), at x's place among all lanes and steps of the batch."""
-    steps, count, units = x_TBU.shape
-    device = x_TBU.device
-    lane_B1 = (torch.arange(count, device=device) if lanes is None else lanes)[:, None]
-    unit_U = torch.arange(units, device=device)
-    if locked:
-        return random.keep(key, p, lane_B1, unit_U, dtype=x_TBU.dtype)[None]
-    time_T11 = torch.arange(start, start + steps, device=device)[:, None, None]
-    return random.keep(key, p, time_T11, lane_B1, unit_U, dtype=x_TBU.dtype)
 
 
 def _dtype(device: str, layers: Sequence[Layer]) -> torch.dtype:

@@ -38,14 +38,14 @@ class Draw(Protocol):
     def __call__(self, key: Tensor, /, *coords: Tensor, dtype: torch.dtype = ...) -> Tensor: ...
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The int32 with the same bits."""
     word %= _WORD
     return word - _WORD if word >= _WORD // 2 else word
 
 
-_MIX_1, _MIX_2 = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
-_ABSORB, _SECOND, _LAST = _signed(0x9E3779B1), _signed(0x7F4A7C15), _signed(0x9E3779B9)
+_MIX_1, _MIX_2 = signed(0x85EBCA6B), signed(0xC2B2AE35)
+_ABSORB, _SECOND, _LAST = signed(0x9E3779B1), signed(0x7F4A7C15), signed(0x9E3779B9)
 
 
 def site(name: str) -> int:
@@ -57,7 +57,7 @@ def key(seed: int, *path: int) -> Tensor:
     """A key, int32[2] on the CPU: 8 bytes of BLAKE2b over the decimal numbers, so seeds of any size count in full."""
     digest = hashlib.blake2b(",".join(str(int(number)) for number in (seed, *path)).encode(), digest_size=8).digest()
     words = (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
-    return torch.tensor([_signed(word) for word in words], dtype=torch.int32)
+    return torch.tensor([signed(word) for word in words], dtype=torch.int32)
 
 
 def draw() -> Tensor:
@@ -67,7 +67,7 @@ def draw() -> Tensor:
 
 def fold(key: Tensor, site: int) -> Tensor:
     """The key of a place under this key. Only tensor operations: a captured graph can replay it with another key."""
-    return fused_fold(key, _signed(site), _fold) if key.is_cuda else _fold(key, _signed(site))
+    return fused_fold(key, signed(site), _fold) if key.is_cuda else _fold(key, signed(site))
 
 
 def _fold(key: Tensor, word: int) -> Tensor:
@@ -109,11 +109,14 @@ def normal(key: Tensor, *coords: Tensor, dtype: torch.dtype = torch.float32) -> 
 
 def keep(key: Tensor, p: float, *coords: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The dropout multiplier: 0 where `uniform` is below p, 1/(1-p) elsewhere."""
+    return bits(key, *coords).ge(threshold(p)).to(dtype).mul_(1.0 / (1.0 - p))
+
+
+def threshold(p: float) -> int:
+    """What `bits` must reach to be kept: the comparison of `uniform` with p, on the integers it is made of."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"a dropout share must be at least 0 and below 1, got {p}")
-    # The comparison of `uniform` with p, on the integers it is made of.
-    threshold = (math.ceil(p * (1 << 24)) - (1 << 23)) << 8
-    return bits(key, *coords).ge(threshold).to(dtype).mul_(1.0 / (1.0 - p))
+    return (math.ceil(p * (1 << 24)) - (1 << 23)) << 8
 
 
 def _absorb(first: Tensor, second: Tensor, word: Tensor | int) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.choice import check
+from carrywave.kernels.dropout import Place, dropped
 from carrywave.kernels.lstm import lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 
@@ -200,13 +201,12 @@ class LSTM(nn.Module):
         directions = self._parameters_of(layer)
         if key is None or not self.weight_drop:
             return directions
-        dropped = []
+        kept = []
         for suffix, direction in zip(self._suffixes(layer), directions, strict=True):
-            rows, columns = (torch.arange(size, device=direction.w_hh.device) for size in direction.w_hh.shape)
-            folded = random.fold(key, random.site(f"{self.path}.weight_hh{suffix}.drop"))
-            mask = random.keep(folded, self.weight_drop, rows[:, None], columns, dtype=direction.w_hh.dtype)
-            dropped.append(direction._replace(w_hh=direction.w_hh * mask))
-        return tuple(dropped)
+            # Rows and columns in the place of lanes and units.
+            place = Place(random.site(f"{self.path}.weight_hh{suffix}.drop"), self.weight_drop, locked=True)
+            kept.append(direction._replace(w_hh=dropped(direction.w_hh[None], key, None, place)[0]))
+        return tuple(kept)
 
     def initial(
         self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None, layers: range | None = None

@@ -1,0 +1,94 @@
+// Keyed dropout in one pass: the function of `random.py` (its words are fold, bits and keep), word for word, and the product with x.
+// A warp has a row, or a part of it: what depends on the key, the time and the lane alone is made once for all its units.
+//
+// Compile-time constants, given by the host: WIDE (float32), else FP16.
+
+#include "half.cuh"
+
+#define THREADS 256
+#define PER_THREAD 8
+#define TILE (32 * PER_THREAD)  // units
+
+#if WIDE
+typedef float Number;
+#define ONE 1.0f
+__device__ __forceinline__ Number times(Number x, float by) { return x * by; }
+#else
+typedef u16 Number;
+#define ONE (FP16 ? 0x3C00 : 0x3F80)
+__device__ __forceinline__ Number times(Number x, float by) {
+    float wide, unused;
+    unpack(x, wide, unused);
+    return (u16)pack(wide * by, 0.0f);
+}
+#endif
+
+template <int GROUP>
+struct alignas(sizeof(Number) * GROUP) Group {
+    Number each[GROUP];
+};
+
+__device__ __forceinline__ u32 mix(u32 x) {
+    x ^= x >> 16;
+    x *= 0x85EBCA6Bu;
+    x ^= x >> 13;
+    x *= 0xC2B2AE35u;
+    return x ^ x >> 16;
+}
+
+__device__ __forceinline__ void absorb(u32& a, u32& b, u32 word) {
+    a = mix((a ^ word) * 0x9E3779B1u + b);
+    b = mix(a ^ b ^ 0x7F4A7C15u);
+}
+
+// y = x times its multiplier, or the multiplier itself where x is null. y is dense [rows, units]; row n is step n / lanes and lane
+// n % lanes. Numbers are kept where their bits, as an int, are at least `threshold`.
+template <int GROUP>
+__device__ __forceinline__ void drop(
+    const Number* __restrict__ x, Number* __restrict__ y, const u32* __restrict__ key, const long long* __restrict__ lane_numbers, int rows, int lanes,
+    int units, int step_pitch, int lane_pitch, u32 site, int timed, u32 start, int threshold, float scale) {
+    u32 row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    if (row >= rows) return;
+    u32 step = row / lanes, lane = row % lanes;
+    u32 a = key[0], b = key[1];
+    absorb(a, b, site);
+    if (timed) absorb(a, b, start + step);
+    absorb(a, b, lane_numbers ? (u32)lane_numbers[lane] : lane);
+    x += x ? (u64)step * step_pitch + (u64)lane * lane_pitch : 0;
+    y += (u64)row * units;
+    for (int first = blockIdx.y * TILE; first < units; first += gridDim.y * TILE) {
+        int mine = first + threadIdx.x % 32 * GROUP;
+        Group<GROUP> read[PER_THREAD / GROUP];
+#pragma unroll
+        for (int n = 0; n < PER_THREAD / GROUP; n++) {
+            int unit = mine + n * 32 * GROUP;
+            if (x && unit < units) read[n] = *(const Group<GROUP>*)(x + unit);
+        }
+#pragma unroll
+        for (int n = 0; n < PER_THREAD / GROUP; n++) {
+            int unit = mine + n * 32 * GROUP;
+            Group<GROUP> written;
+#pragma unroll
+            for (int each = 0; each < GROUP; each++) {
+                u32 bits = mix(mix(a ^ mix(unit + each + 0x9E3779B9u)) + b);
+                float by = (int)bits >= threshold ? scale : 0.0f;
+                written.each[each] = times(x ? read[n].each[each] : (Number)ONE, by);
+            }
+            if (unit < units) *(Group<GROUP>*)(y + unit) = written;
+        }
+    }
+}
+
+// `scale` comes as its bits: the host passes whole numbers.
+#define KERNEL(GROUP)                                                                                                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS) drop_##GROUP(                                                                    \
+        const Number* x, Number* y, const u32* key, const long long* lane_numbers, int rows, int lanes, int units, int step_pitch,         \
+        int lane_pitch, u32 site, int timed, u32 start, int threshold, u32 scale) {                                                        \
+        float by = __uint_as_float(scale);                                                                                                 \
+        drop<GROUP>(x, y, key, lane_numbers, rows, lanes, units, step_pitch, lane_pitch, site, timed, start, threshold, by);               \
+    }
+
+KERNEL(1)
+KERNEL(2)
+KERNEL(4)
+KERNEL(8)

@@ -1,0 +1,163 @@
+"""Keyed dropout over [time, lane, unit]: on CUDA one kernel of our own (`dropout.cu`), forward and backward, which keeps no mask.
+
+The definition is plain: the multiplier is `random.keep` of the place's key at (start + time, lane, unit), without time when locked, and
+what comes out is x times it. The kernel draws the multiplier again for backward. It is held against the definition at first use; where
+the two differ, or it cannot be had, the definition runs, and a warning says so.
+
+Shapes: T time, B lane, U unit.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from carrywave.kernels import nvrtc, random
+from carrywave.kernels.casting import BLOCK, HALVES, MOST, begin_at_multiples, grid_of
+
+_SOURCE = "dropout.cu"
+_TILE = 256  # units of a row that a warp takes at once
+_failures: list[str] = []  # once it has failed it is not tried again
+_checked: set[tuple[int, torch.dtype]] = set()  # devices and dtypes for which it has been held against the definition
+
+
+class Place(NamedTuple):
+    """Where the numbers stand, but for their lanes: a site, its share of dropped numbers, and the time of the first step."""
+
+    site: int
+    p: float
+    locked: bool = False
+    start: int = 0
+
+
+def dropped(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) -> Tensor:
+    """x with a share p of its numbers 0 and the others over 1 - p; `lanes_B` are the global numbers of its lanes, or 0, 1, …"""
+    if _serves(x_TBU, key, lanes_B, place.p):
+        apply: Any = _Dropped.apply
+        y_TBU: Tensor = apply(x_TBU, key, lanes_B, place)
+        return y_TBU
+    return x_TBU * _defined(x_TBU, key, lanes_B, place)
+
+
+def multiplier(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) -> Tensor:
+    """What `dropped` multiplies with: [T, B, U], or [1, B, U] when locked."""
+    if not _serves(like_TBU, key, lanes_B, place.p):
+        return _defined(like_TBU, key, lanes_B, place)
+    return _launch(None, like_TBU[:1] if place.locked else like_TBU, key, lanes_B, place)
+
+
+def _defined(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) -> Tensor:
+    """The definition of the multiplier."""
+    steps, count, units = like_TBU.shape
+    device = like_TBU.device
+    key = random.fold(key, place.site)
+    lane_B1 = (torch.arange(count, device=device) if lanes_B is None else lanes_B)[:, None]
+    unit_U = torch.arange(units, device=device)
+    if place.locked:
+        return random.keep(key, place.p, lane_B1, unit_U, dtype=like_TBU.dtype)[None]
+    time_T11 = torch.arange(place.start, place.start + steps, device=device)[:, None, None]
+    return random.keep(key, place.p, time_T11, lane_B1, unit_U, dtype=like_TBU.dtype)
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) -> Tensor:
+        ctx.save_for_backward(key, lanes_B)
+        ctx.place = place
+        return _launch(x_TBU, x_TBU, key, lanes_B, place)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TBU: Tensor) -> tuple[Tensor, None, None, None]:
+        key, lanes_B = ctx.saved_tensors
+        return _launch(grad_TBU, grad_TBU, key, lanes_B, ctx.place), None, None, None
+
+
+def _launch(x_TBU: Tensor | None, like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) -> Tensor:
+    """x times its multiplier, or without x the multiplier, for numbers like these: dense."""
+    steps, lanes, units = like_TBU.shape
+    dtype = like_TBU.dtype
+    y_TBU = like_TBU.new_empty(steps, lanes, units)
+    if x_TBU is not None and not _readable(x_TBU):
+        x_TBU = x_TBU.contiguous()
+    widest = 16 // dtype.itemsize
+    groups = [group for group in (8, 4, 2, 1) if group <= widest]
+    group = next(group for group in groups if all(begin_at_multiples(group, each) for each in (y_TBU, x_TBU) if each is not None))
+    constants = (("FP16", int(dtype == torch.float16)), ("WIDE", int(dtype == torch.float32)))
+    kernel = nvrtc.kernel(_SOURCE, f"drop_{group}", constants, 0, like_TBU.get_device())
+    pitches = (0, 0) if x_TBU is None else x_TBU.stride()[:2]
+    numbers_B = None if lanes_B is None else lanes_B.to(torch.int64).contiguous()
+    kernel(
+        grid_of(steps * lanes, -(-units // _TILE)), BLOCK, x_TBU, y_TBU, key.contiguous(), numbers_B, steps * lanes, lanes, units, *pitches,
+        random.signed(place.site), int(not place.locked), random.signed(place.start), random.threshold(place.p), _scale(place.p, dtype),
+    )  # fmt: skip
+    return y_TBU
+
+
+@cache
+def _scale(p: float, dtype: torch.dtype) -> int:
+    """What a kept number is multiplied with, rounded as `random.keep` rounds it: the bits of a float32."""
+    kept = torch.ones((), dtype=dtype, device="cpu").mul_(1.0 / (1.0 - p))
+    [word] = struct.unpack("<i", struct.pack("<f", kept.item()))
+    return int(word)
+
+
+def _readable(x_TBU: Tensor) -> bool:
+    return x_TBU.stride(2) == 1 and max(x_TBU.stride()) < MOST
+
+
+def _serves(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, p: float) -> bool:
+    """Whether the kernel may be given these, and can be had."""
+    if _failures or not x_TBU.is_cuda or x_TBU.dtype not in (torch.float32, *HALVES) or torch.compiler.is_compiling():
+        return False
+    known = key.dtype == torch.int32 and key.shape == (2,) and key.device == x_TBU.device
+    if lanes_B is not None:
+        integers = lanes_B.dtype in (torch.int64, torch.int32)
+        known = known and integers and lanes_B.shape == x_TBU.shape[1:2] and lanes_B.device == x_TBU.device
+    # The kernel counts in 32 bits.
+    small = x_TBU.numel() > 0 and x_TBU.shape[0] * x_TBU.shape[1] < MOST and x_TBU.shape[2] < MOST and random.threshold(p) < 1 << 31
+    return known and small and _holds(x_TBU.device, x_TBU.dtype)
+
+
+def _holds(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel gives what is defined, tried at first use."""
+    name = (device.index or 0, dtype)
+    if name in _checked:
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        return False  # nothing can be read back now; the next use decides
+    try:
+        if missing := nvrtc.available():
+            raise nvrtc.KernelError(missing)
+        _compare(device, dtype)
+    except nvrtc.KernelError as error:
+        _failures.append(str(error))
+        warnings.warn(f"the own kernel for dropout is not used, and steps run slower: {error}", stacklevel=4)
+        return False
+    _checked.add(name)
+    return True
+
+
+@torch.no_grad()
+def _compare(device: torch.device, dtype: torch.dtype) -> None:
+    """Hold the kernel against the definition, on the CPU, for all the ways in which it reads; an error where bits differ."""
+    word = torch.int32 if dtype == torch.float32 else torch.int16
+    # Not from the generator: the user's numbers must not depend on whether this has run.
+    x_TBU = (torch.arange(3 * 5 * 640) % 251 - 125).mul(0.37).to(dtype).view(3, 5, 640)
+    key, lanes_B = random.key(1, 2), torch.tensor([7, 0, -3, 2**40 + 1, 12])
+    there, key_there, lanes_there = (each.to(device) for each in (x_TBU, key, lanes_B))
+    for number, units in enumerate((640, 540, 302, 7)):
+        for locked in (False, True):
+            place = Place(0x89ABCDEF + number, (0.5, 0.3)[number % 2], locked, start=-2)
+            given, given_there = (None, None) if number == 1 else (lanes_B, lanes_there)
+            here, seen = x_TBU[..., :units], there[..., :units]
+            mask = _defined(here, key, given, place)
+            own = _launch(None, seen[: len(mask)], key_there, given_there, place), _launch(seen, seen, key_there, given_there, place)
+            if not all(torch.equal(one.cpu().view(word), other.view(word)) for one, other in zip(own, (mask, here * mask), strict=True)):
+                raise nvrtc.KernelError(f"its numbers differ from those that are defined ({units} units)")

@@ -1,0 +1,169 @@
+"""Keyed dropout: the kernel compiled for the CPU has the definition's bits, forward and backward; without it, one warning."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _hosted import Hosted
+
+from carrywave.kernels import dropout, nvrtc, random
+from carrywave.kernels.dropout import Place, dropped, multiplier
+
+BF16, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+KEY = random.key(5)
+
+
+class OnCuda(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory: pytest.TempPathFactory) -> Hosted:
+    return Hosted(tmp_path_factory.mktemp("hosted"), {"dropout.cu": [f"drop_{group}" for group in (1, 2, 4, 8)]})
+
+
+def numbers(*shape: int, dtype: torch.dtype = SINGLE) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def same_bits(own: Tensor, expected: Tensor) -> bool:
+    word = torch.int32 if expected.dtype == SINGLE else torch.int16
+    return own.dtype == expected.dtype and torch.equal(own.contiguous().view(word), expected.contiguous().view(word))
+
+
+PLACES = st.builds(
+    Place,
+    site=st.integers(0, 2**32 - 1),
+    p=st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9]),
+    locked=st.booleans(),
+    start=st.integers(-(2**33), 2**33),
+)
+
+
+@settings(max_examples=60)
+@given(
+    place=PLACES,
+    steps=st.integers(1, 4),
+    lanes=st.integers(1, 5),
+    units=st.one_of(st.integers(1, 24), st.integers(250, 600)),
+    gap=st.integers(0, 3),
+    dtype=st.sampled_from([SINGLE, BF16]),
+    numbered=st.booleans(),
+)
+def test_the_kernel_is_the_definition(
+    place: Place, steps: int, lanes: int, units: int, gap: int, dtype: torch.dtype, numbered: bool, hosted: Hosted
+) -> None:
+    x = numbers(steps, lanes, units + gap, dtype=dtype)[..., :units]
+    lanes_B = torch.arange(lanes) * 2**31 - 7 if numbered else None
+    mask = dropout._defined(x, KEY, lanes_B, place)
+    with hosted.in_place():
+        assert same_bits(dropout._launch(None, x[: len(mask)], KEY, lanes_B, place), mask)
+    x.requires_grad_()
+    by = numbers(units, lanes, steps, dtype=dtype).transpose(0, 2)
+    results = []
+    with hosted.in_place():
+        for y in (dropout._Dropped.apply(x, KEY, lanes_B, place), x * mask):
+            results.append((y, *torch.autograd.grad(y, x, by)))
+    assert all(same_bits(own.detach(), expected.detach()) for own, expected in zip(*results, strict=True))
+
+
+def test_it_reads_as_much_at_once_as_lies_right(hosted: Hosted) -> None:
+    for dtype, units in ((BF16, 640), (BF16, 652), (BF16, 650), (BF16, 649), (SINGLE, 640), (SINGLE, 650)):
+        x = numbers(2, 2, 656, dtype=dtype)[..., :units]
+        with hosted.in_place():
+            dropout._launch(x, x, KEY, None, Place(1, 0.5))
+    assert hosted.ran[-6:] == ["drop_8", "drop_4", "drop_2", "drop_1", "drop_4", "drop_2"]
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, BF16])
+def test_the_check_at_first_use_runs_every_way_of_reading(dtype: torch.dtype, hosted: Hosted) -> None:
+    before = len(hosted.ran)
+    state = torch.get_rng_state()
+    with hosted.in_place():
+        dropout._compare(torch.device("cpu"), dtype)
+    assert set(hosted.ran[before:]) == {f"drop_{group}" for group in (1, 2, 4, 8) if group * dtype.itemsize <= 16}
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout, "_failures", [])
+    monkeypatch.setattr(dropout, "_checked", set())
+    monkeypatch.setattr(nvrtc, "available", lambda: "")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("fault", ["differs", "fails", "missing"])
+def test_a_kernel_that_is_not_right_is_not_tried_again(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def launch(x: Tensor | None, like: Tensor, *_: object) -> Tensor:
+        tried.append(1)
+        if fault == "fails":
+            raise nvrtc.KernelError("no room")
+        return torch.zeros_like(like)
+
+    monkeypatch.setattr(dropout, "_launch", launch)
+    if fault == "missing":
+        monkeypatch.setattr(nvrtc, "available", lambda: "no compiler")
+    x, place = numbers(3, 2, 9), Place(4, 0.5)
+    expected = dropped(x, KEY, None, place)
+    reason = {"differs": r"its numbers differ .*\(640 units\)", "fails": "no room", "missing": "no compiler"}[fault]
+    with pytest.warns(UserWarning, match=f"own kernel for dropout is not used, and steps run slower: {reason}"):
+        first = dropped(x.as_subclass(OnCuda), KEY, None, place)
+    tries = len(tried)
+    assert torch.equal(first, expected)
+    assert torch.equal(dropped(x.as_subclass(OnCuda), KEY, None, place), expected)
+    assert torch.equal(multiplier(x.as_subclass(OnCuda), KEY, None, place) * x, expected)
+    assert len(tried) == tries
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_while_a_graph_is_recorded_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(dropout, "_launch", lambda *_: pytest.fail("it has not been checked"))
+    x, place = numbers(3, 2, 9), Place(4, 0.5)
+    assert torch.equal(dropped(x.as_subclass(OnCuda), KEY, None, place), dropped(x, KEY, None, place))
+    assert not dropout._failures
+    assert not dropout._checked
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_what_the_kernel_does_not_know_is_left_to_the_definition() -> None:
+    given = numbers(3, 2, 9)
+
+    def serves(x: Tensor = given, key: Tensor = KEY, lanes: Tensor | None = None, p: float = 0.5) -> bool:
+        dropout._checked.update((0, dtype) for dtype in (SINGLE, DOUBLE))
+        return dropout._serves(x.as_subclass(OnCuda), key, lanes, p)
+
+    assert serves()
+    assert serves(lanes=torch.arange(2))
+    assert not serves(given.double())
+    assert not serves(given[:0])
+    assert not serves(key=KEY.long())
+    assert not serves(key=KEY.to("meta"))
+    assert not serves(lanes=torch.arange(1))  # one for all
+    assert not serves(lanes=torch.arange(2.0))
+    assert not serves(lanes=torch.arange(2, device="meta"))
+    assert not serves(p=1 - 2**-30)
+    with pytest.raises(ValueError, match="below 1"):
+        serves(p=1.0)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_chunks_of_time_and_lanes_are_parts_of_the_whole(locked: bool) -> None:
+    x, lanes_B = numbers(7, 4, 9, dtype=DOUBLE), torch.tensor([7, 2, 9, 4])
+    whole = dropped(x, KEY, lanes_B, Place(3, 0.4, locked, start=10))
+    part = dropped(x[2:5, 1:3], KEY, lanes_B[1:3], Place(3, 0.4, locked, start=12))
+    assert torch.equal(part, whole[2:5, 1:3])
+    assert torch.equal(multiplier(x, KEY, lanes_B, Place(3, 0.4, locked, start=10)) * x, whole)
+    assert not torch.equal(whole, dropped(x, KEY, lanes_B, Place(4, 0.4, locked, start=10)))
