@@ -165,6 +165,11 @@ def test_errors_are_at_most_those_of_cudnn(case: Case) -> None:
 SOME = [
     Case(20, 20, 65, 65, varied=True),
     Case(12, 64, 256, 256, torch.float16),
+    Case(70, 40, 30, 200, varied=True),
+    Case(90, 110, 12, 100, torch.float16, varied=True),
+    Case(8, 30, 90, 512, varied=True),
+    Case(5, 20, 300, 2048, varied=True),
+    Case(4, 16, 64, 1800, torch.float16),
     Case(35, 20, 650, 650, varied=True),
     Case(9, 100, 40, 1024, torch.float16, varied=True),
     Case(5, 3, 7, 130, directions=2, bias=False, varied=True),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from carrywave.kernels.layout import MULTIPROCESSORS, Shape, back_for, shape_for
+from carrywave.kernels.layout import MULTIPROCESSORS, Shape, alone, back_for, shape_for
 
 
 @given(st.integers(1, 2048), st.integers(1, 1100))
@@ -15,8 +15,14 @@ def test_every_lane_has_one_place_and_everything_fits(hidden: int, lanes: int) -
     forward = shape_for(hidden, lanes)
     assume(forward is not None)
     assert forward is not None
-    for shape in (forward, back_for(forward, lanes)):
+    used = alone(hidden, lanes, 10)
+    assert used is not None
+    for shape in (forward, back_for(forward, lanes), used.shape, used.back):
         check(shape, hidden, lanes)
+        if shape.near:  # what the kernel is written for, and a chip of 132 multiprocessors runs at once
+            assert shape.passes == 1
+            assert shape.blocks // shape.groups in (4, 8, 16)
+            assert shape.blocks <= 120
 
 
 def check(shape: Shape, hidden: int, lanes: int) -> None:

@@ -154,6 +154,10 @@ class Driver:
     def cuCtxGetCurrent(self) -> tuple[Status, Handle]:
         return Status.NVRTC_SUCCESS, self.stack[-1] if self.stack else Handle(0)
 
+    def cuCtxSetCurrent(self, context: Handle) -> tuple[Status]:
+        self.stack = [*self.stack[:-1], context]
+        return (Status.NVRTC_SUCCESS,)
+
     def cuCtxPushCurrent(self, context: Handle) -> tuple[Status]:
         self.stack.append(context)
         return (Status.NVRTC_SUCCESS,)
@@ -168,16 +172,19 @@ class Driver:
 
 
 @pytest.mark.parametrize(("before", "device"), [((), 0), ((100,), 0), ((100,), 1)])
-def test_a_thread_without_the_context_gets_it_for_the_call(before: tuple[int, ...], device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_with_another_context_gets_its_own_back_and_one_without_keeps_ours(
+    before: tuple[int, ...], device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver(*before)
     monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
     nvrtc._primary.cache_clear()
     with nvrtc._context(device):
         assert int(driver.stack[-1]) == 100 + device
-    assert [int(each) for each in driver.stack] == list(before)
+    after = list(before or (100,))
+    assert [int(each) for each in driver.stack] == after
     with pytest.raises(ValueError, match="within"), nvrtc._context(device):
         raise ValueError("within")
-    assert [int(each) for each in driver.stack] == list(before)
+    assert [int(each) for each in driver.stack] == after
     nvrtc._primary.cache_clear()
 
 

@@ -24,7 +24,7 @@ import _emulated
 
 from carrywave.kernels import nvrtc, persistent, random, recurrence, reference
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.layout import Shape, Wave, back_for, shape_for
+from carrywave.kernels.layout import Shape, Wave, alone
 from carrywave.kernels.lengths import last_real
 from carrywave.kernels.lstm import lstm
 from carrywave.kernels.recurrence import Dealt
@@ -148,12 +148,12 @@ def test_the_algorithm_is_the_definition_on_any_layout(case: tuple[Problem, Shap
     assert_same(emulated(*case), defined(case[0]), 1e-12)
 
 
-@pytest.mark.parametrize(("hidden", "lanes"), [(65, 9), (128, 70), (192, 33)])
+@pytest.mark.parametrize(("hidden", "lanes"), [(65, 9), (128, 70), (192, 33), (257, 9)])
 def test_the_algorithm_on_the_layouts_that_are_used(hidden: int, lanes: int) -> None:
-    shape = shape_for(hidden, lanes)
-    assert shape is not None
+    used = alone(hidden, lanes, 4)
+    assert used is not None
     case = problem(4, lanes, 3, hidden, tuple(n * 7 % 5 for n in range(lanes)))
-    assert_same(emulated(case, shape, back_for(shape, lanes)), defined(case), 1e-12)
+    assert_same(emulated(case, used.shape, used.back), defined(case), 1e-12)
 
 
 @pytest.fixture
@@ -221,10 +221,9 @@ SLOW = [(256, 64), (650, 20), (1024, 16), (1024, 64), (1024, 200), (1536, 40), (
 @pytest.mark.parametrize("fp16", [False, True])
 @pytest.mark.parametrize(("hidden", "lanes"), [(64, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in SLOW)])
 def test_the_source_compiles(hidden: int, lanes: int, fp16: bool, tmp_path: Path, record_property: pytest.RecordProperty) -> None:
-    shape = shape_for(hidden, lanes)
-    assert shape is not None
-    back = back_for(shape, lanes)
-    said = "".join(compile_source(each.constants(fp16=fp16), tmp_path) for each in dict.fromkeys((shape, back)))
+    used = alone(hidden, lanes, 4)
+    assert used is not None
+    said = "".join(compile_source(each.constants(fp16=fp16), tmp_path) for each in dict.fromkeys((used.shape, used.back)))
     # Told, not judged: what they come to differs from compiler to compiler.
     for count, what in re.findall(r"(\d+) (bytes spill stores|registers)", said):
         record_property(what, count)

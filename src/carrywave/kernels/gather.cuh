@@ -27,39 +27,6 @@ __device__ __forceinline__ void store_smem(u32 address, uint4 v) {
 }
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
-// What the four blocks of a quad swap: a word for each owner, from each of the others. In clusters it goes from shared memory to shared
-// memory; a block leaves only when it has everything that the others send it, so that nobody writes to one that has gone.
-struct Swap {
-    u32* ring;
-    u32 shared;
-    int part, turn;
-
-    __device__ __forceinline__ static void begin(unsigned char* shared) {
-#if CLUSTER
-        for (int n = threadIdx.x; n < RING * 4 * OWNERS; n += THREADS) ((u32*)shared)[n] = 0;
-        asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-    }
-    __device__ __forceinline__ void give(int to, u32 word) const {
-#if CLUSTER
-        u32 there;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared + (u32)((turn * 4 + part) * OWNERS + threadIdx.x) * 4), "r"(to));
-        asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(word) : "memory");
-#else
-        store_word(ring + (((u64)turn * gridDim.x + blockIdx.x - part + to) * 4 + part) * OWNERS + threadIdx.x, word);
-#endif
-    }
-    __device__ __forceinline__ u32 take(int from) const {
-#if CLUSTER
-        u32 word;
-        asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];" : "=r"(word) : "r"(shared + (u32)((turn * 4 + from) * OWNERS + threadIdx.x) * 4) : "memory");
-        return word;
-#else
-        return load_word(ring + (((u64)turn * gridDim.x + blockIdx.x) * 4 + from) * OWNERS + threadIdx.x);
-#endif
-    }
-};
-
 // Bounded: a wait of seconds means that a block is missing, and ends the launch in an error.
 struct Patience {
     int left;
@@ -99,7 +66,8 @@ struct Gather {
             int id = n * 128 + thread, i = id / (8 * LANES);
             row[n] = (id % (8 * LANES)) / 8;
             offset[n] = (u32)lane_of[row[n]] * pitch + (warpgroup + WARPGROUPS * i) * 64 + (id & 7) * 8;
-            target[n] = tiles + (warpgroup * KPW + i) * LANES * 128 + row[n] * 128 + (((id & 7) ^ (row[n] & 7)) << 4);
+            if (NEAR) target[n] = tiles + (warpgroup + WARPGROUPS * i) * LANES * 128 + (id & 7) * LANES * 16 + row[n] * 16;
+            else target[n] = tiles + (warpgroup * KPW + i) * LANES * 128 + row[n] * 128 + (((id & 7) ^ (row[n] & 7)) << 4);
         }
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
@@ -133,7 +101,7 @@ struct Gather {
                 for (int n = 0; n < AT_ONCE; n++) {
                     bool whole = piece[n].x != WORD_EMPTY && piece[n].y != WORD_EMPTY && piece[n].z != WORD_EMPTY && piece[n].w != WORD_EMPTY;
                     if ((asked >> n & 1) && (whole || !published)) {
-                        store_smem(target[(first + n) % PERIOD] + ((first + n) / PERIOD) * SKIP * LANES * 128, piece[n]);
+                        store_smem(target[(first + n) % PERIOD] + ((first + n) / PERIOD) * SKIP * (NEAR ? WARPGROUPS : 1) * LANES * 128, piece[n]);
                         asked &= ~(1u << n);
                     }
                 }
@@ -175,10 +143,10 @@ struct Slot {
     __device__ __forceinline__ void fetch_4(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address + at), "l"(from) : "memory"); }
     __device__ __forceinline__ void close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
     // Every pass closes one group a step, so that those of the other passes may still be under way.
-    __device__ __forceinline__ uint4 read() {
-        uint4 v;
+    __device__ __forceinline__ uint4 read(bool owner) {
+        uint4 v = make_uint4(0, 0, 0, 0);
         asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory");
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+        if (owner) asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
         return v;
     }
 };

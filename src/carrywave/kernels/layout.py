@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 MULTIPROCESSORS = 128  # of the 132 of an H100 or H200: some stay free for what runs beside, NCCL's kernels for one
+_CLUSTERS = {4: 30, 8: 15, 16: 7}  # of so many blocks that an H200 runs at once, one block on a multiprocessor
 CLUSTERED = 120  # of them take clusters of four blocks, a block each: the others stand where no four are together
 MOST_HIDDEN = 2048
 MOST_PASSES = 8
@@ -25,11 +26,16 @@ class Shape:
     lanes: int  # of one pass
     passes: int
     units: int = 16  # of a block
-    cluster: bool = False  # backward: the four blocks that swap sums stand together, and do so without memory
+    cluster: int = 0  # blocks that stand together and need no memory to talk: the 4 that swap sums in backward, or all of a group
 
     @property
     def blocks(self) -> int:
         return self.groups * self.hidden // self.units
+
+    @property
+    def near(self) -> bool:
+        """Whether a whole group stands together. Groups need nothing of each other, so that they need not all run at once."""
+        return self.cluster == self.hidden // self.units
 
     @property
     def k_blocks(self) -> int:
@@ -53,6 +59,8 @@ class Shape:
     def fits(self) -> bool:
         """Whether the chip has room for all of its blocks at once."""
         room = CLUSTERED if self.cluster else MULTIPROCESSORS
+        if self.near and (self.cluster not in (4, 8, 16) or self.passes > 1):
+            return False
         whole = self.hidden % (4 * self.units) == 0 and self.units * self.lanes <= THREADS and self.passes <= MOST_PASSES
         return whole and self.hidden <= MOST_HIDDEN and self.blocks <= room and self.shared_bytes <= _SHARED_BYTES
 
@@ -61,7 +69,8 @@ class Shape:
         weights = 4 * (self.k_blocks - self.in_registers) * 512 * self.units
         sums = sum_buffers * 4 * 4 * self.units * (self.lanes + (2 if self.k_blocks > 6 else 4)) * 4
         owners = self.units * self.lanes
-        swapped = 2 * 4 * 4 * owners if self.cluster else 0
+        swapped = 2 * (4 * 4 * owners + 8) if self.cluster else 0
+        swapped += operand + 16 * owners + 16 if self.near else 0
         return operand + weights + sums + self.passes * (16 * owners + 2 * 4 * self.lanes) + swapped
 
     def constants(self, *, fp16: bool) -> tuple[tuple[str, int], ...]:
@@ -74,7 +83,7 @@ class Shape:
             ("LANES", self.lanes),
             ("PASSES", self.passes),
             ("SUM_BUFFERS", self.sum_buffers),
-            ("CLUSTER", int(self.cluster)),
+            ("CLUSTER", self.cluster),
         )
 
 
@@ -113,15 +122,15 @@ def shape_for(hidden: int, lanes: int) -> Shape | None:
 
 @cache
 def back_for(shape: Shape, lanes: int) -> Shape:
-    """The layout of backward, for a layer alone on the chip. Clusters serve narrow layers, for which a trip to memory is much of a
-    step, where they fit in one pass: with as many lanes as forward has, or, in the narrowest, with a few more.
+    """The layout of backward, for a layer alone on the chip: in clusters where they fit in one pass, with as many lanes as forward has or
+    with few more, else as forward. 24 lanes take as long as 32.
     """
-    if shape.passes > 1 or shape.hidden > 768:
-        return shape
-    groups = min(CLUSTERED * 16 // shape.hidden, -(-lanes // 8))
-    found = replace(_dealt(shape.hidden, 16, groups, lanes, 32), cluster=True) if groups else shape
-    few = found.lanes <= (24 if shape.hidden <= 512 else shape.lanes)
-    return found if found.fits and found.passes == 1 and few else shape
+    for groups in range(min(CLUSTERED * 16 // shape.hidden, -(-lanes // 8)), 0, -1):
+        found = replace(_dealt(shape.hidden, 16, groups, lanes, 32), cluster=4)
+        few = found.lanes <= 16 or found.lanes == (32 if shape.hidden <= 512 else shape.lanes)
+        if shape.passes == 1 and found.fits and found.passes == 1 and few:
+            return found
+    return shape
 
 
 @dataclass(frozen=True)
@@ -131,16 +140,34 @@ class Wave:
     shape: Shape
     streams: int
     chunk_steps: int
-    clustered: Shape | None = None  # the layout of backward, where it is another one
+    apart: Shape | None = None  # the layout of backward, where it is another one
 
     @property
     def back(self) -> Shape:
-        return self.clustered or self.shape
+        return self.apart or self.shape
 
 
-def alone(shape: Shape, lanes: int, steps: int) -> Wave:
-    """A layer by itself, over all of its steps."""
-    return Wave(shape, 1, steps, back_for(shape, lanes))
+@cache
+def near_for(hidden: int, lanes: int) -> Shape | None:
+    """A layout in which every group of eight lanes stands together: the fastest for narrow layers, where all groups fit at once."""
+    for padded in (64, 128, 256):
+        for units in (16, 32) if hidden <= padded else ():
+            shape = Shape(padded, -(-lanes // 8), 8, 1, units, padded // units)
+            if shape.fits and shape.groups <= _CLUSTERS[shape.cluster]:
+                return shape
+    return None
+
+
+def alone(hidden: int, lanes: int, steps: int) -> Wave | None:
+    """A layer by itself, over all of its steps; None where no layout fits."""
+    near, shape = near_for(hidden, lanes), shape_for(hidden, lanes)
+    if near is not None and near.units == 16:
+        return Wave(near, 1, steps)
+    # Blocks of 32 units gain by it only backward, where the other way has two trips to memory.
+    if shape is None:
+        return None
+    back = near if near is not None and near.hidden == shape.hidden else back_for(shape, lanes)
+    return Wave(shape, 1, steps, None if back == shape else back)
 
 
 @cache
@@ -148,13 +175,11 @@ def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
     """The layers one after the other, each over the whole chip; or side by side, a chunk apart, where that is clearly faster: small
     batches leave most of the chip idle. None where no layout fits.
     """
-    whole = shape_for(hidden, lanes)
-    if whole is None:
-        return None
-    best, least = alone(whole, lanes, steps), 0.95 * layers * (steps * _step_us(whole) + _LAUNCH_US)
-    if layers == 1:
+    best = alone(hidden, lanes, steps)
+    if best is None or layers == 1:
         return best
-    padded = whole.hidden
+    least = 0.95 * layers * (steps * _step_us(best.shape) + _LAUNCH_US)
+    padded = -(-hidden // 64) * 64
     for units in (16, 32):
         for groups in range(1, min(MULTIPROCESSORS * units // padded, -(-lanes // 8)) + 1):
             shape = _dealt(padded, units, groups, lanes, THREADS // units)
@@ -167,9 +192,10 @@ def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
             rounds = chunks + layers - 1 if streams == layers else -(-layers // streams) * chunks + streams - 1
             took = rounds * (chunk * _step_us(shape) + _LAUNCH_US)
             if took < least:
-                clustered = replace(shape, cluster=True)
-                together = clustered.fits and streams * shape.blocks <= CLUSTERED
-                best, least = Wave(shape, streams, chunk, clustered if together else None), took
+                back = replace(shape, cluster=4)
+                # Of many small layers one may have to wait for its turn: backward in clusters is worth it.
+                together = back.fits and (streams * shape.blocks <= CLUSTERED or shape.blocks <= 16)
+                best, least = Wave(shape, streams, chunk, back if together else None), took
     return best
 
 
@@ -180,6 +206,8 @@ def _step_us(shape: Shape) -> float:
     """Microseconds of a step, forward and backward, as measured on an H200: latency, what is read of other blocks, the block's own
     cells, and the weights that it reads from shared memory.
     """
+    if shape.near:
+        return 2.1 + 0.0012 * shape.hidden
     gathered, cells = shape.hidden * shape.lanes / 512, shape.units * shape.lanes
     spilled = (shape.k_blocks - shape.in_registers) * shape.units / 16
     return shape.passes * (2.6 + 0.035 * gathered + 0.0038 * cells + 0.75 * spilled)

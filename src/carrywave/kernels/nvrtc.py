@@ -56,6 +56,8 @@ def kernel(source: str, name: str, constants: tuple[tuple[str, int], ...], share
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         if shared_bytes:
             _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+        if dict(constants).get("CLUSTER", 0) > 8:  # not every chip takes so many together
+            _check(driver.cuFuncSetAttribute(function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     return Kernel(function, shared_bytes, device)
 
 
@@ -73,9 +75,14 @@ def _module(source: str, constants: tuple[tuple[str, int], ...], device: int) ->
 
 @contextlib.contextmanager
 def _context(device: int) -> Iterator[None]:
-    """Within it the driver's calls go to torch's context of this device: a thread that has not yet called torch has none."""
+    """Within it the driver's calls go to torch's context of this device. A thread that has none yet, as one of autograd's, keeps it, as
+    it would after a call of torch's own.
+    """
     driver, own = _driver(), _primary(device)
-    if int(_check(driver.cuCtxGetCurrent())) == int(own):
+    current = int(_check(driver.cuCtxGetCurrent()))
+    if current == 0:
+        _check(driver.cuCtxSetCurrent(own))
+    if current in (0, int(own)):
         yield
         return
     _check(driver.cuCtxPushCurrent(own))

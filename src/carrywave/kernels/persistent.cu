@@ -10,8 +10,8 @@
 // Lanes are dealt to groups of blocks that know nothing of each other. Within a group every block owns U units (16 or 32):
 //   forward    gates[4U, N] = W[4U rows = U units x 4 gates, K = H] h[K, N]
 //   backward   the four blocks of a quad own 4U units together. Each takes a quarter of K = 4H for all of them, and they swap
-//              the partial sums (float32, the lowest bit saying of which lap through a small ring a word is): through L2, or, where
-//              the chip has room for the quads as clusters, from shared memory to shared memory, which is one trip less.
+//              the partial sums (float32) through a small ring.
+// What blocks give each other goes through L2, or, where the chip has room for them as clusters, from shared memory to shared memory.
 // Either way a block multiplies [4U, H] with [H, N]: its warpgroups share K, by wgmma with the weights as operand A and the other
 // in shared memory (128-byte swizzle), partial sums through shared memory, one thread for each unit and lane.
 //
@@ -20,7 +20,7 @@
 //
 // Compile-time constants, given by the host: FP16, KBLOCKS (H / 64), KREG (64-wide blocks of K for each warpgroup that stay in
 // registers), UNITS (U), LANES (N, of one pass: 8, 16, 24 or 32, at most 512 / U), PASSES (of so many lanes; a group has
-// LANES * PASSES), SUM_BUFFERS (1 or 2), CLUSTER (0 or 1; backward only).
+// LANES * PASSES), SUM_BUFFERS (1 or 2), CLUSTER (0; 4: the quads of backward; or a whole group, which is NEAR).
 
 #include "half.cuh"
 
@@ -40,15 +40,22 @@
 #define RED_BYTES (SUM_BUFFERS * WARPGROUPS * RED_FLOATS * 4)
 #define PREPARED (PASSES == 1 && KPW < 6)  // addresses are kept, where there are registers for them
 #define OWNERS (UNITS * LANES)            // threads that have a unit and a lane
+#define NEAR (CLUSTER == BLOCKS_OF_GROUP) // a whole group is one cluster
+#define B_ALL (NEAR ? 2 * B_BYTES : B_BYTES)
 #define SLOT_BYTES (PASSES * OWNERS * 16)
 #define TABLE_BYTES (2 * LANES * PASSES * 4)
 #if CLUSTER
 #define RING 2  // a block writes again only after it has heard of the other's next sum
-#define QUAD __cluster_dims__(4)
+#define CLUSTERED __cluster_dims__(CLUSTER)
+#define RING_BYTES (RING * 4 * OWNERS * 4)
+#define RING_END (RING_BYTES + RING * 8)
 #else
 #define RING 4
-#define QUAD
+#define CLUSTERED
+#define RING_BYTES 0
+#define RING_END 0
 #endif
+#define STAGE_BYTES (OWNERS * 8)           // what a block has for the others: in backward four numbers of an owner
 // As measured on an H200. With several passes the others' work is pause enough.
 #ifndef FORWARD_PAUSE
 #define FORWARD_PAUSE (PASSES > 1 ? 0 : LANES > 8 ? 500 : 300)
@@ -59,6 +66,7 @@
 
 #include "product.cuh"
 #include "gather.cuh"
+#include "cluster.cuh"
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
@@ -78,20 +86,23 @@ __device__ __forceinline__ float tanh_(float x) { return 1.0f - 2.0f * reciproca
     extern __shared__ __align__(1024) unsigned char memory[];                                                                       \
     Lanes lanes = {order, lengths, count, groups, steps};                                                                           \
     u32 tiles = shared_address(memory);                                                                                             \
-    float* partial = (float*)(memory + B_BYTES + A_BYTES);                                                                          \
-    int* places = (int*)(memory + B_BYTES + A_BYTES + RED_BYTES + SLOT_BYTES);                                                      \
+    float* partial = (float*)(memory + B_ALL + A_BYTES);                                                                          \
+    int* places = (int*)(memory + B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES);                                                      \
     Table table = {places, places + LANES * PASSES};                                                                                \
     int thread = threadIdx.x, warpgroup = thread >> 7, warp = (thread >> 5) & 3, lane = thread & 31;                                \
     int group = blockIdx.x / BLOCKS_OF_GROUP, member = blockIdx.x % BLOCKS_OF_GROUP;                                                \
-    for (int n = thread * 16; n < B_BYTES; n += THREADS * 16) *(uint4*)(memory + n) = make_uint4(0, 0, 0, 0);                       \
+    for (int n = thread * 16; n < B_ALL; n += THREADS * 16)   *(uint4*)(memory + n) = make_uint4(0, 0, 0, 0);                       \
     table.fill(lanes, group, thread);                                                                                               \
     /* One thread for each unit and lane: eight units of four lanes in a warp. */                                                   \
     int unit = (thread & 7) + (thread / (8 * LANES)) * 8, place = (thread >> 3) % LANES;                                            \
     bool owner = thread < OWNERS;                                                                                                   \
-    Slot slot = {tiles + B_BYTES + A_BYTES + RED_BYTES + (owner ? thread : 0) * 16};                                                \
+    Slot slot = {tiles + B_ALL + A_BYTES + RED_BYTES + (owner ? thread : 0) * 16};                                                \
     int column = member * UNITS + unit, parity = 0;                                                                                 \
     u64 step_h = (u64)lanes.count * HIDDEN;                                                                                         \
     Gather gather;                                                                                                                  \
+    u32 rest = tiles + B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES + RING_END;                                           \
+    Near near = {tiles, rest};                                                                                                      \
+    near.begin();                                                                                                                   \
     Weights own;
 
 // The partial sums of all warpgroups are there; with one buffer, `done` says that it may be written again.
@@ -109,7 +120,12 @@ __device__ __forceinline__ float total(const float* partial, int row, int place)
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
+#if NEAR
+#define CLUSTERED_FORWARD CLUSTERED
+#else
+#define CLUSTERED_FORWARD
+#endif
+extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) lstm_forward(
     const u16* __restrict__ weights,  // [4H interleaved, H]
     u16* hs,                          // [T + 1, B, H]: the first is given, the others hold WORD_EMPTY
     u16* gates,                       // [T, B, H, 4]: the input's product; replaced by the gates
@@ -121,10 +137,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
     {
         // A tile has 16 units, and a warp one gate of them.
         const u16* row0 = weights + (u64)((member * UNITS + (lane >> 2)) * 4 + warp) * HIDDEN;
-        own.load(row0, (u64)8 * 4 * HIDDEN, (u64)16 * 4 * HIDDEN, tiles + B_BYTES, warpgroup, warp, lane);
+        own.load(row0, (u64)8 * 4 * HIDDEN, (u64)16 * 4 * HIDDEN, tiles + B_ALL, warpgroup, warp, lane);
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
+    if (NEAR) cluster_barrier();
 
     float c[PASSES];
     int active[PASSES];
@@ -143,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
         active[pass] = table.active(pass, 0);
         fetch(0, pass);
     }
-    if (PREPARED) gather.prepare(table.lane, HIDDEN, tiles, warpgroup, thread & 127);
+    if (PREPARED) gather.prepare(table.lane, HIDDEN, near.tiles_of(1), warpgroup, thread & 127);
     int longest = table.length[0];
     for (int step = 0; step < longest; step++) {
 #pragma unroll
@@ -156,10 +173,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
             u64 cell = (u64)step * step_h + (u64)table.lane[at] * HIDDEN + column;
             bool real = owner && table.length[at] > step;
             if (!PREPARED) gather.prepare(table.lane + pass * LANES, HIDDEN, tiles, warpgroup, thread & 127);
-            gather.run(hs + step * step_h, active[pass], step > 0, FORWARD_PAUSE, warpgroup);
-            uint4 input = Slot{slot.address + pass * OWNERS * 16}.read();
+            if (NEAR && step > 0) near.receive(step - 1);
+            else gather.run(hs + step * step_h, active[pass], step > 0, FORWARD_PAUSE, warpgroup);
+            uint4 input = Slot{slot.address + pass * OWNERS * 16}.read(owner);
             fetch(step + 1, pass);
-            own.multiply(tiles, SUMS, warpgroup, warp, lane);
+            own.multiply(near.tiles_of(step - 1), SUMS, warpgroup, warp, lane);
             __syncthreads();
             float a_i = 0.0f, a_f = 0.0f, a_g = 0.0f, a_o = 0.0f;
             if (owner) {
@@ -180,13 +198,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
                 float beside = __shfl_xor_sync(0xFFFFFFFFu, h, 1);
                 u32 both = (unit & 1) ? pack(beside, h) : pack(h, beside);
                 if (real) {
-                    if (!(unit & 1)) store_word(hs + cell + step_h, both);
+                    if (!(unit & 1)) {
+                        if (NEAR) *(u32*)__cvta_shared_to_generic(near.place_of(step, unit, place)) = both;
+                        store_word(hs + cell + step_h, both);
+                    }
                     if (keep) {
                         *(uint2*)(gates + cell * 4) = make_uint2(pack(i, f), pack(g, o));
                         cells[cell] = c[pass];
                     }
                 }
             }
+            if (NEAR && step + 1 < longest) near.send(step, member * UNITS, UNITS * LANES * 2, 0, 1, CLUSTER);
             active[pass] = table.active(pass, step + 1);
         }
     }
@@ -200,9 +222,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(
             for (int step = table.length[at]; step < lanes.steps; step++) hs[(u64)(step + 1) * step_h + cell] = 0;
         }
     }
+    if (NEAR) cluster_barrier();  // nobody leaves while others may still send
 }
 
-extern "C" __global__ void QUAD __launch_bounds__(THREADS, 1) lstm_backward(
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward(
     const u16* __restrict__ weights,  // [H, 4H interleaved]: the recurrent matrix, transposed
     const u16* gates,                 // [T, B, H, 4]
     const float* cells,               // [T, B, H]
@@ -220,11 +243,13 @@ extern "C" __global__ void QUAD __launch_bounds__(THREADS, 1) lstm_backward(
     int quad = member >> 2, part = member & 3;
     {
         const u16* row0 = weights + (u64)(quad * 4 * UNITS + warp * 16 + (lane >> 2)) * 4 * HIDDEN + part * HIDDEN;
-        own.load(row0, (u64)8 * 4 * HIDDEN, (u64)64 * 4 * HIDDEN, tiles + B_BYTES, warpgroup, warp, lane);
+        own.load(row0, (u64)8 * 4 * HIDDEN, (u64)64 * 4 * HIDDEN, tiles + B_ALL, warpgroup, warp, lane);
     }
-    Swap::begin(memory + B_BYTES + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES);
+    Swap swap = {ring, tiles + B_ALL + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES, part};
+    swap.begin();
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
+    cluster_barrier();
 
     float dc[PASSES], c_now[PASSES], bias[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     int active[PASSES];  // at the step after
@@ -262,41 +287,26 @@ extern "C" __global__ void QUAD __launch_bounds__(THREADS, 1) lstm_backward(
             float recurrent = 0.0f;
             if (active[pass] > 0) {
                 if (!PREPARED) gather.prepare(table.lane + pass * LANES, 4 * HIDDEN, tiles, warpgroup, thread & 127);
-                gather.run(grads + (u64)(step + 1) * step_h * 4 + part * HIDDEN, active[pass], true, BACKWARD_PAUSE, warpgroup);
-                own.multiply(tiles, SUMS, warpgroup, warp, lane);
+                int turn = longest - 2 - step;
+                if (NEAR) near.receive(turn);
+                else gather.run(grads + (u64)(step + 1) * step_h * 4 + part * HIDDEN, active[pass], true, BACKWARD_PAUSE, warpgroup);
+                own.multiply(near.tiles_of(turn), SUMS, warpgroup, warp, lane);
                 __syncthreads();
                 float quarter[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                u32 lap = ((swaps / RING) & 1) ^ 1;
-                Swap swap = {ring, tiles + B_BYTES + A_BYTES + RED_BYTES + SLOT_BYTES + TABLE_BYTES, part, swaps % RING};
                 if (owner) {
 #pragma unroll
                     for (int n = 0; n < 4; n++) {
                         // To each block of the quad what it owns.
                         quarter[n] = total(SUMS, n * UNITS + unit, place);
-                        if (n != part) swap.give(n, (__float_as_uint(quarter[n]) & ~1u) | lap);
+                        if (n != part) swap.give(swaps, n, quarter[n]);
                     }
                 }
                 done();
                 parity ^= 1;
+                recurrent = swap.sum(swaps, quarter, owner);
                 swaps++;
-                if (owner) {
-                    u32 word[4];
-                    u32 missing = 0xFu & ~(1u << part);
-                    Patience patience = {PATIENCE};
-                    while (missing) {
-#pragma unroll
-                        for (int n = 0; n < 4; n++)
-                            if (missing >> n & 1) word[n] = swap.take(n);
-#pragma unroll
-                        for (int n = 0; n < 4; n++)
-                            if ((missing >> n & 1) && (word[n] & 1) == lap) missing &= ~(1u << n);
-                        patience.spend();
-                    }
-#pragma unroll
-                    for (int n = 0; n < 4; n++) recurrent += n == part ? quarter[n] : __uint_as_float(word[n] & ~1u);
-                }
             }
-            uint4 kept = Slot{slot.address + pass * OWNERS * 16}.read();
+            uint4 kept = Slot{slot.address + pass * OWNERS * 16}.read(owner);
             fetch(step - 1, pass);
             float dh = length > step + 1 ? recurrent : 0.0f;
             if (step >= 0 && length > step) {
@@ -310,11 +320,15 @@ extern "C" __global__ void QUAD __launch_bounds__(THREADS, 1) lstm_backward(
                 float d_o = dh * slope * o * (1.0f - o);
                 float d_c = dc[pass] + dh * o * (1.0f - slope * slope);
                 float d_i = d_c * g * i * (1.0f - i), d_f = d_c * c_before * f * (1.0f - f), d_g = d_c * i * (1.0f - g * g);
-                store_pair(grads + ((u64)step * step_h + cell) * 4, pack(d_i, d_f), pack(d_g, d_o));
+                u32 first = pack(d_i, d_f), second = pack(d_g, d_o);
+                if (NEAR) *(uint2*)__cvta_shared_to_generic(near.place_of(longest - 1 - step, unit * 4, place)) = make_uint2(first, second);
+                store_pair(grads + ((u64)step * step_h + cell) * 4, first, second);
                 dc[pass] = d_c * f;
                 c_now[pass] = c_before;
                 bias[0] += d_i, bias[1] += d_f, bias[2] += d_g, bias[3] += d_o;
             }
+            // To the block of each quad that takes this quarter of K.
+            if (NEAR && step >= 0) near.send(longest - 1 - step, member % (BLOCKS_OF_GROUP / 4) * UNITS * 4, UNITS * LANES * 8, member / (BLOCKS_OF_GROUP / 4), 4, BLOCKS_OF_GROUP / 4);
             if (step < 0 && length > 0) grad_first_h[cell] = dh;
             active[pass] = step < 0 ? 0 : table.active(pass, step);
         }
@@ -336,4 +350,5 @@ extern "C" __global__ void QUAD __launch_bounds__(THREADS, 1) lstm_backward(
         for (int n = 0; n < LANES; n++) sum += partial[((thread >> 2) * LANES + n) * 4 + (thread & 3)];
         grad_bias[((u64)group * HIDDEN + member * UNITS) * 4 + thread] = sum;
     }
+    if (NEAR) cluster_barrier();
 }

@@ -67,10 +67,9 @@ def _device_refusal(device: int) -> str:
 def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
     """One layer: outputs [T, B, H·D] and the carry at each lane's real end. Weights and carry may have a wider dtype than x."""
     steps, lanes = x_TBI.shape[:2]
-    shape = shape_for(weights[0].w_hh.shape[1], lanes)
-    if shape is None:
+    whole = alone(weights[0].w_hh.shape[1], lanes, steps)
+    if whole is None:
         raise ValueError(f"{weights[0].w_hh.shape[1]} units and {lanes} lanes do not fit; ask `refusal` first")
-    whole = alone(shape, lanes, steps)
     ys, ends = [], []
     for direction, each in enumerate(weights):
         x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)

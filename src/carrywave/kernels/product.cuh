@@ -1,5 +1,7 @@
 // A block's product: its tiles of weights, kept on the chip, with what lies in shared memory. Part of persistent.cu, whose constants it uses.
 
+// Of what comes from blocks of the same cluster: no swizzle, 8 rows x 16 bytes together, the next 8 of K after all lanes.
+__device__ __forceinline__ u64 plain_descriptor(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | ((u64)LANES << 16) | (8ull << 32); }
 __device__ __forceinline__ u64 descriptor(u32 address) {  // K-major, 128-byte swizzle, 8 rows every 1024 bytes
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
@@ -105,15 +107,15 @@ struct Weights {
 #pragma unroll
             for (int n = 0; n < LANES / 2; n++) sums[m][n] = 0.0f;
         // Seemingly new at every step, so that no register holds what can be added up at once.
-        u32 weights_at = shared, tiles_at = tiles + warpgroup * KPW * LANES * 128;
+        u32 weights_at = shared, tiles_at = tiles + warpgroup * (NEAR ? 1 : KPW) * LANES * 128;
         asm volatile("" : "+r"(weights_at), "+r"(tiles_at));
-        u64 b = descriptor(tiles_at);
+        u64 b = NEAR ? plain_descriptor(tiles_at) : descriptor(tiles_at);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int i = 0; i < KPW; i++) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                u64 from = b + ((i * LANES * 128 + j * 32) >> 4);
+                u64 from = b + ((NEAR ? i * WARPGROUPS * LANES * 128 + j * LANES * 32 : i * LANES * 128 + j * 32) >> 4);
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
                     if (i < KREG) mma_registers(sums[m], fragment[i < KREG ? i : 0][m][j], from);

@@ -52,7 +52,7 @@ def states(h_BH: Tensor, shape: Shape, steps: int, like: Tensor) -> Tensor:
     """A buffer for h at every step, [S, B, P]: the first is given, the others are yet to come."""
     lanes, hidden = h_BH.shape
     hs_SBP = like.new_empty(steps + 1, lanes, shape.hidden)
-    words = steps * lanes * shape.hidden // 8
+    words = 0 if shape.near else steps * lanes * shape.hidden // 8
     given = readable(h_BH, like)
     halves = int(given.dtype == like.dtype)
     _simple("prepare", like)(_waves(words), (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.hidden, hs_SBP, None, 0)
@@ -64,6 +64,8 @@ def gradients(gates_NQ: Tensor, shape: Shape, launches: int) -> tuple[Tensor, Te
     grads_NQ = torch.empty_like(gates_NQ)
     words_of_ring = 0 if shape.cluster else 4 * shape.blocks * 4 * shape.units * shape.lanes
     ring = gates_NQ.new_empty(launches, words_of_ring, dtype=torch.int32)
+    if shape.near:  # nobody looks into it before it is written
+        return grads_NQ, ring
     words = grads_NQ.numel() // 8
     _simple("prepare", gates_NQ)(_waves(words), (256, 1), grads_NQ, words, None, 0, 0, 0, 0, None, ring, ring.numel() // 4)
     return grads_NQ, ring
@@ -84,7 +86,7 @@ def forward(
     run = _recurrent("lstm_forward", shape, hs_SBP)
     run(
         (shape.blocks, 1, 1), (THREADS, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
-        *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), cooperative=True,
+        *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), cooperative=not shape.near,
     )  # fmt: skip
 
 
@@ -112,7 +114,7 @@ def backward(
     run = _recurrent("lstm_backward", shape, grads_NQ)
     run(
         (shape.blocks, 1, 1), (THREADS, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
-        bias_EQ, ring, *dealt, lanes, shape.groups, steps, cooperative=True,
+        bias_EQ, ring, *dealt, lanes, shape.groups, steps, cooperative=not shape.near,
     )  # fmt: skip
 
 

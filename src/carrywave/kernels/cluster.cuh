@@ -1,0 +1,139 @@
+// What blocks give each other, and how much nearer it is where they stand in one cluster: from shared memory to shared memory instead of
+// through L2. Part of persistent.cu, whose constants it uses.
+
+__device__ __forceinline__ u32 in_block(u32 address, int rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ void cluster_barrier() {
+#if CLUSTER
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// A barrier in shared memory that counts bytes on their way to this block: thread 0 says how many, and all wait for them.
+struct Arrival {
+    u32 address;
+
+    __device__ __forceinline__ void begin() const {
+        if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __device__ __forceinline__ void wait(int lap, u32 bytes) const {
+        if (threadIdx.x == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+        Patience patience = {PATIENCE};
+        u32 there = 0;
+        while (!there) {
+            asm volatile(
+                "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+                : "=r"(there)
+                : "r"(address), "r"(lap & 1)
+                : "memory");
+            patience.spend();
+        }
+    }
+};
+
+// What the four blocks of a quad swap: a float for each owner, from each of the others. Within clusters bytes are counted; through memory
+// the lowest bit of a word says of which lap through the ring it is.
+struct Swap {
+    u32* ring;
+    u32 shared;  // [RING, 4, OWNERS], then a barrier for each turn
+    int part;
+
+    __device__ __forceinline__ Arrival arrival(int turn) const { return {shared + RING_BYTES + (turn % RING) * 8}; }
+    __device__ __forceinline__ void begin() const {
+#if CLUSTER
+        for (int n = 0; n < RING; n++) arrival(n).begin();
+#endif
+    }
+    __device__ __forceinline__ void give(int turn, int to, float sum) const {
+#if CLUSTER
+        int rank = NEAR ? blockIdx.x % CLUSTER - part + to : to;
+        u32 there = in_block(shared + (u32)((turn % RING * 4 + part) * OWNERS + threadIdx.x) * 4, rank), barrier = in_block(arrival(turn).address, rank);
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there), "r"(__float_as_uint(sum)), "r"(barrier) : "memory");
+#else
+        u32 lap = (turn / RING & 1) ^ 1;
+        store_word(ring + (((u64)(turn % RING) * gridDim.x + blockIdx.x - part + to) * 4 + part) * OWNERS + threadIdx.x, (__float_as_uint(sum) & ~1u) | lap);
+#endif
+    }
+    // The sum of all four, of which this block has its own; always in the same order. All threads must come here.
+    __device__ __forceinline__ float sum(int turn, const float (&quarter)[4], bool owner) const {
+        u32 word[4];
+#if CLUSTER
+        arrival(turn).wait(turn / RING, 3 * OWNERS * 4);
+        if (!owner) return 0.0f;
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[n]) : "r"(shared + (u32)((turn % RING * 4 + n) * OWNERS + threadIdx.x) * 4) : "memory");
+#else
+        if (!owner) return 0.0f;
+        u32 lap = (turn / RING & 1) ^ 1, missing = 0xFu & ~(1u << part);
+        const u32* post = ring + ((u64)(turn % RING) * gridDim.x + blockIdx.x) * 4 * OWNERS + threadIdx.x;
+        Patience patience = {PATIENCE};
+        while (missing) {
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                if (missing >> n & 1) word[n] = load_word(post + n * OWNERS);
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                if ((missing >> n & 1) && (word[n] & 1) == lap) missing &= ~(1u << n);
+            patience.spend();
+        }
+#endif
+        float total = 0.0f;
+#pragma unroll
+        for (int n = 0; n < 4; n++) total += n == part ? quarter[n] : __uint_as_float(CLUSTER ? word[n] : word[n] & ~1u);
+        return total;
+    }
+};
+
+// Where a whole group is one cluster (NEAR), what a step needs of the others comes straight into the operand's tiles, and a barrier in the
+// receiver's shared memory counts the bytes. A block puts what it has into one piece of its own shared memory, from where it goes to the
+// others in whole lines, which is faster than from where it was computed; the tiles are laid out so that it is one piece there too (no
+// swizzle: 8 lanes x 16 bytes lie together, then the other lanes, then the next 8 of K). There are two of everything, taken in turn: a
+// block sends for the next turn but one only when it has heard of all others for the next, and they had sent that when they were done
+// with this one.
+struct Near {
+    u32 tiles, staged;  // two each, and after the staged ones a barrier for each turn
+
+    __device__ __forceinline__ Arrival arrival(int turn) const { return {staged + 2 * STAGE_BYTES + (turn & 1) * 8}; }
+    __device__ __forceinline__ void begin() const {
+#if NEAR
+        arrival(0).begin(), arrival(1).begin();
+        for (int n = threadIdx.x * 16; n < 2 * STAGE_BYTES; n += THREADS * 16) store_smem(staged + n, make_uint4(0, 0, 0, 0));
+#endif
+    }
+    // Tiles of a turn; those of the one before the first are the second.
+    __device__ __forceinline__ u32 tiles_of(int turn) const { return tiles + (NEAR ? (turn & 1) * B_BYTES : 0); }
+
+    // A number of this block's, by its place in the block's part of K, and its lane; 4 or 8 bytes.
+    __device__ __forceinline__ u32 place_of(int turn, int k, int row) const {
+        return staged + (turn & 1) * STAGE_BYTES + (k / 8) * LANES * 16 + row * 16 + (k & 7) * 2;
+    }
+    // What was put there goes to `count` blocks, the first of that rank, the others `stride` further on, to where this block's part begins
+    // in their K. All threads must come here.
+    __device__ __forceinline__ void send(int turn, int k, int bytes, int first, int stride, int count) const {
+#if NEAR
+        u32 from = staged + (turn & 1) * STAGE_BYTES, to = tiles_of(turn) + (k / 8) * LANES * 16, barrier = arrival(turn).address;
+        __syncthreads();
+        int pieces = bytes / 16;
+        for (int n = threadIdx.x; n < pieces * count; n += THREADS) {
+            int rank = first + n / pieces * stride, at = n % pieces * 16;
+            uint4 v;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from + at) : "memory");
+            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(in_block(to + at, rank)), "r"(v.x), "r"(v.y), "r"(v.z),
+                         "r"(v.w), "r"(in_block(barrier, rank))
+                         : "memory");
+        }
+#endif
+    }
+    // Waits for everything of a turn.
+    __device__ __forceinline__ void receive(int turn) const {
+#if NEAR
+        arrival(turn).wait(turn >> 1, HIDDEN * LANES * 2);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    }
+};
