@@ -89,6 +89,27 @@ def unpack(
     return dw_ih, dw_hh, plain(bias_EQ.sum(0)[:, None], hidden, 1)[:, 0].to(dtype).repeat(2, 1)
 
 
+def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[Dealt]:
+    """Each lane's place is the number of those that come before it, as the kernel counts."""
+    before = (lengths_B[:, None] > lengths_B) | (
+        (lengths_B[:, None] == lengths_B) & (torch.arange(len(lengths_B))[:, None] < torch.arange(len(lengths_B)))
+    )
+    order_B = torch.empty(len(lengths_B), dtype=torch.int32)
+    order_B[before.sum(0)] = torch.arange(len(lengths_B), dtype=torch.int32)
+    spans = [(first, min(chunk_steps, steps - first)) for first in range(0, steps, chunk_steps)]
+    return [Dealt(order_B, (lengths_B - first).clamp(0, span).to(torch.int32)) for first, span in spans]
+
+
+def real_rows(x_TBI: Tensor, lengths_B: Tensor) -> Tensor:
+    steps, lanes, inputs = x_TBI.shape
+    rows = torch.where((torch.arange(steps)[:, None] < lengths_B)[..., None], x_TBI, 0.0).reshape(steps * lanes, inputs)
+    return torch.nn.functional.pad(rows, (0, -inputs % 8))
+
+
+def last_state(hs_SBP: Tensor, lengths_B: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
+    return hs_SBP[lengths_B, torch.arange(len(lengths_B)), :hidden].to(dtype)
+
+
 def prepare_backward(shape: Shape, like: Tensor) -> None:
     pass
 

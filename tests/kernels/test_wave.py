@@ -8,6 +8,8 @@ Shapes: T time, B lane, I input, H hidden, P padded, Q = 4P.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _emulated import deal, last_state, real_rows
 
 from carrywave.kernels import recurrence, reference, wave
 from carrywave.kernels.carry import Carry
@@ -124,7 +129,7 @@ def unpack(
 @pytest.fixture(autouse=True)
 def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrence, "prepare_backward", lambda shape, like: None)
-    for replaced in (pack, states, gradients, forward, backward, unpack):
+    for replaced in (pack, states, gradients, deal, real_rows, last_state, forward, backward, unpack):
         monkeypatch.setattr(recurrence, replaced.__name__, replaced)
     padded_to, new_empty = recurrence.padded_to, Tensor.new_empty
 

@@ -64,7 +64,7 @@ TARGETS_MS = {
     (8, 512, 128, 256): 13.0,
 }
 WAVE = (8, 512, 16, 256)  # layers at the same time pay here: a quarter of cuDNN in a graph
-SHAPES = (*TARGETS_MS, WAVE, (1, 1024, 256, 256), (2, 1500, 20, 35))
+SHAPES = (*TARGETS_MS, WAVE, (1, 1024, 256, 256), (2, 1500, 20, 35), (1, 2048, 16, 256), (1, 128, 64, 256), (2, 200, 20, 35))
 QUICK = ((1, 128, 16, 32), (2, 64, 8, 16))
 LENGTHS_SHARE = 0.8  # of the time with every step real, at most
 MOST_ERROR = 1.5  # times cuDNN's

@@ -1,4 +1,4 @@
-"""The functions of `persistent.cu` and `packing.cu`, as Python calls over tensors: packing of weights, the recurrence forward and backward.
+"""The functions of `persistent.cu`, `packing.cu` and `lengths.cu`, as Python calls over tensors.
 
 Shapes: T time, B lane, I input (J padded to a multiple of 8), H hidden (P padded to a multiple of 64), G = 4H; Q = 4P, gates
 interleaved; S = T + 1; E groups of lanes.
@@ -17,7 +17,8 @@ from carrywave.kernels.casting import EACH, HALVES, padded_rows
 from carrywave.kernels.layout import MULTIPROCESSORS, THREADS, Shape
 from carrywave.kernels.weights import LayerWeights
 
-SOURCE, PACKING = "persistent.cu", "packing.cu"
+SOURCE, PACKING, LENGTHS = "persistent.cu", "packing.cu", "lengths.cu"
+_MOST_SORTED = 1024  # lanes, by the own kernel
 
 
 class Packed(NamedTuple):
@@ -135,6 +136,44 @@ def unpack(
     return dw_ih, dw_hh, db
 
 
+def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[Dealt]:
+    """For each chunk, how much of it each lane has, and the lanes from the longest to the shortest."""
+    lanes, chunks = lengths_B.shape[0], -(-steps // chunk_steps)
+    if lanes > _MOST_SORTED:
+        order_B = torch.argsort(lengths_B, descending=True, stable=True).to(torch.int32)
+        firsts = range(0, steps, chunk_steps)
+        return [Dealt(order_B, (lengths_B - first).clamp(0, min(chunk_steps, steps - first)).to(torch.int32)) for first in firsts]
+    order_B, left_CB = like.new_empty(lanes, dtype=torch.int32), like.new_empty(chunks, lanes, dtype=torch.int32)
+    _simple("deal", like, LENGTHS)(
+        (1, 1, 1), (-(-lanes // 32) * 32, 1), _words(lengths_B), lanes, steps, chunk_steps, chunks, order_B, left_CB
+    )
+    return [Dealt(order_B, left_B) for left_B in left_CB]
+
+
+def real_rows(x_TBI: Tensor, lengths_B: Tensor) -> Tensor:
+    """[N, J]: the rows, zeros where a step is not real, whatever stands there, nan too; padded as by `aligned`."""
+    steps, lanes, inputs = x_TBI.shape
+    x = padded_to(x_TBI, inputs, x_TBI.dtype)
+    rows_NJ = x.new_empty(steps * lanes, -(-inputs // 8) * 8)
+    grid = (max(1, min(MULTIPROCESSORS * 16, -(-len(rows_NJ) // 8))), 1, 1)
+    _simple("real_rows", x, LENGTHS)(grid, (32, 8), x, _words(lengths_B), lanes, len(rows_NJ), inputs, rows_NJ.shape[1], rows_NJ)
+    return rows_NJ
+
+
+def last_state(hs_SBP: Tensor, lengths_B: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
+    """[B, H]: h of each lane after its last real step, which is the one it began with where it has none."""
+    steps, lanes, padded = hs_SBP.shape[0] - 1, *hs_SBP.shape[1:]
+    last_BH = hs_SBP.new_empty(lanes, hidden, dtype=dtype if dtype == hs_SBP.dtype else torch.float32)
+    grid = (-(-hidden // 128), lanes, 1)
+    halves = int(last_BH.dtype == hs_SBP.dtype)
+    _simple("last_state", hs_SBP, LENGTHS)(grid, (128, 1), hs_SBP, _words(lengths_B), lanes, steps, hidden, padded, halves, last_BH)
+    return last_BH.to(dtype)
+
+
+def _words(lengths_B: Tensor) -> Tensor:
+    return lengths_B.to(torch.int64).contiguous()
+
+
 def readable(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """As the simple functions read it: contiguous, in float32 or in the half dtype itself."""
     dtype = dtype or x.dtype
@@ -163,9 +202,9 @@ def _recurrent(name: str, shape: Shape, like: Tensor) -> nvrtc.Kernel:
     return nvrtc.kernel(SOURCE, name, shape.constants(fp16=_fp16(like)), shape.shared_bytes, like.get_device())
 
 
-def _simple(name: str, like: Tensor) -> nvrtc.Kernel:
+def _simple(name: str, like: Tensor, source: str = PACKING) -> nvrtc.Kernel:
     """One of the functions that do not depend on the shape."""
-    return nvrtc.kernel(PACKING, name, (("FP16", int(_fp16(like))),), 0, like.get_device())
+    return nvrtc.kernel(source, name, (("FP16", int(_fp16(like))),), 0, like.get_device())
 
 
 def _waves(words: int) -> tuple[int, int, int]:

@@ -24,7 +24,6 @@ from torch.autograd.function import once_differentiable
 from carrywave.kernels import recurrence
 from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.layout import Wave
-from carrywave.kernels.lengths import last_real, real_steps
 from carrywave.kernels.recurrence import Dealt
 from carrywave.kernels.weights import LayerWeights
 
@@ -81,15 +80,15 @@ class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wave: Wave, wanted: bool, x_TBI: Tensor, lengths_B: Tensor | None, *flat: Tensor | None) -> tuple[Tensor, ...]:
         steps, lanes = x_TBI.shape[:2]
-        if lengths_B is not None:
-            x_TBI = torch.where(real_steps(lengths_B, steps), x_TBI, 0.0)  # whatever the padding holds, nan too
         given = list(zip(*[iter(flat)] * _OF_LAYER, strict=True))
         hidden = given[0][3].shape[1]
         shape, like, kept = wave.shape, x_TBI.new_empty(0), wanted and any(ctx.needs_input_grad)
-        spans, dealt = _spans(steps, wave.chunk_steps), _dealt(lengths_B, steps, wave.chunk_steps)
+        spans = _spans(steps, wave.chunk_steps)
+        dealt = [Dealt(None, None) for _ in spans] if lengths_B is None else recurrence.deal(lengths_B, steps, wave.chunk_steps, like)
         layers: list[_Layer] = []
         packs = []
-        inputs_NJ = recurrence.aligned(x_TBI.reshape(steps * lanes, -1))
+        whole = x_TBI.reshape(steps * lanes, -1)
+        inputs_NJ = recurrence.aligned(whole) if lengths_B is None else recurrence.real_rows(x_TBI, lengths_B)
         for number, (h_BH, c_BH, *weights, mask) in enumerate(given):
             if number:
                 # With a mask they are a product, to be written chunk by chunk; without one they are h itself.
@@ -126,9 +125,11 @@ class _Stack(torch.autograd.Function):
                     )  # fmt: skip
         outputs = [layers[-1].hs_SBP[1:, :, :hidden]]
         for layer, (h_BH, c_BH, *_) in zip(layers, given, strict=True):
-            y_TBH = layer.hs_SBP[1:, :, :hidden]
-            h = y_TBH[-1] if lengths_B is None else last_real(y_TBH, lengths_B, h_BH.to(like.dtype))
-            outputs += [h.to(h_BH.dtype, copy=True), layer.cs_CBP[-1, :, :hidden].to(c_BH.dtype, copy=True)]
+            if lengths_B is None:
+                h = layer.hs_SBP[-1, :, :hidden].to(h_BH.dtype, copy=True)
+            else:
+                h = recurrence.last_state(layer.hs_SBP, lengths_B, hidden, h_BH.dtype)
+            outputs += [h, layer.cs_CBP[-1, :, :hidden].to(c_BH.dtype, copy=True)]
         if kept:
             saved = [tensor for layer in layers for tensor in layer]
             ctx.save_for_backward(*saved, *(tensor for each in dealt for tensor in each))
@@ -258,11 +259,3 @@ def _diagonals(layers: int, chunks: int) -> Iterator[tuple[int, int]]:
 
 def _spans(steps: int, chunk_steps: int) -> list[tuple[int, int]]:
     return [(first, min(first + chunk_steps, steps)) for first in range(0, steps, chunk_steps)]
-
-
-def _dealt(lengths_B: Tensor | None, steps: int, chunk_steps: int) -> list[Dealt]:
-    """For each chunk, how much of it each lane has, and the lanes from the longest to the shortest."""
-    if lengths_B is None:
-        return [Dealt(None, None) for _ in _spans(steps, chunk_steps)]
-    order_B = torch.argsort(lengths_B, descending=True, stable=True).to(torch.int32)
-    return [Dealt(order_B, (lengths_B - first).clamp(0, end - first).to(torch.int32)) for first, end in _spans(steps, chunk_steps)]

@@ -1,0 +1,55 @@
+// What lengths ask for around the recurrence, a launch each: the lanes in order, inputs without padding, and each lane's last h.
+//
+// Compile-time constant, given by the host: FP16.
+
+#include "half.cuh"
+
+#define MOST 1024  // lanes that one block puts in order
+
+// order[B]: the lanes from the longest to the shortest, equal ones as they come. left[chunks, B]: how much of each chunk a lane has.
+extern "C" __global__ void deal(const long long* lengths, int count, int steps, int chunk_steps, int chunks, int* order, int* left) {
+    __shared__ int length[MOST];
+    int lane = threadIdx.x, own = 0;
+    if (lane < count) {
+        own = (int)max(0ll, min(lengths[lane], (long long)steps));
+        length[lane] = own;
+    }
+    __syncthreads();
+    if (lane >= count) return;
+    int rank = 0;
+    for (int other = 0; other < count; other++) rank += length[other] > own || (length[other] == own && other < lane);
+    order[rank] = lane;
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        int first = chunk * chunk_steps, span = min(chunk_steps, steps - first);
+        left[chunk * count + lane] = max(0, min(own - first, span));
+    }
+}
+
+// rows[T * B, pitch]: x[T, B, I] where a step is real, and zeros elsewhere, whatever the padding holds. A warp has a row.
+extern "C" __global__ void real_rows(const u16* x, const long long* lengths, int count, int rows, int inputs, int pitch, u16* to) {
+    for (int row = blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += gridDim.x * blockDim.y) {
+        bool real = row / count < lengths[row % count];
+        const u16* from = x + (u64)row * inputs;
+        if (inputs % 8 == 0) {
+            for (int n = threadIdx.x; n < pitch / 8; n += 32)
+                ((uint4*)(to + (u64)row * pitch))[n] = real ? ((const uint4*)from)[n] : make_uint4(0, 0, 0, 0);
+        } else {
+            for (int n = threadIdx.x; n < pitch; n += 32) to[(u64)row * pitch + n] = real && n < inputs ? from[n] : 0;
+        }
+    }
+}
+
+// last[B, H], float32 or half: h of each lane after its last real step, which is the one it began with where it has none.
+extern "C" __global__ void last_state(const u16* hs, const long long* lengths, int count, int steps, int hidden, int padded, int halves, void* last) {
+    int lane = blockIdx.y, unit = blockIdx.x * blockDim.x + threadIdx.x;
+    if (unit >= hidden) return;
+    u64 step = (u64)max(0ll, min(lengths[lane], (long long)steps));
+    u16 value = hs[(step * count + lane) * padded + unit];
+    if (halves) {
+        ((u16*)last)[(u64)lane * hidden + unit] = value;
+    } else {
+        float low, high;
+        unpack(value, low, high);
+        ((float*)last)[(u64)lane * hidden + unit] = low;
+    }
+}
