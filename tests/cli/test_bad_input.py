@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from carrywave.cli.main import app
 from carrywave.tasks.task import Task
-from carrywave.train import durable, snapshot
+from carrywave.train import durable, manifest, snapshot
 
 TEXT = "the cat sat on the mat\nthe dog ate the log\n" * 8
 ROWS = [{"steps": [[0.1 * i, -0.2 * i], [0.3, 0.1 * i]], "label": "up" if i % 2 else "down"} for i in range(12)]
@@ -331,6 +331,9 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, labels: Path) 
 # Run folders and snapshots.
 
 OTHER = "resume from another snapshot or start a new run"
+PARAMETERS = "parameters-encoder.weight.safetensors"
+CARRY = "carry-lstm.l0.h-0-4.safetensors"
+OPTIMIZER = "optimizer-step-encoder.weight.safetensors"
 
 
 def last(run: Path) -> Path:
@@ -349,14 +352,14 @@ def cut(path: Path) -> None:
 
 def mix(run: Path) -> None:
     older = next(path for path in (run / "snapshots").iterdir() if path.is_dir() and path != last(run))
-    shutil.copy(older / "parameters.safetensors", last(run) / "parameters.safetensors")
+    shutil.copy(older / PARAMETERS, last(run) / PARAMETERS)
 
 
 def remanifest(run: Path, **changes: Any) -> None:
     """A manifest that says something else, and whose own checksum is right."""
     path = last(run) / "manifest.json"
-    manifest = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps(manifest | {"sha256": snapshot.digest(manifest)}))
+    said = json.loads(path.read_text()) | changes
+    path.write_bytes(manifest.encode(said | {"sha256": manifest.digest(said)}))
 
 
 def rewrite(run: Path, change: Callable[[snapshot.Snapshot], snapshot.Snapshot]) -> None:
@@ -374,13 +377,13 @@ def leave(run: Path) -> None:
 
 
 SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda run: cut(last(run) / "optimizer.safetensors"), f"optimizer.safetensors is truncated or from another .*; {OTHER}"),
-    "bit": (lambda run: flip(last(run) / "parameters.safetensors", -3), f"parameters.safetensors is damaged: its SHA-256 is .*; {OTHER}"),
+    "truncated": (lambda run: cut(last(run) / OPTIMIZER), f"{OPTIMIZER} is truncated or from another .*; {OTHER}"),
+    "bit": (lambda run: flip(last(run) / PARAMETERS, -3), f"{PARAMETERS} is damaged: its SHA-256 is .*; {OTHER}"),
     "bit of the manifest": (lambda run: flip(last(run) / "manifest.json", -20), f"manifest.json is damaged: .*; {OTHER}"),
-    "missing": (lambda run: (last(run) / "carry.safetensors").unlink(), f"carry.safetensors is missing; {OTHER}"),
+    "missing": (lambda run: (last(run) / CARRY).unlink(), f"{CARRY} is missing; {OTHER}"),
     "no manifest": (lambda run: (last(run) / "manifest.json").unlink(), "last names no snapshot of this folder; write the name of one"),
-    "mixed": (mix, f"parameters.safetensors is damaged: its SHA-256 is not the manifest's; {OTHER}"),
-    "newer": (lambda run: remanifest(run, format=2), "has format 2, this version reads up to 1; update carrywave"),
+    "mixed": (mix, f"{PARAMETERS} is damaged: its SHA-256 is not the manifest's; {OTHER}"),
+    "newer": (lambda run: remanifest(run, format=3), "has format 3, this version reads format 2; update carrywave"),
     "path": (leave, r"manifest.json names the file '\.\./\.\./spec.yaml', which is not in its folder; do not use this snapshot"),
     "other dtype": (
         lambda run: rewrite(run, lambda old: replace(old, parameters={k: v.double() for k, v in old.parameters.items()})),
@@ -588,7 +591,7 @@ def test_a_prompt_without_a_word() -> None:
 
 
 def test_a_benchmark_that_is_not_there() -> None:
-    names = "data, kernels, memory, pipeline, replicas, step, train"
+    names = "data, kernels, memory, pipeline, replicas, snapshot, step, train"
     assert refused("bench", "nosuch").startswith(f"there is no benchmark nosuch; use one of {names}")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from carrywave.train import launch
+from carrywave.train import attempt
 from carrywave.train.causes import Ended
 from carrywave.train.launch import start
 
@@ -67,14 +67,14 @@ def test_exit_codes_pass_through(text: str, end: Ended, write: Write) -> None:
 
 
 def test_a_worker_that_does_not_end_by_itself_is_ended(write: Write, monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(attempt, "GRACE_SECONDS", 0.2)
     text = "rank or signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrank and sys.exit(3)\ntime.sleep(600)"
     assert start(worker(text, write), 2).code == 3
     assert list(temporary.iterdir()) == []
 
 
 def test_the_others_are_left_to_write_their_snapshot(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(attempt, "GRACE_SECONDS", 0.1)
     text = f"rank and sys.exit(75)\ntime.sleep(1)\nPath({str(tmp_path)!r}, 'snapshot').touch()\nsys.exit(75)"
     assert start(worker(text, write), 2) == Ended(75)
     assert (tmp_path / "snapshot").exists()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from carrywave.errors import PlanError
-from carrywave.plan.plan import Plan, even_cuts, resolve
+from carrywave.plan.plan import Plan, even_cuts, fewer, resolve
 from carrywave.spec.spec import PlanSpec
 
 
@@ -63,3 +65,18 @@ def test_a_plan_made_by_hand_is_cut_evenly() -> None:
 def test_impossible_plans_are_refused(asked: PlanSpec, workers: int, lanes: int | None, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         resolve(asked, layers=2, workers=workers, lanes=lanes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers", "found"),
+    [
+        ({"replicas": 4}, 3, (3, 1)),
+        ({"replicas": 2, "stages": 2}, 2, (1, 2)),
+        ({"stages": 2, "cuts": [2]}, 1, (1, 1)),
+        ({"stages": 4}, 6, (2, 3)),
+        ({"stages": 2}, 3, (3, 1)),
+    ],
+)
+def test_with_fewer_workers_stages_divide_them(asked: dict[str, Any], workers: int, found: tuple[int, int]) -> None:
+    plan = resolve(fewer(PlanSpec(**asked), workers), layers=4, workers=workers, lanes=8)
+    assert (plan.replicas, plan.stages) == found

@@ -30,7 +30,7 @@ def test_nothing_is_made_before_the_first_write(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     with Run.create(None, "language") as run:
         assert run.path == Path("runs/language-1")
-        assert run.sync() == (0, 0)
+        assert run.sizes() == (0, 0)
     with Run.create(tmp_path / "mine", "language"):
         pass
     assert files(tmp_path) == []
@@ -103,7 +103,7 @@ def test_cut_back_to_a_snapshot(tmp_path: Path) -> None:
     run.write_spec(Spec())
     run.write_metrics(ROW)
     run.write_timing({"step": 10})
-    sizes = run.sync()
+    sizes = run.sizes()
     straight = (run.path / "metrics.jsonl").read_bytes()
     assert sizes == (len(straight), len('{"step": 10}\n'))
     run.write_metrics({**ROW, "step": 20})
@@ -121,7 +121,7 @@ def test_cut_back_to_a_snapshot(tmp_path: Path) -> None:
 def test_a_log_that_lost_lines_is_refused_and_lost_timings_are_not(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "x", "language", events=False)
     run.write_metrics(ROW)
-    size, _ = run.sync()
+    size, _ = run.sizes()
     run.cut_back(size, 1000)
     with pytest.raises(RunError, match=f"metrics.jsonl has {size} bytes, the snapshot was made after {size + 1}"):
         run.cut_back(size + 1, 0)
@@ -133,7 +133,7 @@ def test_events_are_written_and_purged(tmp_path: Path) -> None:
 
     run = Run.create(tmp_path / "x", "language")
     run.write_metrics({**ROW, "lr": 0.5})
-    run.cut_back(*run.sync(), step=10)
+    run.cut_back(*run.sizes(), step=10)
     run.write_metrics({**ROW, "step": 11})
     run.close()
     first, second = sorted((run.path / "tb").iterdir(), key=lambda path: path.stat().st_mtime_ns)

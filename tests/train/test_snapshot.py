@@ -9,6 +9,8 @@ import json
 import math
 import os
 import pickle
+import random
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from carrywave.errors import Diverged, RunError
-from carrywave.train import durable, snapshot
+from carrywave.train import durable, manifest, snapshot
 from carrywave.train.snapshot import Snapshot, load, load_weights, save, save_weights
 
 DTYPES = list(durable.DTYPES)
@@ -32,7 +34,7 @@ def small(value: float = 1.0, **meta: Any) -> Snapshot:
     return Snapshot(
         parameters={"w": torch.full((2, 3), float(value)), "b": torch.zeros(3, dtype=torch.float64)},
         optimizer={"exp_avg/w": torch.ones(2, 3), "step/w": torch.tensor(4.0)},
-        carry={"lstm.0/h": torch.ones(1, 5, 3, dtype=torch.bfloat16)},
+        carry={"lstm.l0.h": torch.arange(15.0).reshape(1, 5, 3).bfloat16()},
         extra={"scale": torch.tensor(1024.0)},
         meta={"cursor": [1, 2], "seed": 2**62 + 1, "loss": 0.1 + 0.2, **meta},
     )
@@ -43,7 +45,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def same(ours: Snapshot, theirs: Snapshot) -> bool:
-    for group in snapshot.GROUPS:
+    for group in manifest.GROUPS:
         a, b = getattr(ours, group), getattr(theirs, group)
         if a.keys() != b.keys() or any(a[n].dtype != b[n].dtype or a[n].shape != b[n].shape or bits(a[n]) != bits(b[n]) for n in a):
             return False
@@ -104,7 +106,7 @@ def test_equal_content_gives_equal_bytes(tmp_path: Path) -> None:
 def test_keeps_the_newest(tmp_path: Path) -> None:
     for step in range(5):
         made = save(tmp_path, f"step-{step}", small(step), keep=2)
-        os.utime(made, ns=(step * 10**9, step * 10**9))
+        os.utime(made, ns=((9 - step) * 10**9, (9 - step) * 10**9))  # the clock goes backward, and it does not matter
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last", "step-3", "step-4"]
     assert load(tmp_path).parameters["w"][0, 0].item() == 4.0
     save(tmp_path, "step-5", small(5), keep=1)
@@ -181,7 +183,8 @@ def test_moments_above_cover_every_call(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(durable, "write_tensors", counted("tensors", durable.write_tensors))
     save(tmp_path, "step-1", small(1), keep=1)
     files = ["tensors", "fsync"] * 4
-    # The last fsync, of the folder after the pointer was replaced, comes when the new snapshot already stands.
+    # The last fsync, of the folder after the pointer was replaced, comes when the new snapshot already stands; so does whatever removes
+    # old ones.
     assert calls == [*files, "fsync", "replace", "fsync", "replace", "fsync", "fsync", "replace", "fsync"]
 
 
@@ -196,24 +199,23 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
 
 
 def resign(folder: Path, **changes: Any) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text()) | changes
-    manifest["sha256"] = snapshot.digest(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    said = json.loads((folder / "manifest.json").read_text()) | changes
+    said["sha256"] = manifest.digest(said)
+    (folder / "manifest.json").write_bytes(manifest.encode(said))
 
 
 def put(folder: Path, data: bytes) -> None:
     """A snapshot whose manifest honestly describes this as its parameters."""
-    path = folder / "parameters.safetensors"
+    path = folder / PARAMETERS
     path.write_bytes(data)
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    with path.open("rb") as file:
-        files[path.name] = {"bytes": len(data), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    files[path.name] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     resign(folder, files=files)
 
 
-def flip(path: Path, position: int) -> None:
+def flip(path: Path, position: int, bit: int = 4) -> None:
     data = bytearray(path.read_bytes())
-    data[position] ^= 4
+    data[position] ^= bit
     path.write_bytes(data)
 
 
@@ -225,8 +227,19 @@ def torch_saved(legacy: bool) -> bytes:
 
 def link(folder: Path) -> None:
     target = folder.parent.parent / "elsewhere"
-    (folder / "carry.safetensors").rename(target)
-    (folder / "carry.safetensors").symlink_to(target)
+    (folder / CARRY).rename(target)
+    (folder / CARRY).symlink_to(target)
+
+
+def relink(path: Path) -> None:
+    path.rename(path.parent.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent.parent / "elsewhere")
+
+
+def describe(folder: Path, name: str, **changes: Any) -> None:
+    """A manifest that says something else of one file."""
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    resign(folder, files=files | {name: files[name] | changes})
 
 
 def escape(folder: Path, name: str) -> None:
@@ -234,27 +247,48 @@ def escape(folder: Path, name: str) -> None:
     resign(folder, files={**files, name: {"bytes": 1, "sha256": ""}})
 
 
-NAN = safetensors.torch.save({"w": torch.tensor([1.0, math.nan])})
+def unfinished(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "not_finite", lambda tensors: None)  # it would not be written otherwise
+        save(folder.parent, "step-1", small(math.nan), keep=1)
+
+
+PARAMETERS = "parameters-w.safetensors"
+CARRY = "carry-lstm.l0.h-0-5.safetensors"
+OPTIMIZER = "optimizer-exp_avg-w.safetensors"
+EXTRA = "extra-scale.safetensors"
+OTHERWISE = "it does not hold the tensors that the manifest names"
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (lambda f: os.truncate(f / "optimizer.safetensors", 40), "optimizer.safetensors is truncated"),
-    "bit of a tensor": (lambda f: flip(f / "parameters.safetensors", -3), "parameters.safetensors is damaged"),
-    "bit of a header": (lambda f: flip(f / "parameters.safetensors", 20), "parameters.safetensors is damaged"),
-    "missing": (lambda f: (f / "extra.safetensors").unlink(), "extra.safetensors is missing"),
-    "other step": (lambda f: shutil.copy(save(f.parent.parent / "z", "s", small(9), 1) / "parameters.safetensors", f), "is damaged"),
-    "newer": (lambda f: resign(f, format=2), "has format 2, this version reads up to 1; update"),
+    "truncated": (lambda f: os.truncate(f / OPTIMIZER, 40), f"{OPTIMIZER} is truncated"),
+    "bit of a tensor": (lambda f: flip(f / PARAMETERS, -3), f"{PARAMETERS} is damaged: its SHA-256"),
+    "bit of a header": (lambda f: flip(f / PARAMETERS, 20), f"{PARAMETERS} is damaged"),
+    "missing": (lambda f: (f / EXTRA).unlink(), f"{EXTRA} is missing"),
+    "other step": (lambda f: shutil.copy(save(f.parent.parent / "z", "s", small(9), 1) / PARAMETERS, f), "is damaged: its SHA-256"),
+    "newer": (lambda f: resign(f, format=3), "has format 3, this version reads format 2; update"),
+    "older": (lambda f: resign(f, format=1), "has format 1, this version reads format 2; use the version that wrote it"),
     "no format": (lambda f: resign(f, format=None), "not the manifest of a snapshot"),
+    "format true": (lambda f: resign(f, format=True), "not the manifest of a snapshot"),
     "no JSON": (lambda f: (f / "manifest.json").write_text("{"), "is damaged: it is not JSON"),
+    "deep JSON": (lambda f: (f / "manifest.json").write_text("[" * 200_000), "is damaged: it is not JSON"),
     "a list": (lambda f: (f / "manifest.json").write_text("[]"), "not the manifest of a snapshot"),
     "not text": (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe{}\x00"), "is not JSON"),
-    "file not named": (lambda f: resign(f, files={}), "does not name parameters.safetensors"),
     "leaves upward": (lambda f: escape(f, "../x.safetensors"), "names the file '../x.safetensors', which is not in its folder"),
     "leaves to root": (lambda f: escape(f, "/etc/passwd"), "names the file '/etc/passwd', which is not in its folder"),
-    "symlink": (link, "carry.safetensors is a symbolic link"),
+    "symlink": (link, f"{CARRY} is a symbolic link"),
+    "linked manifest": (lambda f: relink(f / "manifest.json"), "manifest.json is a symbolic link"),
     "pickle": (lambda f: put(f, pickle.dumps({"w": [1.0] * 50})), "is a pickle"),
     "torch.save": (lambda f: put(f, torch_saved(legacy=False)), "is a pickle"),
     "old torch.save": (lambda f: put(f, torch_saved(legacy=True)), "is a pickle"),
-    "text": (lambda f: put(f, b"hello, this is not a file of tensors"), "is not a safetensors file"),
-    "NaN": (lambda f: put(f, NAN), "parameter w is not finite"),
+    "text": (lambda f: put(f, b"hello, this is not a file of tensors"), OTHERWISE),
+    "other tensors": (lambda f: put(f, safetensors.torch.save({"v": torch.ones(2, 3)})), OTHERWISE),
+    "huge": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["BF16", [2**40, 5, 3]]}), OTHERWISE),
+    "overflowing": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["BF16", [2**62] * 8]}), OTHERWISE),
+    "negative": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["BF16", [-1, -15]]}), "manifest of a snapshot (ValueError"),
+    "other dtype": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["F16", [1, 5, 3]]}), OTHERWISE),
+    "unknown dtype": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["F1", [1, 5, 3]]}), "manifest of a snapshot (KeyError"),
+    "no group": (lambda f: describe(f, CARRY, group="../carry"), "manifest of a snapshot (ValueError"),
+    "twice": (lambda f: describe(f, EXTRA, group="optimizer", tensors={"step/w": ["F32", []]}), "names step/w of optimizer twice"),
+    "NaN": (unfinished, "parameter w is not finite"),
     "pointer away": (lambda f: (f.parent / "last").write_text("../../elsewhere"), "last names no snapshot of this folder"),
     "pointer to nothing": (lambda f: (f.parent / "last").write_text("step-77"), "last names no snapshot of this folder"),
     "pointer of junk": (lambda f: (f.parent / "last").write_bytes(b"\xff\x00"), "last names no snapshot of this folder"),
@@ -274,20 +308,70 @@ def test_refuses(tmp_path: Path, fault: str) -> None:
 
 
 def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
-    folder = save(tmp_path, "step-1", small(), keep=1)
+    folder = save(tmp_path, "step-1", small(tiny=1e-30), keep=1)
     sound = (folder / "manifest.json").read_bytes()
-    meant = json.loads(sound)
-    for position in range(len(sound)):
-        flip(folder / "manifest.json", position)
-        try:
-            harmless = json.loads((folder / "manifest.json").read_bytes()) == meant
-        except ValueError:
-            harmless = False
-        if not harmless:
-            with pytest.raises(RunError):
-                load(tmp_path)
+    for position in range(0, len(sound), 3):
+        flip(folder / "manifest.json", position, 1 << position % 8)
+        with pytest.raises(RunError):
+            load(tmp_path)
         (folder / "manifest.json").write_bytes(sound)
+    assert same(load(tmp_path), small(tiny=1e-30))
+
+
+@pytest.mark.parametrize("flips", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_flipped_bit_is_loaded(tmp_path: Path, flips: int) -> None:
+    folder = save(tmp_path, "step-1", small(), keep=1)
+    sound = {path: path.read_bytes() for path in sorted(folder.iterdir())}
+    draw = random.Random(flips)
+    for _ in range(flips):
+        path = draw.choice(list(sound))
+        flip(path, draw.randrange(len(sound[path])), 1 << draw.randrange(8))
+        with pytest.raises(RunError):
+            load(tmp_path)
+        path.write_bytes(sound[path])
     assert same(load(tmp_path), small())
+
+
+def test_a_file_that_grows_too_large(tmp_path: Path) -> None:
+    """As on a full disk: the system refuses a write in the middle of a file."""
+    save(tmp_path, "step-1", small(1), keep=1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(RunError, match="step-2 could not be written: File too large; the snapshot before it is kept; free"):
+            save(tmp_path, "step-2", Snapshot({"w": torch.ones(50_000)}), keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_best_stays(tmp_path: Path) -> None:
+    for step in range(5):
+        save(tmp_path, f"step-{step}", small(step), keep=1, best=step in (0, 2))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["best", "last", "step-2", "step-4"]
+    assert (tmp_path / "best").read_text() == "step-2\n"
+    assert load(tmp_path / "step-2").parameters["w"][0, 0].item() == 2.0
+    save(tmp_path, "step-2", small(7), keep=1)  # after going back
+    assert load(tmp_path / "step-2").parameters["w"][0, 0].item() == 2.0
+    assert load(tmp_path).parameters["w"][0, 0].item() == 7.0
+
+
+def test_snapshots_of_a_future_that_was_left_go_first(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 15):
+        save(tmp_path, f"step-{step}", small(step), keep=3)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last", "step-10", "step-15", "step-30"]
+    (tmp_path / "own").mkdir()  # no snapshot: left alone
+    save(tmp_path, "step-16", small(), keep=2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last", "own", "step-15", "step-16"]
+
+
+def test_any_name_of_a_parameter_makes_a_file(tmp_path: Path) -> None:
+    for name in ("a/../../b", "ä " * 90, "x" * 300, "c:\\d", "."):
+        kept = Snapshot({name: torch.ones(2)})
+        folder = save(tmp_path, "step-1", kept, keep=1)
+        assert len(list(folder.iterdir())) == 2
+        assert same(load(tmp_path), kept)
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import ParamSpec
 
 import typer
 
 from carrywave.errors import UserError
-from carrywave.train import causes
+from carrywave.train import begun, causes, logs
 from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, Ended
 
 P = ParamSpec("P")
@@ -74,8 +75,8 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
 def end_as(ended: Ended) -> None:
     """End as the workers did that this process started, with the one thing there is to say."""
     if ended.message:
-        note(ended.message)
-    if ended.code == FAULT and ended.trace:
+        note(ended.message + (f"; full logs: {shown(ended.logs)}" if ended.logs is not None and ended.died else ""))
+    if ended.code == FAULT and ended.trace and ended.logs is None:
         print(ended.trace, file=sys.stderr, end="", flush=True)
     if ended.code:
         raise typer.Exit(ended.code)
@@ -102,21 +103,31 @@ def _say(code: int, message: str, error: BaseException | None = None) -> None:
     folder = causes.folder()
     if folder is not None:
         kind: causes.Kind = "lost" if is_lost else "fault" if code == FAULT else "user"
-        causes.leave(folder, kind, code, message, error, with_trace=kind == "fault")
+        causes.leave(folder, kind, code, message, error, with_trace=code == FAULT)
         return
+    kept: Path | None = None
     rank = os.environ.get("RANK", "") if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    if rank.isdecimal() and code == FAULT and error is not None:
+        kept = logs.keep_trace(begun.run_in_hand(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), rank, error)
+    more = "" if kept is None else f"; full log: {shown(kept)}"
     if not rank.isdecimal() or (code == INTERRUPTED and rank == "0"):
         note(message)
     elif code == INTERRUPTED:
         pass  # all were interrupted
     elif world is not None and isinstance(error, UserError) and error.told_by is not None:
         world.tell_once(error, int(rank), lambda: note(message))
-    elif is_lost:
-        note(f"rank {rank}: contact with another worker was lost; its own message says why")
+    elif is_lost and world is not None:
+        if world.first_to_tell():
+            note(f"rank {rank}: contact with another worker was lost; its own message says why{more}")
     else:
-        note(f"rank {rank}: {message}")
-    if code == FAULT and not is_lost and error is not None:
+        note(f"rank {rank}: {message}{more}")
+    if code == FAULT and not is_lost and error is not None and kept is None:
         traceback.print_exception(error)
+
+
+def shown(path: Path) -> str:
+    """A path as a person would write it here."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

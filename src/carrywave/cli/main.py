@@ -17,11 +17,12 @@ from rich.console import Console
 from carrywave import __version__
 from carrywave.cli.exits import leaving_at_once, with_exit_codes
 from carrywave.cli.show import Recorder, row_line, table_of, watcher_for
-from carrywave.cli.workers import DevicesOption, agreed, start_workers
+from carrywave.cli.workers import DevicesOption, Elastic, MinDevicesOption, RestartsOption, agreed, start_workers
 from carrywave.errors import RunError, UserError
 from carrywave.parallel.launched import is_first
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import DEFAULT_RUN, dump, load
+from carrywave.train import begun
 from carrywave.train.causes import INTERRUPTED, STOPPED
 from carrywave.train.watch import Silent
 
@@ -73,6 +74,8 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, the summary and the plan, and stop.")] = False,
     device: DeviceOption = Device.auto,
     devices: DevicesOption = None,
+    restarts: RestartsOption = None,
+    min_devices: MinDevicesOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Train a model; with no SPEC, a small character model on text that ships with Python."""
@@ -84,7 +87,7 @@ def train(
     with agreed(device.value):
         resolved = load(path, overrides, base=_base(overrides))
         _check_writable(json_file)
-    workers = start_workers(devices, device.value, resolved.plan_spec, dry_run=dry_run)
+    workers = start_workers(devices, device.value, resolved.plan_spec, elastic=Elastic(restarts, min_devices), dry_run=dry_run)
     if dry_run and is_first():
         typer.echo(dump(resolved))
     with leaving_at_once():
@@ -94,7 +97,8 @@ def train(
         watch = Recorder(display)
         how = {} if workers is None else {"devices": workers}
         result = train_run(resolved, run=run, resume=resume, init=init, device=device.value, watch=watch, dry_run=dry_run, **how)
-    _write_rows(json_file, watch.rows)
+    # What earlier attempts of this launch evaluated is in the run's own rows.
+    _write_rows(json_file, watch.rows if not begun.attempt() else _evaluations(result.run))
     if result.ending in ENDINGS:
         raise typer.Exit(ENDINGS[result.ending])
 
@@ -228,6 +232,11 @@ def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
     if path is not None and is_first():
         lines = (json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
         _replace(path, "[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def _evaluations(run: Path) -> list[dict[str, object]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()] if is_first() else []
+    return [row for row in rows if row["split"] != "train"]
 
 
 def _plain(value: object) -> object:

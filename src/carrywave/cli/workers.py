@@ -5,20 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from carrywave.cli.exits import end_as, leaving_at_once, note
 from carrywave.errors import PlanError, UserError
+from carrywave.parallel import heartbeat
 from carrywave.parallel.launched import launched
 from carrywave.spec.spec import PlanSpec
 from carrywave.train import tf_config
 from carrywave.train.again import script_command
-from carrywave.train.launch import is_worker, start
+from carrywave.train.launch import RESTARTS, is_worker, start
 
 DevicesOption = Annotated[
     int | None, typer.Option(metavar="N", help="Workers to start on this machine; to train, one for each GPU if left out.")
+]
+RestartsOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Start the workers again when one has died, up to N times without progress; 3 if left out. With one worker: 0."
+    ),
+]
+MinDevicesOption = Annotated[
+    int | None, typer.Option(metavar="M", help="Go on with fewer workers where one dies at every start, but not with fewer than M.")
 ]
 
 
@@ -28,6 +39,7 @@ def agreed(device: str) -> Iterator[None]:
     if not launched():
         yield
         return
+    heartbeat.start()
     with leaving_at_once():
         from carrywave.parallel.world import join, leave, together
 
@@ -40,10 +52,21 @@ def agreed(device: str) -> Iterator[None]:
         raise
 
 
-def start_workers(devices: int | None, device: str, plan: PlanSpec | None = None, *, dry_run: bool = False) -> int | None:
+@dataclass(frozen=True)
+class Elastic:
+    """What is to happen when a worker dies."""
+
+    restarts: int | None = None  # None: as many as usual where there are several workers
+    min_devices: int | None = None  # None: all that were asked for
+
+
+def start_workers(
+    devices: int | None, device: str, plan: PlanSpec | None = None, *, elastic: Elastic | None = None, dry_run: bool = False
+) -> int | None:
     """Start workers where several are asked for, and end with them. Returns in a process that computes itself.
 
     In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default.
+    Without `elastic` the workers are not started again: what they do takes a moment, and the user gives the command again.
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices {devices} leaves nobody to compute; use a number >= 1")
@@ -61,13 +84,24 @@ def start_workers(devices: int | None, device: str, plan: PlanSpec | None = None
     if dry_run:
         total = count * (1 if hosts is None else len(hosts.addresses))
         return None if total == 1 else total
-    if count == 1 and hosts is None:
+    _check_elastic(elastic or Elastic(), count)
+    watched = elastic is not None and bool(elastic.restarts)  # one worker alone is started by another process only where that is asked for
+    if count == 1 and hosts is None and not watched:
         return None
     gpus = gpus or _gpus(device, needed=device != "cpu")
     if 0 < gpus < count:
         note(f"{count} workers share {gpus} GPU{'s' * (gpus > 1)}: their messages go through the memory of the host")
-    end_as(start(script_command(), count, hosts=hosts))
+    restarts = 0 if elastic is None else RESTARTS if elastic.restarts is None else elastic.restarts
+    least = None if elastic is None else elastic.min_devices
+    end_as(start(script_command(), count, hosts=hosts, restarts=restarts, min_devices=least, say=note))
     raise typer.Exit
+
+
+def _check_elastic(elastic: Elastic, count: int) -> None:
+    if elastic.restarts is not None and elastic.restarts < 0:
+        raise PlanError(f"--restarts {elastic.restarts} is no number of restarts; use 0 to end when a worker dies, or more")
+    if elastic.min_devices is not None and not 1 <= elastic.min_devices <= count:
+        raise PlanError(f"--min-devices {elastic.min_devices} is not between 1 and the {count} devices there are; change one of them")
 
 
 def _gpus(device: str, *, needed: bool) -> int:

@@ -39,13 +39,18 @@ def number(name: str) -> int:
 
 def start_seconds() -> float:
     """How long to wait for workers that do not show up."""
-    text = os.environ.get("CARRYWAVE_START_SECONDS", str(START_SECONDS))
+    return seconds_of("CARRYWAVE_START_SECONDS", START_SECONDS)
+
+
+def seconds_of(name: str, usual: float) -> float:
+    """A limit that the user may set."""
+    text = os.environ.get(name, str(usual))
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
-        raise WorkerError(f"CARRYWAVE_START_SECONDS={text} is not a number of seconds; use 60, say")
+        raise WorkerError(f"{name}={text} is not a number of seconds; use {usual:g}, say")
     return seconds
 
 

@@ -22,11 +22,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave import errors
 from carrywave.errors import SpecError, UserError, WorkerError
+from carrywave.parallel import heartbeat
 from carrywave.parallel.launched import launched
-from carrywave.parallel.meeting import everyone, find_store, for_all, number, short, start_seconds
+from carrywave.parallel.meeting import everyone, find_store, for_all, number, seconds_of, short, start_seconds
 
-# Long: one worker may prepare much data while the others wait. A worker that dies is noticed at once, by its closed connections.
-COLLECTIVE_SECONDS = 30 * 60.0
+# A worker that dies is noticed at once, by its closed connections; this is for one that stays silent. Where one worker may work for
+# long while the others wait, they wait in the store (`together(patient=True)`).
+TIMEOUT_SECONDS = 300.0
+PATIENCE_SECONDS = 24 * 3600.0
 # Parts of what torch, gloo and NCCL say when another process has gone, or does not answer.
 LOSSES = (
     "connection closed by peer",
@@ -68,6 +71,8 @@ class _Joined:
     """What `join` made in this process, to be undone by `leave`; the store outlives the group, so that one error is told once."""
 
     store: Store | None = None
+    waits: Store | None = None  # where the workers of the group that `join` made wait for each other
+    waited = 0
     times = 0  # every join has keys of its own: addresses of an earlier one lead nowhere
     made_group = False
 
@@ -103,15 +108,15 @@ def join(device: str = "auto") -> World:
                 "destroy the group first, or let carrywave make it"
             )
         return _of_group(device, local_rank, local_size or size)
-    where = _taken(pick_device(device, local_rank))
+    heartbeat.start()
+    where = _taken(pick_device(device, number("CARRYWAVE_PLACE") if "CARRYWAVE_PLACE" in os.environ else local_rank))
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
-    start = start_seconds()
+    start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
     _end_with_parent()
     _Joined.store = _Joined.store or find_store(rank, size, start)
     _Joined.times += 1
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"carrywave/{attempt}/{_Joined.times}", _Joined.store)
+    store = PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store)
     there = everyone(store, rank, size, where, start)
     # One GPU cannot be two ranks of NCCL: where workers share one, or some have none, tensors go through the host's memory.
     gpus = [one["gpu"] for one in there]
@@ -121,9 +126,10 @@ def join(device: str = "auto") -> World:
         store=PrefixStore("group", store),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        timeout=timedelta(seconds=timeout),
     )
     _Joined.made_group = True
+    _Joined.waits = PrefixStore("waits", store)
     hosts = [one["host"] for one in there]
     return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend)
 
@@ -133,6 +139,7 @@ def leave(world: World) -> None:
     if world.size > 1 and _Joined.made_group and dist.is_initialized():
         dist.destroy_process_group()
         _Joined.made_group = False
+        _Joined.waits = None
 
 
 def exchange(world: World, text: str) -> list[str]:
@@ -151,10 +158,11 @@ def exchange(world: World, text: str) -> list[str]:
 
 
 @contextmanager
-def together(world: World, *, for_all_of_us: bool = False) -> Iterator[None]:
+def together(world: World, *, for_all_of_us: bool = False, patient: bool = False) -> Iterator[None]:
     """A mistake that any worker meets in this block is raised by all of them, so that none waits for one that has given up.
 
     `for_all_of_us`: one worker does what all would do, so that it does not matter which of them met the mistake.
+    `patient`: it may take some of them very long, longer than a message may.
     """
     if world.size == 1:
         yield
@@ -164,6 +172,8 @@ def together(world: World, *, for_all_of_us: bool = False) -> Iterator[None]:
         yield
     except UserError as error:
         failure = error
+    if patient:
+        _wait_for_all(world)
     told = exchange(world, json.dumps(None if failure is None else [type(failure).__name__, str(failure)]))
     failures = [(rank, told_by) for rank, told_by in enumerate(map(json.loads, told)) if told_by is not None]
     if not failures:
@@ -172,6 +182,28 @@ def together(world: World, *, for_all_of_us: bool = False) -> Iterator[None]:
     alike = len(failures) == world.size and all(told_by == [kind, message] for _, told_by in failures)
     known = getattr(errors, kind, UserError)
     raise for_all(known(message if alike or for_all_of_us else f"rank {rank}: {message}")) from failure
+
+
+def _wait_for_all(world: World) -> None:
+    """Return when every worker has come here. They look into the store now and then: no message is under way that could time out."""
+    store = _Joined.waits
+    if store is None:
+        return  # the user made the group, and chose its timeout
+    key, _Joined.waited = str(_Joined.waited), _Joined.waited + 1
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    pause_seconds = 0.001
+    if store.add(key, 1) == world.size:
+        store.set(f"all/{key}", "")
+    while not store.check([f"all/{key}"]) and time.monotonic() < deadline:
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, 0.1)
+
+
+def _attempt() -> str:
+    """Under which name workers that were started again meet, so that they do not read what the dead ones left."""
+    # A store that torchrun opens anew each time holds nothing old, and the agents of several hosts need not agree on the count.
+    fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    return "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def same(world: World, what: Mapping[str, str]) -> None:
@@ -211,6 +243,21 @@ def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
             _Joined.store.wait(["carrywave/told"], timedelta(seconds=5))
     except RuntimeError:
         return  # the other has gone, and the store with it
+
+
+def first_to_tell() -> bool:
+    """Of workers that lost contact all at once, one says so: whether it is this one. Where nobody can be asked, it is."""
+    try:
+        return _Joined.store is None or _Joined.store.add(f"carrywave/{_attempt()}/lost", 1) == 1
+    except RuntimeError:
+        return True  # the store has gone as well
+
+
+def shared_store() -> Store | None:
+    """A connection of its own to the store where the workers met, for a thread; None where they are alone, or did not meet through us."""
+    if _Joined.store is None or not _Joined.made_group:
+        return None
+    return PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store.clone())  # type: ignore[attr-defined]
 
 
 def _of_group(device: str, local_rank: int, local_size: int) -> World:

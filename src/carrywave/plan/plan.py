@@ -85,6 +85,13 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, po
     return plan
 
 
+def fewer(asked: PlanSpec, workers: int) -> PlanSpec:
+    """What to ask for where fewer workers are left than there were: as many stages as divide them evenly, replicas for the rest."""
+    stages = next(stages for stages in range(min(asked.stages, workers), 0, -1) if workers % stages == 0)
+    cuts = asked.cuts if stages == asked.stages else None  # they name the first unit of each stage
+    return asked.model_copy(update={"replicas": None, "stages": stages, "cuts": cuts})
+
+
 def check_head(plan: Plan, *, pooled: bool) -> None:
     """Refuse to share a head that has one score for a whole sequence: there is nothing to deal out."""
     if plan.shares_head and pooled:

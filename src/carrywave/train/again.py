@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
+from carrywave.parallel import heartbeat
 from carrywave.parallel.launched import is_first
 from carrywave.train import causes
 from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, Ended
-from carrywave.train.launch import start
+from carrywave.train.launch import RESTARTS, start
 
 CALL = "CARRYWAVE_FIT"  # in a worker: which call is meant, from 0
 EARLIER = "CARRYWAVE_FIT_EARLIER"  # in a worker: the file with the results of the calls before it
@@ -37,6 +38,7 @@ _results: list[Told | None] = []  # of the calls that this process has begun; No
 def begin() -> Told | None:
     """Count a call of `fit`; to be called first in each. What it gave in the process that started this one; None: do the work."""
     _results.append(None)
+    heartbeat.start()
     if CALL not in os.environ:
         return None
     number = len(_results) - 1
@@ -54,14 +56,14 @@ def remember(told: Told) -> None:
     _results[-1] = told
 
 
-def relaunch(devices: int) -> Told:
+def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None) -> Told:
     """Start workers that run this script again up to the call begun last, and wait for its result."""
     command = script_command()
     with tempfile.TemporaryDirectory(prefix="carrywave-") as name:
         earlier, result = Path(name) / "earlier.json", Path(name) / "result.json"
         earlier.write_text(json.dumps(_results[:-1]), encoding="utf-8")
         variables = {CALL: str(len(_results) - 1), EARLIER: str(earlier), RESULT: str(result)}
-        start(command, devices, environment=variables).check()
+        start(command, devices, environment=variables, restarts=restarts, min_devices=min_devices).check()
         if not result.exists():
             raise WorkerError(
                 "the workers ended before they came to this call of fit; call it at the top of the script, under no condition"

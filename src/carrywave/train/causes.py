@@ -11,7 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ from carrywave import errors
 from carrywave.errors import UserError
 
 FOLDER = "CARRYWAVE_CAUSES"  # the variable that names the folder of these files, in workers that `launch.start` started
+RUN = "run"  # the file beside them that names the folder of the run
 FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130  # exit codes
 
 Kind = Literal["user", "fault", "lost"]
@@ -46,6 +47,9 @@ class Ended:
     message: str = ""
     error: str = ""
     trace: str = ""
+    rank: int | None = field(default=None, compare=False)  # of the worker that failed first, where one did
+    died: bool = field(default=False, compare=False)  # of something that may not come again: no mistake, and no end in good order
+    logs: Path | None = field(default=None, compare=False)  # the folder with all that the workers said
 
     def check(self) -> None:
         """The failure as the error it was in the worker; nothing where all is well."""
@@ -55,7 +59,8 @@ class Ended:
         if self.code == INTERRUPTED:
             raise KeyboardInterrupt(self.message or "interrupted")
         if self.code not in (0, STOPPED):
-            raise RuntimeError(f"{self.message}\n{self.trace}".rstrip())
+            more = "" if self.logs is None else f"; full logs: {self.logs}"
+            raise RuntimeError(f"{self.message}{more}\n{self.trace}".rstrip())
 
 
 def folder() -> Path | None:
@@ -81,31 +86,55 @@ def leave(where: Path, kind: Kind, code: int, message: str, error: BaseException
     part.replace(where / f"{cause.rank}.json")
 
 
+def tell_run(path: Path) -> None:
+    """Let the process that started this worker know which folder the run has."""
+    where = folder()
+    if where is not None:
+        (where / RUN).write_text(str(path.absolute()), encoding="utf-8")
+
+
+def run_of(where: Path) -> Path | None:
+    """The folder of the run, as a worker told it."""
+    file = where / RUN
+    return Path(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
 def read(where: Path) -> dict[int, Cause]:
     """The failures by rank."""
     found = (Cause(**json.loads(path.read_text(encoding="utf-8"))) for path in where.glob("*.json"))
     return {cause.rank: cause for cause in found}
 
 
-def ended(codes: Mapping[int, int], causes: Mapping[int, Cause], *, size: int, asked: int | None, killed: Iterable[int]) -> Ended:
-    """One end for all, from the exit codes of the workers here by rank, what they left, the signal that was passed on to them, and
-    whom we ended ourselves."""
+def ended(
+    codes: Mapping[int, int],
+    causes: Mapping[int, Cause],
+    *,
+    size: int,
+    asked: int | None,
+    killed: Iterable[int],
+    silent: Mapping[int, str] | None = None,
+) -> Ended:
+    """One end for all, from the exit codes of the workers here by rank, what they left, the signal that was passed on to them, whom we
+    ended ourselves, and of whom because they gave no sign of life."""
+    for rank, what in (silent or {}).items():
+        return Ended(FAULT, f"worker {rank} of {size} {what}", rank=rank, died=True)
     told_of = set(causes) | set(killed)
-    silent = {rank: -code for rank, code in codes.items() if code < 0 and rank not in told_of and -code != asked}
+    wordless = {rank: -code for rank, code in codes.items() if code < 0 and rank not in told_of and -code != asked}
     # A process aborts itself when its messages fail, so an abort may be a consequence; other signals come from outside, or are a crash.
-    for rank, number in silent.items():
+    for rank, number in wordless.items():
         if number != signal.SIGABRT:
             return _died(rank, number, size)
     told = sorted((cause for cause in causes.values() if cause.kind != "lost"), key=lambda cause: cause.seconds)
     if told:
         return _of_cause(told[0], told, size)
-    for rank, number in silent.items():
+    for rank, number in wordless.items():
         return _died(rank, number, size)
     for rank, code in codes.items():
         if code > 0 and code not in (STOPPED, INTERRUPTED) and rank not in causes:
-            return Ended(code, f"worker {rank} of {size} ended with exit code {code}; what it printed says why")
+            what = f"worker {rank} of {size} ended with exit code {code}; what it printed says why"
+            return Ended(code, what, rank=rank, died=code != MISTAKE)
     if causes:
-        return Ended(FAULT, "contact with the other workers was lost; where they run, it is said why")
+        return Ended(FAULT, "contact with the other workers was lost; where they run, it is said why", died=True)
     if asked is not None and any(code < 0 for code in codes.values()):
         # Before the first step there is nothing to write; ended by us means that there was a second signal.
         return Ended(128 + asked, "ended at once; what was done since the last snapshot is lost" if told_of else "")
@@ -115,9 +144,10 @@ def ended(codes: Mapping[int, int], causes: Mapping[int, Cause], *, size: int, a
 def _of_cause(first: Cause, told: Sequence[Cause], size: int) -> Ended:
     alike = first.shared or (len({cause.message for cause in told}) == 1 and len(told) == size)
     message = first.message if alike or size == 1 or first.code == INTERRUPTED else f"worker {first.rank}: {first.message}"
-    return Ended(first.code, message, first.error, first.trace)
+    return Ended(first.code, message, first.error, first.trace, rank=first.rank, died=first.kind == "fault")
 
 
 def _died(rank: int, number: int, size: int) -> Ended:
     remedy = "; if memory ran out, use fewer workers or a smaller batch" if number == signal.SIGKILL else ""
-    return Ended(FAULT, f"worker {rank} of {size} was killed (signal {number}, {signal.Signals(number).name}){remedy}")
+    what = f"worker {rank} of {size} was killed (signal {number}, {signal.Signals(number).name}){remedy}"
+    return Ended(FAULT, what, rank=rank, died=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,8 +36,11 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 SEAL = "carrywave_sha256"  # in the metadata of a file that holds a checksum of itself
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 21
+
+Form = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: what is known of it before any of its bytes is read
 
 
 @contextmanager
@@ -49,9 +53,9 @@ def writing(what: str, kept: str = "") -> Iterator[None]:
         raise RunError(f"{what} could not be written: {reason}; {kept}free some room or make the folder writable, then go on") from error
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames within a folder last through a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Bring a file to the disk, or make renames within a folder last through a power failure."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -73,7 +77,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         with suppress(OSError):
             draft.unlink()
         raise
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -90,26 +94,48 @@ def write_tensors(
     One copy in memory at most, of one tensor at a time. Equal tensors and metadata give equal bytes. A sealed file carries a
     checksum of itself in its metadata, and is refused when it is read and does not fit.
     """
-    # Wide elements first keeps every tensor aligned, as the library's own writer does.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": dict(sorted((metadata or {}).items()))} if metadata or sealed else {}
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    names, header = lay_out({name: form_of(tensor) for name, tensor in tensors.items()})
+    if metadata or sealed:
+        header = {"__metadata__": dict(sorted((metadata or {}).items())), **header}
     if sealed:
         header["__metadata__"][SEAL] = _seal(header, _data(tensors, names))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text = header_text(header)
     digest = hashlib.sha256()
     total = 0
-    start_of_file: tuple[bytes | memoryview, ...] = (len(text).to_bytes(8, "little"), text)
+    start_of_file: tuple[bytes | memoryview, ...] = (text,)
     for piece in chain(start_of_file, _data(tensors, names)):
-        file.write(piece)
-        digest.update(piece)
+        for start in range(0, len(piece), BLOCK_BYTES):
+            # Written and hashed while it is in the processor's cache, and without Python's lock: training goes on beside it.
+            block = piece[start : start + BLOCK_BYTES]
+            file.write(block)
+            digest.update(block)
         total += len(piece)
     return total, digest.hexdigest()
+
+
+def form_of(tensor: Tensor) -> Form:
+    """Dtype and shape of a tensor."""
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def lay_out(forms: Mapping[str, Form]) -> tuple[list[str], dict[str, Any]]:
+    """The order in which tensors stand in a file, and the entries of its header."""
+    # Wide elements first keeps every tensor aligned, as the library's own writer does.
+    names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        dtype, shape = forms[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    return names, header
+
+
+def header_text(header: Mapping[str, Any]) -> bytes:
+    """The first bytes of a file: the header's length, and the header."""
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _data(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[memoryview]:
@@ -157,11 +183,7 @@ def check_form(path: Path) -> None:
             text = file.read(length) if 8 + length <= size else b""
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}; give the path of a safetensors file") from error
-    # torch.save writes a zip archive, or in its old form a bare pickle: protocol 2 and above begin with 0x80.
-    if head[:4] == b"PK\x03\x04" or (
-        head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and not text.startswith(b"{")
-    ):
-        raise RunError(f"{path} is a pickle (torch.save), which can run code when it is read; convert it to safetensors first")
+    refuse_pickle(path, head + text[:1])
     if len(head) < 8 or (not text and length < 2**32):
         raise RunError(f"{path} is truncated: {size} bytes are less than its header; copy it again, or use another one")
     try:
@@ -172,6 +194,14 @@ def check_form(path: Path) -> None:
     if isinstance(end, int) and size < 8 + length + end:
         raise RunError(f"{path} is truncated: {size} of {8 + length + end} bytes are there; copy it again, or use another one")
     _check_seal(path, header, 8 + length)
+
+
+def refuse_pickle(path: Path, head: bytes) -> None:
+    """Refuse what torch.save writes, by the first nine bytes of a file."""
+    # A zip archive, or in its old form a bare pickle: protocol 2 and above begin with 0x80.
+    bare = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and head[8:9] != b"{"
+    if head[:4] == b"PK\x03\x04" or bare:
+        raise RunError(f"{path} is a pickle (torch.save), which can run code when it is read; convert it to safetensors first")
 
 
 def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:

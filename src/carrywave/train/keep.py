@@ -1,119 +1,226 @@
-"""Between a running loop and its snapshots: what goes into one, and how a loop goes on from one."""
+"""Between a running loop and its snapshots: what of it each worker writes, and how a loop goes on from one.
+
+Replicas hold the same parameters and optimizer, so each writes a share of them, about equal in bytes; what several stages hold is
+written by the first of them. Each worker writes the carry of its own layers and lanes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from carrywave.errors import RunError
+from carrywave.errors import Diverged, RunError, UserError
 from carrywave.kernels.carry import Carry
+from carrywave.model.holding import homes
+from carrywave.model.model import Model
 from carrywave.model.state import State
-from carrywave.parallel.gather import collect, spread
 from carrywave.parallel.world import World, exchange, together
 from carrywave.spec.spec import Spec
 from carrywave.train import optimizer as optimizers
+from carrywave.train.durable import Form, form_of
 from carrywave.train.loop import Loop
-from carrywave.train.snapshot import GROUPS, Snapshot, load_weights, save
-from carrywave.train.trainer import Trainer, tensors_of
+from carrywave.train.manifest import Manifest
+from carrywave.train.run import Run
+from carrywave.train.snapshot import Groups, Stored, load_weights, mend_best, open_stored, ranged
+from carrywave.train.taking import tensors_of
+from carrywave.train.trainer import Trainer
+from carrywave.train.watch import Watcher
+from carrywave.train.writer import Writer
 
-MAY_CHANGE = ("epochs", "max_steps", "early_stop", "evaluate_every", "log_every", "keep")  # of train, when a run is resumed
+# Of train, when a run is resumed.
+MAY_CHANGE = ("epochs", "max_steps", "early_stop", "evaluate_every", "log_every", "keep", "snapshot_every", "on_nan")
+AFTER_MISTAKE_SECONDS = 60.0
+AFTER_FAULT_SECONDS = 2.0  # another worker may be gone, and the launcher waits to start anew
 
 
-def keep(loop: Loop, fingerprint: str) -> None:
-    """Write a snapshot of the loop as it stands between two steps. Every worker gives its part, and rank 0 writes."""
-    trainer, world = loop.trainer, loop.trainer.mesh.world
-    named = trainer.gathered()
-    parts = collect(world, _under_prefixes(trainer))
-    with together(world, for_all_of_us=True):
-        if world.rank > 0:
+class Keeper:
+    """Writes the snapshots of a run. A failure to write one is said, and the run goes on; at the end of the run it is an error."""
+
+    def __init__(self, world: World, folder: Run, fingerprint: str, watch: Watcher) -> None:
+        self.world, self.folder, self.fingerprint, self.watch = world, folder, fingerprint, watch
+        self.writer = Writer(world, folder.snapshots)
+
+    def __call__(self, loop: Loop, final: bool) -> None:
+        """Begin a snapshot of the loop as it stands between two steps; a final one is whole on the disk when this returns."""
+        self.settle()
+        at = loop.progress
+        groups = part_of(loop.trainer, loop.spec.lanes)
+        meta = None
+        if self.world.rank == 0:
+            metrics_bytes, timing_bytes = loop.folder.sizes()
+            meta = {
+                "progress": loop.numbers(),
+                "spec": loop.spec.model_dump(mode="json"),
+                "fingerprint": self.fingerprint,
+                "metrics_bytes": metrics_bytes,
+                "timing_bytes": timing_bytes,
+            }
+            groups["extra"] = {f"loop/{name}": tensor for name, tensor in loop.tensors().items()}
+            if loop.trainer.scaler is not None:
+                groups["extra"] |= {f"scaler/{name}": tensor for name, tensor in loop.trainer.scaler.tensors().items()}
+        name = f"step-{at.step:08d}"
+        best = at.best_step == at.step
+        self.writer.begin(name, groups, meta, keep=loop.spec.train.keep, best=best, before=loop.folder.sync)
+        if final:
+            self.settle(final=True)
+
+    def settle(self, *, final: bool = False) -> None:
+        """Wait for the snapshot that is being written; say, or where it was the last one raise, what kept it from being written."""
+        failure = self.writer.settle()
+        if failure is None:
             return
-        metrics_bytes, timing_bytes = loop.folder.sync()
-        meta = {
-            "progress": loop.numbers(),
-            "spec": loop.spec.model_dump(mode="json"),
-            "fingerprint": fingerprint,
-            "metrics_bytes": metrics_bytes,
-            "timing_bytes": timing_bytes,
-        }
-        extra = {f"loop/{name}": tensor for name, tensor in loop.tensors().items()}
-        if trainer.scaler is not None:
-            extra |= {f"scaler/{name}": tensor for name, tensor in trainer.scaler.tensors().items()}
-        snapshot = Snapshot(
-            parameters=named,
-            optimizer={name: tensor for part in parts for name, tensor in _under("optimizer/", part).items()},
-            carry=_join_lanes([_under("carry/", part) for part in parts]),
-            extra=extra,
-            meta=meta,
-        )
-        save(loop.folder.snapshots, f"step-{loop.progress.step:08d}", snapshot, loop.spec.train.keep)
+        if final or isinstance(failure, Diverged):
+            raise failure
+        self.watch.say(f"{str(failure).partition('; ')[0]}; the run goes on, and the snapshot before it is kept")
+
+    def go_back(self, loop: Loop) -> None:
+        """Put a loop back to the last snapshot. One with bad weights that was being written is none."""
+        with suppress(Diverged):
+            self.settle()
+        go_on(loop, read_last(self.world, self.folder), self.fingerprint)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """When the run fails, a snapshot that is being written has a little time to become whole."""
+        try:
+            yield
+        except Exception as error:
+            self.writer.close(AFTER_MISTAKE_SECONDS if isinstance(error, UserError) else AFTER_FAULT_SECONDS)
+            raise
 
 
-def _under_prefixes(trainer: Trainer) -> dict[str, Tensor]:
-    """This worker's part of the optimizer (replicas hold the same: the first gives it) and of the carry."""
-    own = optimizers.state_tensors(trainer.optimizer, trainer.named) if trainer.mesh.replica == 0 else {}
+def part_of(trainer: Trainer, lanes: int) -> Groups:
+    """What this worker writes of a snapshot: its share of the parameters and of the optimizer, and the carry that it holds."""
+    own = _owned(trainer)
+    parameters = {name: tensor for name, tensor in trainer.parameters().items() if name in own}
+    state = optimizers.state_tensors(trainer.optimizer, [(name, p) for name, p in trainer.named if name in own])
+    groups: Groups = {"parameters": parameters, "optimizer": state}
+    mine = _dealt(groups, trainer.mesh.replica, trainer.plan.replicas)
+    low, high = trainer.mesh.share().bounds(lanes)
     carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
-    return {f"optimizer/{name}": tensor for name, tensor in own.items()} | {f"carry/{name}": tensor for name, tensor in carry.items()}
+    return mine | {"carry": {ranged(name, low, high): tensor for name, tensor in carry.items()}}
 
 
-def _join_lanes(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Carries of all layers and lanes: replicas come in the order of their lanes."""
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    names.sort(key=lambda name: int(name.split(".")[1][1:]))
-    return {name: _one([part[name] for part in parts if name in part]) for name in names}
+def _owned(trainer: Trainer) -> Collection[str]:
+    """The tensors that this stage is the first to hold."""
+    model, plan = trainer.model, trainer.plan
+    if not isinstance(model, Model):
+        return trainer.parameters().keys()
+    edges = plan.edges(model.units)
+    held_by_all = {model.units - 1} if plan.shares_head else set()
+
+    def first(units: Collection[int]) -> int:
+        return 0 if held_by_all & set(units) else sum(min(units) >= edge for edge in edges[1:-1])
+
+    return {name for name, units in homes(model).items() if first(units) == trainer.mesh.stage}
 
 
-def _one(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat([tensor.cpu() for tensor in tensors], dim=1)
+def _dealt(groups: Groups, index: int, of: int) -> Groups:
+    """One of several shares, about equal in bytes. A function of names and sizes alone: all who hold the same deal alike."""
+    items = [(tensor.nbytes, group, name) for group, tensors in groups.items() for name, tensor in tensors.items()]
+    loads = [0] * of
+    mine: set[tuple[str, str]] = set()
+    for num_bytes, group, name in sorted(items, key=lambda item: (-item[0], *item[1:])):
+        least = loads.index(min(loads))
+        loads[least] += num_bytes
+        if least == index:
+            mine.add((group, name))
+    return {group: {name: tensor for name, tensor in tensors.items() if (group, name) in mine} for group, tensors in groups.items()}
 
 
-def share(world: World, snapshot: Snapshot | None) -> Snapshot | None:
-    """The snapshot that rank 0 read, on every worker."""
-    if world.size == 1:
-        return snapshot
-    meta = json.loads(exchange(world, json.dumps(None if snapshot is None else snapshot.meta))[0])
-    if meta is None:
-        return None
-    groups = {group: spread(world, None if snapshot is None else getattr(snapshot, group)) for group in GROUPS}
-    return Snapshot(**groups, meta=meta)
+def read_last(world: World, folder: Run) -> Stored:
+    """The last snapshot of a run, on every worker."""
+    found = ""
+    with together(world, for_all_of_us=True):
+        if world.rank == 0:
+            found = json.dumps(open_stored(folder.snapshots).told())
+    return hear(world, json.loads(exchange(world, found)[0]))
 
 
-def go_on(loop: Loop, snapshot: Snapshot, fingerprint: str) -> None:
-    """Put a loop where a snapshot left off, and cut its logs back to it. Each worker takes its own part."""
-    meta, trainer = snapshot.meta, loop.trainer
-    with _sound():
+def hear(world: World, told: Sequence[Any]) -> Stored:
+    """A snapshot whose manifest rank 0 has read and told. Its files are shared out, and every byte of them is checked."""
+    stored = Stored(Path(told[0]), Manifest.of(told[1], Path(told[0])))
+    with together(world, for_all_of_us=True, patient=True):
+        if not stored.folder.is_dir():
+            raise RunError(f"{stored.folder} is not seen by rank {world.rank}; give --run a folder on a file system that all hosts share")
+        stored.verify(world.rank, world.size)
+    return stored
+
+
+def go_on(loop: Loop, stored: Stored, fingerprint: str) -> None:
+    """Put a loop where a snapshot left off, and cut its logs back to it. Each worker reads its own part."""
+    meta, trainer, world = stored.meta, loop.trainer, loop.trainer.mesh.world
+    with together(world, for_all_of_us=True, patient=True), _sound():
         if meta["fingerprint"] != fingerprint:
             files = ", ".join(name for name in (getattr(loop.spec.data, part) for part in ("train", "valid", "test")) if name)
             of = f" ({files})" if files else ""
             raise RunError(
                 f"the data has changed since the snapshot was written{of}; put the old data back, or start a new run from its weights"
             )
-        load_parameters(trainer.parameters(), snapshot.parameters, "the snapshot", whole=tensors_of(trainer.model).keys())
-        held = {name for name, _ in trainer.named}
-        elsewhere = {name for name, _ in trainer.model.named_parameters()} - held
-        optimizer = {name: tensor for name, tensor in snapshot.optimizer.items() if name.partition("/")[2] not in elsewhere}
-        optimizers.load_state(trainer.optimizer, trainer.named, optimizer)
+        take_up(trainer, stored, loop.spec.lanes)
+        extra = stored.read("extra", stored.manifest.forms("extra"))
         if trainer.scaler is not None:
-            trainer.scaler.load(_under("scaler/", snapshot.extra))
-        trainer.state = own_state(snapshot.carry, trainer)
-        loop.restore(meta["progress"], _under("loop/", snapshot.extra))
+            trainer.scaler.load(_under("scaler/", extra))
+        loop.restore(meta["progress"], _under("loop/", extra))
         loop.folder.cut_back(meta["metrics_bytes"], meta["timing_bytes"], loop.progress.step)
+        if world.rank == 0:
+            mend_best(stored)
 
 
-def own_state(carry: dict[str, Tensor], trainer: Trainer) -> State | None:
+def take_up(trainer: Trainer, stored: Stored, lanes: int) -> None:
+    """Give a trainer its part of a snapshot: the parameters, the optimizer's state and the carry that it holds."""
+    own = trainer.parameters()
+    # All that the manifest tells is checked before anything is read.
+    check_forms(own, stored.manifest.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys())
+    state_names = _own_state_names(trainer, stored)
+    trainer.state = own_state(stored, trainer, lanes)
+    load_parameters(own, stored.read("parameters", own), "the snapshot")
+    optimizers.load_state(trainer.optimizer, trainer.named, stored.read("optimizer", state_names))
+
+
+def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:
+    """The optimizer's tensors that this worker takes up: all but those of parameters that other workers hold. None is too large."""
+    held = {name: p.numel() for name, p in trainer.named}
+    elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
+    found: list[str] = []
+    for name, (_, shape) in stored.manifest.forms("optimizer").items():
+        parameter = name.partition("/")[2]
+        if parameter in elsewhere:
+            continue
+        if torch.Size(shape).numel() > max(1, held.get(parameter, 1)):
+            raise RunError(
+                f"the snapshot's optimizer state {name} is {list(shape)}, which fits no parameter of this run; "
+                "resume with the train.optimizer, train.precision and model it was made with"
+            )
+        found.append(name)
+    return found
+
+
+def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
     """This worker's lanes and layers of the carry in a snapshot."""
-    if not carry:
+    forms = stored.manifest.forms("carry")
+    if not forms:
         return None
-    low, high = trainer.mesh.share().bounds(next(iter(carry.values())).shape[1])
-    mine = {name: tensor[:, low:high].contiguous() for name, tensor in carry.items()}
-    return carry_state(mine, trainer.device, trainer.stage.layers)
+    wanted = carry_tensors(trainer.stage.start(1, trainer.device), trainer.stage.layers)
+    for name, one in wanted.items():
+        pieces = stored.pieces(name)
+        if pieces[-1][1] != lanes:
+            raise RunError(f"the snapshot holds the carry of {pieces[-1][1]} lanes, and batch.lanes={lanes}; use the spec it was made with")
+        for start, end, key in pieces:
+            shape = forms[key][1]
+            if shape != (one.shape[0], end - start, *one.shape[2:]):
+                raise RunError(f"the snapshot's carry {key} is {list(shape)}, which is of another model; use the spec it was made with")
+    low, high = trainer.mesh.share().bounds(lanes)
+    return carry_state({name: stored.lanes(name, low, high) for name in wanted}, trainer.device, trainer.stage.layers)
 
 
-def check_same(asked: Spec, snapshot: Snapshot) -> None:
+def check_same(asked: Spec, snapshot: Stored) -> None:
     """Refuse to resume with a spec that asks for another answer; how the work is split, and when it ends, may change."""
     with _sound():
         before = Spec.model_validate(snapshot.meta["spec"]).model_dump(mode="json")
@@ -140,16 +247,22 @@ def _sound() -> Iterator[None]:
         ) from error
 
 
-def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str, *, whole: Collection[str] | None = None) -> None:
-    """Copy tensors by name; names and shapes must agree. `whole`: the names of a model of which `own` is a part."""
+def check_forms(own: Mapping[str, Tensor], given: Mapping[str, Form], where: str, *, whole: Collection[str]) -> None:
+    """Refuse tensors of other names, shapes or dtypes than a model has. `whole`: the names of the model of which `own` is a part."""
     for name, tensor in own.items():
         if name not in given:
             raise RunError(f"{where} has no {name}; it is from another model: use the spec it was made with")
-        if given[name].shape != tensor.shape or given[name].dtype != tensor.dtype:
-            there, here = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (given[name], tensor))
+        if given[name] != form_of(tensor):
+            there, here = (f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (given[name], form_of(tensor)))
             raise RunError(f"{where} holds {name} as {there}, the model has {here}; use the spec it was made with")
-    if extra := sorted(given.keys() - (own.keys() if whole is None else set(whole))):
+    if extra := sorted(given.keys() - set(whole)):
         raise RunError(f"{where} holds {extra[0]}, which the model does not have; use the spec it was made with")
+
+
+def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str, *, whole: Collection[str] | None = None) -> None:
+    """Copy tensors by name; names and shapes must agree. `whole`: the names of a model of which `own` is a part."""
+    forms = {name: form_of(tensor) for name, tensor in given.items()}
+    check_forms(own, forms, where, whole=given.keys() if whole is None else whole)
     for name, tensor in own.items():
         tensor.copy_(given[name])
 

@@ -1,11 +1,15 @@
-"""Starts one worker for each device of this host, passes signals on to them, and ends when they have ended: one exit code, one cause.
+"""Starts one worker for each device of this host, starts them again when one has died, and ends as they do: one exit code, one cause.
 
 Workers of one host meet in a file and talk over loopback: nothing listens where another machine could reach it. With several hosts they
-meet at the address that the user gave. A signal is passed on once, and the workers finish their step and write a snapshot; a second one
-ends them there and then. When one fails, the others lose contact and end by themselves within seconds; what does not is ended here.
+meet at the address that the user gave.
+
+A worker that dies (killed, crashed, stopped, lost) ends the attempt; the next one goes on from the last snapshot by itself. A mistake of
+the user and an end in good order are final. So is dying again and again: restarts are counted, and a snapshot newer than at the last
+death starts the count anew; an error of the program that comes again without one, or before the first step, is not tried once more.
+Where fewer devices will do, one whose worker dies twice at its start is left out, and those that are left share the same global batch.
 
 Not torch's elastic agent: it ends all workers as soon as one exits with anything but 0, so that an orderly stop (75, 130) would cut off
-the others' snapshot; its rendezvous unpickles and listens on all interfaces.
+the others' snapshot; its rendezvous unpickles and listens on all interfaces; and it has no way to go on with fewer workers of a host.
 """
 
 from __future__ import annotations
@@ -13,23 +17,23 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
 
 from carrywave.errors import WorkerError
-from carrywave.train import causes
-from carrywave.train.causes import INTERRUPTED, STOPPED, Ended
+from carrywave.train import begun, causes
+from carrywave.train.attempt import POLL_SECONDS, Crew, Outcome, Signals, carry_out
+from carrywave.train.causes import STOPPED, Ended
 from carrywave.train.tf_config import Hosts
 
-POLL_SECONDS = 0.05
-GRACE_SECONDS = 5.0  # for workers to notice that one of them has failed, then again to end when told to
+RESTARTS = 3  # without progress between them, where the user says nothing else
+DEATHS_AT_START = 2  # of a device's worker, before the device is left out
 
 
 def is_worker() -> bool:
@@ -37,99 +41,134 @@ def is_worker() -> bool:
     return causes.folder() is not None
 
 
-def start(command: Sequence[str], devices: int, *, hosts: Hosts | None = None, environment: Mapping[str, str] | None = None) -> Ended:
-    """Run `command` in so many workers on this host, and wait for their end. They learn from the environment who they are."""
+def start(
+    command: Sequence[str],
+    devices: int,
+    *,
+    hosts: Hosts | None = None,
+    environment: Mapping[str, str] | None = None,
+    restarts: int = 0,
+    min_devices: int | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Ended:
+    """Run `command` in so many workers on this host, and wait for their end. They learn from the environment who they are.
+
+    Where one dies they are started again, up to `restarts` times without progress; with `min_devices` below `devices`, also with fewer.
+    On several hosts one that dies ends them all: who starts the hosts starts them again.
+    """
     meeting = None if hosts is None else _Meeting(hosts, devices)
-    with tempfile.TemporaryDirectory(prefix="carrywave-") as name, _Signals() as signals:
-        folder = Path(name)
-        (folder / "causes").mkdir()
-        shared = {**(environment or {}), causes.FOLDER: str(folder / "causes"), "CARRYWAVE_PARENT": str(os.getpid())}
-        if "OMP_NUM_THREADS" not in os.environ:
-            shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // devices))
-        if meeting is None:
-            first, size = 0, devices
-            shared["CARRYWAVE_STORE"] = str(folder / "store")
-            loopback = "lo0" if sys.platform == "darwin" else "lo"
-            shared |= {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
-        else:
-            first, size = meeting.first_rank, meeting.size
-            shared |= meeting.environment
-        workers: dict[int, subprocess.Popen[bytes]] = {}
-        try:
-            for local_rank in range(devices):
-                own = {"RANK": first + local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": devices}
-                settings = os.environ | shared | {key: str(value) for key, value in own.items()}
-                # A process group of its own: Ctrl-C reaches this process alone, which passes it on once.
-                workers[first + local_rank] = subprocess.Popen(command, env=settings, process_group=0)
-            killed = _wait(workers, signals, folder / "causes")
-        finally:
-            _kill(workers)
-        codes = {rank: worker.returncode for rank, worker in workers.items()}
-        return causes.ended(codes, causes.read(folder / "causes"), size=size, asked=signals.asked, killed=killed)
+    with tempfile.TemporaryDirectory(prefix="carrywave-") as name, Signals() as signals:
+        launch = {**(environment or {}), begun.LAUNCH: uuid.uuid4().hex}
+        decide = _Decide(devices, 0 if meeting is not None else restarts, min_devices or devices)
+        number = 0
+        run: Path | None = None
+        while True:
+            shared = launch | {begun.ATTEMPT: str(number)} | ({begun.FEWER: "1"} if len(decide.places) < devices else {})
+            folder = Path(name) / f"attempt-{number}"
+            crew = _crew(command, decide.places, shared, folder, meeting)
+            outcome = carry_out(crew, folder, signals)
+            # One that dies early has not said which run it is: the one before did.
+            outcome = replace(outcome, run=outcome.run or run)
+            run = outcome.run
+            ended = _with_logs(outcome, signals)
+            if ended.died and signals.asked is None and signals.noted:
+                # It came while nobody was there to take it.
+                signals.asked = signals.noted.pop()
+                return _asked_to_stop(Ended(128 + signals.asked), outcome.run)
+            again = None if signals.asked is not None or not ended.died else decide.after(outcome)
+            if again is None:
+                return replace(ended, message=ended.message + decide.given_up) if ended.died else ended
+            (say or _say)(again)
+            number += 1
 
 
-class _Signals:
-    """Within its context, signals that ask for an end are noted, to be passed on."""
-
-    def __init__(self) -> None:
-        self.noted: list[int] = []
-        self.asked: int | None = None  # the first
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.noted.append(number)
+def _say(line: str) -> None:
+    # A live display that was killed has left the cursor hidden.
+    shown = "\x1b[?25h" if sys.stderr.isatty() else ""
+    print(f"{shown}carrywave: {line}", file=sys.stderr, flush=True)
 
 
-def _wait(workers: Mapping[int, subprocess.Popen[bytes]], signals: _Signals, told: Path) -> set[int]:
-    """Returns when all have ended: the ranks of those that had to be ended from here."""
-    killed: set[int] = set()
-    deadline = None
-    harder = signal.SIGTERM
-    while running := {rank: worker for rank, worker in workers.items() if worker.poll() is None}:
-        while signals.noted:
-            number = signals.noted.pop(0)
-            if signals.asked is not None:
-                _kill(running)
-                return killed | set(running)
-            signals.asked = number
-            for worker in running.values():
-                worker.send_signal(number)
-        now = time.monotonic()
-        if deadline is None and _one_failed(workers, told):
-            deadline = now + GRACE_SECONDS
-        elif deadline is not None and now > deadline:
-            for worker in running.values():
-                worker.send_signal(harder)
-            killed |= set(running)
-            harder, deadline = signal.SIGKILL, now + GRACE_SECONDS
-        time.sleep(POLL_SECONDS)
-    return killed
+def _crew(command: Sequence[str], places: Sequence[int], shared: dict[str, str], folder: Path, meeting: _Meeting | None) -> Crew:
+    here = len(places)
+    if "OMP_NUM_THREADS" not in os.environ:
+        shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // here))
+        shared["CARRYWAVE_THREADS_DEALT"] = "1"  # they are not the user's choice
+    if meeting is None:
+        first, size = 0, here
+        shared["CARRYWAVE_STORE"] = str(folder / "store")
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        shared |= {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
+    else:
+        first, size = meeting.first_rank, meeting.size
+        shared |= meeting.environment
+    own = {}
+    for local_rank, place in enumerate(places):
+        numbers = {"RANK": first + local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": here}
+        own[first + local_rank] = {key: str(value) for key, value in numbers.items()} | {"CARRYWAVE_PLACE": str(place)}
+    return Crew(command, shared, own, size)
 
 
-def _one_failed(workers: Mapping[int, subprocess.Popen[bytes]], told: Path) -> bool:
-    """Stopping in good order is no failure: the others are still writing what is to be kept."""
-    return any(
-        worker.returncode not in (None, 0) and (worker.returncode not in (STOPPED, INTERRUPTED) or (told / f"{rank}.json").exists())
-        for rank, worker in workers.items()
-    )
+def _with_logs(outcome: Outcome, signals: Signals) -> Ended:
+    """How an attempt ended, with its logs put into the run."""
+    ended, run = outcome.ended, outcome.run
+    logs = outcome.outputs.publish(run)
+    if logs is None and ended.died and ended.rank is not None and not ended.trace:
+        outcome.outputs.show_errors(ended.rank)
+    outcome.outputs.close()
+    ended = replace(ended, logs=logs)
+    return ended if signals.asked is None else _asked_to_stop(ended, run)
 
 
-def _kill(workers: Mapping[int, subprocess.Popen[bytes]]) -> None:
-    for worker in workers.values():
-        if worker.poll() is None:
-            worker.kill()
-    for worker in workers.values():
-        worker.wait()
+def _asked_to_stop(ended: Ended, run: Path | None) -> Ended:
+    """Asked to stop before the first step of an attempt: where there is a snapshot to go on from, that is a stop as any other."""
+    at_once = ended.code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1) and not ended.message
+    return Ended(STOPPED) if at_once and begun.last_step(run) is not None else ended
+
+
+class _Decide:
+    """What follows a death: another attempt, one with fewer workers, or the end."""
+
+    def __init__(self, devices: int, restarts: int, least: int) -> None:
+        self.places = list(range(devices))  # the devices in use, by their number on this host
+        self.given_up = ""  # what to add to the last message
+        self._devices, self._restarts, self._least = devices, restarts, least
+        self._used = 0
+        self._step = -1  # of the newest snapshot at the last death
+        self._message = ""
+        self._at_start: Counter[int] = Counter()  # deaths before the first step, by place
+
+    def after(self, outcome: Outcome) -> str | None:
+        """The line to say before the next attempt; None: there is none."""
+        if self._restarts == 0:
+            return None
+        ended, step = outcome.ended, begun.last_step(outcome.run)
+        place = None if ended.rank is None else self.places[ended.rank]
+        reached = -1 if step is None else step
+        progressed = reached > self._step
+        repeated = bool(ended.trace) and not progressed and (outcome.steps == 0 or ended.message == self._message)
+        if progressed:
+            self._used, self._step = 0, reached
+        if progressed or outcome.steps:
+            self._at_start.clear()
+        elif place is not None:
+            self._at_start[place] += 1
+        self._used += 1
+        self._message = ended.message
+        what = ended.message.partition(";")[0]
+        where = "from the beginning" if step is None else f"from step {step}"
+        may_shrink = len(self.places) > self._least
+        if may_shrink and place is not None and (self._at_start[place] >= DEATHS_AT_START or self._used > self._restarts):
+            self.places.remove(place)
+            self._used = 0
+            self._at_start.clear()
+            return f"{what}; going on with {len(self.places)} of {self._devices} workers, {where}"
+        if repeated and not may_shrink:
+            self.given_up = "" if outcome.steps == 0 else "; it came again at the same place"
+            return None
+        if self._used > self._restarts:
+            self.given_up = f"; given up after {self._restarts} restarts without progress"
+            return None
+        return f"{what}; starting again {where} (restart {self._used} of {self._restarts})"
 
 
 class _Meeting:

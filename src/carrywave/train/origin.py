@@ -8,20 +8,24 @@ from pathlib import Path
 from carrywave.data.codec import Codec
 from carrywave.errors import DataError, RunError
 from carrywave.spec.spec import Spec
-from carrywave.train import durable
+from carrywave.train import begun, durable
 from carrywave.train.run import Run
-from carrywave.train.snapshot import Snapshot
-from carrywave.train.snapshot import load as load_snapshot
+from carrywave.train.snapshot import Stored, open_stored
 
 
-def open_folder(spec: Spec, run: Path | None, resume: bool) -> tuple[Run, Snapshot | None]:
-    """The folder of a new run, or of one to go on with, and then its last snapshot."""
+def open_folder(spec: Spec, run: Path | None, resume: bool, *, restarted: bool = False) -> tuple[Run, Stored | None]:
+    """The folder of a new run, or of one to go on with, and then its last snapshot. Workers that were started again go on by themselves."""
     if not resume:
-        return Run.create(run, spec.task), None
+        ours = begun.find(run, spec.task) if restarted else None
+        if ours is None:
+            return Run.create(run, spec.task), None
+        if begun.last_step(ours) is None:
+            return Run.begin_anew(ours), None
+        run = ours
     if run is None:
         raise RunError("resume needs to know which run to go on with; add --run DIR (in Python, run=...)")
     folder = Run.open(run)
-    return folder, load_snapshot(folder.snapshots)
+    return folder, open_stored(folder.snapshots)
 
 
 def refuse_python(spec: Spec, folder: Run) -> None:
@@ -43,7 +47,7 @@ def weights_file(init: str) -> Path:
     return path
 
 
-def given_codec(init: str | None, folder: Run, snapshot: Snapshot | None) -> Codec | None:
+def given_codec(init: str | None, folder: Run, snapshot: Stored | None) -> Codec | None:
     """The codec of the weights that a run starts from, or started from before it was stopped; None: it learns its own."""
     if init is not None:
         return _init_codec(init)

@@ -61,7 +61,7 @@ def predict(
     if saved.spec.task == "language":
         return continuations(saved, _prompts(data, prompt, saved), tokens, temperature, seed)
     codec, spec = saved.task.codec, saved.spec
-    with together(world):
+    with together(world, patient=True):
         table = series_of(data, codec, spec) if spec.task == "forecasting" else None
         sequences = read_python(data, codec, spec, labelled=False)
     rows = predictions(saved, sequences, table)

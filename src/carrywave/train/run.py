@@ -21,7 +21,7 @@ from torch import Tensor
 
 from carrywave.errors import Diverged, RunError, UserError
 from carrywave.spec.spec import Spec
-from carrywave.train import durable
+from carrywave.train import begun, durable
 from carrywave.train.snapshot import POINTER, save_weights
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ Value = float | int | str | bool | None
 class Run:
     """One run's folder, and the files that are open in it."""
 
-    def __init__(self, path: Path, *, new: bool, events: bool = True) -> None:
+    def __init__(self, path: Path, *, new: bool, events: bool = True, anew: bool = False) -> None:
         self.path = path
+        self._anew = anew
         self._made = not new
         self._founded: list[Path] | None = None  # folders that were not there before this run, the innermost first
         self._with_events = events
@@ -51,6 +52,11 @@ class Run:
             path = next(free for number in count(1) if not (free := Path("runs") / f"{task}-{number}").exists())
         _refuse_occupied(path)
         return cls(path, new=True, events=events)
+
+    @classmethod
+    def begin_anew(cls, path: Path) -> Self:
+        """A run that an earlier attempt of this launch began and left without a snapshot; what it wrote goes with the first write."""
+        return cls(path, new=True, anew=True)
 
     @classmethod
     def open(cls, path: Path, *, events: bool = True) -> Self:
@@ -75,10 +81,14 @@ class Run:
         """Make the folder, where it is not there yet; every write does so by itself."""
         if self._made:
             return
-        _refuse_occupied(self.path)  # another run may have taken the name since
-        self._founded = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        if not self._anew:
+            _refuse_occupied(self.path)  # another run may have taken the name since
+            self._founded = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         with durable.writing(str(self.path)):
             self.path.mkdir(parents=True, exist_ok=True)
+            if self._anew:
+                begun.clear(self.path)
+            begun.note(self.path)
         self._made = True
 
     def write_spec(self, spec: Spec) -> None:
@@ -124,14 +134,19 @@ class Run:
         metadata = {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
         save_weights(self.weights, parameters, {"format": "pt", **metadata})
 
-    def sync(self) -> tuple[int, int]:
-        """Bring both logs to the disk; returns their bytes, for the snapshot that is written next."""
-        with durable.writing(str(self.path / METRICS)):
-            for file in self._files.values():
-                os.fsync(file.fileno())
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of both logs, for the snapshot that is written next."""
+        with durable.writing(str(self.path / "tb")):
             if self._events is not None:
                 self._events.flush()
         return _size(self.path / METRICS), _size(self.path / TIMING)
+
+    def sync(self) -> None:
+        """Bring both logs to the disk; from any thread."""
+        with durable.writing(str(self.path / METRICS)):
+            for name in (METRICS, TIMING):
+                if (self.path / name).is_file():
+                    durable.sync_path(self.path / name)
 
     def cut_back(self, metrics_bytes: int, timing_bytes: int, step: int | None = None) -> None:
         """Before resuming: cut both logs back to a snapshot, and have TensorBoard forget what came after its optimizer step."""
@@ -219,10 +234,6 @@ class Elsewhere(Run):
 
     def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Nothing."""
-
-    def sync(self) -> tuple[int, int]:
-        """Nothing."""
-        return 0, 0
 
     def cut_back(self, metrics_bytes: int, timing_bytes: int, step: int | None = None) -> None:
         """Nothing."""

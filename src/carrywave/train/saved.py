@@ -132,7 +132,7 @@ def evaluate_run(path: Path | str, data: Any = None, device: str = "auto", *, mo
     On the workers that a launcher started, if one did: each takes its part, and all return the same.
     """
     world = join(device)
-    with together(world):
+    with together(world, patient=True):
         saved = open_run(path, device, model, world=world)
         part = _part(saved, data)
     values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage)

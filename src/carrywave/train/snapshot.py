@@ -1,8 +1,9 @@
 """A `Snapshot` is everything a run needs to go on exactly where it was; without pickle, and never half-written.
 
-On the disk it is a folder of safetensors files and a `manifest.json` with their sizes and SHA-256. It is written under
-a temporary name, published by one rename, and only then does the file `last` name it. So whatever the moment of a crash,
-`last` names a whole snapshot. Keys are names of parameters and layers, never ranks.
+On the disk it is a folder of safetensors files and a manifest. Workers write files side by side, each its part; a file is named
+after the first tensor in it, and tensors after parameters, layers and lanes, never after ranks. All is written under a temporary
+name, published by one rename, and only then does the file `last` name it (and `best`, where its weights are the best so far). So
+whatever the moment of a crash, both name whole snapshots.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,74 +23,159 @@ from torch import Tensor
 
 from carrywave.errors import Diverged, RunError
 from carrywave.train import durable
+from carrywave.train.manifest import GROUPS, MANIFEST, REMEDY, File, Manifest, encode, is_plain, read_manifest
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-POINTER = "last"
-GROUPS = ("parameters", "optimizer", "carry", "extra")
+POINTER, BEST = "last", "best"
 TEMPORARY = ".tmp-"
 
 Tensors = dict[str, Tensor]
+Groups = dict[str, Tensors]  # by what they are: parameters, optimizer, carry, extra
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run between two optimizer steps."""
+    """The state of a run between two optimizer steps, whole."""
 
     parameters: Tensors  # each once: a tied one under its first name
     optimizer: Tensors = field(default_factory=dict)
-    carry: Tensors = field(default_factory=dict)  # by layer name; lanes are a dimension
+    carry: Tensors = field(default_factory=dict)  # by layer name; lanes are the second dimension
     extra: Tensors = field(default_factory=dict)  # loss scale, sums of metrics
     meta: dict[str, Any] = field(
         default_factory=dict
     )  # JSON: cursor, seed, rate, spec, fingerprint, history, sizes of logs; tuples come back as lists
 
 
-def save(folder: Path, name: str, snapshot: Snapshot, keep: int) -> Path:
-    """Write a snapshot into the folder of snapshots, point `last` to it, and keep at most `keep` of them; returns its folder."""
-    meta = json.dumps(snapshot.meta)
-    if (bad := not_finite(snapshot.parameters)) is not None:
-        raise Diverged(f"parameter {bad} is not finite, so no snapshot is written; lower train.lr or set train.clip, and resume")
+@dataclass(frozen=True)
+class Stored:
+    """A snapshot on the disk, of which only the manifest has been read."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What is said beside the tensors."""
+        return self.manifest.meta
+
+    def told(self) -> list[Any]:
+        """As it is told to other workers, which read the files themselves."""
+        return [str(self.folder), self.manifest.to_json()]
+
+    def verify(self, share: int = 0, of: int = 1) -> None:
+        """Check every byte of a share of the files; all shares together are all of it."""
+        for name in sorted(self.manifest.files)[share::of]:
+            self.manifest.files[name].read(self.folder / name, ())
+
+    def read(self, group: str, names: Collection[str]) -> Tensors:
+        """Some tensors of a group, from the files that hold them; each of those is checked to the byte."""
+        found: Tensors = {}
+        for name, file in self.manifest.files.items():
+            if file.group == group and not file.tensors.keys().isdisjoint(names):
+                found |= file.read(self.folder / name, names)
+        if group == "parameters" and (bad := not_finite(found)) is not None:
+            raise RunError(f"snapshot {self.folder}: parameter {bad} is not finite; resume from an older snapshot or start a new run")
+        return found
+
+    def pieces(self, name: str) -> list[tuple[int, int, str]]:
+        """The ranges of lanes in which a tensor of the carry was written: first, one after the last, key; they are all the lanes."""
+        pieces = sorted(ranges_of(self.manifest.forms("carry")).get(name, []))
+        ends = [0, *(end for _, end, _ in pieces)]
+        if not pieces or [start for start, _, _ in pieces] != ends[:-1]:
+            raise RunError(f"snapshot {self.folder} does not hold every lane of {name}; {REMEDY}")
+        return pieces
+
+    def lanes(self, name: str, low: int = 0, high: int | None = None) -> Tensor:
+        """Lanes [low, high) of a tensor of the carry, whoever wrote them."""
+        pieces = self.pieces(name)
+        high = pieces[-1][1] if high is None else high
+        needed = [piece for piece in pieces if piece[0] < high and piece[1] > low]
+        given = self.read("carry", {key for _, _, key in needed})
+        return torch.cat([given[key][:, max(low - start, 0) : high - start] for start, _, key in needed], dim=1)
+
+
+def save(folder: Path, name: str, snapshot: Snapshot, keep: int, *, best: bool = False) -> Path:
+    """Write a whole snapshot into the folder of snapshots, point `last` to it, and keep at most `keep`; returns its folder."""
+    meta = json.loads(json.dumps(snapshot.meta))
+    groups = {group: getattr(snapshot, group) for group in GROUPS}
+    groups["carry"] = {ranged(key, 0, tensor.shape[1]): tensor for key, tensor in snapshot.carry.items()}
     with durable.writing(f"snapshot {folder / name}", "the snapshot before it is kept; "):
         folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        sweep(folder)
         draft = folder / f"{TEMPORARY}{name}"
-        published: Path | None = None
         try:
             draft.mkdir()
-            _write(draft, snapshot, json.loads(meta))
-            target = _free(folder, name)
-            os.replace(draft, target)
-            published = target
-            durable.sync_folder(folder)
-            durable.write_bytes(folder / POINTER, f"{target.name}\n".encode())
+            files = write_part(draft, groups)
+            return publish(draft, name, Manifest(files, meta), keep, best=best)
         except BaseException:
             durable.remove(draft)
-            if published is not None and _pointed(folder) != published.name:
-                durable.remove(published)
             raise
-    _prune(folder, target.name, keep)
-    return target
 
 
 def load(path: Path) -> Snapshot:
-    """The last snapshot of a folder of snapshots, or the one in this very folder; every byte is checked."""
+    """The whole of the last snapshot of a folder of snapshots, or of the one in this very folder; every byte is checked."""
+    stored = open_stored(path)
+    groups = {group: stored.read(group, stored.manifest.forms(group)) for group in GROUPS if group != "carry"}
+    carry = {name: stored.lanes(name) for name in ranges_of(stored.manifest.forms("carry"))}
+    return Snapshot(**groups, carry=carry, meta=stored.meta)
+
+
+def open_stored(path: Path) -> Stored:
+    """The last snapshot of a folder of snapshots, or the one in this very folder."""
     folder = path if (path / MANIFEST).is_file() else last(path)
-    manifest = _manifest(folder)
-    groups = {group: _group(folder, group, manifest["files"]) for group in GROUPS}
-    if (bad := not_finite(groups["parameters"])) is not None:
-        raise RunError(f"snapshot {folder}: parameter {bad} is not finite; resume from an older snapshot or start a new run")
-    return Snapshot(**groups, meta=manifest["meta"])
+    return Stored(folder, read_manifest(folder))
 
 
 def last(folder: Path) -> Path:
     """The folder of the last snapshot."""
     if not (folder / POINTER).is_file():
         raise RunError(f"{folder} holds no snapshot; leave out --resume and start anew in another --run")
-    name = _pointed(folder)
+    name = pointed(folder, POINTER)
     if name is None or not (folder / name / MANIFEST).is_file() or (folder / name).is_symlink():
         raise RunError(f"{folder / POINTER} names no snapshot of this folder; write the name of one of the folders beside it into it")
     return folder / name
+
+
+def write_part(draft: Path, groups: Mapping[str, Tensors]) -> dict[str, File]:
+    """Write one worker's part into the draft of a snapshot, on the disk when this returns: one file a group, described."""
+    if (bad := not_finite(groups.get("parameters", {}))) is not None:
+        raise Diverged(f"parameter {bad} is not finite, so no snapshot is written; lower train.lr or set train.clip, and resume")
+    files: dict[str, File] = {}
+    for group, tensors in groups.items():
+        if tensors:
+            name = f"{group}-{_slug(next(iter(tensors)))}.safetensors"
+            with (draft / name).open("xb") as file:
+                size, checksum = durable.write_tensors(file, tensors)
+                file.flush()
+                os.fsync(file.fileno())
+            files[name] = File(group, size, checksum, {key: durable.form_of(tensor) for key, tensor in tensors.items()})
+    return files
+
+
+def publish(draft: Path, name: str, manifest: Manifest, keep: int, *, best: bool = False) -> Path:
+    """Make a draft whose files are all on the disk a snapshot: whole, named by `last`, one of at most `keep`; returns its folder."""
+    folder = draft.parent
+    durable.write_bytes(draft / MANIFEST, encode(manifest.to_json()))
+    target = _free(folder, name)
+    os.replace(draft, target)
+    try:
+        durable.sync_path(folder)
+        _point(folder, POINTER, target.name)
+    except BaseException:
+        if pointed(folder, POINTER) != target.name:
+            durable.remove(target)
+        raise
+    if best:
+        _point(folder, BEST, target.name)
+    _prune(folder, target.name, keep)
+    return target
+
+
+def mend_best(stored: Stored) -> None:
+    """Have `best` name the snapshot that a run goes on from, if that is the best one: a crash may have come before it was written."""
+    folder = stored.folder.parent
+    at = stored.meta["progress"]
+    if at["best_step"] == at["step"] and pointed(folder, POINTER) == stored.folder.name and pointed(folder, BEST) != stored.folder.name:
+        _point(folder, BEST, stored.folder.name)
 
 
 def save_weights(path: Path, parameters: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -130,106 +218,83 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
 
 
-def digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of what a manifest says, so that a flipped bit in it shows too."""
-    said = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+def ranged(name: str, low: int, high: int) -> str:
+    """The key of lanes [low, high) of a tensor of the carry."""
+    return f"{name}/{low}-{high}"
 
 
-def _write(draft: Path, snapshot: Snapshot, meta: Any) -> None:
-    files: dict[str, dict[str, Any]] = {}
-    for group in GROUPS:
-        name = f"{group}.safetensors"
-        with (draft / name).open("xb") as file:
-            size, checksum = durable.write_tensors(file, getattr(snapshot, group))
-            file.flush()
-            os.fsync(file.fileno())
-        files[name] = {"bytes": size, "sha256": checksum}
-    manifest = {"format": FORMAT, "files": files, "meta": meta}
-    manifest["sha256"] = digest(manifest)
-    durable.write_bytes(draft / MANIFEST, json.dumps(manifest, indent=1).encode())
+def ranges_of(keys: Iterable[str]) -> dict[str, list[tuple[int, int, str]]]:
+    """The tensors of the carry, by name, with the ranges of lanes in which they are kept: first, one after the last, key."""
+    found: dict[str, list[tuple[int, int, str]]] = {}
+    for key in keys:
+        name, _, lanes = key.rpartition("/")
+        low, _, high = lanes.partition("-")
+        found.setdefault(name, []).append((int(low), int(high), key))
+    return found
+
+
+def pointed(folder: Path, pointer: str) -> str | None:
+    """What `last` or `best` names, where it is a plain name."""
+    try:
+        name = (folder / pointer).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if is_plain(name) else None
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a run that was killed while it wrote has left. Nobody may be writing a snapshot into this folder."""
+    for left in folder.glob(f"{TEMPORARY}*"):
+        durable.remove(left)
+
+
+def _point(folder: Path, pointer: str, name: str) -> None:
+    durable.write_bytes(folder / pointer, f"{name}\n".encode())
+
+
+def _slug(name: str) -> str:
+    """A name for a file; with a checksum where the name itself cannot be one."""
+    plain = name.replace("/", "-")
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,100}", plain):
+        return plain
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', plain)[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def _free(folder: Path, name: str) -> Path:
     """A folder name that is not taken. What stands there without being pointed to was left by a crash, and gives way."""
     target, number = folder / name, 1
     while target.exists():
-        if target.name != _pointed(folder):
-            durable.remove(target)
+        if target.name not in (pointed(folder, POINTER), pointed(folder, BEST)):
+            _retire(target)
             break
         number += 1
         target = folder / f"{name}-{number}"
     return target
 
 
-def _pointed(folder: Path) -> str | None:
-    """What `last` names, where it is a plain name."""
-    try:
-        name = (folder / POINTER).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return name if _plain(name) else None
-
-
-def _plain(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what a run that was killed while it wrote has left."""
-    for left in folder.glob(f"{TEMPORARY}*"):
-        durable.remove(left)
-
-
 def _prune(folder: Path, current: str, keep: int) -> None:
-    """Remove the oldest snapshots beyond `keep`; the one that `last` names is never among them."""
+    """Remove the oldest snapshots beyond `keep`; those that `last` and `best` name are never among them."""
+    spared = {current, pointed(folder, POINTER), pointed(folder, BEST)}
     others = [
-        entry
+        entry.name
         for entry in folder.iterdir()
-        if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(".") and entry.name != current
+        if entry.name not in spared and not entry.name.startswith(".") and not entry.is_symlink() and (entry / MANIFEST).is_file()
     ]
-    others.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name), reverse=True)
-    for entry in others[max(0, keep - 1) :]:
-        durable.remove(entry)
+    # By the steps in their names, since clocks may jump. Those after the present step are of a past that the run has left.
+    now = _steps(current)
+    others.sort(key=lambda name: (_steps(name) <= now, _steps(name)), reverse=True)
+    for name in others[max(0, keep - 1) :]:
+        _retire(folder / name)
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{folder / MANIFEST} is damaged: it is not JSON; resume from another snapshot or start a new run") from error
-    version = manifest.get("format") if isinstance(manifest, dict) else None
-    if isinstance(version, int) and version > FORMAT:
-        raise RunError(f"snapshot {folder} has format {version}, this version reads up to {FORMAT}; update carrywave")
-    if version != FORMAT or not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("meta"), dict):
-        raise RunError(f"{folder / MANIFEST} is not the manifest of a snapshot; resume from another snapshot or start a new run")
-    if manifest.get("sha256") != digest(manifest):
-        raise RunError(f"{folder / MANIFEST} is damaged: its SHA-256 does not fit; resume from another snapshot or start a new run")
-    for name in manifest["files"]:
-        if not _plain(name):
-            raise RunError(f"{folder / MANIFEST} names the file {name!r}, which is not in its folder; do not use this snapshot")
-    return dict(manifest)
+def _retire(path: Path) -> None:
+    """Remove a snapshot; what a crash leaves of it has the name of a draft, and is swept up."""
+    gone = path.with_name(f"{TEMPORARY}{path.name}-gone")
+    durable.remove(gone)
+    with suppress(OSError):
+        os.replace(path, gone)
+        durable.remove(gone)
 
 
-def _group(folder: Path, group: str, files: Mapping[str, Any]) -> Tensors:
-    name = f"{group}.safetensors"
-    path = folder / name
-    remedy = "resume from another snapshot or start a new run"
-    entry = files.get(name)
-    if not isinstance(entry, dict):
-        raise RunError(f"{folder / MANIFEST} does not name {name}; {remedy}")
-    if path.is_symlink():
-        raise RunError(f"{path} is a symbolic link, and a snapshot's files stand in its own folder; do not use this snapshot")
-    if not path.is_file():
-        raise RunError(f"{path} is missing; {remedy}")
-    size = path.stat().st_size
-    if size != entry.get("bytes"):
-        raise RunError(f"{path} is truncated or from another snapshot: {size} bytes instead of {entry.get('bytes')}; {remedy}")
-    try:
-        with path.open("rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}; {remedy}") from error
-    if checksum != entry.get("sha256"):
-        raise RunError(f"{path} is damaged: its SHA-256 is not the manifest's; {remedy}")
-    return durable.read_tensors(path)
+def _steps(name: str) -> tuple[list[int], str]:
+    return [int(number) for number in re.findall("[0-9]+", name)], name

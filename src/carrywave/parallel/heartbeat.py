@@ -1,0 +1,168 @@
+"""Signs of life of the workers that one process started: each beats in a file, and that process sees who has fallen silent.
+
+Two questions, two limits. *Does the process live?* A thread beats for it every second, so that long work of the main thread (reading
+data, compiling) is no silence, and a process that was stopped (SIGSTOP, a debugger) is: its threads stop with it. One that holds the
+interpreter's lock for long cannot beat, but uses the processor, which is a sign of life too. *Does the training go on?* The loop marks
+every step, and once it has begun, a time without any step on any worker is a hang; the worker with the fewest steps is the one the
+others wait for.
+
+Files hold counters and no times, and the one who listens goes by its own monotonic clock: a clock that is set changes nothing. Time in
+which the listener itself did not run (a frozen machine) does not count. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from carrywave.errors import WorkerError
+
+FOLDER = "CARRYWAVE_BEATS"  # the variable that names the folder of these files, in workers that `launch.start` started
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 10.0
+HANG_SECONDS = 600.0
+LONGER = 4  # times the limit for one that has not begun to beat, or where nothing tells whether it uses the processor
+_FORM = struct.Struct("<QQQ")  # beats, steps, whether it is training
+
+
+@dataclass
+class _Own:
+    """What this process says of itself."""
+
+    steps: int = 0
+    training: bool = False
+    thread: threading.Thread | None = None
+
+
+_own = _Own()
+
+
+def silent_seconds() -> float:
+    """How long a worker may be without a sign of life; infinite where nobody is to look."""
+    return _limit("CARRYWAVE_HEARTBEAT_SECONDS", SILENT_SECONDS)
+
+
+def hang_seconds() -> float:
+    """How long training may be without a step on any worker; infinite where nobody is to look."""
+    return _limit("CARRYWAVE_HANG_SECONDS", HANG_SECONDS)
+
+
+def _limit(name: str, usual: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        seconds = float(text) if text else usual
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < 1e9:
+        raise WorkerError(f"{name}={text} is not a number of seconds; use {usual:g}, say, or 0 to look no more")
+    return seconds or math.inf
+
+
+def start() -> None:
+    """Begin to beat, where somebody listens; to be called early. A second call does nothing."""
+    folder = os.environ.get(FOLDER)
+    if not folder or _own.thread is not None:
+        return
+    handle = os.open(Path(folder) / os.environ.get("RANK", "0"), os.O_WRONLY | os.O_CREAT, 0o600)
+    every_seconds = min(BEAT_SECONDS, silent_seconds() / 5)
+
+    def beat() -> None:
+        beats = 0
+        while True:
+            beats += 1
+            # One write of a few bytes: never seen half-done.
+            os.pwrite(handle, _FORM.pack(beats, _own.steps, _own.training), 0)
+            time.sleep(every_seconds)
+
+    _own.thread = threading.Thread(target=beat, name="carrywave-heartbeat", daemon=True)
+    _own.thread.start()
+
+
+def mark() -> None:
+    """The training has gone on by a step."""
+    _own.steps += 1
+    _own.training = True
+
+
+def rest() -> None:
+    """The training is over for now: what follows may take its time."""
+    _own.training = False
+
+
+def is_training() -> bool:
+    """Whether steps follow each other."""
+    return _own.training
+
+
+@dataclass
+class _Heard:
+    """What was heard of one worker, and for how long nothing new."""
+
+    sign: tuple[int, int] = (0, 0)  # beats, time on the processor
+    beats: int = 0
+    steps: int = 0
+    training: bool = False
+    silent_seconds: float = 0.0
+    still_seconds: float = 0.0
+
+
+class Listener:
+    """Listens to workers, given as process ids by rank."""
+
+    def __init__(self, folder: Path, pids: Mapping[int, int], now: float) -> None:
+        self._folder, self._pids, self._now = folder, pids, now
+        self._heard = {rank: _Heard() for rank in pids}
+        self._silent_limit, self._hang_limit = silent_seconds(), hang_seconds()
+
+    @property
+    def steps(self) -> int:
+        """Steps that training has gone on by, as far as heard."""
+        return max((heard.steps for heard in self._heard.values()), default=0)
+
+    def failed(self, ranks: Iterable[int], now: float) -> tuple[int, str] | None:
+        """Of these ranks, which still run: one that has fallen silent or hangs, and what is to be said of it."""
+        # Only time in which this process ran: after a pause of the whole machine the workers are given their time to beat again.
+        passed, self._now = min(now - self._now, BEAT_SECONDS), now
+        running = {rank: self._hear(rank, passed) for rank in ranks}
+        somebody_beats = any(heard.beats for heard in self._heard.values())
+        for rank, heard in running.items():
+            usual = heard.beats > 0 and sys.platform == "linux"
+            if somebody_beats and heard.silent_seconds > self._silent_limit * (1 if usual else LONGER):
+                return rank, f"gave no sign of life for {heard.silent_seconds:.0f} s (stopped?) and was ended"
+        if running and all(heard.training and heard.still_seconds > self._hang_limit for heard in running.values()):
+            rank = min(running, key=lambda rank: running[rank].steps)
+            return rank, f"hung: no worker took a step for {self._hang_limit:g} s, and this one had taken the fewest"
+        return None
+
+    def _hear(self, rank: int, passed: float) -> _Heard:
+        heard = self._heard[rank]
+        beats, steps, training = _read(self._folder / str(rank))
+        sign = (beats, _processor_ticks(self._pids[rank]))
+        heard.silent_seconds = 0.0 if sign != heard.sign else heard.silent_seconds + passed
+        heard.still_seconds = 0.0 if (steps, training) != (heard.steps, heard.training) else heard.still_seconds + passed
+        heard.sign, heard.beats, heard.steps, heard.training = sign, beats, steps, training
+        return heard
+
+
+def _read(path: Path) -> tuple[int, int, bool]:
+    try:
+        beats, steps, training = _FORM.unpack(path.read_bytes())
+    except (OSError, struct.error):
+        return 0, 0, False  # it has not begun
+    return beats, steps, bool(training)
+
+
+def _processor_ticks(pid: int) -> int:
+    """Time that a process has spent on the processor, as Linux counts it; 0 elsewhere."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return int(words[11]) + int(words[12])
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -1,0 +1,83 @@
+"""A worker of test_snapshots.py: trains while snapshots fail here or there, as its job file lists it, one run after the other."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carrywave.errors import UserError
+from carrywave.spec.load import parse
+from carrywave.train.fit import train
+from carrywave.train.watch import Silent
+from carrywave.train.writer import Writer
+
+RANK = int(os.environ["RANK"])
+
+
+class Listening(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def harm(patch: pytest.MonkeyPatch, job: dict[str, Any]) -> None:
+    """A disk that is full for one worker, where paths match; with `mute`, also for its reports."""
+    real, mkdir, report = os.fsync, Path.mkdir, Writer._report
+
+    def fsync(handle: int) -> None:
+        if re.search(job["full"], os.readlink(f"/proc/self/fd/{handle}")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    def tell(self: Writer, *args: Any) -> None:
+        if re.search(job["full"], str(args[0].draft)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        report(self, *args)
+
+    def make(path: Path, *args: Any, **more: Any) -> None:
+        if re.search(job["full"], str(path)):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        mkdir(path, *args, **more)
+
+    if job.get("read_only"):
+        patch.setattr(Path, "mkdir", make)
+    else:
+        patch.setattr(os, "fsync", fsync)
+    if job.get("mute"):
+        patch.setattr(Writer, "_report", tell)
+
+
+def carry_out(job: dict[str, Any]) -> dict[str, Any]:
+    watch = Listening()
+    told: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if "full" in job and job["rank"] == RANK:
+            harm(patch, job)
+        if job.get("apart") and RANK:
+            Path(f"apart-{RANK}").mkdir()
+            patch.chdir(f"apart-{RANK}")
+        try:
+            told["ending"] = train(parse(job["spec"]), run=Path(job["run"]), device="cpu", watch=watch).ending
+        except UserError as error:
+            told["error"] = f"{type(error).__name__}: {error}"
+    return told | {"said": [line for line in watch.lines if "could not" in line]}
+
+
+def main() -> None:
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    os.chdir(folder)
+    told = [carry_out(job) for job in json.loads((folder / name).read_text())]
+    (folder / f"{name}.{RANK}.out").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,549 @@
+"""Workers that die, stop or hang: they are started again, go on by themselves, and end with what an undisturbed run ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from carrywave.errors import WorkerError
+from carrywave.parallel import heartbeat
+from carrywave.train.causes import Ended
+from carrywave.train.launch import start
+
+Write = Callable[[str, str], str]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+DIES = str(Path(__file__).with_name("_dies.py"))
+
+# Workers without torch: what is decided, and what is said.
+
+PROLOGUE = """
+import os, signal, sys, time
+from pathlib import Path
+from carrywave.parallel import heartbeat
+from carrywave.train import begun, causes
+rank, attempt, place = (int(os.environ[name]) for name in ("RANK", "CARRYWAVE_ATTEMPT", "CARRYWAVE_PLACE"))
+here = Path(os.environ["HERE"])
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+def step():  # one of the training, and time for it to be heard of
+    heartbeat.mark()
+    time.sleep(0.5)
+
+def snapshot(number):
+    folder = here / "run" / "snapshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    causes.tell_run(here / "run")
+    (folder / "last").write_text(f"step-{number:08d}\\n")
+
+def fail(kind, code, message):
+    causes.leave(causes.folder(), kind, code, message, ValueError(message), with_trace=kind == "fault")
+    sys.exit(code)
+
+heartbeat.start()
+"""
+
+
+class Launched:
+    def __init__(self, ended: Ended, said: list[str]) -> None:
+        self.ended, self.said = ended, said
+
+
+@pytest.fixture
+def launch(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launched]:
+    monkeypatch.setenv("HERE", str(tmp_path))
+    monkeypatch.setenv("CARRYWAVE_HEARTBEAT_SECONDS", "1.5")
+
+    def run(text: str, devices: int = 2, restarts: int = 2, min_devices: int | None = None) -> Launched:
+        said: list[str] = []
+        command = [sys.executable, write("worker.py", PROLOGUE + text)]
+        return Launched(start(command, devices, restarts=restarts, min_devices=min_devices, say=said.append), said)
+
+    return run
+
+
+def test_a_worker_that_dies_is_replaced(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    done = launch("if attempt == 0:\n    rank and die()\n    time.sleep(60)\nprint('attempt', attempt, 'rank', rank)")
+    assert done.ended == Ended(0)
+    assert done.said == ["worker 1 of 2 was killed (signal 9, SIGKILL); starting again from the beginning (restart 1 of 2)"]
+
+
+def test_dying_again_and_again_is_the_end(launch: Callable[..., Launched]) -> None:
+    done = launch("rank == 0 and die(signal.SIGSEGV)\ntime.sleep(60)")
+    assert done.ended == Ended(1, "worker 0 of 2 was killed (signal 11, SIGSEGV); given up after 2 restarts without progress")
+    assert len(done.said) == 2
+
+
+def test_progress_starts_the_count_anew(launch: Callable[..., Launched]) -> None:
+    done = launch("rank == 0 and (snapshot(min(attempt, 2)), die())\ntime.sleep(60)")
+    # Step 0, 1 and 2 are each farther than before; then it is counted: two more restarts, and the end.
+    assert [line.rpartition("starting again ")[2] for line in done.said] == [
+        "from step 0 (restart 1 of 2)",
+        "from step 1 (restart 1 of 2)",
+        "from step 2 (restart 1 of 2)",
+        "from step 2 (restart 2 of 2)",
+    ]
+    assert done.ended.code == 1
+    assert done.ended.message.endswith("given up after 2 restarts without progress")
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("rank and fail('user', 2, 'no; do')\ntime.sleep(60)", Ended(2, "worker 1: no; do", "ValueError")),
+        ("sys.exit(75)", Ended(75)),
+        ("sys.exit(130)", Ended(130)),
+    ],
+    ids=["mistake", "stopped", "interrupted"],
+)
+def test_what_is_final(text: str, end: Ended, launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("carrywave.train.attempt.GRACE_SECONDS", 0.2)
+    done = launch(text)
+    assert done.ended == end
+    assert done.said == []
+
+
+def test_an_error_before_the_first_step_is_not_tried_again(launch: Callable[..., Launched]) -> None:
+    done = launch("rank and fail('fault', 1, 'oops')\ntime.sleep(60)")
+    assert (done.ended.code, done.ended.message, done.said) == (1, "worker 1: oops", [])
+    assert "ValueError: oops" in done.ended.trace
+
+
+def test_an_error_that_comes_again_is_tried_once(launch: Callable[..., Launched]) -> None:
+    done = launch("step()\nrank and fail('fault', 1, 'oops')\ntime.sleep(60)")
+    assert (done.ended.code, done.ended.message) == (1, "worker 1: oops; it came again at the same place")
+    assert done.said == ["worker 1: oops; starting again from the beginning (restart 1 of 2)"]
+
+
+def test_a_stopped_worker_is_found(launch: Callable[..., Launched]) -> None:
+    done = launch("if attempt == 0:\n    time.sleep(0.5)\n    rank and os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(60)")
+    assert done.ended == Ended(0)
+    assert done.said[0].startswith("worker 1 of 2 gave no sign of life for ")
+    assert done.said[0].endswith("and was ended; starting again from the beginning (restart 1 of 2)")
+
+
+def test_who_holds_the_interpreter_is_not_silent(launch: Callable[..., Launched]) -> None:
+    # A search keeps the lock for seconds: no thread beats, but the processor is busy.
+    busy = "import re\ntime.sleep(0.5)\nrank and re.match(r'(a|aa)+$', 'a' * 34 + 'b')\nprint('done')"
+    done = launch(busy, restarts=0)
+    assert done.ended == Ended(0)
+
+
+def test_a_hang_is_found(launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARRYWAVE_HANG_SECONDS", "1")
+    text = "for _ in range(3 - rank):\n    heartbeat.mark()\nif attempt == 0:\n    time.sleep(60)"
+    done = launch(text)
+    assert done.ended == Ended(0)
+    assert done.said[0].startswith("worker 1 of 2 hung: no worker took a step for 1 s, and this one had taken the fewest")
+
+
+def test_rest_is_no_hang(launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARRYWAVE_HANG_SECONDS", "0.5")
+    assert launch("heartbeat.mark()\nheartbeat.rest()\ntime.sleep(2)", restarts=0).ended == Ended(0)
+
+
+def test_going_on_with_fewer(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    text = """
+if place == 1:
+    die()
+if begun.with_fewer():
+    words = [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "CARRYWAVE_PLACE")]
+    (here / f"there-{rank}").write_text(" ".join(words))
+else:
+    time.sleep(60)
+"""
+    done = launch(text, devices=3, restarts=3, min_devices=2)
+    assert done.ended == Ended(0)
+    assert [line.partition("; ")[2] for line in done.said] == [
+        "starting again from the beginning (restart 1 of 3)",
+        "going on with 2 of 3 workers, from the beginning",
+    ]
+    assert [(tmp_path / f"there-{rank}").read_text() for rank in range(2)] == ["2 2 0 0 0", "2 2 1 1 2"]
+
+
+def test_not_with_fewer_than_asked_for(launch: Callable[..., Launched]) -> None:
+    done = launch("rank and die()\ntime.sleep(60)", restarts=1)
+    assert done.ended.code == 1
+    assert len(done.said) == 1
+
+
+def test_what_workers_print_is_kept(launch: Callable[..., Launched], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = """
+rank or snapshot(3)
+print("out", rank, attempt, flush=True)
+print("err", rank, attempt, file=sys.stderr, flush=True)
+step()
+rank and fail("fault", 1, "oops")
+time.sleep(60)
+"""
+    done = launch(text)
+    logs = tmp_path / "run" / "logs"
+    assert done.ended.logs == logs / "attempt-1"
+    for attempt in range(2):
+        for rank in range(2):
+            assert (logs / f"attempt-{attempt}" / f"rank-{rank}.out").read_text() == f"out {rank} {attempt}\n"
+            log = (logs / f"attempt-{attempt}" / f"rank-{rank}.log").read_text()
+            assert log.startswith(f"err {rank} {attempt}\n")
+            assert ("ValueError: oops" in log) == (rank == 1)
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["out 0 0", "out 0 1", "out 1 0", "out 1 1"]
+    assert err.splitlines() == ["err 0 0", "err 0 1"]  # of the others one sees the cause alone
+
+
+def test_asked_to_stop_while_starting_again(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a snapshot, so that this is an end in good order, though no step was taken since."""
+    monkeypatch.setenv("HERE", str(tmp_path))
+    text = "if attempt == 0:\n    rank or snapshot(5)\n    die()\n(here / f'there-{rank}').touch()\ntime.sleep(60)"
+    command = [sys.executable, write("worker.py", PROLOGUE + text)]
+    parent = f"from carrywave.train.launch import start\nimport sys\nsys.exit(start({command!r}, 2, restarts=3).code)\n"
+    process = subprocess.Popen([sys.executable, write("parent.py", parent)], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("there-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert err.count("\n") == 1
+    assert "starting again from step 5 (restart 1 of 3)" in err
+
+
+def test_time_in_which_nobody_ran_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARRYWAVE_HEARTBEAT_SECONDS", "3")
+    (tmp_path / "0").write_bytes(heartbeat._FORM.pack(1, 0, 0))
+    listener = heartbeat.Listener(tmp_path, {0: 0}, now=100.0)
+    assert listener.failed([0], 100.1) is None
+    assert listener.failed([0], 4000.0) is None  # the machine slept
+    assert listener.failed([0], 4001.0) is None
+    assert listener.failed([0], 4002.0) is None
+    found = listener.failed([0], 4003.0)
+    assert found is not None
+    assert found[0] == 0
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_limits_that_are_no_numbers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARRYWAVE_HEARTBEAT_SECONDS", text)
+    with pytest.raises(WorkerError, match=f"CARRYWAVE_HEARTBEAT_SECONDS={text} is not a number of seconds; use 10"):
+        heartbeat.silent_seconds()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--restarts", "-1"], "--restarts -1 is no number of restarts; use 0 to end when a worker dies, or more"),
+        (["--min-devices", "3"], "--min-devices 3 is not between 1 and the 2 devices there are; change one of them"),
+        (["--min-devices", "0"], "--min-devices 0 is not between 1 and the 2 devices there are; change one of them"),
+    ],
+)
+def test_options_that_cannot_be(words: list[str], message: str, python: Run) -> None:
+    ended = python("-m", "carrywave", "train", "--devices", "2", "--device", "cpu", *words)
+    assert (ended.returncode, ended.stderr) == (2, f"carrywave: {message}\n")
+
+
+# Whole runs.
+
+FROM = r"from (the beginning|step \d+)"
+
+TEXT = "the carry is passed along, and work moves through layers and time as a wave. " * 40
+SPEC = [
+    "data.train=text.txt",
+    "data.tokens=char",
+    "model.hidden=16",
+    "model.layers=2",
+    "model.dropout=0.3",
+    "batch.lanes=4",
+    "batch.steps=16",
+]
+SPEC += [
+    "train.epochs=2",
+    "train.max_steps=60",
+    "train.snapshot_every=5",
+    "train.log_every=4",
+    "train.precision=fp64",
+    "train.optimizer=adam",
+]
+
+
+def train(
+    folder: Path, run: str, *words: str, devices: int = 2, die: dict[str, list[object]] | None = None, **how: int
+) -> tuple[Ended, list[str]]:
+    """A run whose workers may harm themselves, and what is said meanwhile."""
+    said: list[str] = []
+    command = [sys.executable, DIES, "train", *SPEC, *words, "--device", "cpu", "--run", run]
+    environment = {"DIE": json.dumps(die or {})}
+    return start(command, devices, environment=environment, say=said.append, **{"restarts": 3, **how}), said
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """What must be equal, byte for byte: the best weights, the rows, and all of the last snapshot."""
+    last = run / "snapshots" / (run / "snapshots" / "last").read_text().strip()
+    files = [run / "weights.safetensors", run / "metrics.jsonl", *sorted(last.rglob("*.safetensors"))]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+TWICE = """
+    import os, signal
+    from pathlib import Path
+    from carrywave.spec.load import load
+    from carrywave.train import begun
+    from carrywave.train.fit import train
+    from carrywave.train.trainer import Trainer
+
+    spec = load(None, os.environ["SPEC"].split())
+    train(spec, run=Path("calm"), device="cpu")
+    steps, update = 0, Trainer.update
+
+    def dying(self, *batches):
+        global steps
+        steps += 1
+        if steps == 8 and os.environ["RANK"] == "0" and begun.attempt() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return update(self, *batches)
+
+    Trainer.update = dying
+    train(spec, run=Path("killed"), device="cpu")
+"""
+
+
+def test_a_killed_worker_does_not_change_the_answer(folder: Path, write: Write) -> None:
+    """In the same processes, for the time's sake: so the second attempt finds the first of its two runs done."""
+    said: list[str] = []
+    command = [sys.executable, write("twice.py", TWICE)]
+    assert start(command, 2, environment={"SPEC": " ".join(SPEC)}, restarts=1, say=said.append) == Ended(0)
+    # Snapshots are written beside the training: it may be that none was whole yet.
+    assert re.fullmatch(rf"worker 0 of 2 was killed \(signal 9, SIGKILL\); starting again {FROM} \(restart 1 of 1\)", said[0])
+    assert contents(folder / "killed") == contents(folder / "calm")
+
+
+@pytest.mark.slow
+def test_killed_workers_do_not_change_the_answer(folder: Path) -> None:
+    assert train(folder, "calm")[0] == Ended(0)
+    ended, said = train(folder, "killed", die={"0": [1, 3, "SIGKILL"], "1": [0, 9, "SIGKILL"]})
+    assert ended == Ended(0)
+    assert said[0] == "worker 1 of 2 was killed (signal 9, SIGKILL); starting again from the beginning (restart 1 of 3)"
+    assert re.fullmatch(rf"worker 0 of 2 was killed \(signal 9, SIGKILL\); starting again {FROM} \(restart [12] of 3\)", said[1])
+    assert contents(folder / "killed") == contents(folder / "calm")
+
+
+@pytest.mark.slow
+def test_killed_stages_do_not_change_the_answer(folder: Path) -> None:
+    plan = ["plan.stages=2", "plan.chunk_steps=4"]
+    assert train(folder, "calm", *plan)[0] == Ended(0)
+    ended, said = train(folder, "killed", *plan, die={"0": [0, 8, "SIGKILL"], "1": [1, 11, "SIGSTOP"], "2": [1, 13, "SIGSEGV"]})
+    assert ended == Ended(0)
+    assert [line.partition(";")[0].rpartition("signal")[2] for line in said[::2]] == [" 9, SIGKILL)", " 11, SIGSEGV)"]
+    assert "worker 1 of 2 gave no sign of life" in said[1]
+    assert contents(folder / "killed") == contents(folder / "calm")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_worker_that_is_left(folder: Path) -> None:
+    assert train(folder, "calm", devices=1)[0] == Ended(0)
+    # Asked for by number: who is left has fewer.
+    dies = {str(attempt): [1, 12 if attempt == 0 else 1, "SIGKILL"] for attempt in range(3)}
+    ended, said = train(folder, "fewer", "plan.replicas=2", die=dies, min_devices=1)
+    assert ended == Ended(0)
+    assert re.search(rf"going on with 1 of 2 workers, {FROM}$", said[-1])
+    ours, theirs = (load_file(folder / run / "weights.safetensors") for run in ("fewer", "calm"))
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-12)  # float64: sums in another order
+
+
+@pytest.mark.slow
+def test_one_worker_is_watched_where_that_is_asked_for(folder: Path, python: Run) -> None:
+    words = [DIES, "train", *SPEC, "--device", "cpu", "--run", "run"]
+    ended = python(*words, "--restarts", "2", DIE='{"0": [0, 8, "SIGKILL"]}')
+    assert ended.returncode == 0, ended.stderr
+    said = rf"carrywave: worker 0 of 1 was killed \(signal 9, SIGKILL\); starting again {FROM} \(restart 1 of 2\)\n"
+    assert re.fullmatch(said, ended.stderr)
+    assert python(*words[:-1], "calm", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0").returncode == 0
+    assert contents(folder / "run") == contents(folder / "calm")
+
+
+@pytest.mark.slow
+def test_an_error_is_one_line_and_a_log(folder: Path, python: Run) -> None:
+    words = [DIES, "train", *SPEC, "--device", "cpu", "--run", "run", "--devices", "2", "--json", "rows.json"]
+    ended = python(*words, DIE='{"0": [1, 8, "ValueError"], "1": [1, 3, "ValueError"]}')
+    assert ended.returncode == 1
+    first, second = ended.stderr.splitlines()
+    assert re.fullmatch(rf"carrywave: worker 1: ValueError: oops; starting again {FROM} \(restart 1 of 3\)", first)
+    assert second == "carrywave: worker 1: ValueError: oops; it came again at the same place; full logs: run/logs/attempt-1"
+    assert "raise ValueError" in (folder / "run" / "logs" / "attempt-1" / "rank-1.log").read_text()
+    again = python(*words)
+    assert again.returncode == 2  # another launch: the folder is not its own
+    assert "run is already there and not empty; use --resume to go on with it" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_script_is_started_again(folder: Path, python: Run, write: Write) -> None:
+    text = """
+    import os, signal
+    import carrywave as cw
+    from carrywave.train import begun
+    from carrywave.train.trainer import Trainer
+
+    if os.environ.get("RANK") == "1" and begun.attempt() == 0:
+        Trainer.update = lambda self, *batches: os.kill(os.getpid(), signal.SIGKILL)
+    run = cw.fit({"hidden": 8}, None, task="language", data={"train": "text.txt", "tokens": "char"}, devices=2, device="cpu",
+                 batch={"lanes": 4, "steps": 8}, train={"max_steps": 4})
+    print(run.run, run.ending)
+    """
+    ended = python(write("script.py", text))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["runs/language-1 done"]
+    assert "worker 1 of 2 was killed (signal 9, SIGKILL); starting again from the beginning (restart 1 of 3)" in ended.stderr
+    assert [path.name for path in (folder / "runs").iterdir()] == ["language-1"]
+
+
+# Signals.
+
+LONG = [*[word for word in SPEC if "max_steps" not in word and "epochs" not in word], "train.epochs=100000", "train.evaluate_every=1000000"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--", "carrywave"]
+
+
+def running(words: list[str], folder: Path) -> subprocess.Popen[str]:
+    """A run that has written a snapshot."""
+    command = [sys.executable, *words, "train", *LONG, "--device", "cpu", "--run", "run"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while not (folder / "run" / "snapshots" / "last").is_file() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("plan", [[], ["--devices", "2"], ["--devices", "2", "plan.stages=2"]], ids=["serial", "replicas", "stages"])
+def test_a_signal_stops_in_good_order(number: signal.Signals, plan: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LONG", [*LONG, *plan])
+    process = running(["-m", "carrywave"], folder)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (75, "")
+    step = int(out.rpartition("terminated at step ")[2].partition(";")[0])
+    assert (folder / "run" / "snapshots" / "last").read_text().startswith(f"step-{step:08d}")
+
+
+@pytest.mark.slow
+def test_torchrun_passes_a_signal_on(folder: Path) -> None:
+    process = running(TORCHRUN, folder)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    step = int(out.rpartition("terminated at step ")[2].partition(";")[0])
+    assert (folder / "run" / "snapshots" / "last").read_text().startswith(f"step-{step:08d}")
+
+
+def workers_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Process ids by rank, of all that a process has started, itself or through others."""
+    found: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            words = dict(word.split("=", 1) for word in (folder / "environ").read_text().split("\0") if "=" in word)
+        except (OSError, ValueError, IndexError):
+            continue
+        if parent == process.pid and "RANK" in words:
+            found[int(words["RANK"])] = int(folder.name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_torchrun_restarts_and_the_run_goes_on(rank: int, number: signal.Signals, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("CARRYWAVE_HEARTBEAT_SECONDS", "5")
+    process = running([*TORCHRUN[:4], "--max-restarts=2", *TORCHRUN[4:]], folder)
+    before = workers_of(process)
+    os.kill(before[rank], number)
+    deadline = time.monotonic() + 100
+    while workers_of(process).get(rank) in (before[rank], None) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    last = folder / "run" / "snapshots" / "last"
+    at = last.read_text()
+    while last.read_text() == at and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert "going on from step" in out
+    assert "terminated at step" in out
+    assert ("gave no sign of life" in err) == (number == signal.SIGSTOP)
+
+
+@pytest.mark.slow
+def test_under_torchrun_an_error_has_a_log(folder: Path, python: Run) -> None:
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--",
+        DIES,
+        "train",
+        *SPEC,
+        "--device",
+        "cpu",
+        "--run",
+        "run",
+    ]
+    ended = python(*words, DIE='{"0": [1, 8, "ValueError"]}')
+    ours = [line for line in ended.stderr.splitlines() if line.startswith("carrywave:")]
+    assert "carrywave: rank 1: ValueError: oops; full log: run/logs/attempt-0/rank-1.log" in ours
+    assert "raise ValueError" not in ended.stderr
+    assert "raise ValueError" in (folder / "run" / "logs" / "attempt-0" / "rank-1.log").read_text()
+
+
+# The closed door.
+
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")  # 127.0.0.1, ::1, and the one in the other
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses, in the kernel's notation, on which a process listens."""
+    handles = Path(f"/proc/{pid}/fd")
+    own = {os.readlink(handle) for handle in handles.iterdir() if handle.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] in ("0A", "07") and f"socket:[{words[9]}]" in own:  # listening; of udp, open to all
+                found.append(words[1].split(":")[0])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("plan", [[], ["plan.stages=2"]], ids=["replicas", "stages"])
+def test_a_local_run_listens_on_loopback_alone(plan: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LONG", [*LONG, *plan, "--devices", "2"])
+    process = running(["-m", "carrywave"], folder)
+    workers = workers_of(process)
+    assert sorted(workers) == [0, 1]
+    try:
+        for pid in workers.values():
+            addresses = listening(pid)
+            assert addresses  # gloo listens for its peers
+            assert set(addresses) <= set(LOOPBACK)
+        assert listening(process.pid) == []
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)

@@ -1,0 +1,56 @@
+"""Signals that ask for an end: one is noted, its echo is not a second one, and a second one leaves."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from carrywave.train import stop
+from carrywave.train.stop import Stop
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
+    return now
+
+
+class Left(Exception):
+    """What the handler does that was there before."""
+
+
+@pytest.fixture
+def _before() -> object:
+    def leave(number: int, frame: object) -> None:
+        raise Left(number)
+
+    kept = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_before")
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGTERM, "terminated"), (signal.SIGUSR1, "terminated")])
+def test_an_echo_is_no_second_request(number: signal.Signals, reason: str, clock: list[float]) -> None:
+    with Stop() as asked:
+        signal.raise_signal(number)
+        assert asked.asked == reason
+        clock[0] += 0.3  # a launcher passes on what the cluster has sent to every process
+        signal.raise_signal(number)
+        clock[0] += 1.0
+        with pytest.raises(Left):
+            signal.raise_signal(number)
+
+
+@pytest.mark.usefixtures("_before")
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_another_signal_or_a_second_ctrl_c_leaves(first: signal.Signals, second: signal.Signals) -> None:
+    with Stop() as asked:
+        signal.raise_signal(first)
+        assert asked.asked is not None
+        with pytest.raises(Left):
+            signal.raise_signal(second)
