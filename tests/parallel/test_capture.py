@@ -67,8 +67,8 @@ def test_streams(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) ->
         losses = run(trainer, batches)
         results.append((losses, trainer))
     (plain, unrecorded), (replayed, recorded_trainer) = results
-    assert recorded_trainer._capture is not None
-    assert len(recorded_trainer._capture._recorded) >= 1
+    assert recorded_trainer.capture is not None
+    assert recorded_trainer.capture.held("step") >= 1
     assert replayed == plain
     for (name, a), (_, b) in zip(unrecorded.named, recorded_trainer.named, strict=True):
         assert torch.equal(a, b), name
@@ -155,5 +155,5 @@ def test_a_full_batch_and_a_padded_one_of_one_shape_are_two_recordings(monkeypat
     trainer = trainer_of(language(), monkeypatch, recorded=True, streams=True)
     for each in (batch, short, batch, short, batch, short):
         trainer.step(each.to(torch.device("cuda")))
-    assert trainer._capture is not None
-    assert len(trainer._capture._recorded) == 2
+    assert trainer.capture is not None
+    assert trainer.capture.held("step") == 2

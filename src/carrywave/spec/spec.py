@@ -148,6 +148,9 @@ class TrainSpec(Section):
     precision: Literal["fp32", "tf32", "fp64", "bf16", "fp16"] = Field(
         "fp32", description="arithmetic; with bf16 and fp16, parameters and optimizer stay in fp32"
     )
+    reproducible: bool = Field(
+        False, description="the same bits on 1, 2, 4 and 8 replicas, at a cost that is printed; see docs/reliability.md"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="keys all randomness: weights, order, dropout")
     schedule: Literal["constant", "cosine", "plateau", "step", "linear"] = Field("constant", description="course of the learning rate")
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up, with any schedule")
@@ -163,8 +166,16 @@ class TrainSpec(Section):
         None, description="classification, tagging"
     )
     loss: Literal["mse", "mae"] = Field("mse", description="forecasting without quantiles, regression")
+    on_nan: Literal["stop", "skip", "back"] = Field(
+        "stop",
+        description="a loss or gradient that is NaN or infinite: stop the run, skip the step, or go back to the last snapshot with half "
+        "the learning rate; see docs/reliability.md",
+    )
     log_every: Positive = Field(50, description="optimizer steps between lines in metrics.jsonl")
-    keep: Positive = Field(2, description="snapshots kept")
+    snapshot_every: Annotated[int, Field(ge=0)] | None = Field(
+        1000, description="optimizer steps between snapshots within an epoch; 0: only at each epoch's end, where there is one anyway"
+    )
+    keep: Positive = Field(2, description="snapshots kept, beside the best one")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

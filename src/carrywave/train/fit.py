@@ -24,22 +24,27 @@ from carrywave.model.whole import Loss, Whole
 from carrywave.parallel.gather import spread
 from carrywave.parallel.launched import launched
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.neighbours import watched
 from carrywave.parallel.precision import parameter_dtype
+from carrywave.parallel.shards import settle
 from carrywave.parallel.world import World, exchange, join, leave, pick_device, same, together
-from carrywave.plan.plan import Plan, resolve
+from carrywave.plan import shards
+from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import POOLED, Task
-from carrywave.train import again
+from carrywave.train import again, begun, causes
+from carrywave.train.cost import cost_line
 from carrywave.train.evaluate import order_for
-from carrywave.train.keep import check_same, go_on, keep, load_parameters, read_weights, share, take_weights
+from carrywave.train.keep import Keeper, check_same, go_on, hear, load_parameters, read_weights, take_weights
+from carrywave.train.launch import RESTARTS
 from carrywave.train.loop import Ending, Loop, Parts
 from carrywave.train.origin import given_codec, open_folder, refuse_python, weights_file
 from carrywave.train.rate import stops_early
 from carrywave.train.run import Elsewhere, Run
 from carrywave.train.saved import codec_of, facts_of, open_run
-from carrywave.train.snapshot import Snapshot
+from carrywave.train.snapshot import Stored
 from carrywave.train.summary import backends, summarize
 from carrywave.train.trainer import Trainer
 from carrywave.train.watch import Silent, Watcher
@@ -67,7 +72,7 @@ class _Start:
     spec: Spec
     world: World
     folder: Run
-    snapshot: Snapshot | None
+    snapshot: Stored | None
     codec: Codec | None  # given, with the weights that it starts from
     init: str | None
     watch: Watcher
@@ -105,6 +110,8 @@ def fit(
     resume: bool = False,
     init: str | None = None,
     devices: int = 1,
+    restarts: int = RESTARTS,
+    min_devices: int | None = None,
     plan: str | Mapping[str, Any] | Plan = "auto",
     device: str = "auto",
     loss: Loss | None = None,
@@ -119,7 +126,8 @@ def fit(
     `data` is whatever `from_python` takes: files, arrays, frames, Datasets; None for the files of the spec.
 
     `devices` above 1 starts as many workers on this machine, which run the calling script again up to this call; what follows
-    it runs once. Under torchrun it joins the workers that are there.
+    it runs once. Workers that die are started again, up to `restarts` times without progress; with `min_devices`, also with fewer.
+    Under torchrun it joins the workers that are there.
 
     What else a spec holds goes into `spec`, or section by section:
     `fit({"hidden": 64}, frame, task="forecasting", data={"horizon": 24}, train={"epochs": 3})`.
@@ -137,18 +145,18 @@ def fit(
             own = Whole(own, loss, pooled=asked.task in POOLED)
         if told is None and devices > 1 and not launched():
             _check_workers(asked, devices)
-            told = again.relaunch(devices)
+            told = again.relaunch(devices, restarts=restarts, min_devices=min_devices)
         if told is not None:
             return _result_of(told, own, device)
         world = join(device)
-        if launched() and devices not in (1, world.size):
+        if launched() and devices not in (1, world.size) and not begun.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; leave devices out")
         with _left_at_the_end(world):
             start = _begin(asked, world, None if run is None else Path(run), resume, init, watch or Silent(), from_files=False)
             if asked.data.train is not None:
                 prepared = _prepare_in_turn(start)
             else:
-                with together(world):
+                with together(world, patient=True):
                     prepared = from_python(data, asked, codec=start.codec)
             result = _train(start, prepared, own, workers=world.size)
         told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
@@ -161,7 +169,8 @@ def fit(
 @contextmanager
 def _left_at_the_end(world: World) -> Iterator[None]:
     """Leave the world when all is done. After a failure it is left as it stands: others may never come to where they would leave it."""
-    yield
+    with watched(world):
+        yield
     leave(world)
 
 
@@ -196,27 +205,35 @@ def _shown(model: Model | Whole) -> nn.Module:
 def _begin(spec: Spec, world: World, run: Path | None, resume: bool, init: str | None, watch: Watcher, *, from_files: bool) -> _Start:
     """Open the run: rank 0 looks at the disk, and tells the others what it found."""
     folder: Run | None = None
-    snapshot: Snapshot | None = None
+    snapshot: Stored | None = None
     found = ""
-    with together(world, for_all_of_us=True):
+    begun.next_call()
+    # Of a launch over several hosts only some may have been told that this is another attempt.
+    restarted = any(int(times) for times in exchange(world, str(begun.attempt())))
+    with together(world, for_all_of_us=True, patient=True):
         if world.rank == 0:
-            folder, snapshot = open_folder(spec, run, resume)
+            folder, snapshot = open_folder(spec, run, resume, restarted=restarted)
+            causes.tell_run(folder.path)
             if snapshot is not None:
                 if from_files:
                     refuse_python(spec, folder)
                 check_same(spec, snapshot)
             codec = given_codec(init, folder, snapshot)
-            found = json.dumps([str(folder.path), None if codec is None else codec.to_json()])
-    path, codec_json = json.loads(exchange(world, found)[0])
+            told = None if snapshot is None else snapshot.told()
+            found = json.dumps([str(folder.path), None if codec is None else codec.to_json(), told])
+    path, codec_json, told = json.loads(exchange(world, found)[0])
+    begun.works_on(Path(path))
+    if world.rank == 0 and (warning := begun.warning()) is not None:
+        watch.say(warning)
     codec = None if codec_json is None else Codec.from_json(codec_json)
-    return _Start(spec, world, folder or Elsewhere(Path(path)), share(world, snapshot), codec, init, watch)
+    return _Start(spec, world, folder or Elsewhere(Path(path)), None if told is None else hear(world, told), codec, init, watch)
 
 
 def _prepare_in_turn(start: _Start) -> Prepared:
     """Read the data into the cache on one worker of each host, then find it there on the others."""
     prepared: Prepared | None = None
     for turn in (start.world.local_rank == 0, True):
-        with together(start.world, for_all_of_us=True):
+        with together(start.world, for_all_of_us=True, patient=True):
             if turn and prepared is None:
                 prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
     assert prepared is not None  # the second turn is everyone's
@@ -225,6 +242,8 @@ def _prepare_in_turn(start: _Start) -> Prepared:
 
 def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, workers: int, dry_run: bool = False) -> Result:
     spec, world, watch, folder = start.spec, start.world, start.watch, start.folder
+    if spec.train.reproducible:
+        settle(world.device)  # before the first weight is drawn
     with together(world):
         task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
         parts = Parts(
@@ -235,7 +254,10 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
         model = task.model(prepared.train) if own is None else _own_model(own, spec, prepared.facts)
         layers = model.lstm.num_layers if isinstance(model, Model) else 0
         lanes = spec.lanes if spec.streams else None
-        plan = resolve(spec.plan_spec, layers=layers, workers=workers, lanes=lanes, pooled=model.pooled)
+        asked = fewer(spec.plan_spec, workers) if begun.with_fewer() else spec.plan_spec
+        plan = resolve(asked, layers=layers, workers=workers, lanes=lanes, pooled=model.pooled)
+        if spec.train.reproducible:
+            shards.check(plan)
         model.to(parameter_dtype(spec.train.precision))
         if start.init is not None and world.rank == 0:
             # Class weights follow from this run's spec and data, not from those of the run before.
@@ -252,20 +274,36 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
         with together(world):
             mesh = Mesh(world, plan)
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
-            loop = Loop(spec, task, trainer, parts, order, folder, watch, save=lambda loop: keep(loop, prepared.fingerprint))
-            if start.snapshot is not None:
-                go_on(loop, start.snapshot, prepared.fingerprint)
-                watch.say(f"going on from step {loop.progress.step} (epoch {loop.progress.epoch + 1})")
+            keeper = Keeper(world, folder, prepared.fingerprint, watch)
+            loop = Loop(
+                spec,
+                task,
+                trainer,
+                parts,
+                order,
+                folder,
+                watch,
+                save=keeper,
+                back=keeper.go_back,
+            )
+        if start.snapshot is not None:
+            go_on(loop, start.snapshot, prepared.fingerprint)
+            watch.say(f"going on from step {loop.progress.step} (epoch {loop.progress.epoch + 1})")
+        with together(world):
             folder.write_spec(spec)
             folder.write_json("plan.json", asdict(plan) | {"backends": backends(spec, model, plan, order, str(world.device))})
             folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
             origin = {"scale": list(task.scale), "own_model": own is not None, "given_codec": start.codec is not None}
             folder.write_json("facts.json", asdict(prepared.facts) | origin)
+        keeper.writer.meet()
+        if spec.train.reproducible and loop.progress.ending is None:
+            watch.say(cost_line(trainer, loop.loader))
         no_files = own is not None or spec.data.train is None
         workers_too = f" --devices {world.size}" if world.size > 1 else ""
         by_command = f"carrywave train --resume --run {folder.path}{workers_too}"
         again_with = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if no_files else by_command
-        return _carry_out(loop, watch, again_with)
+        with keeper.watched():
+            return _carry_out(loop, watch, again_with)
 
 
 def _flat(spec: Spec) -> dict[str, str]:

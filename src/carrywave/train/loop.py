@@ -19,10 +19,14 @@ from carrywave.data.batch import Batch
 from carrywave.data.order import Cursor, Order
 from carrywave.data.stream import Loader
 from carrywave.errors import Diverged
+from carrywave.parallel import heartbeat
+from carrywave.parallel.meeting import for_all
+from carrywave.parallel.world import together
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Part, Task
 from carrywave.train import optimizer as optimizers
 from carrywave.train import rate as rates
+from carrywave.train.bad import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW
 from carrywave.train.clock import Clock
 from carrywave.train.evaluate import evaluate
 from carrywave.train.run import Run, Value
@@ -48,8 +52,12 @@ class Progress:
     history: list[float] = field(default_factory=list)  # validation losses
     judged: int = -1  # the step of the last evaluation
     best: dict[str, float] | None = None  # metrics of the best evaluation
+    best_step: int = -1  # and its step
     ending: Ending | None = None
     lr: float = 0.0
+    skipped: int = 0  # steps, because their numbers were bad
+    in_a_row: int = 0  # of them, up to this step
+    backs: int = 0  # times that the run went back to a snapshot because of them
 
     @property
     def shown_epoch(self) -> int:
@@ -70,15 +78,25 @@ class Loop:
     """One run from wherever `progress` stands to its end."""
 
     def __init__(
-        self, spec: Spec, task: Task, trainer: Trainer, parts: Parts, order: Order, run: Run, watch: Watcher, save: Callable[[Loop], None]
+        self,
+        spec: Spec,
+        task: Task,
+        trainer: Trainer,
+        parts: Parts,
+        order: Order,
+        run: Run,
+        watch: Watcher,
+        save: Callable[[Loop, bool], None],
+        back: Callable[[Loop], None],
     ) -> None:
         self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = spec, task, trainer, parts, run, watch
         self.order = order
         share = trainer.mesh.share(inputs=trainer.stage.has_encoder, targets=trainer.stage.scores)
         self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share)
         self.progress = Progress()
-        self.save = save
-        self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps, first bad step or 0
+        self.save, self.back = save, back  # write a snapshot, the last one or not; go on from the last one
+        self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps; steps with bad numbers
+        self._one_bad = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=trainer.device)
         self.cells = [0, 0]  # real and padded steps since the last row
         self.clock = Clock()
         # Windows of varying length make epochs of varying numbers of them; otherwise one epoch tells of all.
@@ -90,11 +108,18 @@ class Loop:
         """Train to the end, or until a signal asks to stop; the snapshot is written either way."""
         train, at = self.spec.train, self.progress
         with Stop() as stop:
+            if train.on_nan == "back" and at.step == 0:
+                self.save(self, False)  # there is always one to go back to
             while at.ending is None and at.epoch < train.epochs:
-                self._epoch(stop)
-                self.check()
-                self.save(self)
-                if (asked := self._asked(stop)) is not None:
+                asked: Reason | None = None
+                try:
+                    self._epoch(stop)
+                    self.check()
+                    asked = self._asked(stop)
+                    self.save(self, asked is not None or at.ending is not None or at.epoch >= train.epochs)
+                except Diverged as error:
+                    self._go_back(error)
+                if asked is not None:
                     return asked
         at.ending = at.ending or "done"
         return at.ending
@@ -115,6 +140,9 @@ class Loop:
                     self._judge()
                 if at.ending is not None or asked is not None:
                     break
+                if self._snapshot_due():
+                    self.check()
+                    self.save(self, False)
         finally:
             batches.close()
         finished = at.batch >= self.order.num_steps(at.epoch)
@@ -127,6 +155,11 @@ class Loop:
         if finished:
             # Streams start anew with the next epoch: the state of the lanes is not needed beyond it.
             at.epoch, at.batch = at.epoch + 1, 0
+
+    def _snapshot_due(self) -> bool:
+        """Within an epoch: every so many steps, and where `best` is to be one. At the end of an epoch there is one anyway."""
+        at, every = self.progress, self.spec.train.snapshot_every
+        return at.batch < self.order.num_steps(at.epoch) and (at.best_step == at.step or bool(every and at.step % every == 0))
 
     def _groups(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:
         """Batches for one optimizer step each; the last group of an epoch may be smaller, and none is dropped."""
@@ -142,12 +175,13 @@ class Loop:
     def _step(self, group: list[Batch], stop: Stop) -> Reason | None:
         """One optimizer step; returns why to stop, where a worker was asked to."""
         train, at = self.spec.train, self.progress
-        at.lr = rates.lr(train, at.rate, at.step, int(self.total_steps), at.epoch)
+        at.lr = rates.lr(train, at.rate, at.step, int(self.total_steps), at.epoch) * BACK_FACTOR**at.backs
         if self.spec.batch.vary:
             # A shorter window has a smaller sum of gradients through time, so it takes a smaller step (AWD-LSTM).
             at.lr *= sum(batch.steps for batch in group) / (len(group) * self.spec.steps)
         self.trainer.set_lr(at.lr)
         result = self.trainer.update(*group)
+        heartbeat.mark()
         at.step += 1
         at.batch += len(group)
         real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
@@ -171,37 +205,64 @@ class Loop:
         return stop.decided(self.trainer.mesh.sum_(votes).tolist())
 
     def _add(self, result: StepResult) -> None:
-        """Add one step to the sums on the device, and note the first step whose numbers are not numbers."""
-        at = self.progress
-        bad = torch.where(result.finite | (self.sums[4] > 0), self.sums[4], float(at.step))
+        """Add one step to the sums on the device; of one with bad numbers, that it was one."""
         one = torch.ones((), dtype=torch.float64, device=self.sums.device)
         norm = torch.where(result.norm.isfinite(), result.norm, 0.0).double()  # a step that fp16 skips has none
-        self.sums = self.sums + torch.stack([result.loss_sum, result.count, norm, one, torch.zeros_like(one)])
-        self.sums[4] = bad
+        numbers = torch.stack([result.loss_sum, result.count, norm, one, torch.zeros_like(one)])
+        self.sums = self.sums + torch.where(result.finite, numbers, self._one_bad)
 
     def check(self) -> None:
-        """Stop if the loss or a gradient stopped being a number; nothing of such a step is ever saved."""
-        at, scaler = self.progress, self.trainer.scaler
-        bad = int(self.sums[4].item())
-        if not bad and scaler is not None and float(scaler.scale) < SMALLEST_SCALE:
-            bad = at.step
-        if bad:
-            raise Diverged(
-                f"the loss or its gradient is not a number any more at step {bad} (epoch {at.shown_epoch}); "
-                f"lower train.lr={self.spec.train.lr:g} or set train.clip; nothing of that step was saved"
+        """Look whether the loss or a gradient stopped being a number; nothing of such a step is ever saved. All workers look at once."""
+        at, train, trainer = self.progress, self.spec.train, self.trainer
+        seen = trainer.bad.look()
+        at.skipped, at.in_a_row = at.skipped + seen.bad, seen.in_a_row
+        if seen.ago is not None:
+            cause, step = trainer.bad.cause(seen, weights=trainer.guards_weights), at.step - seen.ago
+        elif trainer.scaler is not None and float(trainer.scaler.scale) < SMALLEST_SCALE:
+            cause, step = "the loss or its gradient", at.step
+        else:
+            return
+        skips = train.on_nan == "skip" and seen.longest > 0
+        too_many = seen.longest >= MOST_IN_A_ROW
+        if skips and too_many:
+            step = min(step, at.step - seen.in_a_row + 1)  # where they began, however often it was looked
+        fact = f"{cause} is not a number any more at step {step} (epoch {at.shown_epoch})"
+        if skips and not too_many:
+            self.watch.say(f"{fact}; {'that step was' if seen.bad == 1 else f'{seen.bad} steps since then were'} skipped")
+            return
+        skipped = f"{seen.longest} steps in a row were skipped; " if skips else ""
+        raise for_all(
+            Diverged(
+                f"{fact}; {skipped}lower train.lr={train.lr:g} or set train.clip; nothing of {'them' if skips else 'that step'} was saved"
             )
+        )
+
+    def _go_back(self, error: Diverged) -> None:
+        """Go on from the last snapshot with a lower rate, where the spec asks for it and it was not done too often. All workers do."""
+        at = self.progress
+        if self.spec.train.on_nan != "back":
+            raise error
+        if at.backs >= MOST_BACKS:
+            raise for_all(Diverged(f"{error} (after going back {MOST_BACKS} times, to a rate of {at.lr:g})"))
+        # The file of the best weights stays as it is, also where they came after the snapshot.
+        backs, best = at.backs + 1, at.best
+        self.back(self)
+        at.backs, at.best = backs, best
+        fact = str(error).partition(";")[0]
+        self.watch.say(f"{fact}; going back to step {at.step}, with the learning rate times {BACK_FACTOR**backs:g} from there on")
 
     def write_row(self) -> None:
         """One line of metrics for the steps since the last one."""
         self.check()
-        loss_sum, count, norm, steps, _ = self.sums.tolist()
+        loss_sum, count, norm, steps, skipped = self.sums.tolist()
         if not steps:
             return
         at = self.progress
         loss = loss_sum / count if count else 0.0
         waste = 1.0 - self.cells[0] / self.cells[1]
         place: Row = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
-        self.folder.write_metrics(place | {"loss": loss, "lr": at.lr, "norm": norm / steps, "waste": waste})
+        extra: Row = {"skipped": int(skipped)} if self.spec.train.on_nan == "skip" else {}
+        self.folder.write_metrics(place | {"loss": loss, "lr": at.lr, "norm": norm / steps, "waste": waste} | extra)
         seconds, rate = self.clock.lap()
         self.folder.write_timing(place | {"seconds": seconds, "tokens_per_second": rate})
         self.sums = torch.zeros_like(self.sums)
@@ -214,18 +275,16 @@ class Loop:
         at.judged = at.step
         with self.trainer.evaluation_weights():
             if self.parts.valid is None:
-                self.folder.write_weights(self.trainer.gathered())
+                self._write_weights()
                 return
             values = self.judge(self.parts.valid)
             loss = values["loss"]
             if not math.isfinite(loss):
-                raise Diverged(
-                    f"the validation loss is {loss} at step {at.step}; lower train.lr={train.lr:g} or set train.clip; "
-                    f"nothing of it was saved"
-                )
+                fact = f"the validation loss is {loss} at step {at.step}"
+                raise for_all(Diverged(f"{fact}; lower train.lr={train.lr:g} or set train.clip; nothing of it was saved"))
             if at.best is None or loss < at.best["loss"]:
-                at.best = values
-                self.folder.write_weights(self.trainer.gathered())
+                at.best, at.best_step = values, at.step
+                self._write_weights()
         at.history.append(loss)
         at.rate = rates.after_evaluation(train, at.rate, loss)
         optimizer = self.trainer.optimizer
@@ -235,18 +294,25 @@ class Loop:
         if rates.stops_early(train, at.rate):
             at.ending = "early"
 
+    def _write_weights(self) -> None:
+        """Rank 0 writes them; weights that are no numbers are refused, which is then everyone's end of the attempt."""
+        named = self.trainer.gathered()
+        with together(self.trainer.mesh.world, for_all_of_us=True):
+            self.folder.write_weights(named)
+
     def judge(self, part: Part) -> dict[str, float]:
         """Evaluate the present weights on one part, and write its row."""
         at = self.progress
         started = time.monotonic()
 
         def tick(done: int, total: int) -> None:
+            heartbeat.mark()
             if self.clock.due():
                 self.clock.ticked()
                 self.watch.step(self._info(part.name, done, total, None))
 
         trainer = self.trainer
-        values = evaluate(trainer.model, self.task, part, mesh=trainer.mesh, stage=trainer.stage, tick=tick)
+        values = evaluate(trainer.model, self.task, part, mesh=trainer.mesh, stage=trainer.stage, tick=tick, capture=trainer.capture)
         place: Row = {"split": part.name, "epoch": at.shown_epoch, "step": at.step}
         self.folder.write_metrics({**place, **values})
         seconds = time.monotonic() - started
@@ -288,5 +354,6 @@ class Loop:
         numbers = dict(numbers)
         self.cells = list(numbers.pop("cells"))
         numbers["rate"] = rates.from_json(numbers["rate"])
-        self.progress = Progress(**numbers)
+        vars(self.progress).update(vars(Progress(**numbers)))  # in place: whoever holds it sees it
+        self.trainer.bad.forget(self.progress.in_a_row)
         self.sums = tensors["sums"].to(self.sums.device)

@@ -48,7 +48,7 @@ def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
         case "ntasgd":
-            optimizer = NTASGD(parameters, spec.lr, weight_decay=spec.weight_decay)
+            optimizer = NTASGD(parameters, lr, weight_decay=spec.weight_decay)
     return optimizer
 
 
@@ -65,8 +65,9 @@ class NTASGD(Optimizer):
     them as `ax`, with the number of weights in it as `count`. The raw weights go on being trained.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], lr: float | Tensor, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.restarts = 0  # how often the average has begun or was given up: a step that was recorded before is another one
         # How torch's own gradient scaler and ours ask whether an optimizer heeds `found_inf`.
         self._step_supports_amp_scaling = True
 
@@ -80,11 +81,17 @@ class NTASGD(Optimizer):
         """Begin the average with the weights as they are; once it has begun, nothing."""
         if self.average_active:
             return
+        self.restarts += 1
         for parameter in self._parameters():
             self.state[parameter] = {
                 "ax": parameter.detach().clone(),
                 "count": torch.ones((), dtype=torch.int64, device=parameter.device),
             }
+
+    def give_up(self) -> None:
+        """Be plain SGD again, as before the trigger."""
+        self.restarts += 1
+        self.state.clear()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -98,6 +105,11 @@ class NTASGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.device.type == "cpu":
+            # Nothing is gained by not knowing: what is on the host costs nothing to read.
+            if bool(found_inf):
+                return loss
+            found_inf = None
         changing = [*self._parameters(), *(t for p in self._parameters() for t in self.state.get(p, {}).values())]
         before = [tensor.clone() for tensor in changing] if found_inf is not None else []
         for group in self.param_groups:
@@ -138,7 +150,11 @@ class NTASGD(Optimizer):
         grads: list[Tensor] = [parameter.grad for parameter in moved]
         if group["weight_decay"]:
             grads = list(torch._foreach_add(grads, moved, alpha=group["weight_decay"]))
-        torch._foreach_add_(moved, grads, alpha=-group["lr"])
+        if isinstance(group["lr"], Tensor):
+            # A recorded step reads the rate where it lies; `alpha` would be the number that it was when it was recorded.
+            torch._foreach_sub_(moved, torch._foreach_mul(grads, group["lr"]))
+        else:
+            torch._foreach_add_(moved, grads, alpha=-group["lr"])
 
     def _average(self) -> None:
         parameters: list[Tensor] = list(self._parameters())
@@ -169,7 +185,7 @@ def load_state(optimizer: Optimizer, named: Named, tensors: Mapping[str, Tensor]
         if tensors:
             optimizer.trigger()
         else:
-            optimizer.state.clear()
+            optimizer.give_up()
     own = state_tensors(optimizer, named)
     plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
     if not own and tensors and not plain:

@@ -21,6 +21,18 @@ from carrywave.errors import RunError
 from carrywave.parallel.gradients import by_dtype
 
 
+def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
+    """The optimizer's step, or none where this float32 scalar on the device is 1."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+    elif not bool(found_inf):
+        optimizer.step()
+
+
 class Scaler:
     """The scale, the number of good steps since it last changed, and whether this step overflowed; all tensors."""
 
@@ -52,14 +64,7 @@ class Scaler:
 
     def step(self, optimizer: Optimizer) -> None:
         """The optimizer's step, or none where the gradients overflowed; then the scale for the next step."""
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.found_inf  # type: ignore[attr-defined]
-        elif not bool(self.found_inf):
-            optimizer.step()
+        step_unless(self.found_inf, optimizer)
         self.update_()
 
     @torch.no_grad()

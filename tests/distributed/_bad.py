@@ -1,0 +1,45 @@
+"""A worker of test_bad.py: trains on the plans that its job file lists, with numbers that are made bad on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from _poison import poisoned
+
+from carrywave.errors import UserError
+from carrywave.spec.load import parse
+from carrywave.train.fit import train
+from carrywave.train.watch import Silent
+
+
+class Listening(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """How the run ended, what was said on the way, and with which batches its steps began."""
+    watch, told = Listening(), {}
+    with poisoned(**job["poison"]) as begun:
+        try:
+            told["ending"] = train(parse(job["spec"]), run=folder / job["run"], device="cpu", watch=watch).ending
+        except UserError as error:
+            told = {"error": f"{type(error).__name__}: {error}", "told_by": error.told_by}
+    return told | {"lines": [line for line in watch.lines if "not a number" in line], "begun": begun}
+
+
+def main() -> None:
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    told = [carry_out(folder, job) for job in json.loads((folder / name).read_text())]
+    (folder / f"{name}.{os.environ['RANK']}.out").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
