@@ -16,7 +16,7 @@ from carrywave.kernels import random
 from carrywave.model import heads
 from carrywave.model.lstm import LSTM
 from carrywave.parallel import pipeline
-from carrywave.train import trainer
+from carrywave.train import taking, trainer
 from carrywave.train.trainer import Trainer
 
 
@@ -116,13 +116,13 @@ def _carry_gradient_dropped(rank: int) -> Any:
 
 def _tied_not_summed(rank: int) -> Any:
     """Each of the two stages that hold a tied matrix follows its own half of the gradient."""
-    return mock.patch.object(trainer, "shared", return_value=[])
+    return mock.patch.object(taking, "shared", return_value=[])
 
 
 def _head_not_summed(rank: int) -> Any:
     """Each of the stages that share the head follows the gradient of the chunks that it scored itself."""
-    found = trainer.shared
-    return mock.patch.object(trainer, "shared", lambda model, cuts, share_head: found(model, cuts))
+    found = taking.shared
+    return mock.patch.object(taking, "shared", lambda model, cuts, share_head: found(model, cuts))
 
 
 def _score_not_returned(rank: int) -> Any:
@@ -139,14 +139,14 @@ def _score_not_returned(rank: int) -> Any:
 
 def _summed_twice(rank: int) -> Any:
     """Gradients that were reduced already are reduced once more."""
-    finish = trainer.Reducer.finish
+    finish = taking.Reducer.finish
 
     def wrong(self: Any) -> None:
         finish(self)
         for bucket in self.buckets:
             torch.distributed.all_reduce(bucket.flat, group=bucket.group)
 
-    return mock.patch.object(trainer.Reducer, "finish", wrong)
+    return mock.patch.object(taking.Reducer, "finish", wrong)
 
 
 MISTAKES: dict[str, Callable[[int], Any]] = {

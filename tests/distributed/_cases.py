@@ -27,6 +27,7 @@ from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
+from carrywave.train import optimizer as optimizers
 from carrywave.train.trainer import Trainer
 
 Case = dict[str, Any]
@@ -44,7 +45,7 @@ class Run:
     norms: list[float]
     finite: list[bool]
     scale: float | None  # of the fp16 loss, after the last step
-    digests: dict[str, str]  # of each weight that this worker holds, to the last bit
+    digests: dict[str, str]  # of each weight that this worker holds and of what the optimizer keeps of it, to the last bit
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step: divided, clipped
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last step
 
@@ -168,7 +169,8 @@ def train(case: Case, mesh: Mesh) -> Run:
         mesh.links.drain()
     run.weights = {name: tensor.clone() for name, tensor in trainer.gathered().items()}
     run.scale = None if trainer.scaler is None else float(trainer.scaler.scale)
-    run.digests = {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in trainer.parameters().items()}
+    held = trainer.parameters() | optimizers.state_tensors(trainer.optimizer, trainer.named)
+    run.digests = {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in held.items()}
     return run
 
 

@@ -31,7 +31,7 @@ from carrywave.parallel.gradients import Reducer
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
-from carrywave.train import trainer
+from carrywave.train import taking
 
 
 class Worker:
@@ -52,7 +52,7 @@ class Worker:
         if line["meeting"] != self.meeting:
             self._meet(line["meeting"], plan.workers)
         options = {} if case.get("bucket_bytes") is None else {"bucket_bytes": case["bucket_bytes"]}
-        with broken(case.get("broken"), self.rank), mock.patch.object(trainer, "Reducer", functools.partial(Reducer, **options)):
+        with broken(case.get("broken"), self.rank), mock.patch.object(taking, "Reducer", functools.partial(Reducer, **options)):
             return train(case, self._mesh(plan))
 
     def _meet(self, path: str, size: int) -> None:

@@ -30,9 +30,12 @@ from carrywave.parallel.capture import Capture
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.slices import flatten
 from carrywave.plan.plan import Plan
+from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
+from carrywave.tasks.task import Part, Task
 from carrywave.train import optimizer as optimizers
 from carrywave.train.cost import cost, cost_line
+from carrywave.train.evaluate import evaluate
 from carrywave.train.fit import train
 from carrywave.train.trainer import Trainer
 from carrywave.train.watch import Silent
@@ -114,6 +117,22 @@ def test_recordings_give_the_same_bits(precision: str, monkeypatch: pytest.Monke
     # Shards of a shape share a recording, from the second on.
     assert capture.replays["batch"] > 4 * len(STEPS)
     assert capture.replays["step"] == capture.replays["update"] == 0
+
+
+@pytest.mark.parametrize("lanes", [13, 3])
+def test_evaluation_from_recordings_has_the_same_bits(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of one shape are computed in the same place, and each goes on from its own carry."""
+    emulate(monkeypatch)
+    tokens = np.random.default_rng(0).integers(9, size=301)
+    part = Part("valid", None, View(tokens, np.array([0]), np.array([300]), targets_at=lambda at: tokens[at + 1]))  # type: ignore[arg-type]
+    found = []
+    for reproducible, capture in ((True, None), (True, Capture(CPU)), (False, None)):
+        spec = parse({"batch": {"lanes": lanes, "steps": 5}, "train": {"reproducible": reproducible}})
+        task = Task(spec, None, DataFacts(vocabulary=9))  # type: ignore[arg-type]
+        found.append(evaluate(language(), task, part, mesh=Mesh.alone(CPU), capture=capture)["loss"])
+        assert capture is None or capture.replays["evaluation"] > 8
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(found[2], rel=1e-6)
 
 
 class Choosing(nn.Module):

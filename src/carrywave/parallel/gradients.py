@@ -18,14 +18,18 @@ BUCKET_BYTES = 8 << 20
 
 
 @torch.no_grad()
-def norm_squared(grads: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements, a float64 scalar: additive over stages, and safe from overflow in the sum."""
-    norms = [
-        norm.to(torch.float64)
+def norms(grads: Sequence[Tensor]) -> Tensor:
+    """The norm of each gradient, those of one dtype after the other as `by_dtype` groups them. In float64: squares do not overflow."""
+    found = [
+        torch.stack(list(torch._foreach_norm(part, 2, torch.promote_types(part[0].dtype, torch.float32)))).to(torch.float64)
         for part in by_dtype(grads)
-        for norm in torch._foreach_norm(part, 2, torch.promote_types(part[0].dtype, torch.float32))
     ]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    return found[0] if len(found) == 1 else torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+
+
+def norm_squared(grads: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of all elements, a float64 scalar: additive over stages."""
+    return norms(grads).square().sum()
 
 
 def norm_of_mean(squared: Tensor, count: Tensor) -> Tensor:
@@ -68,8 +72,8 @@ class Reduced:
 class _Bucket:
     """Neighbouring gradients in one buffer, which is reduced at once."""
 
-    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], early: bool) -> None:
-        self.group, self.parameters, self.early = group, parameters, early
+    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], early: bool, local: dict[int, Tensor | None]) -> None:
+        self.group, self.parameters, self.early, self.local = group, parameters, early, local
         first = parameters[0]
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         pieces = torch.split(self.flat, [p.numel() for p in parameters])
@@ -84,6 +88,8 @@ class _Bucket:
         if found is None:
             return
         parameter, view = found
+        if id(parameter) in self.local:
+            self.local[id(parameter)] = parameter.grad
         if parameter.grad is None:
             view.zero_()
         else:
@@ -97,16 +103,19 @@ class Reducer:
     The layout follows from the order of the parameters alone, and buckets of a group start in one order on every worker: so bits
     repeat from run to run. Gradients are moved into the buckets when they are final, and stay there as views: a copy is less work than
     a buffer of zeros to add to.
+
+    `watched` are parameters, small ones, whose gradients stay to be seen as they were before the sum: in `local`, by the parameter's id.
     """
 
-    def __init__(self, wanted: Sequence[Reduced], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, wanted: Sequence[Reduced], bucket_bytes: int = BUCKET_BYTES, *, watched: Sequence[nn.Parameter] = ()) -> None:
         self.buckets: list[_Bucket] = []
+        self.local: dict[int, Tensor | None] = {id(p): None for p in watched}
         self._armed = False
         self._owed: Callable[[Tensor], bool] = _nothing
         for each in wanted:
             # Backward reaches the last layers first.
             for run in _runs(list(reversed(each.parameters)), bucket_bytes):
-                self.buckets.append(_Bucket(each.group, run, each.early))
+                self.buckets.append(_Bucket(each.group, run, each.early, self.local))
         self._of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -118,6 +127,11 @@ class Reducer:
         for bucket in self.buckets:
             bucket.work, bucket.started = None, False
             bucket.missing = {id(p): (p, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)}
+        self.local.update(dict.fromkeys(self.local))
+
+    def reduces(self, parameter: Tensor) -> bool:
+        """Whether this gradient is summed over workers."""
+        return id(parameter) in self._of
 
     def arm(self, owed: Callable[[Tensor], bool] | None = None) -> None:
         """Before the last backward: from here on a gradient that comes is final, unless more is `owed` to it."""

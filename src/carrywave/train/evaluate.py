@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,12 +15,19 @@ from carrywave.data.view import View
 from carrywave.errors import DataError
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
+from carrywave.model.state import State
 from carrywave.model.whole import Whole
 from carrywave.parallel import pipeline
+from carrywave.parallel.capture import Capture, Lanes
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.shards import Cut, own_shards, settle
+from carrywave.parallel.slices import flatten, unflatten
+from carrywave.plan.shards import SHARDS, tree
 from carrywave.spec.spec import Spec
 from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part, Task
+
+_Seen = tuple[pipeline.Outcome, list[tuple[Tensor, Tensor | None]]]
 
 
 def order_for(spec: Spec, view: View, *, training: bool) -> Order:
@@ -43,25 +51,46 @@ def evaluate(
     mesh: Mesh,
     stage: Stage | Whole | None = None,
     tick: Callable[[int, int], None] | None = None,
+    capture: Capture | None = None,
 ) -> dict[str, float]:
-    """Mean loss over all real targets of a part, and the task's metrics: the same on every worker."""
+    """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
+
+    `capture` keeps recordings from one evaluation of a model to the next.
+    """
     device = mesh.device
-    judge = _Judge(task.meter(device) if model.has_output else None)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs the metric cannot judge
-    observe = None if judge.meter is None else judge.see
-    for _, outcome in passes(model, task.spec, part, mesh=mesh, stage=stage, observe=observe, tick=tick):
-        sums[:2] += torch.stack([outcome.loss_sum, outcome.count])
-    sums[2] = float(observe is not None and judge.meter is None)
-    loss_sum, count, unfit = mesh.sum_(sums).tolist()
+    shards = own_shards(mesh) if task.spec.train.reproducible else None
+    if shards is not None:
+        settle(device)
+    places, own = (1, range(1)) if shards is None else (SHARDS, shards)
+    judges = {shard: _Judge(task.meter(device) if model.has_output else None) for shard in own}
+    watched = any(judge.meter is not None for judge in judges.values())
+    sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs the metric cannot judge
+    observers = {shard: judge.see for shard, judge in judges.items()} if watched else {}
+    for shard, _, outcome in _walk(model, task.spec, part, mesh, stage, observers, tick, capture, shards):
+        sums[shard, :2] += torch.stack([outcome.loss_sum, outcome.count])
+    for shard, judge in judges.items():
+        sums[shard, 2] = float(watched and judge.meter is None)
+    loss_sum, count, unfit = tree(mesh.sum_(sums).unbind(), torch.add).tolist()
     if not count:
         raise DataError(f"{part.name} holds no target to judge by, every label in it is ignored; give it labels")
     metrics: dict[str, float] = {}
-    if judge.meter is not None and not unfit:
-        for tensor in judge.meter.tensors().values():
-            mesh.sum_(tensor)
-        metrics = judge.meter.values()
+    meters = {shard: judge.meter for shard, judge in judges.items() if judge.meter is not None}
+    if meters and not unfit:
+        metrics = _joined(meters, places, mesh).values()
     loss = loss_sum / count
     return {"loss": loss} | task.derived(loss) | metrics | part.baseline
+
+
+def _joined(meters: Mapping[int, Metric], places: int, mesh: Mesh) -> Metric:
+    """The metric of all workers, from those that each has by shard; the first of its own holds it then."""
+    given = {shard: meter.tensors() for shard, meter in meters.items()}
+    first = next(iter(meters))
+    for name, tensor in given[first].items():
+        parts = tensor.new_zeros((places, *tensor.shape))
+        for shard, tensors in given.items():
+            parts[shard] = tensors[name]
+        tensor.copy_(tree(mesh.sum_(parts).unbind(), torch.add))
+    return meters[first]
 
 
 def passes(
@@ -73,33 +102,101 @@ def passes(
     stage: Stage | Whole | None = None,
     observe: pipeline.Observer | None = None,
     tick: Callable[[int, int], None] | None = None,
+    capture: Capture | None = None,
 ) -> Iterator[tuple[Batch, pipeline.Outcome]]:
     """One pass over a part without gradients, batch by batch, the carry of streams kept.
 
-    Each worker sees its own lanes and, of the sums, those of its own stage. No worker waits for the others between batches.
+    Each worker sees its own lanes and, of the sums, those of its own stage. No worker waits for the others between batches. On
+    CUDA batches of a shape that comes again are recorded; what is observed then, and the outcome, last until the next batch.
     """
+    observers = {} if observe is None else {0: observe}
+    for _, batch, outcome in _walk(model, spec, part, mesh, stage, observers, tick, capture, None):
+        yield batch, outcome
+
+
+def _walk(
+    model: Model | Whole,
+    spec: Spec,
+    part: Part,
+    mesh: Mesh,
+    stage: Stage | Whole | None,
+    observers: Mapping[int, pipeline.Observer],
+    tick: Callable[[int, int], None] | None,
+    capture: Capture | None,
+    shards: Sequence[int] | None,
+) -> Iterator[tuple[int, Batch, pipeline.Outcome]]:
+    """The same for each canonical shard of a batch by itself; `shards` None: all that this worker has is one."""
     stage = stage or (Stage(model, *mesh.span(model.units)) if isinstance(model, Model) else model)
     order = order_for(spec, part.view, training=False)
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
     loader = Loader(part.view, order, device=mesh.device, share=share)
+    if capture is None:
+        capture = Capture.of(mesh.device, mesh.plan)
+    forward = _Forward(stage, mesh, spec, whole=model.reads_whole)
     was_training = model.training
     model.eval()
-    state = None
+    states: dict[int, State] = {}
     total = order.num_steps(0)
     try:
         for batch in loader.batches(Cursor(0, 0)):
-            if state is None or not spec.streams:
-                state = stage.start(batch.lanes.shape[0], mesh.device)
-            program = pipeline.program_for(mesh.plan, [batch], backward=False, whole=model.reads_whole)
-            with torch.no_grad():
-                job = pipeline.Job(batch, state, precision=spec.train.precision, observe=observe)
-                [outcome] = pipeline.run(stage, mesh.plan, program, [job], mesh.links, place=mesh.stage)
-            state = outcome.state
-            yield batch, outcome
+            for shard, own in _cut(mesh, batch, shards, pooled=model.pooled):
+                state = states.get(shard)
+                if state is None or not spec.streams:
+                    state = stage.start(own.lanes.shape[0], mesh.device).detach()
+                # What a pooled head has gathered is not among the tensors that go from one recording to the next.
+                if capture is None or (state.acc is not None and spec.streams):
+                    outcome = forward.run(own, state, observers.get(shard))
+                else:
+                    outcome = forward.recorded(capture, own, state, observers.get(shard))
+                # The next shard may be computed in the same place.
+                states[shard] = outcome.state if shards is None else outcome.state.map(torch.clone)
+                yield shard, own, outcome
             if tick is not None:
                 tick(batch.step + 1, total)
     finally:
         model.train(was_training)
+
+
+def _cut(mesh: Mesh, batch: Batch, shards: Sequence[int] | None, *, pooled: bool) -> Iterator[tuple[int, Batch]]:
+    """This worker's part of a batch, by shard."""
+    if shards is None:
+        yield 0, batch
+        return
+    cut = Cut(mesh, batch, pooled=pooled)
+    for shard in shards:
+        if (own := cut.part(shard)) is not None:
+            yield shard, own
+
+
+class _Forward:
+    """The forward pass of a batch, through this worker's stage."""
+
+    def __init__(self, stage: Stage | Whole, mesh: Mesh, spec: Spec, *, whole: bool) -> None:
+        self.stage, self.mesh, self.spec, self.whole = stage, mesh, spec, whole
+
+    @torch.no_grad()
+    def run(self, batch: Batch, state: State, observe: pipeline.Observer | None) -> pipeline.Outcome:
+        program = pipeline.program_for(self.mesh.plan, [batch], backward=False, whole=self.whole)
+        job = pipeline.Job(batch, state, precision=self.spec.train.precision, observe=observe)
+        [outcome] = pipeline.run(self.stage, self.mesh.plan, program, [job], self.mesh.links, place=self.mesh.stage)
+        return outcome
+
+    def recorded(self, capture: Capture, batch: Batch, state: State, observe: pipeline.Observer | None) -> pipeline.Outcome:
+        """The same from a recording. It is observed afterwards: what an observer does is not ours to record."""
+
+        def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: Lanes) -> tuple[_Seen, Lanes]:
+            [own] = batches
+            entered = self.stage.start(own.lanes.shape[0], self.mesh.device).detach() if carries is None else unflatten(carries)
+            shown: list[tuple[Tensor, Tensor | None]] = []
+            outcome = self.run(own, entered, None if observe is None else lambda out, target: shown.append((out, target)))
+            return (outcome, shown), None if carries is None else flatten(outcome.state)
+
+        carries = flatten(state) if self.spec.streams else None
+        (outcome, shown), left = capture("evaluation", forward, [batch], [], carries, under=(observe is not None,))
+        if observe is not None:
+            for out, target in shown:
+                observe(out, target)
+        return outcome if left is None else replace(outcome, state=unflatten(left))
 
 
 class _Judge:

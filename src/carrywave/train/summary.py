@@ -13,6 +13,7 @@ from carrywave.model.whole import Whole
 from carrywave.parallel.precision import HALVES, parameter_dtype
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import show, wavefront
+from carrywave.plan.shards import SHARDS
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
@@ -39,6 +40,8 @@ def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, or
         f"epoch     {per_epoch:,} batches, {steps:,} optimizer steps; {spec.train.epochs} epochs",
         f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
     ]
+    if spec.train.reproducible:
+        lines.append(f"shards    {SHARDS} of the lanes, each computed by itself and summed in one order, on 1, 2, 4 or 8 replicas")
     names = backends(spec, model, plan, order, device)
     if names:
         lines.append(f"kernels   {_by_layer(names)}")
@@ -54,7 +57,7 @@ def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device:
         return ()
     lstm, window = model.lstm, order.window(Cursor(0, 0))
     steps = window.steps if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
-    lanes = -(-len(window.length) // (plan.replicas * plan.slices))
+    lanes = -(-len(window.length) // (SHARDS if spec.train.reproducible else plan.replicas * plan.slices))
     asked = lstm.kernel if plan.kernel == "auto" else plan.kernel
     one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
     widths = (lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1)))

@@ -7,7 +7,6 @@ number of real targets in all of them, clips, and updates. The state of the lane
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,28 +18,29 @@ from torch import Tensor, nn
 from carrywave.data.batch import Batch
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
-from carrywave.kernels.choice import check
-from carrywave.model.holding import Shared, hold, shared
 from carrywave.model.model import Model
-from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.model.whole import Whole
 from carrywave.parallel import gradients, pipeline
-from carrywave.parallel.capture import Capture
-from carrywave.parallel.gather import collect, spread
-from carrywave.parallel.gradients import Reduced, Reducer
-from carrywave.parallel.launched import launched
+from carrywave.parallel.capture import Capture, Lanes, Parts
+from carrywave.parallel.gather import collect
+from carrywave.parallel.gradients import Reducer
 from carrywave.parallel.meeting import for_all
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.precision import configure, parameter_dtype
+from carrywave.parallel.precision import configure
+from carrywave.parallel.shards import settle
 from carrywave.parallel.slices import flatten, unflatten
-from carrywave.parallel.world import exchange, join
-from carrywave.plan.plan import Plan, check_head, resolve
+from carrywave.parallel.world import exchange
+from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import wavefront
 from carrywave.spec.load import parse
 from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
 from carrywave.train import optimizer as optimizers
-from carrywave.train.scaler import Scaler
+from carrywave.train.bad import mended, sizes
+from carrywave.train.scaler import Scaler, step_unless
+from carrywave.train.sharded import Shards
+from carrywave.train.sums import Sums
+from carrywave.train.taking import mesh_of, own_optimizer, take_place, tensors_of
 
 Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (what the module gave, targets) -> sum over targets, their number
 
@@ -66,7 +66,7 @@ class Trainer:
 
     An `optimizer` of the user's own takes the place of the spec's, and its learning rate is the user's to set. `keep_state`
     hands the carry from step to step, to lanes that are not fresh; it is left out where the head pools or the model reads both ways.
-    On CUDA, steps of a shape that comes again are recorded as CUDA graphs; CARRYWAVE_CAPTURE=0 switches that off.
+    On CUDA, what comes again in the same shape is recorded as CUDA graphs, except in a pipeline; CARRYWAVE_CAPTURE=0 switches that off.
     """
 
     def __init__(
@@ -86,24 +86,34 @@ class Trainer:
         if keep_state and whole:
             raise UserError("a head that pools, or a model that reads both ways, reads whole sequences; leave keep_state out")
         self.spec = _train_spec(spec)
-        self.mesh = mesh or _mesh_of(plan, self.model, device)
+        self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
-        self._check_plan()
         configure(self.spec.precision)
-        self.stage = self._take_place()
-        self.optimizer = self._own(optimizer) if optimizer else optimizers.build(self.spec, self.named, self.device)
+        if self.spec.reproducible:
+            settle(self.device)
+        place = take_place(self.model, self.mesh, self.spec)
+        self.stage, self.named, self._counted, self.bad = place.stage, place.named, place.counted, place.bad
+        self.reducer, self._tree = place.reducer, place.tree
+        if optimizer is None:
+            self.optimizer = optimizers.build(self.spec, self.named, self.device)
+        else:
+            self.optimizer = own_optimizer(optimizer, place) if self.plan.stages > 1 else optimizer
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
+        # A bad step changes no weights; only where that would cost, and the run ends anyhow, they are left to it.
+        free = optimizer is None and (self.device.type == "cpu" or self.spec.optimizer != "ntasgd")
+        self.guards_weights = free or self.spec.on_nan != "stop"
         self.keep_state = not whole if keep_state is None else keep_state
+        self.shards: Shards | None = None
+        if self._tree is not None:
+            self.shards = Shards(self.mesh, self._tree, self.bad, self.backward, self.anew, pooled=self.model.pooled)
         self.state: State | None = None
         self._kept_lanes: int | None = None  # of all workers together
         self.scheduler: pipeline.Scheduler = wavefront
         self.votes = (0.0, 0.0)  # of this worker, for the next step: to stop as after Ctrl-C, as after SIGTERM
         self._compared = False  # whether all workers have been seen to be given the same batch
         self._uncounted = 0  # batches so far that had no place of their own in an epoch
-        known = optimizer is None and self.spec.optimizer != "ntasgd" and self.spec.precision != "fp64"
-        recordable = self.device.type == "cuda" and known and self.plan.workers == 1
-        wanted = os.environ.get("CARRYWAVE_CAPTURE", "1") != "0"
-        self._capture = Capture(self._step) if recordable and wanted else None
+        known = optimizer is None and self.spec.precision != "fp64"
+        self.record(Capture.of(self.device, self.plan) if known else None)
 
     def step(self, *batches: Batch) -> Tensor:
         """One optimizer step over these batches (several: accumulated); returns the mean loss over their real targets."""
@@ -126,19 +136,44 @@ class Trainer:
             self._compare(batches[0])
         if self.keep_state:
             self._check_lanes(batches)
-        own = [self._own_part(batch) for batch in batches]
+        own = [self.own_part(batch) for batch in batches]
         if self.keep_state:
             lanes = own[0].lanes.shape[0]
             if self.state is None or _lanes(self.state, lanes) != lanes:
                 self.state = self.stage.start(lanes, self.device).detach()
         state = flatten(self.state) if self.keep_state and self.state is not None else None
-        if self._capture is not None:
-            result, left = self._capture(own, keys, state)
-        else:
-            result, left = self._step(own, [key.to(self.device) for key in keys], state)
+        result, left = self._recorded(own, keys, state)
         if left is not None:
             self.state = unflatten(left)
         return result
+
+    def record(self, capture: Capture | None) -> None:
+        """Take steps from the recordings of `capture` from here on; None: without any."""
+        self.capture = capture
+        parameters = [parameter for _, parameter in self.named]
+        self._parts: Parts[StepResult] | None = None
+        if capture is not None:
+            self._parts = Parts(
+                capture, parameters, self._one, lambda parts: self._update(self._outcomes(parts)), enter=self._enter, reducer=self.reducer
+            )
+        self._restarts = 0  # of the average that recordings know
+
+    def _recorded(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[StepResult, Lanes]:
+        """The step, from recordings where there are any."""
+        if self.capture is not None and isinstance(self.optimizer, optimizers.NTASGD) and self.optimizer.restarts != self._restarts:
+            # A step with an average is another one than without, and an average that has begun anew lies elsewhere.
+            self.capture.forget()
+            self._restarts = self.optimizer.restarts
+        if self.shards is not None and self._tree is not None:
+            outcomes, left = self.shards(batches, keys, state)
+            self._tree.finish()
+            return self._update([each for several in outcomes.values() for each in several], outcomes), self._mended(left)
+        if self.capture is None or self._parts is None:
+            return self._step(batches, [key.to(self.device) for key in keys], state)
+        if len(batches) == 1 and self.reducer is None:
+            return self.capture("step", self._step, batches, keys, state)
+        result, left = self._parts(batches, keys, state)
+        return result, self._mended(left)
 
     def _compare(self, batch: Batch) -> None:
         """Refuse a program that gives each worker a batch of its own, as other libraries want it: lanes would be lost. Once is enough."""
@@ -155,7 +190,7 @@ class Trainer:
                     )
                 )
 
-    def _own_part(self, batch: Batch) -> Batch:
+    def own_part(self, batch: Batch) -> Batch:
         """This worker's lanes of a batch, and of those what its stage reads, on its device."""
         if batch.whole is None and self.plan.replicas > 1:
             batch = batch.take(*self.mesh.share().bounds(batch.lanes.shape[0]), pooled=self.model.pooled)
@@ -186,31 +221,91 @@ class Trainer:
         self._uncounted += 1
         return self._uncounted - 1
 
-    def _step(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: list[Tensor] | None) -> tuple[StepResult, list[Tensor] | None]:
+    def _step(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[StepResult, Lanes]:
         """The step as a function of tensors alone: nothing is read on the host, so that it can be recorded."""
-        self.optimizer.zero_grad(set_to_none=True)
         if self.reducer is not None:
             self.reducer.begin()
-        outcomes = self._run(batches, keys, state)
+        outcomes, state = self._backward(batches, keys, state)
         if self.reducer is not None:
             self.reducer.finish()
+        return self._update(outcomes), self._mended(state)
+
+    def backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[pipeline.Outcome], Lanes]:
+        """Forward and backward of these lanes, whose gradients alone the parameters have then; from recordings where there are any."""
+        if self._parts is None:
+            return self._backward(batches, keys, state)
+        found, _, left = self._parts.batches(batches, keys, state)
+        return self._outcomes(found), left
+
+    def _backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[pipeline.Outcome], Lanes]:
+        self.optimizer.zero_grad(set_to_none=True)
+        outcomes: list[pipeline.Outcome] = []
+        # A pipeline takes all batches at once, so that one follows the other through its stages. Elsewhere each is a run of its own, as
+        # it is where they are recorded one by one.
+        size = len(batches) if self.plan.stages > 1 else 1
+        with self.bad.encoding():
+            for first in range(0, len(batches), size):
+                several = slice(first, first + size)
+                state = self._enter(batches, first, state)
+                outcomes += self._run(batches[several], keys[several], state, self.reducer if several.stop == len(batches) else None)
+                state = flatten(outcomes[-1].state) if self.keep_state else None
+        return outcomes, state
+
+    def _update(self, outcomes: Sequence[pipeline.Outcome], by_shard: Mapping[int, Sequence[pipeline.Outcome]] | None = None) -> StepResult:
+        """Divide the gradients, clip them, and take the step."""
         grads = [p.grad for _, p in self.named if p.grad is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
-        loss_sum, count, squared, flag, *votes = self._sums(outcomes, overflow)
-        norm = gradients.norm_of_mean(squared, count)
+        sums = self._sums(outcomes, overflow, by_shard)
+        loss_sum, count = sums.score.unbind()
+        norm = gradients.norm_of_mean(sums.squared, count)
         gradients.scale_(grads, gradients.factor(norm, count, self.spec.clip))
-        finite = torch.isfinite(norm)
+        # Any worker's overflow is everyone's: all of them skip the step, or none does.
+        overflowed = sums.overflow > 0
+        finite = (torch.isfinite(norm) | overflowed if self.scaler is not None else torch.isfinite(norm)) & torch.isfinite(loss_sum)
         if self.scaler is not None:
-            # Any worker's overflow is everyone's: all of them skip the step, or none does.
-            self.scaler.found_inf.copy_(flag > 0)
-            finite = finite | (flag > 0)
+            self.scaler.found_inf.copy_(overflowed | ~finite)
             self.scaler.step(self.optimizer)
+        elif self.guards_weights:
+            step_unless((~finite).to(torch.float32), self.optimizer)
         else:
             self.optimizer.step()
-        left = flatten(outcomes[-1].state) if self.keep_state else None
-        return StepResult(loss_sum, count, norm, finite & torch.isfinite(loss_sum), torch.stack(votes)), left
+        self.bad.note(finite, sums.said)
+        return StepResult(loss_sum, count, norm, finite, sums.votes)
 
-    def _run(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: list[Tensor] | None) -> list[pipeline.Outcome]:
+    def _mended(self, left: Lanes) -> Lanes:
+        return mended(left, self.anew(left[0].shape[1])) if left and self.spec.on_nan == "skip" else left
+
+    def anew(self, lanes: int) -> list[Tensor]:
+        """The state of so many lanes that begin."""
+        return flatten(self.stage.start(lanes, self.device).detach())
+
+    def _enter(self, batches: Sequence[Batch], number: int, state: Lanes) -> Lanes:
+        """The state before a batch of the step: as the one before left it; anew where there are other lanes, all of which are fresh."""
+        lanes = batches[number].lanes.shape[0]
+        if not self.keep_state or not number or lanes == batches[number - 1].lanes.shape[0]:
+            return state
+        return self.anew(lanes)
+
+    def _one(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[Tensor, Lanes]:
+        """Forward and backward of one batch, which adds to the gradients: all that the update needs of it, in one tensor.
+
+        Its shape is the same whatever that of the batch is: of carries and outputs it holds the norms, which say whether they are numbers.
+        """
+        with self.bad.encoding():
+            [outcome] = self._run(batches, keys, state, None)
+        norms = sizes([part for carry in outcome.state.carries for part in carry])
+        if self.bad.entered:
+            norms.append(torch.stack(self.bad.entered).amax().double())
+        numbers = [outcome.loss_sum, outcome.count, outcome.penalty, *norms]
+        return torch.stack(numbers), flatten(outcome.state) if self.keep_state else None
+
+    def _outcomes(self, parts: Sequence[Tensor]) -> list[pipeline.Outcome]:
+        """From what `_one` gave of each batch."""
+        end = 3 + 2 * len(self.stage.layers)  # of the carries
+        self.bad.entered = [norm for part in parts for norm in part[end:].unbind()]
+        return [pipeline.Outcome(part[0], part[1], part[2], unflatten(part[3:end].unbind())) for part in parts]
+
+    def _run(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes, reducer: Reducer | None) -> list[pipeline.Outcome]:
         jobs: list[pipeline.Job] = []
         scale = None if self.scaler is None else self.scaler.scale
         for batch, key in zip(batches, keys, strict=True):
@@ -230,23 +325,23 @@ class Trainer:
             jobs,
             self.mesh.links,
             place=self.mesh.stage,
-            reducer=self.reducer,
+            reducer=reducer,
         )
 
-    def _sums(self, outcomes: Sequence[pipeline.Outcome], overflow: Tensor | None) -> list[Tensor]:
-        """Loss, count, square of the norm, overflow and votes, over all workers: everything they must agree on, in one message."""
-        counted = [p.grad for p in self._counted if p.grad is not None]
+    def _sums(
+        self, outcomes: Sequence[pipeline.Outcome], overflow: Tensor | None, by_shard: Mapping[int, Sequence[pipeline.Outcome]] | None
+    ) -> Sums:
+        """Loss, count, square of the norm and overflow, votes, and what each worker says of bad numbers, over all workers."""
+        counted = [p for p in self._counted if p.grad is not None]
+        norms = gradients.norms([p.grad for p in counted if p.grad is not None]).to(self.device)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        squared = gradients.norm_squared(counted).to(self.device)
-        numbers = torch.stack(
-            [
-                *(sum_of([getattr(outcome, name) for outcome in outcomes]) for name in ("loss_sum", "count")),
-                squared,
-                zero if overflow is None else overflow.double(),
-                *(zero + vote for vote in self.votes),
-            ]
-        )
-        return list(self.mesh.sum_(numbers).unbind())
+        score = _score(outcomes) if outcomes else torch.stack([zero, zero])
+        said = self.bad.say(counted, norms, outcomes, score, self.reducer or self._tree)
+        votes = torch.stack([zero + vote for vote in self.votes])
+        own = Sums(score, norms.square().sum(), zero if overflow is None else overflow.double(), votes, said)
+        if by_shard is None:
+            return own.over(self.mesh)
+        return own.over_shards(self.mesh, {shard: _score(several) for shard, several in by_shard.items()})
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step."""
@@ -275,103 +370,6 @@ class Trainer:
         found = [part for part in collect(self.mesh.world, own) if part]
         return {name: part[name] for name in tensors_of(self.model) for part in found[::-1] if name in part}
 
-    def _check_plan(self) -> None:
-        plan = self.plan
-        if isinstance(self.model, Whole):
-            if plan.stages > 1:
-                raise PlanError(
-                    f"a {type(self.model.module).__name__} cannot be cut into {plan.stages} stages; "
-                    "wrap its modules as cw.Model(encoder, lstm, head), or use replicas alone"
-                )
-            if plan.chunk_steps is not None:
-                raise PlanError(
-                    f"a {type(self.model.module).__name__} cannot be run in chunks of time; "
-                    "wrap its modules as cw.Model(encoder, lstm, head), or leave plan.chunk_steps out"
-                )
-            return
-        check_head(plan, pooled=self.model.pooled)
-        if plan.kernel != "auto":
-            check(plan.kernel)
-            self.model.lstm.kernel = plan.kernel
-
-    def _take_place(self) -> Stage | Whole:
-        """Take up rank 0's weights, keep those of this worker's stage, and prepare the sums over workers."""
-        model, mesh, dtype = self.model, self.mesh, parameter_dtype(self.spec.precision)
-        if mesh.world.size > 1:
-            own = tensors_of(model)
-            for name, tensor in spread(mesh.world, own).items():
-                own[name].copy_(tensor)
-        stage: Stage | Whole
-        if isinstance(model, Whole):
-            model.to(self.device, dtype)
-            stage, tied = model, []
-            self.named: list[tuple[str, nn.Parameter]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        else:
-            first, last = mesh.span(model.units)
-            share_head = self.plan.shares_head
-            tied = shared(model, self.plan.edges(model.units)[1:-1], share_head=share_head)
-            held = hold(model, first, last, self.device, dtype, share_head=share_head)
-            stage = Stage(model, first, last, share_head=share_head)
-            self.named = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and p.requires_grad]
-        mine = [each for each in tied if mesh.stage in each.stages]
-        elsewhere = {each.name for each in mine if each.stages[0] != mesh.stage}
-        # Replicas hold the same reduced gradient, and stages those that they share: the norm counts each once.
-        self._counted = [p for name, p in self.named if name not in elsewhere] if mesh.replica == 0 else []
-        self.reducer = self._reducer(tied)
-        return stage
-
-    def _reducer(self, tied: Sequence[Shared]) -> Reducer | None:
-        names = {each.name for each in tied}
-        wanted: list[Reduced] = []
-        group = self.mesh.replicas_of([self.mesh.stage])
-        if group is not None:
-            wanted.append(Reduced(group, [p for name, p in self.named if name not in names]))
-        own = dict(self.named)
-        for stages in dict.fromkeys(each.stages for each in tied):
-            group = self.mesh.replicas_of(stages)  # made by every worker, also by those outside it
-            if self.mesh.stage in stages and group is not None:
-                # Not early: the other stages come to it only after messages that this one has yet to send.
-                wanted.append(Reduced(group, [own[each.name] for each in tied if each.stages == stages], early=False))
-        wanted = [each for each in wanted if each.parameters]
-        return Reducer(wanted) if wanted else None
-
-    def _own(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The user's optimizer, without the parameters that this worker gave up."""
-        if self.plan.stages > 1:
-            held = {id(p) for _, p in self.named}
-            for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) in held]
-        return optimizer
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer that is saved, by name, each once (a tied one under its first name); detached, not copied."""
-    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    saved = model.state_dict(keep_vars=True).keys()
-    return own | {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
-
-
-def _mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Whole, device: torch.device | str | None) -> Mesh:
-    """The place of this process among those that a launcher started; alone where there is none."""
-    many = launched()
-    if many:
-        world = join("auto" if device is None else torch.device(device).type)
-    elif isinstance(plan, Plan) and plan.workers > 1:
-        raise PlanError(
-            f"the plan needs {plan.workers} workers, and this is one; start the program with torchrun --nproc-per-node {plan.workers}"
-        )
-    if not isinstance(plan, Plan):
-        asked = plan if isinstance(plan, PlanSpec) else _plan_spec(plan)
-        layers = model.lstm.num_layers if isinstance(model, Model) else 0
-        plan = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled)
-    if many:
-        return Mesh(world, plan)
-    return Mesh.alone(next(model.parameters()).device if device is None else torch.device(device), plan)
-
-
-def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
-    return parse({"plan": dict(given)}).plan_spec if given else PlanSpec()
-
 
 def _train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
     if isinstance(given, TrainSpec):
@@ -384,6 +382,10 @@ def _lanes(state: State, otherwise: int) -> int:
     return state.carries[0].h.shape[1] if state.carries else otherwise
 
 
-def sum_of(parts: list[Tensor]) -> Tensor:
-    """Their sum."""
+def _score(outcomes: Sequence[pipeline.Outcome]) -> Tensor:
+    """Loss and count of several batches."""
+    return torch.stack([_sum([getattr(outcome, name) for outcome in outcomes]) for name in ("loss_sum", "count")])
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()

@@ -1,0 +1,164 @@
+"""Taking one's place in a plan: the mesh, the part of the model that a worker holds, and how gradients are summed over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import PlanError
+from carrywave.kernels.choice import check
+from carrywave.model.holding import Shared, hold, shared
+from carrywave.model.model import Model
+from carrywave.model.stage import Stage
+from carrywave.model.whole import Whole
+from carrywave.parallel import gradients, tree
+from carrywave.parallel.gather import spread
+from carrywave.parallel.gradients import Reduced, Reducer
+from carrywave.parallel.launched import launched
+from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.precision import parameter_dtype
+from carrywave.parallel.tree import Branch, Tree
+from carrywave.parallel.world import join
+from carrywave.plan import shards
+from carrywave.plan.plan import Plan, check_head, resolve
+from carrywave.spec.load import parse
+from carrywave.spec.spec import PlanSpec, TrainSpec
+from carrywave.train.bad import BadNumbers
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one worker holds of a model, and how it agrees with the others."""
+
+    stage: Stage | Whole
+    named: list[tuple[str, nn.Parameter]]  # that it trains
+    counted: list[Tensor]  # whose gradients the norm counts here, those of one dtype after the other
+    bad: BadNumbers
+    reducer: Reducer | None  # None: nothing is summed over workers, or by the tree
+    tree: Tree | None  # of a reproducible run
+
+
+def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Whole, device: torch.device | str | None) -> Mesh:
+    """The place of this process among those that a launcher started; alone where there is none."""
+    many = launched()
+    if many:
+        world = join("auto" if device is None else torch.device(device).type)
+    elif isinstance(plan, Plan) and plan.workers > 1:
+        raise PlanError(
+            f"the plan needs {plan.workers} workers, and this is one; start the program with torchrun --nproc-per-node {plan.workers}"
+        )
+    if not isinstance(plan, Plan):
+        asked = plan if isinstance(plan, PlanSpec) else _plan_spec(plan)
+        layers = model.lstm.num_layers if isinstance(model, Model) else 0
+        plan = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled)
+    if many:
+        return Mesh(world, plan)
+    return Mesh.alone(next(model.parameters()).device if device is None else torch.device(device), plan)
+
+
+def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
+    return parse({"plan": dict(given)}).plan_spec if given else PlanSpec()
+
+
+def take_place(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> Place:
+    """Take up rank 0's weights, keep those of this worker's stage, and prepare the sums over workers."""
+    _check_plan(model, mesh.plan, spec)
+    dtype = parameter_dtype(spec.precision)
+    if mesh.world.size > 1:
+        own = tensors_of(model)
+        for name, tensor in spread(mesh.world, own).items():
+            own[name].copy_(tensor)
+    stage: Stage | Whole
+    if isinstance(model, Whole):
+        model.to(mesh.device, dtype)
+        stage, tied = model, []
+        named: list[tuple[str, nn.Parameter]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    else:
+        first, last = mesh.span(model.units)
+        share_head = mesh.plan.shares_head
+        tied = shared(model, mesh.plan.edges(model.units)[1:-1], share_head=share_head)
+        held = hold(model, first, last, mesh.device, dtype, share_head=share_head)
+        stage = Stage(model, first, last, share_head=share_head)
+        named = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and p.requires_grad]
+    mine = [each for each in tied if mesh.stage in each.stages]
+    elsewhere = {each.name for each in mine if each.stages[0] != mesh.stage}
+    # Replicas hold the same reduced gradient, and stages those that they share: the norm counts each once.
+    counted = [p for name, p in named if name not in elsewhere] if mesh.replica == 0 else []
+    bad = BadNumbers(model, stage, named, mesh.world)
+    return Place(
+        stage,
+        named,
+        [p for group in gradients.by_dtype(counted) for p in group],
+        bad,
+        None if spec.reproducible else _reducer(mesh, named, tied, bad),
+        _tree(mesh, named, tied, bad) if spec.reproducible else None,
+    )
+
+
+def _reducer(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[Shared], bad: BadNumbers) -> Reducer | None:
+    names = {each.name for each in tied}
+    wanted: list[Reduced] = []
+    group = mesh.replicas_of([mesh.stage])
+    if group is not None:
+        wanted.append(Reduced(group, [p for name, p in named if name not in names]))
+    own = dict(named)
+    for stages in dict.fromkeys(each.stages for each in tied):
+        group = mesh.replicas_of(stages)  # made by every worker, also by those outside it
+        if mesh.stage in stages and group is not None:
+            # Not early: the other stages come to it only after messages that this one has yet to send.
+            wanted.append(Reduced(group, [own[each.name] for each in tied if each.stages == stages], early=False))
+    wanted = [each for each in wanted if each.parameters]
+    return Reducer(wanted, watched=bad.watched) if wanted else None
+
+
+def _tree(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[Shared], bad: BadNumbers) -> Tree:
+    names = {each.name for each in tied}
+    pairs = tree.pairs_of(mesh)
+    branches = [Branch([p for name, p in named if name not in names], pairs)]
+    own = dict(named)
+    for stages in dict.fromkeys(each.stages for each in tied):
+        group = tree.group_of(mesh, stages)
+        if mesh.stage in stages:
+            # Over replicas first, as the others are: so each stage's part is the same whatever their number.
+            branches.append(Branch([own[each.name] for each in tied if each.stages == stages], pairs, group))
+    return Tree(branches, watched=bad.watched)
+
+
+def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
+    if spec.reproducible:
+        shards.check(plan)
+    if isinstance(model, Whole):
+        if plan.stages > 1:
+            raise PlanError(
+                f"a {type(model.module).__name__} cannot be cut into {plan.stages} stages; "
+                "wrap its modules as cw.Model(encoder, lstm, head), or use replicas alone"
+            )
+        if plan.chunk_steps is not None:
+            raise PlanError(
+                f"a {type(model.module).__name__} cannot be run in chunks of time; "
+                "wrap its modules as cw.Model(encoder, lstm, head), or leave plan.chunk_steps out"
+            )
+        return
+    check_head(plan, pooled=model.pooled)
+    if plan.kernel != "auto":
+        check(plan.kernel)
+        model.lstm.kernel = plan.kernel
+
+
+def own_optimizer(optimizer: torch.optim.Optimizer, place: Place) -> torch.optim.Optimizer:
+    """The user's optimizer, without the parameters that this worker gave up."""
+    held = {id(p) for _, p in place.named}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in held]
+    return optimizer
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer that is saved, by name, each once (a tied one under its first name); detached, not copied."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    saved = model.state_dict(keep_vars=True).keys()
+    return own | {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
