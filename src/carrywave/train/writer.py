@@ -160,13 +160,14 @@ class Writer:
             for key, tensor in tensors.items():
                 self._memory[key].copy_(tensor)
             return copied, None
+        work = torch.cuda.current_stream(on_device)
+        self._stream.wait_stream(work)
         with torch.cuda.stream(self._stream):
-            self._stream.wait_stream(torch.cuda.current_stream(on_device))
             for key, tensor in tensors.items():
                 self._memory[key].copy_(tensor, non_blocking=True)
             ready = self._stream.record_event()
         # The next step changes what is being copied: the device waits for the copy, the host does not.
-        torch.cuda.current_stream(on_device).wait_event(ready)
+        work.wait_event(ready)
         return copied, ready
 
     # In the background
