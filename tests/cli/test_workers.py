@@ -11,7 +11,7 @@ import typer
 
 from carrywave.cli import workers
 from carrywave.cli.exits import with_exit_codes
-from carrywave.cli.workers import start_workers
+from carrywave.cli.workers import Elastic, start_workers
 from carrywave.errors import DataError, PlanError
 from carrywave.parallel import world
 from carrywave.parallel.launched import is_first
@@ -27,15 +27,20 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+asked: list[tuple[int, int | None]] = []  # restarts, and workers that are enough, of every start
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """A machine with so many GPUs, where nothing is started: what would have been is noted."""
 
     def make(gpus: int, end: Ended = Ended(0)) -> list[Any]:  # noqa: B008
         started: list[Any] = []
+        asked.clear()
 
-        def start(command: list[str], devices: int, *, hosts: Any = None) -> Ended:
+        def start(command: list[str], devices: int, *, hosts: Any, restarts: int, min_devices: int | None, say: Any) -> Ended:
             started.append((devices, hosts and hosts.node))
+            asked.append((restarts, min_devices))
             return end
 
         monkeypatch.setattr(workers, "start", start)
@@ -70,6 +75,17 @@ def test_how_many_are_started(machine: Any, gpus: int, devices: int | None, devi
             start_workers(devices, device, plan)
         assert left.value.exit_code == 0
     assert started == ([] if count is None else [(count, None)])
+
+
+@pytest.mark.parametrize(
+    ("elastic", "found"),
+    [(None, (0, None)), (Elastic(), (3, None)), (Elastic(restarts=0), (0, None)), (Elastic(restarts=7, min_devices=1), (7, 1))],
+)
+def test_how_often_they_are_started_again(machine: Any, elastic: Elastic | None, found: tuple[int, int | None]) -> None:
+    machine(0)
+    with pytest.raises(typer.Exit):
+        start_workers(2, "cpu", PlanSpec(), elastic=elastic)
+    assert asked == [found]
 
 
 def test_workers_may_share_a_gpu_and_are_told_so(machine: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ def _greedy(stages: int, counts: tuple[int, ...], head: float | None) -> tuple[t
     # The last stage may go back with the n-th backward when that many forwards are done: those of its whole slice.
     whole = [end for end, count in zip(accumulate(counts), counts, strict=True) for _ in range(count)]
     last, total = stages - 1, len(forwards)
-    limits = [max(counts) + _extra(max(counts), last - stage) for stage in range(stages)]
+    limits = [max(counts) + extra(max(counts), last - stage) for stage in range(stages)]
     rows: list[list[Task]] = [[] for _ in range(stages)]
     begun = [[0, 0] for _ in range(stages)]  # forwards, backwards
     done = [[0, 0] for _ in range(stages)]
@@ -150,7 +150,7 @@ def _greedy(stages: int, counts: tuple[int, ...], head: float | None) -> tuple[t
     return tuple(tuple(row) for row in rows)
 
 
-def _extra(chunks: int, distance: int) -> int:
+def extra(chunks: int, distance: int) -> int:
     """How many chunks a stage may hold beyond one slice, when it stands this many stages before the last.
 
     From the last forward of a slice to its first backward such a stage has 3 * distance units of time to fill: for each stage

@@ -1,0 +1,324 @@
+"""Runs a real `carrywave train` command line, harms its workers from outside at random moments, and tells what came of it.
+
+A fault is aimed by progress, not by the clock, so that all of them fall into the run on any machine: it waits for an optimizer step
+drawn at random, and then for its moment: some milliseconds later (`step`), while a snapshot is being written (`save`), or after the
+workers were started again and before they train (`restart`). Needs /proc.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import carrywave
+from carrywave.benchmarks._ledger import FOLDER
+from carrywave.errors import RunError
+
+Moment = Literal["step", "save", "restart"]
+MOMENTS: tuple[Moment, ...] = ("step", "step", "save", "restart")  # drawn from; a draft is on the disk for a short time only
+STEP_SECONDS = 0.03  # a fault comes up to so long after its step was done
+RESTART_SECONDS = 3.0  # and after the workers were started again
+LATEST = 0.75  # of the steps: the last fault is not to miss the run
+POLL_SECONDS = 0.001
+LONGEST_SECONDS = 1800
+ROWS = 24  # of the data, with so many tokens each
+SHORTEST, LONGEST = 20, 90
+SPEC = (
+    "data.train=rows.jsonl",
+    "data.valid=rows.jsonl",
+    "model.hidden=8",
+    "model.layers=2",
+    "model.dropout=0.3",
+    "batch.lanes=8",
+    "batch.steps=4",
+    "train.optimizer=adam",
+    "train.snapshot_every=8",
+    "train.log_every=5",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run on so many workers, of so many steps."""
+
+    name: str
+    devices: int
+    words: tuple[str, ...] = ()
+    steps: int = 150
+
+
+@dataclass
+class Fault:
+    """What was done to a worker, and what followed, by one monotonic clock."""
+
+    moment: Moment
+    rank: int
+    at_step: int
+    seconds: float
+    noticed_seconds: float | None = None  # until the launcher said so
+    again_seconds: float | None = None  # until the next step was done; None where another fault came before
+    in_a_save: bool = False  # a draft of a snapshot was there, and not one that a dead worker had left
+
+
+@dataclass
+class Told:
+    """How a run went."""
+
+    code: int
+    lines: list[str]  # stderr
+    faults: list[Fault] = field(default_factory=list)
+    out: str = ""
+
+    @property
+    def restarts(self) -> int:
+        """How often the launcher said that it started its workers again."""
+        return sum("starting again" in line or "going on with" in line for line in self.lines)
+
+
+def write_data(folder: Path) -> None:
+    """Rows of different lengths; every token stands in them once."""
+    draw = random.Random(1)
+    at = 0
+    rows = []
+    for _ in range(ROWS):
+        count = draw.randrange(SHORTEST, LONGEST)
+        rows.append(json.dumps({"tokens": list(range(at, at + count))}))
+        at += count
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+
+
+class Running:
+    """A run that has been started: its workers, its lines on stderr with their times, its ledger."""
+
+    def __init__(self, folder: Path, run: str, case: Case, *words: str) -> None:
+        self.run = folder / run
+        self.ledger = folder / f"{run}-ledger"
+        self.ledger.mkdir(exist_ok=True)
+        self.lines: list[tuple[float, str]] = []
+        given = [*SPEC, f"train.max_steps={case.steps}", "train.epochs=1000000", *case.words, "--devices", str(case.devices)]
+        source = str(Path(carrywave.__file__).parents[1])
+        path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.out = folder / f"{run}.out"
+        with self.out.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "carrywave.benchmarks._ledger", "train", *given, "--device", "cpu", "--run", run, *words],
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, FOLDER: str(self.ledger)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            for line in lines:
+                self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+    def workers(self) -> dict[int, tuple[int, int]]:
+        """(process, attempt) by rank, of those that live."""
+        found: dict[int, tuple[int, int]] = {}
+        try:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        except OSError:
+            return {}
+        for child in children:
+            try:
+                words = dict(word.split("=", 1) for word in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in word)
+                state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+            except (OSError, ValueError):
+                continue
+            if "RANK" in words and state != "Z":
+                found[int(words["RANK"])] = (int(child), int(words.get("CARRYWAVE_ATTEMPT", "0")))
+        return found
+
+    def step(self, attempt: int) -> int:
+        """The newest step of rank 0 in this attempt; 0 where it has done none yet."""
+        path = self.ledger / "0.jsonl"
+        if not path.exists() or not path.stat().st_size:
+            return 0
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            newest = json.loads(file.read().rpartition(b"\n")[0].rpartition(b"\n")[2])
+        return int(newest["step"]) if newest["attempt"] == attempt else 0
+
+    def draft(self) -> bool:
+        """Whether a snapshot is being written."""
+        return any((self.run / "snapshots").glob(".tmp*"))
+
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    def wait(self) -> Told:
+        """Until its end."""
+        try:
+            code = self.process.wait(LONGEST_SECONDS)
+        finally:
+            self.end()
+        return Told(code, [line for _, line in self.lines], out=self.out.read_text())
+
+    def end(self) -> None:
+        """End it and its workers, where they still run."""
+        if self.process.poll() is None:
+            workers = self.workers()
+            self.process.kill()
+            for pid, _ in workers.values():
+                os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+        self._reader.join()
+
+
+def calm(folder: Path, case: Case) -> Told:
+    """A run that nobody disturbs."""
+    return Running(folder, "calm", case).wait()
+
+
+def disturbed(
+    folder: Path,
+    case: Case,
+    faults: int,
+    *,
+    seed: int,
+    run: str = "disturbed",
+    number: signal.Signals = signal.SIGKILL,
+    moments: Sequence[Moment] = MOMENTS,
+) -> Told:
+    """A run with so many faults, one after the other. No fault is aimed at the launcher, which starts workers again."""
+    draw = random.Random(seed)
+    running = Running(folder, run, case, "--restarts", str(faults + 1))
+    aims = sorted(draw.randrange(1, int(LATEST * case.steps)) for _ in range(faults))
+    done: list[Fault] = []
+    try:
+        for aim in aims:
+            moment = draw.choice(moments) if done else "step"  # there is a restart only after one
+            done.append(harm(running, case.devices, len(done), draw, aim, moment, number))
+        told = running.wait()
+    finally:
+        running.end()
+    _tell_times(running, done)
+    told.faults = done
+    return told
+
+
+def _until(running: Running, what: str) -> Iterator[None]:
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while running.alive():
+        if time.monotonic() > deadline:
+            break
+        yield
+        time.sleep(POLL_SECONDS)
+    said = "; ".join(line for _, line in running.lines[-2:])
+    raise RunError(f"the run ended or hung before {what} ({said}); look into {running.run / 'logs'}")
+
+
+def harm(
+    running: Running,
+    devices: int,
+    attempt: int,
+    draw: random.Random,
+    aim: int,
+    moment: Moment,
+    number: signal.Signals,
+    *,
+    rank: int | None = None,
+) -> Fault:
+    """Wait for all workers of this attempt, then for the moment, and send the signal to one of them, drawn where it is not named."""
+    for _ in _until(running, f"attempt {attempt} began"):
+        workers = running.workers()
+        if len(workers) == devices and all(at == attempt for _, at in workers.values()):
+            break
+    rank = draw.randrange(devices) if rank is None else rank
+    if moment == "restart":
+        until = time.monotonic() + draw.uniform(0.0, RESTART_SECONDS)
+        for _ in _until(running, "it was time"):
+            if time.monotonic() > until or running.step(attempt):
+                break
+    else:
+        for _ in _until(running, f"step {aim}"):
+            if running.step(attempt) >= aim:
+                break
+        time.sleep(draw.uniform(0.0, STEP_SECONDS))
+    if moment == "save":
+        for _ in _until(running, "a snapshot was begun"):
+            if running.draft():
+                break
+    fault = Fault(moment, rank, running.step(attempt), time.monotonic(), in_a_save=moment != "restart" and running.draft())
+    try:
+        os.kill(workers[rank][0], number)
+    except ProcessLookupError:
+        raise RunError(f"worker {rank} had ended before it was its turn; give the run more steps") from None
+    return fault
+
+
+def _tell_times(running: Running, faults: list[Fault]) -> None:
+    """When each fault was noticed, and when the next step was done, as far as no other fault came before it."""
+    said = [seconds for seconds, line in running.lines if "starting again" in line]
+    steps = [row["seconds"] for row in rows_of(running.ledger / "0.jsonl")]
+    for number, fault in enumerate(faults):
+        until = faults[number + 1].seconds if number + 1 < len(faults) else float("inf")
+        noticed = [seconds for seconds in said if fault.seconds < seconds < until]
+        # A step that was under way may still end after the fault.
+        again = [seconds for seconds in steps if noticed and noticed[0] < seconds < until]
+        fault.noticed_seconds = noticed[0] - fault.seconds if noticed else None
+        fault.again_seconds = again[0] - fault.seconds if again else None
+
+
+def rows_of(path: Path) -> list[Any]:
+    """The lines of one worker's ledger, in the order in which they were written."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trained_on(ledger: Path, stages: int) -> dict[int, Counter[tuple[int, int]]]:
+    """How often each step (sequence, place) of the data was trained on, by epoch. What a restart went back over counts by its last time.
+
+    The stages of a replica work on the same lanes: each of them must have the same in its ledger.
+    """
+    counts: dict[int, Counter[tuple[int, int]]] = {}
+    for path in sorted(ledger.glob("*.jsonl")):
+        kept: dict[int, Any] = {}
+        for row in rows_of(path):
+            for later in [step for step in kept if step >= row["step"]]:
+                del kept[later]
+            kept[row["step"]] = row
+        if sorted(kept) != list(range(1, len(kept) + 1)):
+            raise RunError(f"{path} does not tell of every step; the ledger is of no use")
+        for row in kept.values():
+            for epoch, lanes in row["windows"]:
+                for _, sequence, offset, length in lanes:
+                    counts.setdefault(epoch, Counter()).update((sequence, place) for place in range(offset, offset + length))
+    for counter in counts.values():
+        for place, times in counter.items():
+            if times % stages:
+                raise RunError(f"step {place} of the data was seen {times} times by {stages} stages; they do not agree")
+            counter[place] = times // stages
+    return counts
+
+
+def each_once(ledger: Path, stages: int) -> bool:
+    """Whether every step of the data was trained on exactly once in every epoch that was finished, and none twice in the last."""
+    epochs = trained_on(ledger, stages)
+    whole = set(epochs[0])
+    finished = all(set(epochs[epoch]) == whole for epoch in range(len(epochs) - 1))
+    return finished and all(times == 1 for counter in epochs.values() for times in counter.values())
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """What must be equal, byte for byte: the best weights, the rows of metrics, and all tensors of the last snapshot."""
+    last = run / "snapshots" / (run / "snapshots" / "last").read_text().strip()
+    files = [run / "weights.safetensors", run / "metrics.jsonl", *sorted(last.glob("*.safetensors"))]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}

@@ -1,0 +1,70 @@
+"""Claim: whatever dies, whenever, the run goes on by itself and ends with what it would have ended with anyway.
+
+Runs of a small language model (streams with carry, dropout, Adam, a snapshot every 8 steps) by real `carrywave train --devices N`.
+Workers are killed at random moments: at random steps, while a snapshot is written, and while they start again. `equal` says whether the
+best weights, metrics.jsonl and the last snapshot (parameters, optimizer, carry) are byte for byte those of the same run undisturbed;
+`once` whether the ledger of what was trained on, with what was gone back over counted by its last time, shows every step of the data
+exactly once an epoch. `noticed` and `again` are the median and the longest time from the fault to the launcher's word, and to the next
+step that was done. Workers that are stopped (SIGSTOP) are a scenario of their own.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from carrywave.benchmarks._faults import MOMENTS, Case, Moment, calm, contents, disturbed, each_once, write_data
+from carrywave.errors import RunError
+
+title = "runs whose workers are killed"
+COLUMNS = ("scenario", "workers", "faults", "in_saves", "in_restarts", "restarts", "noticed_s", "again_s", "equal", "once", "target")
+
+REPLICAS = Case("2 replicas", 2)
+STAGES = Case("2 stages", 2, ("plan.stages=2", "plan.chunk_steps=2"))
+FOUR = Case("4 replicas", 4)
+KILLS = {REPLICAS: 20, STAGES: 20, FOUR: 5}
+TARGETS = {signal.SIGKILL: "noticed 1 s, again 15 s", signal.SIGSTOP: "noticed 15 s, again 45 s"}
+
+
+def run(quick: bool = False) -> list[dict[str, object]]:
+    """A row for each scenario. Quick: three kills of two replicas."""
+    if quick:
+        return [row_of(replace(REPLICAS, steps=60), 3, signal.SIGKILL)]
+    killed = [row_of(case, kills, signal.SIGKILL) for case, kills in KILLS.items()]
+    return [*killed, row_of(REPLICAS, 2, signal.SIGSTOP, moments=("step",))]
+
+
+def row_of(case: Case, faults: int, number: signal.Signals, *, moments: tuple[Moment, ...] = MOMENTS) -> dict[str, object]:
+    """Both runs, and what is to be said of them."""
+    stages = 2 if case is STAGES else 1
+    with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
+        folder = Path(name)
+        write_data(folder)
+        undisturbed = calm(folder, case)
+        told = disturbed(folder, case, faults, seed=faults + case.devices, number=number, moments=moments)
+        for each in (undisturbed, told):
+            if each.code:
+                raise RunError(f"a run of {case.name} ended with exit code {each.code}: {' / '.join(each.lines[-2:])}; see its lines")
+        equal = contents(folder / "disturbed") == contents(folder / "calm")
+        once = each_once(folder / "disturbed-ledger", stages) and each_once(folder / "calm-ledger", stages)
+    return {
+        "scenario": f"{case.name}, {number.name}",
+        "workers": case.devices,
+        "faults": len(told.faults),
+        "in_saves": sum(fault.in_a_save for fault in told.faults),
+        "in_restarts": sum(fault.moment == "restart" for fault in told.faults),
+        "restarts": told.restarts,
+        "noticed_s": _spread([fault.noticed_seconds for fault in told.faults]),
+        "again_s": _spread([fault.again_seconds for fault in told.faults]),
+        "equal": "yes" if equal else "no",
+        "once": "yes" if once else "no",
+        "target": TARGETS[number],
+    }
+
+
+def _spread(seconds: list[float | None]) -> str:
+    known = [each for each in seconds if each is not None]
+    return f"{statistics.median(known):.2f} (most {max(known):.2f})" if known else "-"

@@ -1,0 +1,407 @@
+"""One plan on one shape of batch: how long each task takes, and the step that they make up together.
+
+`simulate` runs the schedule; `bound` says without it what the step takes at least: the work of a stage, after the way to it and before
+the way back from it. What comes after the last task (gradients summed over workers, the update) is the same in both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Protocol
+
+from carrywave.plan.cluster import Cluster, Placed, reduce_seconds
+from carrywave.plan.cost import Costs
+from carrywave.plan.fit import NOTHING, Seconds
+from carrywave.plan.memory import Load, Memory, Split, loads, most_held, one_slice, stage_memory
+from carrywave.plan.messages import Line, with_messages
+from carrywave.plan.plan import Plan
+from carrywave.plan.profile import Link, Overheads, Profile
+from carrywave.plan.schedule import Task, wavefront
+from carrywave.plan.simulate import Compiled, Timeline, Times, simulate
+from carrywave.plan.units import Shape, Units
+
+BUCKET_BYTES = 8 << 20  # of gradients that the runtime reduces at once
+_AGREED_BYTES = 48  # loss, count, norm and their like, which all workers add up at every step
+
+
+@lru_cache(maxsize=256)
+def program_of(stages: int, chunks: tuple[int, ...], share_head: bool) -> Compiled:
+    """The program that the runtime would execute, ready to be simulated."""
+    return Compiled(with_messages(wavefront(stages, chunks, share_head=share_head)))
+
+
+@lru_cache(maxsize=1024)
+def _loads(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bool) -> tuple[Load, ...]:
+    if len(chunks) == 1:
+        return (one_slice(chunks[0], put_off=put_off),) * stages
+    return loads(wavefront(stages, chunks, share_head=share_head), put_off=put_off)
+
+
+@lru_cache(maxsize=1024)
+def _scored(stages: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the head is shared: how many chunks each stage scores."""
+    counts = Counter(wavefront(stages, chunks, share_head=True).scorers.values())
+    return tuple(counts[stage] for stage in range(stages))
+
+
+class CostsOf(Protocol):
+    """Finds what the units cost on a kind of device."""
+
+    def __call__(self, profile: Profile, *, piped: bool) -> Costs: ...
+
+
+class Case:
+    """One plan, up to its cuts, on one shape of batch."""
+
+    def __init__(self, plan: Plan, shape: Shape, units: Units, cluster: Cluster, placed: Placed, costs: CostsOf) -> None:
+        self.plan, self.shape, self.units, self.cluster, self.placed = plan, shape, units, cluster, placed
+        self.kinds = [[costs(profile, piped=plan.stages > 1) for profile in kinds] for kinds in placed.profiles]
+        self.overheads = _slowest([costs.profile.overheads for kinds in self.kinds for costs in kinds])
+        self.crowds = [[costs.crowding(self.placed.crowd) for costs in kinds] for kinds in self.kinds]
+        lanes = max(1, -(-shape.lanes // plan.replicas))
+        self.lanes = self.units.slices(plan, lanes) * self.units.accumulate
+        self.chunk_steps = shape.steps if self.units.whole or plan.chunk_steps is None else min(plan.chunk_steps, shape.steps)
+        self.chunks = -(-shape.steps // self.chunk_steps)
+        self.counts = (self.chunks,) * len(self.lanes)
+        self.put_off = self.chunks > 1 and not plan.recompute
+        self.share_head = plan.shares_head and not self.units.pooled
+        # Stages on devices of the same kinds are alike; this is the first of them for each.
+        first: dict[tuple[int, ...], int] = {}
+        self.like = [first.setdefault(tuple(map(id, kinds)), stage) for stage, kinds in enumerate(self.placed.profiles)]
+        self.links = [self.link(stage, stage + 1) for stage in range(plan.stages - 1)]
+        self._stages: dict[tuple[int, int, int, int, int], Seconds] = {}
+        self._busy: dict[tuple[int, int, int], float] = {}
+        self._memory: dict[tuple[Load, int, int], Memory] = {}
+
+    # Work of single tasks.
+
+    def steps(self, chunk: int) -> int:
+        """Steps of a chunk; the last one may have fewer."""
+        return min(self.chunk_steps, self.shape.steps - chunk * self.chunk_steps)
+
+    def of_stage(self, stage: int, first: int, last: int, lanes: int, steps: int) -> Seconds:
+        """Of units [first, last) on a chunk, by the slowest of this stage's devices."""
+        stage = self.like[stage]
+        key = stage, first, last, lanes, steps
+        found = self._stages.get(key)
+        if found is None:
+            each = [
+                costs.stage(first, last, lanes, steps).times(crowd)
+                for costs, crowd in zip(self.kinds[stage], self.crowds[stage], strict=True)
+            ]
+            found = self._stages[key] = each[0] if len(each) == 1 else Seconds(*(max(part) for part in zip(*each, strict=True)))
+        return found
+
+    def _last(self, last: int, chunk: int) -> int:
+        """The unit after the last that runs with a chunk: not a shared head, and one that pools only after the last chunk."""
+        without = self.share_head or (self.units.pooled and chunk < self.chunks - 1)
+        return last - 1 if without and last == len(self.units) else last
+
+    def forward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
+        """Seconds of F."""
+        last = self._last(last, chunk)
+        work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
+        return self.overheads.task_seconds + work.forward
+
+    def backward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
+        """Seconds of B."""
+        last = self._last(last, chunk)
+        work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
+        again = work.forward if self.plan.recompute else 0.0
+        return self.overheads.task_seconds + again + work.backward + (0.0 if self.put_off else work.put_off)
+
+    def pay(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
+        """Seconds of the weights' gradients of a slice that were put off; of a shared head, for the chunks that the last stage scored."""
+        if not self.put_off:
+            return 0.0
+        last = self._last(last, self.chunks - 1)
+        own = self.of_stage(stage, first, last, lanes, self.shape.steps).put_off if last > first else 0.0
+        return own + (self._head(stage, lanes, self.shape.steps).put_off * scored / self.chunks if scored else 0.0)
+
+    def _head(self, stage: int, lanes: int, steps: int) -> Seconds:
+        return self.of_stage(stage, len(self.units) - 1, len(self.units), lanes, steps)
+
+    def score(self, stage: int, lanes: int, chunk: int) -> float:
+        """Seconds of H. The last stage puts its weights' gradients off."""
+        work = self._head(stage, lanes, self.steps(chunk))
+        put_off = self.put_off and stage == self.plan.stages - 1
+        return self.overheads.task_seconds + work.forward + work.backward + (0.0 if put_off else work.put_off)
+
+    def num_bytes(self, unit: int, lanes: int, chunk: int) -> int:
+        """Of what enters a unit, for a chunk: a message."""
+        return self.units.units[unit].width_in * lanes * self.steps(chunk) * self.units.activation_bytes
+
+    def link(self, one: int, other: int) -> Link:
+        """Between two stages."""
+        low, high = min(one, other), max(one, other)
+        kinds = tuple(profile for stage in (one, other) for profile in self.placed.profiles[stage])
+        crosses = any(self.placed.crossing[low:high])
+        return self.cluster.link_between(kinds) if crosses else self.cluster.link_within(kinds)
+
+    # A whole step.
+
+    def busy(self, stage: int, first: int, last: int) -> float:
+        """Seconds of a stage's own work in a step, without a shared head."""
+        key = self.like[stage], first, last
+        total = self._busy.get(key)
+        if total is not None:
+            return total
+        total = 0.0
+        for lanes in set(self.lanes):
+            times = self.lanes.count(lanes)
+            one = self.pay(stage, first, last, lanes)
+            # All chunks but the last are alike.
+            for chunk, count in ((0, self.chunks - 1), (self.chunks - 1, 1)):
+                if count:
+                    one += count * (self.forward(stage, first, last, lanes, chunk) + self.backward(stage, first, last, lanes, chunk))
+            total += times * one
+        self._busy[key] = total
+        return total
+
+    def least(self) -> float:
+        """Seconds of a step, at least, however the units are cut."""
+        units, stages = len(self.units), self.plan.stages
+        least = math.inf
+        for stage in set(self.like):
+            work = self.busy(stage, 0, units) / stages
+            if len(self.lanes) == 1:
+                # The first chunk goes through all stages, and only then is one of them behind another.
+                steady = (self.chunks - 1) / self.chunks / stages
+                lanes, last = self.lanes[0], self.chunks - 1
+                work = max(work, self.forward(stage, 0, units, lanes, last) + self.backward(stage, 0, units, lanes, last) + steady * work)
+            least = min(least, work)
+        return least + self._heads() / stages
+
+    def _heads(self) -> float:
+        """Seconds of a shared head, all of it."""
+        if not self.share_head:
+            return 0.0
+        last = self.plan.stages - 1
+        each = {
+            lanes: (self.chunks - 1) * self.score(last, lanes, 0) + self.score(last, lanes, self.chunks - 1) for lanes in set(self.lanes)
+        }
+        return sum(each[lanes] for lanes in self.lanes)
+
+    def _least_score(self, stage: int) -> float:
+        return min(self.score(stage, min(self.lanes), chunk) for chunk in (0, self.chunks - 1))
+
+    def bound(self, edges: tuple[int, ...]) -> float:
+        """Seconds of a step, at least."""
+        ends = self._ends(edges)
+        if len(self.lanes) == 1:
+            ends = [max(pair) for pair in zip(ends, self._wave(edges), strict=True)]
+        return max(end for _, end in self._after(edges, ends)[-1])
+
+    def _ends(self, edges: tuple[int, ...]) -> list[float]:
+        """When each stage is through, at the earliest: its own work, after the way to it and before the way back from it."""
+        stages, span = self.plan.stages, list(pairwise(edges))
+        first, final = self.lanes[0], self.lanes[-1]
+        pays = [self.pay(stage, *span[stage], final) for stage in range(stages)]
+        sends = self.overheads.message_seconds * sum(self.counts)  # receives may be posted before there is anything to do
+        lead = back = all_work = waits = 0.0  # the way to a stage, the way back from it
+        own = []
+        for stage in range(stages):
+            work = self.busy(stage, *span[stage]) - pays[stage] + sends * ((stage > 0) + (stage < stages - 1))
+            all_work += work + pays[stage]
+            waits += lead + max(0.0, back - pays[stage])
+            if self.share_head:
+                # Chunks differ little from each other, lanes by one at most: the fewest, and the shortest, so that it stays a bound.
+                work += _scored(stages, self.counts)[stage] * self._least_score(stage)
+            own.append(lead + work)
+            if stage < stages - 1:
+                lead += self.forward(stage, *span[stage], first, 0) + self._hop(stage, edges, first, 0)
+                back += self.backward(stage, *span[stage], final, 0) + self._hop(stage, edges, final, 0)
+        # The last backward of a stage is followed by those of all before it; its send is part of the way.
+        ends = [own[-1] + pays[-1]]
+        after = own[-1] - self.overheads.message_seconds
+        for stage in range(stages - 2, -1, -1):
+            after += self._hop(stage, edges, final, 0) + self.backward(stage, *span[stage], final, 0)
+            ends.append(max(after, own[stage]) + pays[stage])
+            after = max(after, own[stage] - self.overheads.message_seconds)
+        ends.reverse()
+        if self.share_head:  # whoever does it, all that is to be done is done by all stages together
+            ends[0] = max(ends[0], (all_work + waits + self._heads()) / stages)
+        return ends
+
+    def _wave(self, edges: tuple[int, ...]) -> list[float]:
+        """When each stage is through with one slice: all chunks forward, then all back. The longest way through a grid of stages and
+        chunks, in which all chunks are alike but the last: along the slowest stage, and over to the last chunk where that is latest.
+        """
+        stages, span, lanes, last = self.plan.stages, list(pairwise(edges)), self.lanes[0], self.chunks - 1
+        send = self.overheads.message_seconds
+        hop, short_hop = ([self._hop(stage, edges, lanes, chunk) for stage in range(stages - 1)] for chunk in (0, last))
+        whole, short = ([self.forward(stage, *span[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
+        forward = _through(whole, short, hop, short_hop, last, [send] * (stages - 1) + [0.0])
+        if self.share_head:  # nothing goes back before the last chunk is scored
+            forward += min(self.score(stage, lanes, last) for stage in range(stages))
+        whole, short = ([self.backward(stage, *span[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
+        ends = []
+        for stage in range(stages):
+            # Back comes the short chunk first: the same way, seen from its end.
+            sends = [send if each else 0.0 for each in range(stage, stages)]
+            back = _through(whole[stage:], short[stage:], hop[stage:], short_hop[stage:], last, sends)
+            ends.append(forward + back + self.pay(stage, *span[stage], lanes))
+        return ends
+
+    def _hop(self, stage: int, edges: tuple[int, ...], lanes: int, chunk: int) -> float:
+        """Seconds of a message between a stage and the next."""
+        return self.overheads.message_seconds + _message(self.links[stage], self.num_bytes(edges[stage + 1], lanes, chunk))
+
+    def simulate(self, edges: tuple[int, ...]) -> Timeline:
+        """The step, task by task."""
+        program = program_of(self.plan.stages, self.counts, self.share_head)
+        last = self.plan.stages - 1
+        span = list(pairwise(edges))
+        known: dict[tuple[str, int, int, bool], float] = {}
+        scored: dict[int, int] = {}  # chunks of each slice that the last stage scores itself
+        for (_, part), stage in program.program.schedule.scorers.items():
+            scored[part] = scored.get(part, 0) + (stage == last)
+
+        def run(task: Task) -> float:
+            lanes = self.lanes[task.slice]
+            key = task.phase, task.stage, lanes, task.chunk == self.chunks - 1
+            if key not in known:
+                if task.phase == "H":
+                    known[key] = self.score(task.stage, lanes, task.chunk)
+                else:
+                    of_phase = self.forward if task.phase == "F" else self.backward
+                    known[key] = of_phase(task.stage, *span[task.stage], lanes, task.chunk)
+            return known[key]
+
+        def pay(task: Task) -> float:
+            if task.phase != "B" or task.chunk:
+                return 0.0
+            return self.pay(task.stage, *span[task.stage], self.lanes[task.slice], scored.get(task.slice, 0) if task.stage == last else 0)
+
+        def num_bytes(task: Task) -> int:
+            # Forward gives what enters the next stage, backward the gradient of what entered this one; a head's is as wide as itself.
+            shared = task.phase == "H" or (task.phase == "F" and task.stage == last)
+            unit = len(self.units) - 1 if shared else edges[task.stage + 1] if task.phase == "F" else edges[task.stage]
+            return self.num_bytes(unit, self.lanes[task.slice], task.chunk)
+
+        def link(line: Line) -> Link:
+            return self.link(line.sender, line.receiver)
+
+        found = simulate(program, Times(run, pay, num_bytes, link, self.overheads.message_seconds))
+        reduced, updated = self._after(edges, found.ends)
+        return found.then("reduce", reduced).then("update", updated)
+
+    def parameters(self, edges: tuple[int, ...]) -> list[int]:
+        """Parameters that each stage holds."""
+        return [self.units.parameters(a, b, share_head=self.share_head) for a, b in pairwise(edges)]
+
+    def _after(self, edges: tuple[int, ...], ends: Sequence[float]) -> list[list[tuple[float, float]]]:
+        """What follows a stage's last task: sums of gradients over workers, and the update; start and end of each."""
+        replicas, stages = self.plan.replicas, self.plan.stages
+        held = self.parameters(edges)
+        shared, members = self.units.common(edges, share_head=self.share_head)
+        done = []
+        for stage, end in enumerate(ends):
+            own = (held[stage] - (shared if stage in members else 0)) * self.units.parameter_bytes
+            window = self._window(stage, edges)
+            done.append(end + self._exposed(own, window))
+        if shared:
+            groups = 1 if self.units.reproducible else replicas * len(members)
+            agreed = max(done[stage] for stage in members)
+            seconds = self._reduce(groups, shared * self.units.parameter_bytes)
+            done = [agreed + seconds if stage in members else each for stage, each in enumerate(done)]
+        agreed = max(done) + self._reduce(replicas * stages, _AGREED_BYTES + 8 * replicas * stages)
+        updates = []
+        for stage in range(stages):
+            pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
+            updates.append((agreed, agreed + max(costs.update(held[stage]) * crowd for costs, crowd in pairs)))
+        return [[(end, max(end, each)) for end, each in zip(ends, done, strict=True)], updates]
+
+    def _window(self, stage: int, edges: tuple[int, ...]) -> float:
+        """Seconds in which gradients become final, one after the other: those put off, or the last backward."""
+        first, last, lanes = edges[stage], edges[stage + 1], self.lanes[-1]
+        return self.pay(stage, first, last, lanes) if self.put_off else self.backward(stage, first, last, lanes, 0)
+
+    def _exposed(self, num_bytes: int, window: float) -> float:
+        """Seconds by which the sum over replicas ends after the last task: it goes bucket by bucket, while gradients still come."""
+        replicas = self.plan.replicas
+        if replicas == 1 or num_bytes == 0:
+            return 0.0
+        if self.units.reproducible:  # pairs of replicas, one after the other, once all is there
+            link = self.cluster.link_between(self.placed.profiles[0]) if self.placed.apart else self.link_of_host()
+            return (replicas.bit_length() - 1) * _message(link, num_bytes)
+        buckets = -(-num_bytes // BUCKET_BYTES)
+        each = self._reduce(replicas, num_bytes // buckets)
+        hidden = max(each, buckets * each - window * (1 - 1 / buckets))
+        overlap = self.overheads.overlap
+        return overlap * hidden + (1 - overlap) * buckets * each
+
+    def link_of_host(self) -> Link:
+        """Between devices of one host."""
+        return self.cluster.link_within(tuple(profile for kinds in self.placed.profiles for profile in kinds))
+
+    def _reduce(self, workers: int, num_bytes: int) -> float:
+        # Every stage sums over its replicas at about the same time.
+        groups = min(self.plan.stages, self.placed.crowd)
+        return reduce_seconds(self.cluster, self.placed, workers, num_bytes, groups)
+
+    def most_held(self, stage: int) -> Load:
+        """What a stage holds at most; no schedule need be made for it."""
+        if self.plan.stages == 1 or len(self.counts) == 1:
+            return one_slice(self.chunks, put_off=self.put_off)
+        return most_held(self.chunks, len(self.counts), self.plan.stages - 1 - stage, put_off=self.put_off)
+
+    def memory(self, stage: int, first: int, last: int, load: Load | None = None) -> Memory:
+        """The bytes of units [first, last) as this stage, which holds what the schedule says, or this load."""
+        if load is None:
+            # One stage takes batch after batch, slice after slice, and holds one of them at a time.
+            counts = self.counts if self.plan.stages > 1 else self.counts[:1]
+            load = _loads(self.plan.stages, counts, self.share_head, self.put_off)[stage]
+        key = load, first, last
+        found = self._memory.get(key)
+        if found is None:
+            found = self._memory[key] = stage_memory(self.units, first, last, load, self.split)
+        return found
+
+    @cached_property
+    def split(self) -> Split:
+        """What memory depends on, beside the cuts."""
+        return Split(
+            max(self.lanes),
+            self.chunk_steps,
+            self.shape.steps,
+            sum(self.lanes) // self.units.accumulate,
+            self.put_off,
+            self.plan.recompute,
+            self.share_head,
+            reduced=self.plan.replicas > 1,
+        )
+
+
+def _through(whole: list[float], short: list[float], hop: list[float], short_hop: list[float], before: int, sends: list[float]) -> float:
+    """The longest way of so many whole chunks and a short one through stages; `sends` keep each stage from its next chunk."""
+    if not before:
+        return sum(short) + sum(short_hop)
+    rest = sum(short) + sum(short_hop)
+    sofar = slowest = longest = 0.0
+    for stage, seconds in enumerate(whole):
+        sofar += seconds + (hop[stage - 1] if stage else 0.0)
+        rest -= short_hop[stage - 1] if stage else 0.0
+        slowest = max(slowest, seconds + sends[stage])
+        longest = max(longest, sofar + (before - 1) * slowest + sends[stage] + rest)
+        rest -= short[stage]
+    return longest
+
+
+def _message(link: Link, num_bytes: int) -> float:
+    return link.latency_seconds + num_bytes / link.bytes_per_second
+
+
+def _slowest(overheads: Sequence[Overheads]) -> Overheads:
+    if len(set(overheads)) == 1:
+        return overheads[0]
+    return Overheads(
+        max(each.task_seconds for each in overheads),
+        max(each.message_seconds for each in overheads),
+        max(each.step_seconds for each in overheads),
+        min(each.overlap for each in overheads),
+    )

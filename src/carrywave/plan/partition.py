@@ -1,0 +1,133 @@
+"""Where to cut a row of units into stages: contiguous parts that make the slowest stage as fast as can be, each within its device's memory.
+
+Exact, by dynamic programming: the best way to put the first units on some devices follows from the best ways to put fewer units on one
+device less. Devices come in a fixed order and may differ in speed and memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+from carrywave.errors import PlanError
+
+SecondsOf = Callable[[int, int, int], float]  # (stage, first unit, unit after the last) -> seconds
+BytesOf = Callable[[int, int, int], int]
+
+
+class NoFit(PlanError):
+    """No way to cut the units fits into memory. `missing_bytes` is what the nearest one lacks on its fullest device."""
+
+    def __init__(self, message: str, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+
+
+def partition(units: int, stages: int, seconds: SecondsOf, num_bytes: BytesOf | None = None, limits: Sequence[int] = ()) -> tuple[int, ...]:
+    """The first unit of each stage after the first. More units must cost no less, in seconds and in bytes.
+
+    `limits` are the bytes of each stage's device; without `num_bytes`, memory is not looked at.
+    """
+    check_stages(units, stages)
+    best, slowest = _solve(units, stages, lambda s, a, b: seconds(s, a, b) if _fits(num_bytes, limits, s, a, b) else math.inf)
+    if math.isinf(slowest):
+        assert num_bytes is not None
+        raise no_fit(units, stages, num_bytes, limits)
+    return best
+
+
+def check_stages(units: int, stages: int) -> None:
+    """Refuse more stages than there are units."""
+    if not 1 <= stages <= units:
+        raise PlanError(f"{units} units (encoder, {units - 2} layers, head) cannot fill {stages} stages; use 1 to {units} stages")
+
+
+def all_cuts(units: int, stages: int) -> list[tuple[int, ...]]:
+    """Every way to cut."""
+    return list(combinations(range(1, units), stages - 1))
+
+
+def no_fit(units: int, stages: int, num_bytes: BytesOf, limits: Sequence[int]) -> NoFit:
+    """Which stage of the cuts that come nearest to fitting lacks how much."""
+    cuts, missing = _solve(units, stages, lambda s, a, b: max(0.0, float(num_bytes(s, a, b) - limits[s])))
+    edges = (0, *cuts, units)
+    lacks = [num_bytes(stage, edges[stage], edges[stage + 1]) - limits[stage] for stage in range(stages)]
+    stage = lacks.index(max(lacks))
+    first, last = edges[stage], edges[stage + 1]
+    alone = f"{_unit(first, units)} alone is" if last - first == 1 else f"stage {stage} ({span(first, last, units)}) is"
+    remedy = (
+        "a device with more memory, or a smaller model, is the only way"
+        if last - first == 1
+        else f"use more stages (up to {units}), plan.recompute or plan.slices, or devices with more memory"
+    )
+    return NoFit(
+        f"no way to cut {units} units into {stages} stage{'s' if stages > 1 else ''} fits: at best {alone} {say(int(missing))} "
+        f"over the {say(limits[stage])} of its device; {remedy}",
+        int(missing),
+    )
+
+
+def _fits(num_bytes: BytesOf | None, limits: Sequence[int], stage: int, first: int, last: int) -> bool:
+    return num_bytes is None or num_bytes(stage, first, last) <= limits[stage]
+
+
+def balanced(units: int, most: int, seconds: Callable[[int, int], float]) -> list[tuple[int, ...]]:
+    """For 1, 2, … `most` stages on devices of one kind, where memory is no question: the cuts, as `partition` finds them, all at once."""
+    table = _table(units, most, lambda stage, first, last: seconds(first, last), all_ends=True)
+    return [_trace(units, table[: stages + 1])[0] for stages in range(1, most + 1)]
+
+
+def _solve(units: int, stages: int, cost: SecondsOf) -> tuple[tuple[int, ...], float]:
+    """Cuts whose largest cost is least, and that cost."""
+    return _trace(units, _table(units, stages, cost))
+
+
+Row = tuple[list[float], list[int]]  # for so many units on the stages so far: the least largest cost, and where the last stage begins
+
+
+def _table(units: int, stages: int, cost: SecondsOf, *, all_ends: bool = False) -> list[Row]:
+    """For each number of stages, from none. Unless all ends are asked for, units are left over for the stages to come."""
+    least = [math.inf] * (units + 1)
+    least[0] = 0.0
+    rows: list[Row] = [(least, [])]
+    for stage in range(stages):
+        after = [math.inf] * (units + 1)
+        back = [stage] * (units + 1)
+        last_end = units if all_ends else units - (stages - stage - 1)
+        for end in range(stage + 1, last_end + 1):
+            for begin in range(end - 1, stage - 1, -1):
+                alone = cost(stage, begin, end)
+                if alone >= after[end]:
+                    break  # more units cost no less
+                worst = max(least[begin], alone)
+                if worst < after[end]:
+                    after[end], back[end] = worst, begin
+        rows.append((after, back))
+        least = after
+    return rows
+
+
+def _trace(units: int, rows: list[Row]) -> tuple[tuple[int, ...], float]:
+    edges = [units]
+    for _, back in reversed(rows[1:]):
+        edges.append(back[edges[-1]])
+    return tuple(edges[-2:0:-1]), rows[-1][0][units]
+
+
+def span(first: int, last: int, units: int) -> str:
+    """Units [first, last) in words."""
+    names = [_unit(first, units)] if last - first == 1 else [_unit(first, units), _unit(last - 1, units)]
+    return " to ".join(names)
+
+
+def _unit(unit: int, units: int) -> str:
+    return "the encoder" if unit == 0 else "the head" if unit == units - 1 else f"layer {unit}"
+
+
+def say(num_bytes: int) -> str:
+    """Bytes in words, to three digits."""
+    for size, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {name}" if num_bytes < 1000 * size else f"{num_bytes / size:.0f} {name}"
+    return f"{num_bytes} bytes"

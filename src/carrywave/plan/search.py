@@ -1,0 +1,398 @@
+"""Finds the best plan for a spec on a cluster: over replicas, stages, cuts, chunks, slices, recomputation and a shared head.
+
+Best first: every plan has a time that it takes at least, and only those that could still win are looked at more closely, first by their
+cuts, then in the simulator. So the answer is that of trying everything, to within a tolerance, and most plans cost a few microseconds.
+What changes the answer of training (lanes, steps, precision, accumulation) is the spec's and never touched.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal
+
+from carrywave.errors import PlanError
+from carrywave.plan.cluster import Cluster
+from carrywave.plan.partition import NoFit, all_cuts, partition, say, span
+from carrywave.plan.plan import Plan, even_cuts
+from carrywave.plan.predict import Prediction, Predictor
+from carrywave.plan.shards import REPLICAS
+from carrywave.plan.units import Units
+
+GAIN_PER_DOUBLING = 0.05  # twice the devices must save this much of the time to be worth it
+TOLERANCE = 0.01  # by which the plan that is found may be slower than the best
+CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # that a window is cut into
+LEAST_CHUNK_STEPS = 2
+SLICES = (1, 2)  # more cost more than they fill in, unless time cannot be cut or memory is short
+MORE_SLICES = (4, 8, 16)
+FEW_UNITS = 6  # up to which all ways to cut them are looked at; where there are more, the one that balances the stages
+MOST_SIMULATED = 40  # plans in one search; bounds are so near that a few are enough, except for shared heads
+_RIVALS_SIMULATED = 4  # for each kind of plan that is shown beside the chosen one
+_SURELY = 0.9  # of the time of one stage alone, shared out evenly: no cut into chunks and slices takes less
+_ALL_STAGES = 16  # up to so many stages all numbers of them are tried, beyond it some
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A plan that was not chosen, and why."""
+
+    plan: Plan
+    why: str
+    prediction: Prediction | None = None  # none where it does not fit
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan that was chosen, why, and those that were not."""
+
+    best: Prediction
+    why: str
+    rivals: tuple[Rival, ...]
+    serial: Prediction | None  # on one device, where it fits there
+    devices: int  # that were on offer
+
+    @property
+    def efficiency(self) -> float | None:
+        """Seconds of one device over those of all devices together; nothing where one device cannot hold the model."""
+        return None if self.serial is None else self.serial.seconds / (self.best.seconds * self.best.plan.workers)
+
+
+Wanted = Callable[[Plan], bool]
+Level = Literal["group", "uncut", "cut"]  # how much of a plan is settled: replicas and stages; all but the cuts; all
+
+
+def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: float = TOLERANCE) -> Choice:
+    """The best plan on these devices or fewer of them; with `use_all`, on all. Refuses a model that fits no plan."""
+    found = Search(Predictor(units, cluster), use_all=use_all, tolerance=tolerance)
+    found.check_room()
+    best = found.best(_any, gain=GAIN_PER_DOUBLING)
+    if best is None:
+        raise found.nothing()
+    kinds: tuple[Wanted, ...] = (_serial, _replicas, _stages, _both)
+    of_kind = [found.best(kind, gain=0.0, most=_RIVALS_SIMULATED) for kind in kinds]
+    # By the model's own account nothing on fewer devices may beat what is chosen.
+    best = min((each for each in (best, *of_kind) if each is not None), key=lambda each: _score(each.seconds, each.plan, GAIN_PER_DOUBLING))
+    rivals = [Rival(each.plan, _why(each, best), each) for each in (*of_kind, *found.variants(best.plan)) if each is not None]
+    rivals += [
+        Rival(plan, said)
+        for kind, each in zip(kinds, of_kind, strict=True)
+        if each is None and (plan := found.lacking(kind))
+        for said in [found.lack(plan)]
+    ]
+    shown: dict[Plan, Rival] = {}
+    for rival in rivals:
+        if rival.plan != best.plan:
+            shown.setdefault(rival.plan, rival)
+    ordered = sorted(shown.values(), key=lambda rival: math.inf if rival.prediction is None else rival.prediction.seconds)
+    return Choice(best, _reason(best, ordered, cluster.devices), tuple(ordered), of_kind[0] or found.serial(), cluster.devices)
+
+
+def describe(plan: Plan) -> str:
+    """A plan in words."""
+    if plan.workers == 1:
+        parts = ["1 device"]
+    else:
+        parts = [
+            f"{number} {name}{'s' if number > 1 else ''}"
+            for number, name in ((plan.replicas, "replica"), (plan.stages, "stage"))
+            if number > 1
+        ]
+        parts = [" x ".join(parts)]
+    if plan.chunk_steps is not None:
+        parts.append(f"chunks of {plan.chunk_steps} steps")
+    if plan.slices > 1:
+        parts.append(f"{plan.slices} slices")
+    parts += ["recompute"] * plan.recompute + ["the head shared"] * plan.shares_head
+    return ", ".join(parts)
+
+
+class Search:
+    """One search, with all that it has found out; `best` may be asked again for other plans."""
+
+    def __init__(self, predictor: Predictor, *, use_all: bool, tolerance: float) -> None:
+        self.predictor, self.units, self.cluster = predictor, predictor.units, predictor.cluster
+        self.use_all, self.tolerance = use_all, tolerance
+        self.cuts: dict[Plan, list[tuple[int, ...]]] = {}  # those that fit
+        self.known: dict[Plan, Prediction] = {}
+        self.bounds: dict[Plan, float] = {}
+        self.misfits: dict[Plan, None] = {}
+
+    def best(self, wanted: Wanted, *, gain: float, most: int = MOST_SIMULATED) -> Prediction | None:
+        """The best of the plans that are wanted, where twice the devices must gain this much; none where no plan fits.
+
+        `most` are simulated; beyond that the best of them is taken.
+        """
+        number = count()
+        heap: list[tuple[float, int, Level, Plan]] = []  # least score, a tie-break
+        best: Prediction | None = None
+        limit, simulated = math.inf, 0
+
+        def push(plan: Plan, seconds: float, level: Level) -> None:
+            score = _score(seconds, plan, gain)
+            if score < limit:
+                heapq.heappush(heap, (score, next(number), level, plan))
+
+        for stages in _some_stages(min(len(self.units), self.cluster.devices)):
+            for replicas in self._replicas(self.cluster.devices, stages):
+                if wanted(plan := Plan(replicas, stages)):
+                    push(plan, _SURELY * self._least(Plan(replicas)) / stages, "group")
+        while heap and heap[0][0] * (1 + self.tolerance) < limit and simulated < most:
+            _, _, level, plan = heapq.heappop(heap)
+            if level == "group":
+                for each in self.plans(plan):
+                    push(each, self._least(each), "uncut")
+            elif level == "uncut":
+                for cuts in self._cuts(plan):
+                    whole = replace(plan, cuts=cuts)
+                    push(whole, self._bound(whole), "cut")
+                if not self.cuts[plan] and not plan.recompute and plan.slices <= SLICES[-1]:
+                    for each in self._leaner(plan):
+                        push(each, self._least(each), "uncut")
+            else:
+                simulated += 1
+                found = self._predict(plan)
+                if (score := _score(found.seconds, plan, gain)) < limit:
+                    best, limit = found, score
+        return best
+
+    def plans(self, group: Plan) -> Iterator[Plan]:
+        """All that is tried with so many replicas and stages, without cuts and recomputation, which come where they are needed."""
+        if group.stages == 1:
+            yield group
+            return
+        for slices in self._slices(group.replicas, SLICES + MORE_SLICES * self.units.whole):
+            for steps in self._chunk_steps():
+                for share_head in (False,) if self.units.pooled else (False, True):
+                    yield replace(group, chunk_steps=steps, slices=slices, share_head=share_head)
+
+    def _leaner(self, plan: Plan) -> Iterator[Plan]:
+        """What takes less memory than a plan that does not fit: recomputation; on one stage slices and chunks, which bring nothing else."""
+        if plan.stages > 1:
+            yield replace(plan, recompute=True)
+            if plan.slices == SLICES[-1] and not self.units.whole:
+                for slices in self._slices(plan.replicas, MORE_SLICES):
+                    yield replace(plan, slices=slices)
+                    yield replace(plan, slices=slices, recompute=True)
+        elif plan == Plan(plan.replicas):
+            for slices in self._slices(plan.replicas, SLICES + MORE_SLICES):
+                if slices > 1:
+                    yield replace(plan, slices=slices)
+                for steps in self._chunk_steps():
+                    if steps is not None:
+                        yield replace(plan, slices=slices, chunk_steps=steps, recompute=True)
+
+    def _replicas(self, devices: int, stages: int) -> list[int]:
+        """Numbers of replicas: of those whose largest share of the lanes is the same, the smallest."""
+        most = max(shape.lanes for shape in self.units.shapes)
+        if self.use_all:
+            found = [devices // stages] if devices % stages == 0 and devices // stages <= most else []
+        else:
+            before: tuple[int, ...] = ()
+            found = []
+            for replicas in range(1, min(devices // stages, most) + 1):
+                shares = tuple(-(-shape.lanes // replicas) for shape in self.units.shapes)
+                if shares != before:
+                    found.append(replicas)
+                before = shares
+        return [replicas for replicas in found if replicas in REPLICAS] if self.units.reproducible else found
+
+    def _slices(self, replicas: int, numbers: Sequence[int]) -> list[int]:
+        """Those numbers of slices of which each has a lane on every replica."""
+        if self.units.reproducible:
+            return [1]
+        most = max(shape.lanes for shape in self.units.shapes)
+        return [slices for slices in numbers if slices == 1 or replicas * slices <= most]
+
+    def _chunk_steps(self) -> list[int | None]:
+        longest = max(shape.steps for shape in self.units.shapes)
+        if self.units.whole:
+            return [None]
+        steps = {-(-longest // chunks) for chunks in CHUNKS}
+        return [None, *sorted((each for each in steps if LEAST_CHUNK_STEPS <= each < longest), reverse=True)]
+
+    def _cuts(self, plan: Plan) -> list[tuple[int, ...]]:
+        """Ways to cut that fit: all of them where they are few, else the one that balances the stages."""
+        if plan not in self.cuts:
+            units = len(self.units)
+            limits = self.predictor.limits(plan)
+            if not self.predictor.may_fit(plan):
+                self.misfits[plan] = None
+                self.cuts[plan] = []
+                return []
+            even = None if units <= FEW_UNITS else self.predictor.balanced(plan)
+            if units <= FEW_UNITS:
+                found = [cuts for cuts in all_cuts(units, plan.stages) if self.predictor.fits(replace(plan, cuts=cuts))]
+            elif even is not None and self.predictor.fits(replace(plan, cuts=even)):
+                found = [even]
+            else:
+                try:
+                    found = [
+                        partition(
+                            units,
+                            plan.stages,
+                            lambda s, a, b: self.predictor.slowest(plan, s, a, b),
+                            lambda s, a, b: self.predictor.memory(plan, s, a, b).total,
+                            limits,
+                        )
+                    ]
+                except NoFit:
+                    found = []
+            self.cuts[plan] = found
+            if not found:
+                self.misfits[plan] = None
+        return self.cuts[plan]
+
+    def _least(self, plan: Plan) -> float:
+        if plan not in self.bounds:
+            self.bounds[plan] = self.predictor.least(plan)
+        return self.bounds[plan]
+
+    def _bound(self, plan: Plan) -> float:
+        if plan not in self.bounds:
+            self.bounds[plan] = self.predictor.bound(plan)
+        return self.bounds[plan]
+
+    def _predict(self, plan: Plan) -> Prediction:
+        if plan not in self.known:
+            self.known[plan] = self.predictor.predict(plan)
+        return self.known[plan]
+
+    def variants(self, plan: Plan) -> list[Prediction]:
+        """The chosen plan with one thing changed, where that fits: other chunks, even cuts, the head shared or not, recomputation."""
+        steps = sorted(each for each in self._chunk_steps() if each is not None)
+        near: list[Plan] = []
+        if plan.stages > 1:
+            at = steps.index(plan.chunk_steps) if plan.chunk_steps in steps else len(steps)
+            near += [replace(plan, chunk_steps=each) for each in (*steps[max(0, at - 1) : at], *steps[at + 1 : at + 2])]
+            near.append(replace(plan, cuts=even_cuts(len(self.units), plan.stages)))
+            near += [replace(plan, share_head=not plan.share_head)] * (not self.units.pooled)
+            near += [replace(plan, slices=2)] * (plan.slices == 1 and 2 in self._slices(plan.replicas, SLICES))
+        return [self._predict(each) for each in near if each != plan and self.predictor.fits(each)]
+
+    def serial(self) -> Prediction | None:
+        """One device, to compare with, where it can hold the model."""
+        return self._predict(Plan.serial()) if self.predictor.fits(Plan.serial()) else None
+
+    def check_room(self) -> None:
+        """Refuse a model for which even the leanest plan has no room, before thousands are tried."""
+        lean = list(self._lean())
+        if not lean:
+            raise self.nothing()
+        nearest: NoFit | None = None
+        for plan in lean:
+            if self._cuts(plan):
+                return
+            missing = self.predictor.missing(plan)
+            if nearest is None or missing.missing_bytes < nearest.missing_bytes:
+                nearest = missing
+        assert nearest is not None
+        raise nearest
+
+    def _lean(self) -> Iterator[Plan]:
+        """The plans that take least memory, the plain one first."""
+        steps = self._chunk_steps()
+        for stages in _some_stages(min(len(self.units), self.cluster.devices)):
+            replicas = self._replicas(self.cluster.devices, stages)
+            for number in sorted({*replicas[:1], *replicas[-1:]}):
+                yield Plan(number, stages)
+                slices = self._slices(number, SLICES + MORE_SLICES)
+                for parts in sorted({1, slices[-1]}):
+                    for each in {steps[0]: None, steps[-1]: None}:
+                        yield Plan(number, stages, (), each, parts, recompute=True)
+
+    def nothing(self) -> PlanError:
+        """There is no plan at all, or none that fits."""
+        devices, most = self.cluster.devices, max(shape.lanes for shape in self.units.shapes)
+        if self.misfits:
+            return min((self.predictor.missing(plan) for plan in list(self.misfits)[:64]), key=lambda error: error.missing_bytes)
+        allowed = f", and replicas must be one of {', '.join(map(str, REPLICAS))}" if self.units.reproducible else ""
+        return PlanError(
+            f"{devices} devices cannot all be used by {most} lanes and {len(self.units)} units (encoder, {self.units.layers} layers, head)"
+            f"{allowed}; use fewer devices"
+        )
+
+    def lacking(self, wanted: Wanted) -> Plan | None:
+        """The first of the plans that were wanted and did not fit."""
+        return next((plan for plan in self.misfits if wanted(plan)), None)
+
+    def lack(self, plan: Plan) -> str:
+        """What a plan lacks."""
+        limits, units = self.predictor.limits(plan), len(self.units)
+        missing = self.predictor.missing(plan).missing_bytes
+        return (
+            f"does not fit: {say(missing)} more than the {say(min(limits))} of {'a device' if plan.stages > 1 else span(0, units, units)}"
+        )
+
+
+def _any(plan: Plan) -> bool:
+    return True
+
+
+def _serial(plan: Plan) -> bool:
+    return plan.workers == 1
+
+
+def _replicas(plan: Plan) -> bool:
+    return plan.replicas > 1 and plan.stages == 1
+
+
+def _stages(plan: Plan) -> bool:
+    # Only shown beside the chosen plan: schedules of many stages take long to make.
+    return plan.replicas == 1 and 1 < plan.stages <= _ALL_STAGES
+
+
+def _both(plan: Plan) -> bool:
+    return plan.replicas > 1 and plan.stages > 1
+
+
+def _some_stages(most: int) -> list[int]:
+    """Numbers of stages: all of a few; of many those in steps of about an eighth."""
+    found = list(range(1, min(most, _ALL_STAGES) + 1))
+    while found[-1] < most:
+        found.append(min(most, found[-1] + max(1, found[-1] // 8)))
+    return found
+
+
+def price(devices: int, gain: float) -> float:
+    """What seconds on so many devices are multiplied by, where each doubling must save this much."""
+    return math.pow(1 - gain, -math.log2(devices))
+
+
+def _score(seconds: float, plan: Plan, gain: float) -> float:
+    """Seconds, made longer by what more devices must save."""
+    return seconds * price(plan.workers, gain)
+
+
+def _why(rival: Prediction, best: Prediction) -> str:
+    """Why a plan that fits is not chosen."""
+    ratio = rival.seconds / best.seconds
+    more = rival.plan.workers / best.plan.workers
+    if ratio < 1 and more > 1:
+        return f"{1 - ratio:.1%} less time for {more:.3g} times the devices: below the {GAIN_PER_DOUBLING:.0%} that each doubling must save"
+    if ratio < 1 + TOLERANCE:
+        return "as fast, on more devices" if more > 1 else "as fast"
+    return f"slower by {ratio - 1:.1%}"
+
+
+def _reason(best: Prediction, rivals: Sequence[Rival], offered: int) -> str:
+    """The choice in a sentence."""
+    used = best.plan.workers
+    if used == offered:
+        return f"{describe(best.plan)}: the fastest found on {offered} device{'s' if offered > 1 else ''}"
+    faster = [rival.prediction for rival in rivals if rival.prediction is not None and rival.prediction.plan.workers > used]
+    fastest = min(faster, key=lambda each: each.seconds, default=None)
+    if fastest is None or fastest.seconds >= best.seconds:
+        beyond = (
+            ""
+            if fastest is None
+            else f"; the best on more, {describe(fastest.plan)}, is slower by {fastest.seconds / best.seconds - 1:.1%}"
+        )
+        return f"{describe(best.plan)}: uses {used} of {offered} devices, and more would not help{beyond}"
+    saved = 1 - fastest.seconds / best.seconds
+    return (
+        f"{describe(best.plan)}: uses {used} of {offered} devices, for {describe(fastest.plan)} saves only {saved:.1%} "
+        f"with {fastest.plan.workers}, below the {GAIN_PER_DOUBLING:.0%} that each doubling must save"
+    )

@@ -1,0 +1,135 @@
+"""The bad inputs that every release must refuse, met by two workers: all of them say the same, in one line, and leave nothing behind.
+
+Numbers are those of the table in docs/reliability.md. Damaged snapshots (19 to 25) stand in test_damage.py; what one process says to many
+more inputs, in tests/cli.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _small import TEXT, Job, carry_out, spec
+
+import carrywave
+
+NAN = float("nan")
+FILES: dict[str, Any] = {
+    "empty.txt": "",
+    "few.txt": "the cat",
+    "unknown.txt": "the ox? no\n",
+    "negative.jsonl": [{"tokens": [1, 2]}, {"tokens": [3, -1]}],
+    "nan.jsonl": [{"steps": [[0.5, NAN]], "label": "a"}],
+    "short.jsonl": [{"steps": [[0.5, 1.0]], "label": "a"}, {"steps": [], "label": "b"}],
+    "cut.txt.gz": gzip.compress(TEXT.encode())[:-20],
+}
+LABELS = {"task": "classification", "batch": {"tokens": 32}}
+CASES: dict[str, tuple[Job, str]] = {
+    "1 empty": ({"data.train": "empty.txt"}, "empty.txt is empty; give a file that holds text"),
+    "2 few tokens": ({"data.train": "few.txt", "data.share": 0}, "batch.lanes=8 is more than the 6 steps in train; use"),
+    "3 unknown token": ({"data.valid": "unknown.txt"}, "unknown.txt:1: token 'x' is not in the vocabulary of the training data; "),
+    "4 negative token": ({"data.train": "negative.jsonl"}, "negative.jsonl:2: token -1 at step 1 is negative; tokens count from 0"),
+    "5 nan": ({**LABELS, "data.train": "nan.jsonl"}, "nan.jsonl:1: step 0, column 1 of steps is nan, not a finite number .*; fill"),
+    "6 zero length": ({**LABELS, "data.train": "short.jsonl"}, "short.jsonl:2: steps is a zero-length sequence; remove the row"),
+    "7 truncated": ({"data.train": "cut.txt.gz"}, "cut.txt.gz cannot be read .*; check that the file is whole"),
+    "11 unknown key": ({"model.hiden": 3}, r"unknown key model.hiden; did you mean model.hidden\?"),
+    "12 text": ({"model.hidden": "many"}, 'model.hidden is "many", which is text; use a whole number >= 1'),
+    "13 hidden": ({"model.hidden": 0}, "model.hidden is 0; use a whole number >= 1"),
+    "14 nan lr": ({"train.lr": NAN}, "train.lr is nan, which is not finite; use a number > 0"),
+    "14 negative lr": ({"train.lr": -1}, "train.lr is -1; use a number > 0"),
+    "15 stages": ({"plan": {"stages": 5}}, "plan.stages=5, but the model has 4 units .*; use plan.stages <= 4"),
+    "16 lanes": ({"plan": {"replicas": 2, "slices": 5}}, "batch.lanes=8 cannot be shared by 2 replicas x 5 slices; use batch.lanes >= 10"),
+    "17 workers": ({"plan": {"replicas": 3}}, "plan.replicas=3 x plan.stages=1 needs 3 workers, 2 are running; set"),
+    "27 pickle": ({"init": "weights.pt"}, r"weights.pt is a pickle \(torch.save\), which can run code when it is read; convert"),
+    "32 specs differ": ({"other": {"train.lr": 0.5}}, "rank 1 has train.lr 0.5, rank 0 has 0.001; start every worker with the same"),
+}
+
+
+def changed(folder: Path, changes: Job) -> Job:
+    """A spec with other values under full names, or other sections."""
+    given = spec(folder)
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        if key and section == "data" and key != "share":
+            value = str(folder / value)
+        given[section] = {**given[section], key: value} if key else value
+    return given
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Job]]:
+    folder = tmp_path_factory.mktemp("bad")
+    for name, content in FILES.items():
+        data = "".join(json.dumps(row) + "\n" for row in content) if isinstance(content, list) else content
+        (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    torch.save({"a": torch.zeros(2)}, folder / "weights.pt")
+    jobs: list[Job] = []
+    for name, (changes, _) in CASES.items():
+        changes = dict(changes)
+        own: Job = {"init": str(folder / changes.pop("init"))} if "init" in changes else {}
+        if "other" in changes:
+            own["other"] = changed(folder, changes.pop("other"))
+        jobs.append({"run": str(folder / f"run-{name}"), "spec": changed(folder, changes), **own})
+    answers = carry_out(folder, jobs, 2, "bad")
+    left = [path.name for path in folder.glob("run-*")]
+    assert left == []
+    longest = max(job["seconds"] for each in answers for job in each)
+    print(f"the longest took {longest:.2f} s")
+    return {name: [each[number] for each in answers] for number, name in enumerate(CASES)}
+
+
+def test_all_workers_refuse_it_alike(told: dict[str, list[Job]]) -> None:
+    """One test: the cases share two processes, and tests may be dealt out to several."""
+    for name, (_, message) in CASES.items():
+        for each in told[name]:
+            assert "error" in each, (name, each)
+            assert "\n" not in each["error"]
+            assert re.search(message, each["error"]), each["error"]
+
+
+CLUSTER: dict[str, tuple[dict[str, str], str]] = {
+    "29 no master": ({"RANK": "0"}, "RANK is set and MASTER_ADDR is not; start the workers with torchrun"),
+    "30 port busy": (
+        {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "BUSY"},
+        "port BUSY on 127.0.0.1 is taken by another program; ",
+    ),
+    "31 rank": ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "BUSY"}, "RANK=2 does not fit WORLD_SIZE=2; "),
+    "34 no peer": ({"RANK": "1", "CARRYWAVE_STORE": "STORE", "CARRYWAVE_START_SECONDS": "3"}, "rank 0 of 2 did not show up within 3 s; "),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_environment_that_cannot_be(tmp_path: Path) -> None:
+    """Real commands, all at once."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        running = {}
+        for name, (variables, message) in CLUSTER.items():
+            swapped = {key: value.replace("BUSY", port).replace("STORE", str(tmp_path / "store")) for key, value in variables.items()}
+            own = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "PYTHONPATH": str(Path(carrywave.__file__).parents[1]), **swapped}
+            command = [sys.executable, "-m", "carrywave", "train", "--device", "cpu", "--run", str(tmp_path / "run")]
+            process = subprocess.Popen(command, env=os.environ | own, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+            running[name] = (process, message.replace("BUSY", port), time.monotonic())
+        for name, (process, message, began) in running.items():
+            err = process.communicate(timeout=200)[1]
+            print(f"{name}: {time.monotonic() - began:.1f} s with the start of python")
+            assert process.returncode == 2, err
+            assert err.count("\n") == 1, err
+            assert re.match(rf"carrywave: (rank \d: )?{re.escape(message)}", err), err
+    assert not (tmp_path / "run").exists()

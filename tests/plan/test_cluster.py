@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _machines import machine
+
+from carrywave.errors import PlanError
+from carrywave.plan.cluster import Cluster, Host, reduce_seconds
+from carrywave.plan.profile import Link, Reduction
+
+FAST, SLOW = machine(name="fast", speed=2.0), machine(name="slow")
+LINKS = {"cable": Link(1e-5, 1e9)}
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 7))
+def test_equal_hosts_are_counted_as_others_are_one_by_one(size: int, replicas: int, stages: int) -> None:
+    hosts = -(-replicas * stages // size)
+    cluster = Cluster((Host(size, SLOW),) * hosts)
+    quick, slowly = cluster.place(replicas, stages), cluster._count(replicas, stages)
+    assert (quick.profiles, quick.crossing, quick.hosts, quick.crowd) == (slowly.profiles, slowly.crossing, slowly.hosts, slowly.crowd)
+    if slowly.apart:
+        assert quick.apart
+
+
+def test_hosts_that_differ_give_each_stage_its_kinds() -> None:
+    cluster = Cluster((Host(2, FAST), Host(4, SLOW)))
+    placed = cluster.place(3, 2)
+    assert [[kind.name for kind in kinds] for kinds in placed.profiles] == [["fast", "slow"]] * 2
+    assert placed.crossing == (False,)
+    assert cluster.place(1, 3).crossing == (False, True)
+    with pytest.raises(PlanError, match="4 replicas x 2 stages need 8 devices, the cluster has 6"):
+        cluster.place(4, 2)
+
+
+def test_devices_fill_hosts() -> None:
+    assert [host.devices for host in Cluster.uniform(SLOW, 19).hosts] == [8, 8, 3]
+    assert Cluster.uniform(SLOW, 8).devices == 8
+    with pytest.raises(PlanError, match="devices=0"):
+        Cluster.uniform(SLOW, 0)
+
+
+def find(name: str) -> Any:
+    return {"fast": FAST, "slow": SLOW}[name]
+
+
+def test_a_cluster_is_read_from_keys() -> None:
+    found = Cluster.of({"hosts": 2, "devices": 4, "profile": "fast", "between": "cable"}, find, LINKS)
+    assert (found.devices, found.between, found.within) == (8, LINKS["cable"], None)
+    mixed = Cluster.of({"devices": 4, "profile": "fast", "hosts": [{}, {"devices": 1, "profile": "slow"}]}, find)
+    assert [(host.devices, host.profile.name) for host in mixed.hosts] == [(4, "fast"), (1, "slow")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hosts": 0}, "hosts=0 is neither a number of hosts nor a list"),
+        ({"hosts": []}, r"hosts=\[\] is neither"),
+        ({"hosts": True}, "hosts=True is neither"),
+        ({"devices": 0}, "devices=0 is not a number of devices"),
+        ({"devices": None}, "devices=None"),
+        ({"hosts": [{"devices": 0}]}, r"hosts\[0\]: devices=0"),
+        ({"hosts": [{"gpus": 2}]}, r"hosts\[0\]: unknown key 'gpus'"),
+        ({"profile": None}, "profile=None is not the name or file of a profile"),
+        ({"betwen": "cable"}, "unknown key 'betwen'; did you mean between"),
+        ({"between": "string"}, "between='string' is not a known link; use one of cable"),
+        ({"between": {"latency_seconds": 0.1, "bytes_per_second": 0}}, "bytes_per_second=0 sends nothing"),
+        ({"within": {"latency_seconds": 0.1}}, "within: bytes_per_second is missing"),
+    ],
+)
+def test_a_bad_cluster_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Cluster.of({"hosts": 2, "devices": 4, "profile": "fast", **changes}, find, LINKS, "c.yaml")
+    with pytest.raises(PlanError, match=r"c\.yaml is \[\], not a mapping"):
+        Cluster.of([], find, LINKS, "c.yaml")
+
+
+def test_a_cluster_must_have_hosts_with_devices_and_links() -> None:
+    for hosts in ((), (Host(0, FAST),)):
+        with pytest.raises(PlanError, match=r"without hosts|devices=0"):
+            Cluster(hosts)
+    with pytest.raises(PlanError, match="nothing is known of the link between the 2 hosts"):
+        Cluster((Host(1, machine(between=None)),) * 2)
+
+
+def test_reductions_follow_the_link_and_what_was_measured() -> None:
+    def seconds(profile: Any, devices: int, workers: int, num_bytes: int, groups: int = 1) -> float:
+        cluster = Cluster.uniform(profile, devices)
+        return reduce_seconds(cluster, cluster.place(devices, 1), workers, num_bytes, groups)
+
+    plain = machine(within=Link(1e-6, 1e9), between=Link(1e-5, 1e8))
+    assert seconds(plain, 1, 1, 1 << 20) == 0
+    assert seconds(plain, 4, 4, 10**9) == pytest.approx(1.5, rel=1e-3)  # a ring sends everything 2 · 3/4 times
+    assert seconds(plain, 16, 16, 10**9) == pytest.approx(2 * 15 / 16 * 10, rel=1e-3)
+    assert seconds(plain, 16, 16, 10**9, groups=4) == pytest.approx(4 * 2 * 15 / 16 * 10, rel=1e-3)
+    assert seconds(plain, 4096, 4096, 8) < 1e-3  # a tree, not 4,095 turns
+    measured = machine(within=Link(1e-6, 1e9), reductions=(Reduction(4, 10**9, 3.0),))
+    assert seconds(measured, 4, 4, 10**9) == pytest.approx(3.0)
+    assert seconds(measured, 4, 4, 10**8) == pytest.approx(0.3, rel=0.01)
