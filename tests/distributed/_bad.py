@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from _poison import poisoned
+from _train import main
 
 from carrywave.errors import UserError
 from carrywave.spec.load import parse
@@ -35,11 +33,5 @@ def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     return told | {"lines": [line for line in watch.lines if "not a number" in line], "begun": begun}
 
 
-def main() -> None:
-    folder, name = Path(sys.argv[1]), sys.argv[2]
-    told = [carry_out(folder, job) for job in json.loads((folder / name).read_text())]
-    (folder / f"{name}.{os.environ['RANK']}.out").write_text(json.dumps(told))
-
-
 if __name__ == "__main__":
-    main()
+    main(carry_out)

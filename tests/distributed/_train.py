@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,11 @@ def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def main() -> None:
+def main(carry_out: Callable[[Path, dict[str, Any]], dict[str, Any]]) -> None:
     folder, name = Path(sys.argv[1]), sys.argv[2]
     told = [carry_out(folder, job) for job in json.loads((folder / name).read_text())]
     (folder / f"{name}.{os.environ['RANK']}.out").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":
-    main()
+    main(carry_out)

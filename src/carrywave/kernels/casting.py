@@ -8,8 +8,6 @@ Shapes: N rows, I width, J padded width.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ _ROWS, _TILE = 8, 128  # of a block, a warp for each; groups of a row that go at
 BLOCK = (32 * _ROWS, 1)
 _ENOUGH = 16_384  # warps that keep a large GPU busy
 MOST = 1 << 30  # the kernel counts in 32 bits
-_failures: list[str] = []  # once it has failed it is not tried again
+_own = nvrtc.Replaceable("casting rows")
 
 
 def padded_rows(x_NI: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
@@ -44,17 +42,7 @@ def dense_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _cast(x_NI: Tensor, to_NJ: Tensor) -> bool:
     """Write the rows, and zeros after them, with the kernel; False where it is not to be used or cannot be had."""
-    if _failures or not _serves(x_NI, to_NJ):
-        return False
-    try:
-        if missing := nvrtc.available():
-            raise nvrtc.KernelError(missing)
-        _launch(x_NI, to_NJ)
-    except nvrtc.KernelError as error:
-        _failures.append(str(error))
-        warnings.warn(f"the own kernel for casting rows is not used, and steps run slower: {error}", stacklevel=4)
-        return False
-    return True
+    return _serves(x_NI, to_NJ) and _own.tried(lambda: _launch(x_NI, to_NJ)) is not None
 
 
 def _serves(x_NI: Tensor, to_NJ: Tensor) -> bool:
@@ -68,7 +56,7 @@ def _serves(x_NI: Tensor, to_NJ: Tensor) -> bool:
     return known and readable and not dense and not torch.compiler.is_compiling()
 
 
-def _launch(x_NI: Tensor, to_NJ: Tensor) -> None:
+def _launch(x_NI: Tensor, to_NJ: Tensor) -> Tensor:
     rows, inputs = x_NI.shape
     width = to_NJ.shape[1]
     group = next(group for group in _GROUPS if begin_at_multiples(group, x_NI) and begin_at_multiples(group, to_NJ))
@@ -77,6 +65,7 @@ def _launch(x_NI: Tensor, to_NJ: Tensor) -> None:
     kernel = nvrtc.kernel(_SOURCE, f"{name}_{group}", (("FP16", int(half.dtype == torch.float16)),), 0, x_NI.get_device())
     grid = grid_of(rows, -(-width // (_TILE * group)))
     kernel(grid, BLOCK, x_NI, to_NJ, rows, inputs, width, x_NI.stride(0), to_NJ.stride(0))
+    return to_NJ
 
 
 def begin_at_multiples(group: int, x: Tensor) -> bool:

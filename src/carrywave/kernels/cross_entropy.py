@@ -8,7 +8,6 @@ Shapes: N rows, V classes.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -21,21 +20,16 @@ from carrywave.kernels.aligned import empty_rows
 from carrywave.kernels.casting import HALVES
 
 _SOURCE = "cross_entropy.cu"
-_failures: list[str] = []  # once it has failed it is not tried again
+_own = nvrtc.Replaceable("cross entropy")
 
 
 def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor | None = None) -> Tensor:
     """The sum, in float32 at least, over the rows whose target is not `ignored`."""
-    if not _failures and weights_V is None and _serves(logits_NV, target_N):
+    if weights_V is None and _serves(logits_NV, target_N):
         apply: Any = _Summed.apply
-        try:
-            if missing := nvrtc.available():
-                raise nvrtc.KernelError(missing)
-            total: Tensor = apply(logits_NV, target_N, ignored)
+        total: Tensor | None = _own.tried(lambda: apply(logits_NV, target_N, ignored))
+        if total is not None:
             return total
-        except nvrtc.KernelError as error:
-            _failures.append(str(error))
-            warnings.warn(f"the own kernel for cross entropy is not used, and steps run slower: {error}", stacklevel=2)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     weights_V = None if weights_V is None else weights_V.to(logits_NV.dtype)
     return functional.cross_entropy(logits_NV, target_N, weight=weights_V, ignore_index=ignored, reduction="sum")

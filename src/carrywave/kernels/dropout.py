@@ -10,7 +10,6 @@ Shapes: T time, B lane, U unit.
 from __future__ import annotations
 
 import struct
-import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from carrywave.kernels.casting import BLOCK, HALVES, MOST, begin_at_multiples, g
 
 _SOURCE = "dropout.cu"
 _TILE = 256  # units of a row that a warp takes at once
-_failures: list[str] = []  # once it has failed it is not tried again
+_own = nvrtc.Replaceable("dropout")
 _checked: set[tuple[int, torch.dtype]] = set()  # devices and dtypes for which it has been held against the definition
 
 
@@ -114,7 +113,7 @@ def _readable(x_TBU: Tensor) -> bool:
 
 def _serves(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, p: float) -> bool:
     """Whether the kernel may be given these, and can be had."""
-    if _failures or not x_TBU.is_cuda or x_TBU.dtype not in (torch.float32, *HALVES) or torch.compiler.is_compiling():
+    if _own.failures or not x_TBU.is_cuda or x_TBU.dtype not in (torch.float32, *HALVES) or torch.compiler.is_compiling():
         return False
     known = key.dtype == torch.int32 and key.shape == (2,) and key.device == x_TBU.device
     if lanes_B is not None:
@@ -132,21 +131,15 @@ def _holds(device: torch.device, dtype: torch.dtype) -> bool:
         return True
     if torch.cuda.is_current_stream_capturing():
         return False  # nothing can be read back now; the next use decides
-    try:
-        if missing := nvrtc.available():
-            raise nvrtc.KernelError(missing)
-        _compare(device, dtype)
-    except nvrtc.KernelError as error:
-        _failures.append(str(error))
-        warnings.warn(f"the own kernel for dropout is not used, and steps run slower: {error}", stacklevel=4)
+    if not _own.tried(lambda: _compare(device, dtype)):
         return False
     _checked.add(name)
     return True
 
 
 @torch.no_grad()
-def _compare(device: torch.device, dtype: torch.dtype) -> None:
-    """Hold the kernel against the definition, on the CPU, for all the ways in which it reads; an error where bits differ."""
+def _compare(device: torch.device, dtype: torch.dtype) -> bool:
+    """Hold the kernel against the definition, on the CPU, for all the ways in which it reads: true, or an error where bits differ."""
     word = torch.int32 if dtype == torch.float32 else torch.int16
     # Not from the generator: the user's numbers must not depend on whether this has run.
     x_TBU = (torch.arange(3 * 5 * 640) % 251 - 125).mul(0.37).to(dtype).view(3, 5, 640)
@@ -161,3 +154,4 @@ def _compare(device: torch.device, dtype: torch.dtype) -> None:
             own = _launch(None, seen[: len(mask)], key_there, given_there, place), _launch(seen, seen, key_there, given_there, place)
             if not all(torch.equal(one.cpu().view(word), other.view(word)) for one, other in zip(own, (mask, here * mask), strict=True)):
                 raise nvrtc.KernelError(f"its numbers differ from those that are defined ({units} units)")
+    return True

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 MULTIPROCESSORS = 128  # of the 132 of an H100 or H200: some stay free for what runs beside, NCCL's kernels for one
-_CLUSTERS = {4: 30, 8: 15, 16: 7}  # of so many blocks that an H200 runs at once, one block on a multiprocessor
-CLUSTERED = 120  # of them take clusters of four blocks, a block each: the others stand where no four are together
+# Blocks that an H200 runs at once in clusters of so many, one block on a multiprocessor: the others stand where no so many are together.
+CLUSTERED = {4: 120, 8: 120, 16: 112}
 MOST_HIDDEN = 2048
 MOST_PASSES = 8
 THREADS = 512  # of a block
@@ -58,8 +58,8 @@ class Shape:
     @property
     def fits(self) -> bool:
         """Whether the chip has room for all of its blocks at once."""
-        room = CLUSTERED if self.cluster else MULTIPROCESSORS
-        if self.near and (self.cluster not in (4, 8, 16) or self.passes > 1):
+        room = CLUSTERED.get(self.cluster, 0) if self.cluster else MULTIPROCESSORS
+        if self.near and self.passes > 1:
             return False
         whole = self.hidden % (4 * self.units) == 0 and self.units * self.lanes <= THREADS and self.passes <= MOST_PASSES
         return whole and self.hidden <= MOST_HIDDEN and self.blocks <= room and self.shared_bytes <= _SHARED_BYTES
@@ -125,7 +125,7 @@ def back_for(shape: Shape, lanes: int) -> Shape:
     """The layout of backward, for a layer alone on the chip: in clusters where they fit in one pass, with as many lanes as forward has or
     with few more, else as forward. 24 lanes take as long as 32.
     """
-    for groups in range(min(CLUSTERED * 16 // shape.hidden, -(-lanes // 8)), 0, -1):
+    for groups in range(min(CLUSTERED[4] * 16 // shape.hidden, -(-lanes // 8)), 0, -1):
         found = replace(_dealt(shape.hidden, 16, groups, lanes, 32), cluster=4)
         few = found.lanes <= 16 or found.lanes == (32 if shape.hidden <= 512 else shape.lanes)
         if shape.passes == 1 and found.fits and found.passes == 1 and few:
@@ -153,7 +153,7 @@ def near_for(hidden: int, lanes: int) -> Shape | None:
     for padded in (64, 128, 256):
         for units in (16, 32) if hidden <= padded else ():
             shape = Shape(padded, -(-lanes // 8), 8, 1, units, padded // units)
-            if shape.fits and shape.groups <= _CLUSTERS[shape.cluster]:
+            if shape.fits:
                 return shape
     return None
 
@@ -194,7 +194,7 @@ def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
             if took < least:
                 back = replace(shape, cluster=4)
                 # Of many small layers one may have to wait for its turn: backward in clusters is worth it.
-                together = back.fits and (streams * shape.blocks <= CLUSTERED or shape.blocks <= 16)
+                together = back.fits and (streams * shape.blocks <= CLUSTERED[4] or shape.blocks <= 16)
                 best, least = Wave(shape, streams, chunk, back if together else None), took
     return best
 

@@ -11,20 +11,43 @@ import ctypes
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Argument = Tensor | int | None
+Result = TypeVar("Result")
 
 
 class KernelError(RuntimeError):
     """A kernel could not be compiled, loaded or launched."""
+
+
+class Replaceable:
+    """A kernel that torch's operations can stand in for. Once it has failed it is not tried again, and one warning says why."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.failures: list[str] = []
+
+    def tried(self, work: Callable[[], Result]) -> Result | None:
+        """What `work` gives, which may launch it; None where that failed, now or before."""
+        if self.failures:
+            return None
+        try:
+            if missing := available():
+                raise KernelError(missing)
+            return work()
+        except KernelError as error:
+            self.failures.append(str(error))
+            warnings.warn(f"the own kernel for {self.what} is not used, and steps run slower: {error}", stacklevel=4)
+            return None
 
 
 class Kernel:
