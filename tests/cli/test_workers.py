@@ -12,7 +12,7 @@ import typer
 from carrywave.cli import workers
 from carrywave.cli.exits import with_exit_codes
 from carrywave.cli.workers import Elastic, start_workers
-from carrywave.errors import DataError, PlanError
+from carrywave.errors import DataError, PlanError, WorkerError
 from carrywave.parallel import world
 from carrywave.parallel.launched import is_first
 from carrywave.spec.spec import PlanSpec
@@ -88,7 +88,17 @@ def test_how_often_they_are_started_again(machine: Any, elastic: Elastic | None,
     assert asked == [found]
 
 
-def test_workers_may_share_a_gpu_and_are_told_so(machine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_workers_than_gpus_are_refused(machine: Any) -> None:
+    started = machine(3)
+    with pytest.raises(WorkerError, match="4 workers have 3 GPUs to compute on; start one worker for each GPU, or set CARRYWAVE_SHARE"):
+        start_workers(4, "cuda", PlanSpec())
+    assert started == []
+
+
+def test_as_a_trial_workers_may_share_a_gpu_and_are_told_so(
+    machine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "1")
     started = machine(1)
     with pytest.raises(typer.Exit):
         start_workers(4, "cuda", PlanSpec())

@@ -253,9 +253,9 @@ def test_training_and_evaluation_in_one_pool(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("classification", "fp32"),
         ("forecasting", "fp32"),
-        pytest.param(
-            "forecasting", "fp16", marks=pytest.mark.xfail(reason="its bits differ from the unrecorded ones; the cause is not found yet")
-        ),
+        ("forecasting", "bf16"),
+        ("classification", "fp16"),
+        ("forecasting", "fp16"),  # the first steps overflow
     ],
 )
 def test_replicas_on_one_gpu(task: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,4 +273,5 @@ def test_replicas_on_one_gpu(task: str, precision: str, monkeypatch: pytest.Monk
             found.append(crew.run(case).bits())
     plain, recorded = found
     assert plain.keys() == recorded.keys()
-    assert [name for name, tensor in plain.items() if not torch.equal(tensor, recorded[name])] == []
+    differ = [name for name, tensor in plain.items() if not torch.equal(tensor.nan_to_num(7.0), recorded[name].nan_to_num(7.0))]
+    assert differ == []

@@ -14,7 +14,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from carrywave.errors import DataError, SpecError, WorkerError
 from carrywave.parallel import world
 from carrywave.parallel.meeting import open_store
-from carrywave.parallel.world import World, exchange, join, leave, lost, pick_device, same, tell_once, together
+from carrywave.parallel.world import World, check_gpus, exchange, join, leave, lost, pick_device, same, tell_once, together
 
 VARIABLES = (
     "RANK",
@@ -176,3 +176,17 @@ def test_one_rank_tells() -> None:
     for rank in range(3):
         tell_once(error, rank, lambda: told.append(1))
     assert told == [1]
+
+
+def there(*workers: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"host": host, "gpu": gpu} for host, gpu in workers]
+
+
+def test_workers_of_one_gpu_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_gpus(there(("a", "1"), ("a", "2"), ("b", "1")))  # a host may see one GPU each: what counts is which one it is
+    check_gpus(there(("a", ""), ("a", "")))
+    with pytest.raises(WorkerError, match="3 workers of host b have 2 GPUs to compute on; start one worker for each GPU") as found:
+        check_gpus(there(("a", "1"), ("b", "2"), ("b", "3"), ("b", "2")))
+    assert found.value.told_by == 0
+    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "1")
+    check_gpus(there(("a", "1"), ("a", "1")))

@@ -90,11 +90,19 @@ def start_workers(
         return None
     gpus = gpus or _gpus(device, needed=device != "cpu")
     if 0 < gpus < count:
-        note(f"{count} workers share {gpus} GPU{'s' * (gpus > 1)}: their messages go through the memory of the host")
+        _check_shared(count, gpus)
     restarts = 0 if elastic is None else RESTARTS if elastic.restarts is None else elastic.restarts
     least = None if elastic is None else elastic.min_devices
     end_as(start(script_command(), count, hosts=hosts, restarts=restarts, min_devices=least, say=note))
     raise typer.Exit
+
+
+def _check_shared(count: int, gpus: int) -> None:
+    from carrywave.parallel.world import SHARE_GPU, too_few_gpus
+
+    if os.environ.get(SHARE_GPU) != "1":
+        raise too_few_gpus(count, gpus)
+    note(f"{count} workers share {gpus} GPU{'s' * (gpus > 1)}: their messages go through the memory of the host")
 
 
 def _check_elastic(elastic: Elastic, count: int) -> None:

@@ -150,8 +150,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; copies from pinned memory do not block."""
+        to_device = device.type != "cpu"  # what comes from a GPU is there only once the copy is done
         moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
+            name: getattr(self, name).to(device, non_blocking=to_device)
             for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset")
             if getattr(self, name) is not None
         }

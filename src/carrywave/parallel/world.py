@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +30,7 @@ from carrywave.parallel.meeting import everyone, find_store, for_all, number, se
 # long while the others wait, they wait in the store (`together(patient=True)`).
 TIMEOUT_SECONDS = 300.0
 PATIENCE_SECONDS = 24 * 3600.0
+SHARE_GPU = "CARRYWAVE_SHARE_GPU"  # 1: several workers may compute on one GPU
 # Parts of what torch, gloo and NCCL say when another process has gone, or does not answer.
 LOSSES = (
     "connection closed by peer",
@@ -120,6 +121,7 @@ def join(device: str = "auto") -> World:
     there = everyone(store, rank, size, where, start)
     # One GPU cannot be two ranks of NCCL: where workers share one, or some have none, tensors go through the host's memory.
     gpus = [one["gpu"] for one in there]
+    check_gpus(there)
     backend = "nccl" if "" not in gpus and len(set(gpus)) == size else "gloo"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
@@ -132,6 +134,26 @@ def join(device: str = "auto") -> World:
     _Joined.waits = PrefixStore("waits", store)
     hosts = [one["host"] for one in there]
     return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend)
+
+
+def check_gpus(there: Sequence[Mapping[str, str]]) -> None:
+    """Refuse workers of one GPU: they would only take turns on it. For trials the environment may allow it."""
+    if os.environ.get(SHARE_GPU) == "1":
+        return
+    gpus = [(one["host"], one["gpu"]) for one in there if one["gpu"]]
+    for host, gpu in gpus:
+        if gpus.count((host, gpu)) > 1:
+            workers = [one["host"] for one in there].count(host)
+            own = len({each for where, each in gpus if where == host})
+            raise for_all(too_few_gpus(workers, own, host))
+
+
+def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerError:
+    """More workers than GPUs."""
+    return WorkerError(
+        f"{workers} workers{f' of host {host}' if host else ''} have {gpus} GPU{'s' * (gpus > 1)} to compute on; "
+        f"start one worker for each GPU, or set {SHARE_GPU}=1 to let them take turns, as a trial"
+    )
 
 
 def leave(world: World) -> None:
