@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: many sm
 import hypothesis
 import pytest
 
+from carrywave.plan.profile import Link, Overheads, Profile, Sample
+
 # Never judged by the clock: the machine may be busy. Derandomized: a failure seen once can be seen again.
 hypothesis.settings.register_profile("carrywave", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("carrywave")
@@ -29,3 +31,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Parsed data goes to a temporary folder, not to the user's cache; child processes inherit it."""
     os.environ["CARRYWAVE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _profile(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Several workers are planned for a machine on which a task costs a second, so that they are replicas: nothing is measured."""
+    kinds = ("lstm", "embedding", "softmax", "linear", "dropout", "norm")
+    sizes = [(kind, precision, lanes) for kind in kinds for precision in ("fp32", "fp64", "bf16") for lanes in (1, 64)]
+    samples = [Sample(kind, precision, 64, 64, lanes, 16, 1e-5 * lanes, 2e-5 * lanes, 1e-5 * lanes) for kind, precision, lanes in sizes]  # type: ignore[arg-type]
+    update = Sample("optimizer", "fp32", 0, 10**6, 1, 1, 1e-3, name="adam")
+    link, overheads = Link(1e-6, 1e9), Overheads(task_seconds=1.0)
+    profile = Profile("of tests", "none", "published", 1 << 40, (*samples, update), link, link, devices_per_host=8, overheads=overheads)
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    profile.write(path)
+    os.environ["CARRYWAVE_PROFILE"] = str(path)

@@ -12,8 +12,9 @@ import pytest
 
 from carrywave.benchmarks import _workers
 from carrywave.errors import RunError, UserError
+from carrywave.parallel import crew
 
-# Stands in for `python -m carrywave.benchmarks._workers BENCH FOLDER`: tells what it was given, or fails as it is told to.
+# Stands in for `python -m carrywave.parallel.crew MODULE FOLDER`: tells what it was given, or fails as it is told to.
 STAND_IN = """#!{python}
 import json, os, pathlib, sys, time
 folder, rank = pathlib.Path(sys.argv[-1]), os.environ["RANK"]
@@ -39,7 +40,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_rows_come_back_by_rank_and_nothing_is_left(tmp_path: Path, stand_in: Path) -> None:
     rows = _workers.start("some", {"failures": {}, "seconds": 0}, 3)
-    assert rows == [[{"rank": str(rank), "bench": "some", "threads": "1", "of": "3"}] for rank in range(3)]
+    assert rows == [[{"rank": str(rank), "bench": "carrywave.benchmarks.some", "threads": "1", "of": "3"}] for rank in range(3)]
     assert list(tmp_path.iterdir()) == [stand_in]
 
 
@@ -50,7 +51,7 @@ def test_a_failure_ends_all_workers_and_is_told_by_its_last_line(tmp_path: Path,
 
 
 def test_of_several_failures_the_cause_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_workers, "POLL_SECONDS", 2.0)  # both are seen at once
+    monkeypatch.setattr(crew, "POLL_SECONDS", 2.0)  # both are seen at once
     failures = {"0": "RuntimeError: Connection closed by peer [127.0.0.1]", "1": "ValueError: the cause"}
     with pytest.raises(RunError, match=r"worker 1 .* the cause"):
         _workers.start("some", {"failures": failures, "seconds": 0}, 2)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _machines import lstm_seconds, machine
+from _machines import lstm_seconds, machine, samples
 
 from carrywave.errors import PlanError
 from carrywave.plan.cost import Costs
@@ -104,8 +104,19 @@ def test_a_stage_of_a_pipeline_is_timed_by_samples_of_one_where_there_are_any() 
 
 
 def test_crowding_is_linear_between_what_was_measured() -> None:
-    costs = Costs(units(), machine(crowds=(Crowd(3, 1.2), Crowd(5, 1.6))))
-    assert [costs.crowding(workers) for workers in (1, 2, 3, 4, 5, 9)] == pytest.approx([1.0, 1.1, 1.2, 1.4, 1.6, 1.6])
+    profile = machine(crowds=(Crowd(3, 1.2), Crowd(5, 1.6)))
+    found = [Costs(units(), profile, crowd=crowd).crowding for crowd in (1, 2, 3, 4, 5, 9)]
+    assert found == pytest.approx([1.0, 1.1, 1.2, 1.4, 1.6, 1.6])
+
+
+def test_samples_timed_with_as_many_workers_come_first() -> None:
+    slow = tuple(replace(sample, forward_seconds=3 * sample.forward_seconds, workers=4) for sample in samples() if sample.kind == "lstm")
+    profile = machine(samples=samples() + slow, crowds=(Crowd(4, 1.5), Crowd(8, 2.0)))
+    alone, two, four, eight = (Costs(units(), profile, crowd=crowd) for crowd in (1, 2, 4, 8))
+    assert four.unit(1, 32, 32).forward == pytest.approx(3 * alone.unit(1, 32, 32).forward)
+    assert four.unit(0, 32, 32) == alone.unit(0, 32, 32)  # its kind was timed alone only
+    assert [alone.crowding, four.crowding, eight.crowding] == pytest.approx([1.0, 1.0, 2.0 / 1.5])
+    assert two.workers == 4  # as near as one, and slower
 
 
 def test_the_update_grows_with_the_parameters() -> None:
@@ -113,3 +124,9 @@ def test_the_update_grows_with_the_parameters() -> None:
     assert costs.update(0) == 0
     assert costs.update(10**8) == pytest.approx(1e-5 + 1e-2)
     assert Costs(units(train={"optimizer": "sgd"}), machine()).update(10**8) > 0
+
+
+@pytest.mark.parametrize("kind", ["lstm", "softmax", "linear", "embedding"])
+def test_one_sample_is_enough_to_know_that_more_steps_take_longer(kind: str) -> None:
+    fit = Fit(kind, [Sample(kind, "fp32", 200, 1000, 20, 17, 0.06, 0.10, 0.04)])  # type: ignore[arg-type]
+    assert fit(Size(200, 1000, 20, 34)).all == pytest.approx(2 * 0.16)

@@ -21,7 +21,8 @@ from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.predict import Predictor
 from carrywave.plan.profile import Link, Overheads
 from carrywave.plan.scale import scale
-from carrywave.plan.search import GAIN_PER_DOUBLING, SLICES, describe, price, search
+from carrywave.plan.search import GAIN_PER_DOUBLING, describe, price, search
+from carrywave.plan.space import CHUNKS, SLICES
 from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import PlanSpec, Spec
@@ -47,7 +48,7 @@ def cases(draw: st.DrawFn) -> tuple[Units, Cluster]:
 
 def everything(units: Units, cluster: Cluster) -> list[Plan]:
     """Every plan of a small grid, also those that a search leaves out because others are surely as fast."""
-    steps = {-(-shape.steps // chunks) for shape in units.shapes for chunks in searching.CHUNKS}
+    steps = {-(-shape.steps // chunks) for shape in units.shapes for chunks in CHUNKS}
     chunk_steps = [None, *(each for each in steps if 2 <= each < units.shapes[0].steps)]
     found = []
     for stages, replicas in product(range(1, len(units) + 1), range(1, cluster.devices + 1)):
@@ -130,7 +131,7 @@ def test_more_memory_is_never_slower_and_less_ends_in_a_refusal() -> None:
         before = found.seconds
     assert before > 0
     assert "layer" in refused[-1]
-    assert "over the 205 MiB of its device" in refused[-1]
+    assert "over the 205 MiB of the largest device" in refused[-1]
 
 
 def test_memory_that_is_short_is_saved_by_recomputation_or_slices() -> None:

@@ -1,7 +1,5 @@
-"""Worker processes for the benchmarks of several workers: starting them, timing loops in turn, peak memory, and rows back to the parent.
-
-A benchmark module has `work(crew, job)`, which every worker calls: it gives rows, and each worker writes its own to a file, one
-JSON object a line. Workers meet through a store in a file and talk over the loopback interface, one thread each.
+"""Worker processes for the benchmarks of several workers: timing loops in turn, and peak memory. A benchmark module has
+`work(world, job)`, which every worker calls; see `parallel.crew`.
 
 Timing: all loops live in the same processes and take turns, a block of steps each, several times. A barrier stands before
 each block, and a block counts by its slowest worker. A worker that has no part in a loop sleeps in the barrier after it.
@@ -9,15 +7,9 @@ each block, and a block counts by its slowest worker. A worker that has no part 
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,13 +19,13 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from carrywave.errors import RunError, UserError
-from carrywave.parallel.world import World, join, leave, lost
+from carrywave.errors import UserError
+from carrywave.parallel import crew as crews
+from carrywave.parallel.crew import Row
+from carrywave.parallel.world import World
 
-Row = dict[str, Any]
 Loop = Callable[[int], int]  # does step number i; gives the real tokens that this worker answers for
 
-POLL_SECONDS = 0.05
 # Both allocators that torch comes with on Linux keep freed memory for later, how much is a matter of chance: with these, glibc
 # (whose threshold else grows) and mimalloc give it back to the system at once.
 RETURN_AT_ONCE = {
@@ -63,7 +55,8 @@ class Crew:
 
     def barrier(self) -> None:
         """Sleeps until all are here."""
-        dist.barrier()
+        if self.size > 1:
+            dist.barrier()
 
     def most(self, value: float) -> float:
         """The largest of all workers' values."""
@@ -75,7 +68,8 @@ class Crew:
 
     def _together(self, value: float, how: Any) -> float:
         shared = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(shared, how)
+        if self.size > 1:
+            dist.all_reduce(shared, how)
         return float(shared)
 
 
@@ -104,59 +98,12 @@ def spread(values: list[float]) -> float:
 
 
 def start(bench: str, job: Mapping[str, Any], workers: int, *, exact_memory: bool = False) -> list[list[Row]]:
-    """Runs `work` of a benchmark in so many processes; the rows of each, by rank.
+    """Runs `work` of a benchmark in so many processes of one thread; the rows of each, by rank.
 
     `exact_memory` makes the allocator give every freed tensor back to the system at once, so that peaks count what is alive.
     """
-    with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(json.dumps(dict(job)), encoding="utf-8")
-        command = [sys.executable, "-m", "carrywave.benchmarks._workers", bench, name]
-        crew: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(workers):
-                environment = _environment(folder, rank, workers, exact_memory)
-                with (folder / f"{rank}.log").open("wb") as log:
-                    crew.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment))
-            failed = _wait(crew)
-        finally:
-            for process in crew:
-                process.kill()
-                process.communicate()
-        if failed:
-            # Of several that fail at once, one is the cause, and the others only miss it.
-            last = {rank: (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank in failed}
-            cause = min(failed, key=lambda rank: lost(RuntimeError(last[rank])))
-            raise RunError(f"worker {cause} of bench {bench} ended with exit code {crew[cause].returncode}: {last[cause]}")
-        texts = [(folder / f"{rank}.jsonl").read_text(encoding="utf-8") for rank in range(workers)]
-        return [[json.loads(line) for line in text.splitlines()] for text in texts]
-
-
-def _wait(crew: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Until all have ended well, or some have not: their ranks."""
-    while True:
-        codes = [process.poll() for process in crew]
-        bad = [rank for rank, code in enumerate(codes) if code]
-        if bad or all(code == 0 for code in codes):
-            return bad
-        time.sleep(POLL_SECONDS)
-
-
-def _environment(folder: Path, rank: int, workers: int, exact_memory: bool) -> dict[str, str]:
-    """This process's, with its import path, the worker's place, one thread, and loopback for all messages."""
-    own = {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CARRYWAVE_STORE": str(folder / "store"),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
-    }
-    if exact_memory:
-        own |= RETURN_AT_ONCE
-    return os.environ | own
+    extra = RETURN_AT_ONCE if exact_memory else {}
+    return crews.start(f"carrywave.benchmarks.{bench}", job, workers, environment=extra, name=f"bench {bench}")
 
 
 def crew_sizes(cores: int | None = None) -> list[int]:
@@ -203,27 +150,3 @@ def memory_mib(field: str = "VmRSS") -> float:
 def reset_peak() -> None:
     """The peak that the system keeps starts anew from what is held now."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _end_with_parent() -> None:
-    """The parent holds the other end of the standard input, and writes nothing: its end is the parent's, however that came about."""
-    os.read(0, 1)
-    os._exit(1)
-
-
-def main(bench: str, folder: Path) -> None:
-    """A worker's whole life."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    world = join("cpu")
-    work = importlib.import_module(f"carrywave.benchmarks.{bench}").work
-    with (folder / f"{world.rank}.jsonl").open("w", encoding="utf-8") as out:
-        for row in work(Crew(world), job):
-            out.write(json.dumps(row) + "\n")
-    dist.barrier()
-    leave(world)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

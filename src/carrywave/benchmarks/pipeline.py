@@ -30,10 +30,12 @@ from torch import Tensor
 
 from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks._pipeline_peers import Case, balanced_cuts
-from carrywave.benchmarks._workers import Crew, Row, crew_sizes, memory_mib, reset_peak, spread, start, take_turns, timed_block
+from carrywave.benchmarks._workers import Crew, crew_sizes, memory_mib, reset_peak, spread, start, take_turns, timed_block
 from carrywave.data.batch import Batch
 from carrywave.errors import RunError
+from carrywave.parallel.crew import Row
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.world import World
 from carrywave.plan import schedule as schedules
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import Schedule
@@ -163,8 +165,9 @@ def variants_of(case: Case, size: int, *, quick: bool = False) -> list[Variant]:
 # In a worker
 
 
-def work(crew: Crew, job: dict[str, Any]) -> Iterator[Row]:
+def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """What every worker does: times all loops in turn, or measures the memory of one."""
+    crew = Crew(world)
     case = Case(**job["case"])
     if job["what"] == "memory":
         yield from _remember(crew, case, Variant(**job["variant"]), job["lstm"])

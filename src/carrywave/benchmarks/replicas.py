@@ -26,7 +26,7 @@ from torch import Tensor
 from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks._pipeline_peers import Case
 from carrywave.benchmarks._replica_peers import DataParallelSequences, classifier, collate
-from carrywave.benchmarks._workers import Crew, Row, crew_sizes, spread, start, take_turns
+from carrywave.benchmarks._workers import Crew, crew_sizes, spread, start, take_turns
 from carrywave.benchmarks.pipeline import CHECKED, Ours, check_losses, first_steps
 from carrywave.data.batch import Batch
 from carrywave.data.codec import Codec
@@ -37,7 +37,9 @@ from carrywave.model.encoders import Numbers
 from carrywave.model.heads import PooledSoftmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.parallel.crew import Row
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
 from carrywave.tasks.task import Task
@@ -117,8 +119,9 @@ def rows_of(case: str, size: int, timed: list[Row], target: float) -> list[dict[
 Loop = Callable[[int], int]
 
 
-def work(crew: Crew, job: dict[str, Any]) -> Iterator[Row]:
+def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """What every worker does: one case after the other."""
+    crew = Crew(world)
     for number, given in enumerate(job["cases"]):
         loops, lstm, first = _lengths(crew, Lengths(**given)) if "longest" in given else _fixed(crew, Case(**given))
         for name, timing in take_turns(crew, loops, rounds=job["rounds"], seconds=job["seconds"], first=first).items():

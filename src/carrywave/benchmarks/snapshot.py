@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
-from carrywave.benchmarks._workers import Crew, Row, spread, start
+from carrywave.benchmarks._workers import Crew, spread, start
 from carrywave.data.batch import Batch
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.parallel.crew import Row
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.world import exchange
+from carrywave.parallel.world import World, exchange
 from carrywave.plan.plan import Plan
 from carrywave.train.keep import part_of
 from carrywave.train.snapshot import open_stored
@@ -93,8 +94,9 @@ def row_of(case: Case, told: list[list[Row]]) -> dict[str, object]:
 # In a worker
 
 
-def work(crew: Crew, job: dict[str, Any]) -> Iterator[Row]:
+def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """Both kinds of block in turn, one pair more than counts."""
+    crew = Crew(world)
     case = Case(**job)
     plan = Plan(replicas=crew.size)
     model = Model(Embedding(case.words, case.hidden), LSTM(case.hidden, case.hidden, case.layers), Softmax(case.hidden, case.words))

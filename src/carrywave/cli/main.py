@@ -5,23 +5,23 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 from contextlib import nullcontext
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from carrywave import __version__
+from carrywave.cli import plan as planning
 from carrywave.cli.exits import leaving_at_once, with_exit_codes
+from carrywave.cli.given import Device, DeviceOption, JsonOption, base, check_writable, plain, replace_file, spec_and_overrides
 from carrywave.cli.show import Recorder, row_line, table_of, watcher_for
-from carrywave.cli.workers import DevicesOption, Elastic, MinDevicesOption, RestartsOption, agreed, start_workers
+from carrywave.cli.workers import DevicesOption, Elastic, MinDevicesOption, RestartsOption, agreed, devices_that_pay, start_workers
 from carrywave.errors import RunError, UserError
 from carrywave.parallel.launched import is_first
 from carrywave.spec.describe import schema as spec_schema
-from carrywave.spec.load import DEFAULT_RUN, dump, load
+from carrywave.spec.load import dump, load
 from carrywave.train import begun
 from carrywave.train.causes import INTERRUPTED, STOPPED
 from carrywave.train.watch import Silent
@@ -38,22 +38,12 @@ app = typer.Typer(
 ENDINGS = {"interrupted": INTERRUPTED, "terminated": STOPPED}  # of a run that ended before its end, snapshot written
 
 
-class Device(StrEnum):
-    """Where to compute."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"carrywave {__version__}")
         raise typer.Exit
 
 
-DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes CUDA where there is one.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write rows that a program can read.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 
 
@@ -79,14 +69,16 @@ def train(
     json_file: JsonOption = None,
 ) -> None:
     """Train a model; with no SPEC, a small character model on text that ships with Python."""
-    path, overrides = _spec_and_overrides(spec or [])
+    path, overrides = spec_and_overrides(spec or [])
     if resume:
         path = path or _spec_of(run)
         if init is not None:
             raise RunError("--resume goes on with the weights of the run and --init starts from others; give one of the two")
     with agreed(device.value):
-        resolved = load(path, overrides, base=_base(overrides))
-        _check_writable(json_file)
+        resolved = load(path, overrides, base=base(overrides))
+        check_writable(json_file)
+    if devices is None:
+        devices = devices_that_pay(resolved, device.value, run if resume else None)
     workers = start_workers(devices, device.value, resolved.plan_spec, elastic=Elastic(restarts, min_devices), dry_run=dry_run)
     if dry_run and is_first():
         typer.echo(dump(resolved))
@@ -103,6 +95,9 @@ def train(
         raise typer.Exit(ENDINGS[result.ending])
 
 
+app.command()(with_exit_codes(planning.plan))
+
+
 @app.command()
 @with_exit_codes
 def evaluate(
@@ -115,7 +110,7 @@ def evaluate(
     json_file: JsonOption = None,
 ) -> None:
     """Evaluate the best weights of a run."""
-    _check_writable(json_file)
+    check_writable(json_file)
     start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.train.saved import evaluate_run
@@ -144,7 +139,7 @@ def predict(
     """Predict with the best weights of a run; a language model continues a prompt."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"--temperature is {temperature}; use a number >= 0")
-    _check_writable(output)
+    check_writable(output)
     start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.train.predict import predict_run
@@ -163,7 +158,7 @@ def bench(
     names = _benchmarks()
     if name not in names:
         raise UserError(f"there is no benchmark {name}; use one of {', '.join(names)}")
-    _check_writable(json_file)
+    check_writable(json_file)
     rows: list[dict[str, object]] = importlib.import_module(f"carrywave.benchmarks.{name}").run(quick=quick)
     console = Console()
     # A file or a pipe has no width of its own: rows stay whole.
@@ -181,8 +176,8 @@ def schema(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        _check_writable(output)
-        _replace(output, text)
+        check_writable(output)
+        replace_file(output, text)
 
 
 def _benchmarks() -> list[str]:
@@ -191,19 +186,6 @@ def _benchmarks() -> list[str]:
 
     folders = [Path(folder) for folder in carrywave.benchmarks.__path__]
     return sorted(path.stem for folder in folders for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8"))
-
-
-def _spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
-    files = [word for word in words if "=" not in word]
-    if len(files) > 1:
-        raise UserError(f"{files[1]} is a second spec file beside {files[0]}; give one SPEC.yaml, and the rest as key=value")
-    return (Path(files[0]) if files else None), [word for word in words if "=" in word]
-
-
-def _base(overrides: list[str]) -> dict[str, Any]:
-    """The default run as far as it goes with what is asked for: its streams are not for another task, nor for separate sequences."""
-    other = any(override.startswith(("task=", "batch.tokens=")) for override in overrides)
-    return {section: values for section, values in DEFAULT_RUN.items() if section != "batch" or not other}
 
 
 def _spec_of(run: Path | None) -> Path:
@@ -215,44 +197,16 @@ def _spec_of(run: Path | None) -> Path:
     return path
 
 
-def _check_writable(path: Path | None) -> None:
-    """Refuses a file that cannot be written before the work is done, not after."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: there is no folder {path.parent}; make it, or write elsewhere")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{path} cannot be written: folder {path.parent} is read-only; write elsewhere")
-
-
 def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
     """A JSON array with one row a line; what is not a number in JSON (NaN, infinity) becomes null."""
     if path is not None and is_first():
-        lines = (json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
-        _replace(path, "[\n" + ",\n".join(lines) + "\n]\n")
+        lines = (json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
+        replace_file(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def _evaluations(run: Path) -> list[dict[str, object]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()] if is_first() else []
     return [row for row in rows if row["split"] != "train"]
-
-
-def _plain(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes the whole file or none of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise UserError(f"{path} could not be written: {error.strerror or error}; free some room, or write elsewhere") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,13 +15,14 @@ from carrywave.cli.exits import end_as, leaving_at_once, note
 from carrywave.errors import PlanError, UserError
 from carrywave.parallel import heartbeat
 from carrywave.parallel.launched import launched
-from carrywave.spec.spec import PlanSpec
+from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.train import tf_config
 from carrywave.train.again import script_command
 from carrywave.train.launch import RESTARTS, is_worker, start
+from carrywave.train.profiles import gpus
 
 DevicesOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Workers to start on this machine; to train, one for each GPU if left out.")
+    int | None, typer.Option(metavar="N", help="Workers to start on this machine; to train, one for each GPU that pays if left out.")
 ]
 RestartsOption = Annotated[
     int | None,
@@ -50,6 +52,15 @@ def agreed(device: str) -> Iterator[None]:
     except UserError:
         leave(world)
         raise
+
+
+def devices_that_pay(spec: Spec, device: str, before: Path | None) -> int | None:
+    """How many GPUs to train on, where there are several and the user leaves it open; None: as always."""
+    if device == "cpu" or launched() or len(gpus()) < 2:
+        return None
+    with leaving_at_once():
+        from carrywave.train.planning import best_number
+    return best_number(spec, device, before, note)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ Shapes: T time, B lane.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
@@ -29,6 +29,7 @@ from carrywave.kernels.deferred import Deferred, deferring
 from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
 from carrywave.model.whole import Whole
+from carrywave.parallel.clock import Arrived, Clock
 from carrywave.parallel.gradients import Reducer
 from carrywave.parallel.precision import HALVES, autocast
 from carrywave.parallel.slices import flatten, join_states, slices_of, split_lanes, split_state
@@ -101,12 +102,13 @@ def run(
     *,
     place: int = 0,
     reducer: Reducer | None = None,
+    clock: Clock | None = None,
 ) -> list[Outcome]:
     """Carry out the steps of the stage at `place`; gradients are added to the parameters' `.grad`.
 
-    `reducer` is told when gradients begin to be final, which is in the last backward.
+    `reducer` is told when gradients begin to be final, which is in the last backward. `clock` times each task.
     """
-    return _Run(stage, plan, program, jobs, links, place, reducer).carry_out()
+    return _Run(stage, plan, program, jobs, links, place, reducer, clock).carry_out()
 
 
 class _Run:
@@ -119,9 +121,10 @@ class _Run:
         links: Links | None,
         place: int,
         reducer: Reducer | None,
+        clock: Clock | None,
     ) -> None:
         self.stage, self.plan, self.program, self.jobs, self.links = stage, plan, program, jobs, links
-        self.place, self.reducer = place, reducer
+        self.place, self.reducer, self.clock = place, reducer, clock
         self.batches: list[Batch] = []  # of each slice
         self.owner: list[int] = []  # the job that each slice belongs to
         self.first: list[int] = []  # the first slice of each job
@@ -164,11 +167,16 @@ class _Run:
                     self._receive(step.task)
                 elif step.kind == "send":
                     line = cast(Line, outgoing(step.task, self.program.schedule))
-                    cast(Links, self.links).send(line, self.leaving.pop(step.task))
+                    with self._timed("send", step.task):
+                        cast(Links, self.links).send(line, self.leaving.pop(step.task))
                 else:
                     # After the send, which another stage waits for.
                     self._pay(done)
-                    run[step.task.phase](step.task)
+                    if self.clock is not None and step.task in self.arriving:
+                        with self._timed("wait", step.task):
+                            self.arriving[step.task] = Arrived(self.arriving[step.task].wait())
+                    with self._timed(step.task.phase, step.task):
+                        run[step.task.phase](step.task)
                     done = step.task
             self._pay(done)
         outcomes = []
@@ -179,15 +187,20 @@ class _Run:
             outcomes.append(Outcome(loss_sum, count, penalty, join_states(states)))
         return outcomes
 
+    def _timed(self, label: str, task: Task) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.lap(label, task)
+
     def _pay(self, done: Task | None) -> None:
         """Weight gradients that are owed when this task is done: of the layers after a slice, of the head as said above."""
         if done is None:
             return
         if done.phase == "H" and not self.last_stage and self.owed_to_head is not None:
-            self.owed_to_head.pay()
+            with self._timed("pay", done):
+                self.owed_to_head.pay()
         if done.phase == "B" and done.chunk == 0 and self.deferred is not None:
             final = self.reducer is not None and done == self.last_backward
-            self.deferred.pay(self.reducer.ready if final and self.reducer is not None else None)
+            with self._timed("pay", done):
+                self.deferred.pay(self.reducer.ready if final and self.reducer is not None else None)
 
     def _receive(self, task: Task) -> None:
         first, end = self._span(task)

@@ -7,51 +7,31 @@ the way back from it. What comes after the last task (gradients summed over work
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
 from carrywave.plan.cluster import Cluster, Placed, reduce_seconds
 from carrywave.plan.cost import Costs
 from carrywave.plan.fit import NOTHING, Seconds
-from carrywave.plan.memory import Load, Memory, Split, loads, most_held, one_slice, stage_memory
-from carrywave.plan.messages import Line, with_messages
+from carrywave.plan.memory import Load, Memory, Split, most_held, one_slice, stage_memory
+from carrywave.plan.messages import Line
 from carrywave.plan.plan import Plan
 from carrywave.plan.profile import Link, Overheads, Profile
-from carrywave.plan.schedule import Task, wavefront
-from carrywave.plan.simulate import Compiled, Timeline, Times, simulate
+from carrywave.plan.programs import loads_of, program_of, scored_by, through
+from carrywave.plan.schedule import Task
+from carrywave.plan.simulate import Timeline, Times, simulate
 from carrywave.plan.units import Shape, Units
 
 BUCKET_BYTES = 8 << 20  # of gradients that the runtime reduces at once
 _AGREED_BYTES = 48  # loss, count, norm and their like, which all workers add up at every step
 
 
-@lru_cache(maxsize=256)
-def program_of(stages: int, chunks: tuple[int, ...], share_head: bool) -> Compiled:
-    """The program that the runtime would execute, ready to be simulated."""
-    return Compiled(with_messages(wavefront(stages, chunks, share_head=share_head)))
-
-
-@lru_cache(maxsize=1024)
-def _loads(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bool) -> tuple[Load, ...]:
-    if len(chunks) == 1:
-        return (one_slice(chunks[0], put_off=put_off),) * stages
-    return loads(wavefront(stages, chunks, share_head=share_head), put_off=put_off)
-
-
-@lru_cache(maxsize=1024)
-def _scored(stages: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the head is shared: how many chunks each stage scores."""
-    counts = Counter(wavefront(stages, chunks, share_head=True).scorers.values())
-    return tuple(counts[stage] for stage in range(stages))
-
-
 class CostsOf(Protocol):
     """Finds what the units cost on a kind of device."""
 
-    def __call__(self, profile: Profile, *, piped: bool) -> Costs: ...
+    def __call__(self, profile: Profile, *, piped: bool, crowd: int) -> Costs: ...
 
 
 class Case:
@@ -59,9 +39,11 @@ class Case:
 
     def __init__(self, plan: Plan, shape: Shape, units: Units, cluster: Cluster, placed: Placed, costs: CostsOf) -> None:
         self.plan, self.shape, self.units, self.cluster, self.placed = plan, shape, units, cluster, placed
-        self.kinds = [[costs(profile, piped=plan.stages > 1) for profile in kinds] for kinds in placed.profiles]
+        self.kinds = [[costs(profile, piped=plan.stages > 1, crowd=placed.crowd) for profile in kinds] for kinds in placed.profiles]
         self.overheads = _slowest([costs.profile.overheads for kinds in self.kinds for costs in kinds])
-        self.crowds = [[costs.crowding(self.placed.crowd) for costs in kinds] for kinds in self.kinds]
+        recorded = self.overheads.recorded_seconds if plan.stages == 1 else None
+        self.task_seconds = self.overheads.task_seconds if recorded is None else recorded
+        self.crowds = [[costs.crowding for costs in kinds] for kinds in self.kinds]
         lanes = max(1, -(-shape.lanes // plan.replicas))
         self.lanes = self.units.slices(plan, lanes) * self.units.accumulate
         self.chunk_steps = shape.steps if self.units.whole or plan.chunk_steps is None else min(plan.chunk_steps, shape.steps)
@@ -105,14 +87,14 @@ class Case:
         """Seconds of F."""
         last = self._last(last, chunk)
         work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
-        return self.overheads.task_seconds + work.forward
+        return self.task_seconds + work.forward
 
     def backward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
         """Seconds of B."""
         last = self._last(last, chunk)
         work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
         again = work.forward if self.plan.recompute else 0.0
-        return self.overheads.task_seconds + again + work.backward + (0.0 if self.put_off else work.put_off)
+        return self.task_seconds + again + work.backward + (0.0 if self.put_off else work.put_off)
 
     def pay(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
         """Seconds of the weights' gradients of a slice that were put off; of a shared head, for the chunks that the last stage scored."""
@@ -129,7 +111,7 @@ class Case:
         """Seconds of H. The last stage puts its weights' gradients off."""
         work = self._head(stage, lanes, self.steps(chunk))
         put_off = self.put_off and stage == self.plan.stages - 1
-        return self.overheads.task_seconds + work.forward + work.backward + (0.0 if put_off else work.put_off)
+        return self.task_seconds + work.forward + work.backward + (0.0 if put_off else work.put_off)
 
     def num_bytes(self, unit: int, lanes: int, chunk: int) -> int:
         """Of what enters a unit, for a chunk: a message."""
@@ -210,7 +192,7 @@ class Case:
             waits += lead + max(0.0, back - pays[stage])
             if self.share_head:
                 # Chunks differ little from each other, lanes by one at most: the fewest, and the shortest, so that it stays a bound.
-                work += _scored(stages, self.counts)[stage] * self._least_score(stage)
+                work += scored_by(stages, self.counts)[stage] * self._least_score(stage)
             own.append(lead + work)
             if stage < stages - 1:
                 lead += self.forward(stage, *span[stage], first, 0) + self._hop(stage, edges, first, 0)
@@ -235,7 +217,7 @@ class Case:
         send = self.overheads.message_seconds
         hop, short_hop = ([self._hop(stage, edges, lanes, chunk) for stage in range(stages - 1)] for chunk in (0, last))
         whole, short = ([self.forward(stage, *span[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
-        forward = _through(whole, short, hop, short_hop, last, [send] * (stages - 1) + [0.0])
+        forward = through(whole, short, hop, short_hop, last, [send] * (stages - 1) + [0.0])
         if self.share_head:  # nothing goes back before the last chunk is scored
             forward += min(self.score(stage, lanes, last) for stage in range(stages))
         whole, short = ([self.backward(stage, *span[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
@@ -243,7 +225,7 @@ class Case:
         for stage in range(stages):
             # Back comes the short chunk first: the same way, seen from its end.
             sends = [send if each else 0.0 for each in range(stage, stages)]
-            back = _through(whole[stage:], short[stage:], hop[stage:], short_hop[stage:], last, sends)
+            back = through(whole[stage:], short[stage:], hop[stage:], short_hop[stage:], last, sends)
             ends.append(forward + back + self.pay(stage, *span[stage], lanes))
         return ends
 
@@ -257,9 +239,9 @@ class Case:
         last = self.plan.stages - 1
         span = list(pairwise(edges))
         known: dict[tuple[str, int, int, bool], float] = {}
-        scored: dict[int, int] = {}  # chunks of each slice that the last stage scores itself
+        own: dict[int, int] = {}  # chunks of each slice that the last stage scores itself
         for (_, part), stage in program.program.schedule.scorers.items():
-            scored[part] = scored.get(part, 0) + (stage == last)
+            own[part] = own.get(part, 0) + (stage == last)
 
         def run(task: Task) -> float:
             lanes = self.lanes[task.slice]
@@ -275,7 +257,7 @@ class Case:
         def pay(task: Task) -> float:
             if task.phase != "B" or task.chunk:
                 return 0.0
-            return self.pay(task.stage, *span[task.stage], self.lanes[task.slice], scored.get(task.slice, 0) if task.stage == last else 0)
+            return self.pay(task.stage, *span[task.stage], self.lanes[task.slice], own.get(task.slice, 0) if task.stage == last else 0)
 
         def num_bytes(task: Task) -> int:
             # Forward gives what enters the next stage, backward the gradient of what entered this one; a head's is as wide as itself.
@@ -355,7 +337,7 @@ class Case:
         if load is None:
             # One stage takes batch after batch, slice after slice, and holds one of them at a time.
             counts = self.counts if self.plan.stages > 1 else self.counts[:1]
-            load = _loads(self.plan.stages, counts, self.share_head, self.put_off)[stage]
+            load = loads_of(self.plan.stages, counts, self.share_head, self.put_off)[stage]
         key = load, first, last
         found = self._memory.get(key)
         if found is None:
@@ -377,21 +359,6 @@ class Case:
         )
 
 
-def _through(whole: list[float], short: list[float], hop: list[float], short_hop: list[float], before: int, sends: list[float]) -> float:
-    """The longest way of so many whole chunks and a short one through stages; `sends` keep each stage from its next chunk."""
-    if not before:
-        return sum(short) + sum(short_hop)
-    rest = sum(short) + sum(short_hop)
-    sofar = slowest = longest = 0.0
-    for stage, seconds in enumerate(whole):
-        sofar += seconds + (hop[stage - 1] if stage else 0.0)
-        rest -= short_hop[stage - 1] if stage else 0.0
-        slowest = max(slowest, seconds + sends[stage])
-        longest = max(longest, sofar + (before - 1) * slowest + sends[stage] + rest)
-        rest -= short[stage]
-    return longest
-
-
 def _message(link: Link, num_bytes: int) -> float:
     return link.latency_seconds + num_bytes / link.bytes_per_second
 
@@ -404,4 +371,5 @@ def _slowest(overheads: Sequence[Overheads]) -> Overheads:
         max(each.message_seconds for each in overheads),
         max(each.step_seconds for each in overheads),
         min(each.overlap for each in overheads),
+        None if any(each.recorded_seconds is None for each in overheads) else max(each.recorded_seconds or 0.0 for each in overheads),
     )

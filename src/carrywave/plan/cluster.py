@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from carrywave.errors import PlanError
@@ -33,6 +34,11 @@ class Placed:
     apart: bool  # whether the replicas of a stage stand on several hosts
     hosts: int
     crowd: int  # workers of the fullest host
+
+    @cached_property
+    def kinds(self) -> tuple[Profile, ...]:
+        """All kinds of device, each once: by identity, for profiles are large to compare."""
+        return tuple({id(profile): profile for kinds in self.profiles for profile in kinds}.values())
 
 
 @dataclass(frozen=True)
@@ -151,8 +157,7 @@ def reduce_seconds(cluster: Cluster, placed: Placed, workers: int, num_bytes: in
     """
     if workers < 2 or num_bytes == 0:
         return 0.0
-    profiles = tuple(dict.fromkeys(id(p) for kinds in placed.profiles for p in kinds))
-    kinds = tuple(p for number in profiles for kinds in placed.profiles for p in kinds if id(p) == number)[: len(profiles)]
+    kinds = placed.kinds
     apart = placed.hosts > 1 and (placed.apart or workers > placed.crowd)
     link = cluster.link_between(kinds) if apart else cluster.link_within(kinds)
     # Only a link between hosts is shared; a device's own ends with it.

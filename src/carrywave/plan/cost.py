@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from carrywave.errors import PlanError
@@ -20,10 +21,14 @@ def _fit(kind: str, samples: tuple[Sample, ...]) -> Fit:
 
 
 class Costs:
-    """What the units of a model cost on one kind of device; `piped`: as a stage among others."""
+    """What the units of a model cost on one kind of device; `piped`: as a stage among others; `crowd`: workers of its host."""
 
-    def __init__(self, units: Units, profile: Profile, *, piped: bool = False) -> None:
+    def __init__(self, units: Units, profile: Profile, *, piped: bool = False, crowd: int = 1) -> None:
         self.units, self.profile, self.piped = units, profile, piped
+        timed = {sample.workers for sample in profile.samples} or {1}
+        # Those of the samples that are used: the nearest, and of two that are equally near the one that is slower.
+        self.workers = min(timed, key=lambda workers: (abs(math.log2(workers / crowd)), -workers))
+        self.crowding = self._crowding(crowd) / self._crowding(self.workers)  # how many times as long as these samples work takes
         self._fits: dict[str, Fit | None] = {}
         self._of_unit: dict[tuple[int, int, int], Seconds] = {}
         self._of_stage: dict[tuple[int, int, int, int], Seconds] = {}
@@ -57,8 +62,8 @@ class Costs:
         name = self.units.optimizer if self.units.optimizer in self._optimizers else min(self._optimizers)
         return self._kind("optimizer", name)(Size(0, parameters, 1, 1)).forward
 
-    def crowding(self, workers: int) -> float:
-        """How many times as long work takes when so many workers of a host are at it; in between what was measured, linear."""
+    def _crowding(self, workers: int) -> float:
+        """How many times as long as alone work takes when so many workers of a host are at it; in between what was measured, linear."""
         known = sorted({(1, 1.0), *((crowd.workers, crowd.factor) for crowd in self.profile.crowds)})
         before = (1, 1.0)
         for at, factor in known:
@@ -115,6 +120,9 @@ class Costs:
             precisions = ["fp64", "fp32"] if self.units.precision == "fp64" else ["fp32", self.units.precision]
         for precision in precisions:
             found = [s for s in self.profile.samples if s.kind == kind and s.precision == precision and (not name or s.name == name)]
+            # Where something was not timed with as many workers, it was with another number.
+            nearest = min({s.workers for s in found}, key=lambda workers: abs(math.log2(workers / self.workers)), default=1)
+            found = [s for s in found if s.workers == nearest]
             plain, piped = (tuple(s for s in found if s.piped == wanted) for wanted in (False, True))
             if self.piped and piped:
                 return piped

@@ -67,13 +67,13 @@ def _lstm(size: Size) -> tuple[float, ...]:
 
 
 def _rows(size: Size) -> tuple[float, ...]:
-    """A call; numbers looked up; a gradient of the whole matrix."""
-    return (1.0, _tokens(size) * size.outputs, size.inputs * size.outputs)
+    """A call; a gradient of the whole matrix; numbers looked up."""
+    return (1.0, size.inputs * size.outputs, _tokens(size) * size.outputs)
 
 
 def _product(size: Size) -> tuple[float, ...]:
-    """A call; the product; its results; a gradient of the whole matrix."""
-    return (1.0, _tokens(size) * size.inputs * size.outputs, _tokens(size) * size.outputs, size.inputs * size.outputs)
+    """A call; a gradient of the whole matrix; results; the product."""
+    return (1.0, size.inputs * size.outputs, _tokens(size) * size.outputs, _tokens(size) * size.inputs * size.outputs)
 
 
 def _elements(size: Size) -> tuple[float, ...]:

@@ -17,11 +17,11 @@ BytesOf = Callable[[int, int, int], int]
 
 
 class NoFit(PlanError):
-    """No way to cut the units fits into memory. `missing_bytes` is what the nearest one lacks on its fullest device."""
+    """No way to cut the units fits into memory. `missing_bytes` is what the nearest one lacks on its fullest device, and `lack` says it."""
 
-    def __init__(self, message: str, missing_bytes: int) -> None:
-        super().__init__(message)
-        self.missing_bytes = missing_bytes
+    def __init__(self, fact: str, remedy: str, *, lack: str, missing_bytes: int) -> None:
+        super().__init__(f"{fact}; {remedy}")
+        self.lack, self.missing_bytes = lack, missing_bytes
 
 
 def partition(units: int, stages: int, seconds: SecondsOf, num_bytes: BytesOf | None = None, limits: Sequence[int] = ()) -> tuple[int, ...]:
@@ -56,15 +56,17 @@ def no_fit(units: int, stages: int, num_bytes: BytesOf, limits: Sequence[int]) -
     stage = lacks.index(max(lacks))
     first, last = edges[stage], edges[stage + 1]
     alone = f"{_unit(first, units)} alone is" if last - first == 1 else f"stage {stage} ({span(first, last, units)}) is"
+    lack = f"{alone} {say(int(missing))} over the {say(limits[stage])} of its device"
     remedy = (
         "a device with more memory, or a smaller model, is the only way"
         if last - first == 1
         else f"use more stages (up to {units}), plan.recompute or plan.slices, or devices with more memory"
     )
     return NoFit(
-        f"no way to cut {units} units into {stages} stage{'s' if stages > 1 else ''} fits: at best {alone} {say(int(missing))} "
-        f"over the {say(limits[stage])} of its device; {remedy}",
-        int(missing),
+        f"no way to cut {units} units into {stages} stage{'s' if stages > 1 else ''} fits: at best {lack}",
+        remedy,
+        lack=lack,
+        missing_bytes=int(missing),
     )
 
 

@@ -45,7 +45,7 @@ class Prediction:
 class Predictor:
     """Predicts plans for one model on one cluster, and remembers what it has worked out."""
 
-    def __init__(self, units: Units, cluster: Cluster, costs: dict[tuple[int, bool], Costs] | None = None) -> None:
+    def __init__(self, units: Units, cluster: Cluster, costs: dict[tuple[int, bool, int], Costs] | None = None) -> None:
         self.units, self.cluster = units, cluster
         self._costs = {} if costs is None else costs  # by the profile's id; may be shared between clusters
         self._balanced: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
@@ -97,7 +97,8 @@ class Predictor:
         if any(host.profile is not self.cluster.hosts[0].profile for host in self.cluster.hosts):
             return None
         cases = self.cases(plan)
-        key = tuple(tuple(case.lanes) for case in cases), plan.chunk_steps, plan.recompute, cases[0].share_head, plan.stages > 1
+        timed_with = cases[0].kinds[0][0].workers
+        key = tuple(tuple(case.lanes) for case in cases), plan.chunk_steps, plan.recompute, cases[0].share_head, plan.stages > 1, timed_with
         if key not in self._balanced:
             most = min(len(self.units), self.cluster.devices)
             self._balanced[key] = balanced(len(self.units), most, self._seconds_of(plan))
@@ -105,10 +106,11 @@ class Predictor:
 
     def _seconds_of(self, plan: Plan) -> Callable[[int, int], float]:
         """As `slowest` of a stage, by sums over units where that is the same: a search asks for thousands."""
-        if self.costs(self.cluster.hosts[0].profile, piped=plan.stages > 1).side_by_side:
+        crowd = self.placed(plan.replicas, plan.stages).crowd
+        if self.costs(self.cluster.hosts[0].profile, piped=plan.stages > 1, crowd=crowd).side_by_side:
             return lambda first, last: self.slowest(plan, 0, first, last)
         each = [self.slowest(plan, 0, unit, unit + 1) for unit in range(len(self.units))]
-        tasks = self._mean([2 * sum(case.counts) * case.overheads.task_seconds for case in self.cases(plan)])
+        tasks = self._mean([2 * sum(case.counts) * case.task_seconds for case in self.cases(plan)])
         sums = list(accumulate((seconds - tasks for seconds in each), initial=0.0))
         return lambda first, last: sums[last] - sums[first] + tasks
 
@@ -128,7 +130,10 @@ class Predictor:
     def limits(self, plan: Plan) -> tuple[int, ...]:
         """The bytes that each stage's device has; the smallest of its replicas'."""
         placed = self.placed(plan.replicas, plan.stages)
-        return tuple(min(profile.memory_bytes - profile.reserved_bytes for profile in kinds) for kinds in placed.profiles)
+        return tuple(
+            min(profile.memory_bytes // (placed.crowd if profile.common_memory else 1) - profile.reserved_bytes for profile in kinds)
+            for kinds in placed.profiles
+        )
 
     def fits(self, plan: Plan) -> bool:
         """Whether every stage has room on its device."""
@@ -160,12 +165,12 @@ class Predictor:
             self._placed[key] = self.cluster.place(replicas, stages)
         return self._placed[key]
 
-    def costs(self, profile: Profile, *, piped: bool) -> Costs:
-        """Of the model's units on a kind of device."""
-        key = id(profile), piped
+    def costs(self, profile: Profile, *, piped: bool, crowd: int) -> Costs:
+        """Of the model's units on a kind of device, with so many workers on a host."""
+        key = id(profile), piped, crowd
         found = self._costs.get(key)
         if found is None:
-            found = self._costs[key] = Costs(self.units, profile, piped=piped)
+            found = self._costs[key] = Costs(self.units, profile, piped=piped, crowd=crowd)
         return found
 
     def _mean(self, values: Sequence[float]) -> float:

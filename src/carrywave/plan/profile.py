@@ -52,6 +52,7 @@ class Sample:
     layers: int = 1  # lstm
     name: str = ""  # optimizer
     piped: bool = False  # as it runs in a pipeline, where that differs: nothing is recorded as a graph, and some kernels stand aside
+    workers: int = 1  # of the host that did the same at the same time, and shared its cores and memory
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Crowd:
-    """How much longer work takes when so many workers of a host work at once, for they share its memory and power."""
+    """How much longer work takes when so many workers of a host work at once, where no sample was timed with so many."""
 
     workers: int
     factor: float
@@ -89,6 +90,7 @@ class Overheads:
     message_seconds: float = 0.0  # of the worker's own time, for each message that it sends or receives
     step_seconds: float = 0.0  # of each optimizer step
     overlap: float = 1.0  # how much of a reduction that runs beside backward is hidden: 1 on a GPU, 0 where both want the same core
+    recorded_seconds: float | None = None  # of each task where there is one stage, which is then recorded as a graph; None: it is not
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Profile:
     between: Link | None = None  # hosts; a host's devices share it
     devices_per_host: int = 1
     reserved_bytes: int = 0  # of a device, that is never ours: the context, libraries
+    common_memory: bool = False  # the devices of a host share memory_bytes: they are its cores
     reductions: tuple[Reduction, ...] = ()
     crowds: tuple[Crowd, ...] = ()
     overheads: Overheads = Overheads()
@@ -191,7 +194,7 @@ def check(profile: Profile, where: str = "profile") -> Profile:
         raise PlanError(f"{where}: devices_per_host={profile.devices_per_host} is not a number of devices; use 1 or more")
     for number, sample in enumerate(profile.samples):
         here = f"{where}: samples[{number}]"
-        for name in ("outputs", "lanes", "steps", "layers"):
+        for name in ("outputs", "lanes", "steps", "layers", "workers"):
             if getattr(sample, name) < 1:
                 raise PlanError(f"{here}: {name}={getattr(sample, name)} is no size; use 1 or more")
         if sample.forward_seconds <= 0 or sample.backward_seconds < 0:
@@ -268,6 +271,9 @@ def _check(cls: type[Any], given: dict[str, Any], where: str) -> dict[str, Any]:
             if value not in _CHOICES[kind]:
                 raise PlanError(f"{where}: {each.name}={value!r} is not known; use one of {', '.join(_CHOICES[kind])}")
             continue
+        if kind == "float | None" and value is None:
+            continue
+        kind = kind.removesuffix(" | None")
         if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = given[each.name] = float(value)
         if kind in _NUMBERS and (not isinstance(value, _NUMBERS[kind]) or (kind == "int" and isinstance(value, bool))):

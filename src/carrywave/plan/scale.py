@@ -11,7 +11,9 @@ from carrywave.plan.partition import NoFit
 from carrywave.plan.plan import Plan
 from carrywave.plan.predict import Prediction, Predictor
 from carrywave.plan.profile import Profile
+from carrywave.plan.room import explained
 from carrywave.plan.search import GAIN_PER_DOUBLING, TOLERANCE, Search, price
+from carrywave.plan.space import Space
 from carrywave.plan.units import Units
 
 MOST_DEVICES = 4096
@@ -36,17 +38,17 @@ class Scale:
 
 def scale(units: Units, profile: Profile, most: int = MOST_DEVICES) -> Scale:
     """The fastest plan on 1, 2, 4, … devices, as far as hosts can be linked."""
-    costs: dict[tuple[int, bool], Costs] = {}
+    costs: dict[tuple[int, bool, int], Costs] = {}
     points: list[Point] = []
-    misfit: PlanError | None = None
+    misfit: NoFit | None = None
     best: Prediction | None = None
     devices = 1
     while devices <= most and (devices <= profile.devices_per_host or profile.between is not None):
-        before = best
+        before, cluster = best, Cluster.uniform(profile, devices)
         try:
-            best = _fastest(Predictor(units, Cluster.uniform(profile, devices), costs), more_than=devices // 2)
+            best = _fastest(Predictor(units, cluster, costs), more_than=devices // 2)
         except NoFit as error:
-            misfit, best = error, None
+            misfit, best = explained(error, Space(units, cluster)), None
         if before is not None and (best is None or best.seconds > before.seconds):
             best = before
         if best is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
@@ -19,20 +19,17 @@ from carrywave.plan.cluster import Cluster
 from carrywave.plan.partition import NoFit, all_cuts, partition, say, span
 from carrywave.plan.plan import Plan, even_cuts
 from carrywave.plan.predict import Prediction, Predictor
+from carrywave.plan.room import explained
 from carrywave.plan.shards import REPLICAS
+from carrywave.plan.space import ALL_STAGES, SLICES, Space
 from carrywave.plan.units import Units
 
 GAIN_PER_DOUBLING = 0.05  # twice the devices must save this much of the time to be worth it
 TOLERANCE = 0.01  # by which the plan that is found may be slower than the best
-CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # that a window is cut into
-LEAST_CHUNK_STEPS = 2
-SLICES = (1, 2)  # more cost more than they fill in, unless time cannot be cut or memory is short
-MORE_SLICES = (4, 8, 16)
 FEW_UNITS = 6  # up to which all ways to cut them are looked at; where there are more, the one that balances the stages
 MOST_SIMULATED = 40  # plans in one search; bounds are so near that a few are enough, except for shared heads
 _RIVALS_SIMULATED = 4  # for each kind of plan that is shown beside the chosen one
 _SURELY = 0.9  # of the time of one stage alone, shared out evenly: no cut into chunks and slices takes less
-_ALL_STAGES = 16  # up to so many stages all numbers of them are tried, beyond it some
 
 
 @dataclass(frozen=True)
@@ -67,10 +64,7 @@ Level = Literal["group", "uncut", "cut"]  # how much of a plan is settled: repli
 def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: float = TOLERANCE) -> Choice:
     """The best plan on these devices or fewer of them; with `use_all`, on all. Refuses a model that fits no plan."""
     found = Search(Predictor(units, cluster), use_all=use_all, tolerance=tolerance)
-    found.check_room()
-    best = found.best(_any, gain=GAIN_PER_DOUBLING)
-    if best is None:
-        raise found.nothing()
+    best = found.chosen()
     kinds: tuple[Wanted, ...] = (_serial, _replicas, _stages, _both)
     of_kind = [found.best(kind, gain=0.0, most=_RIVALS_SIMULATED) for kind in kinds]
     # By the model's own account nothing on fewer devices may beat what is chosen.
@@ -114,7 +108,7 @@ class Search:
 
     def __init__(self, predictor: Predictor, *, use_all: bool, tolerance: float) -> None:
         self.predictor, self.units, self.cluster = predictor, predictor.units, predictor.cluster
-        self.use_all, self.tolerance = use_all, tolerance
+        self.space, self.tolerance = Space(self.units, self.cluster, use_all), tolerance
         self.cuts: dict[Plan, list[tuple[int, ...]]] = {}  # those that fit
         self.known: dict[Plan, Prediction] = {}
         self.bounds: dict[Plan, float] = {}
@@ -135,21 +129,21 @@ class Search:
             if score < limit:
                 heapq.heappush(heap, (score, next(number), level, plan))
 
-        for stages in _some_stages(min(len(self.units), self.cluster.devices)):
-            for replicas in self._replicas(self.cluster.devices, stages):
+        for stages in self.space.stages():
+            for replicas in self.space.replicas(stages):
                 if wanted(plan := Plan(replicas, stages)):
                     push(plan, _SURELY * self._least(Plan(replicas)) / stages, "group")
         while heap and heap[0][0] * (1 + self.tolerance) < limit and simulated < most:
             _, _, level, plan = heapq.heappop(heap)
             if level == "group":
-                for each in self.plans(plan):
+                for each in self.space.plans(plan):
                     push(each, self._least(each), "uncut")
             elif level == "uncut":
                 for cuts in self._cuts(plan):
                     whole = replace(plan, cuts=cuts)
                     push(whole, self._bound(whole), "cut")
                 if not self.cuts[plan] and not plan.recompute and plan.slices <= SLICES[-1]:
-                    for each in self._leaner(plan):
+                    for each in self.space.leaner(plan):
                         push(each, self._least(each), "uncut")
             else:
                 simulated += 1
@@ -157,61 +151,6 @@ class Search:
                 if (score := _score(found.seconds, plan, gain)) < limit:
                     best, limit = found, score
         return best
-
-    def plans(self, group: Plan) -> Iterator[Plan]:
-        """All that is tried with so many replicas and stages, without cuts and recomputation, which come where they are needed."""
-        if group.stages == 1:
-            yield group
-            return
-        for slices in self._slices(group.replicas, SLICES + MORE_SLICES * self.units.whole):
-            for steps in self._chunk_steps():
-                for share_head in (False,) if self.units.pooled else (False, True):
-                    yield replace(group, chunk_steps=steps, slices=slices, share_head=share_head)
-
-    def _leaner(self, plan: Plan) -> Iterator[Plan]:
-        """What takes less memory than a plan that does not fit: recomputation; on one stage slices and chunks, which bring nothing else."""
-        if plan.stages > 1:
-            yield replace(plan, recompute=True)
-            if plan.slices == SLICES[-1] and not self.units.whole:
-                for slices in self._slices(plan.replicas, MORE_SLICES):
-                    yield replace(plan, slices=slices)
-                    yield replace(plan, slices=slices, recompute=True)
-        elif plan == Plan(plan.replicas):
-            for slices in self._slices(plan.replicas, SLICES + MORE_SLICES):
-                if slices > 1:
-                    yield replace(plan, slices=slices)
-                for steps in self._chunk_steps():
-                    if steps is not None:
-                        yield replace(plan, slices=slices, chunk_steps=steps, recompute=True)
-
-    def _replicas(self, devices: int, stages: int) -> list[int]:
-        """Numbers of replicas: of those whose largest share of the lanes is the same, the smallest."""
-        most = max(shape.lanes for shape in self.units.shapes)
-        if self.use_all:
-            found = [devices // stages] if devices % stages == 0 and devices // stages <= most else []
-        else:
-            before: tuple[int, ...] = ()
-            found = []
-            for replicas in range(1, min(devices // stages, most) + 1):
-                shares = tuple(-(-shape.lanes // replicas) for shape in self.units.shapes)
-                if shares != before:
-                    found.append(replicas)
-                before = shares
-        return [replicas for replicas in found if replicas in REPLICAS] if self.units.reproducible else found
-
-    def _slices(self, replicas: int, numbers: Sequence[int]) -> list[int]:
-        """Those numbers of slices of which each has a lane on every replica."""
-        if self.units.reproducible:
-            return [1]
-        most = max(shape.lanes for shape in self.units.shapes)
-        return [slices for slices in numbers if slices == 1 or replicas * slices <= most]
-
-    def _chunk_steps(self) -> list[int | None]:
-        longest = max(shape.steps for shape in self.units.shapes)
-        if self.units.whole:
-            return [None]
-        steps = {-(-longest // chunks) for chunks in CHUNKS}
-        return [None, *sorted((each for each in steps if LEAST_CHUNK_STEPS <= each < longest), reverse=True)]
 
     def _cuts(self, plan: Plan) -> list[tuple[int, ...]]:
         """Ways to cut that fit: all of them where they are few, else the one that balances the stages."""
@@ -262,15 +201,26 @@ class Search:
 
     def variants(self, plan: Plan) -> list[Prediction]:
         """The chosen plan with one thing changed, where that fits: other chunks, even cuts, the head shared or not, recomputation."""
-        steps = sorted(each for each in self._chunk_steps() if each is not None)
+        steps = sorted(each for each in self.space.chunk_steps() if each is not None)
         near: list[Plan] = []
         if plan.stages > 1:
             at = steps.index(plan.chunk_steps) if plan.chunk_steps in steps else len(steps)
             near += [replace(plan, chunk_steps=each) for each in (*steps[max(0, at - 1) : at], *steps[at + 1 : at + 2])]
             near.append(replace(plan, cuts=even_cuts(len(self.units), plan.stages)))
             near += [replace(plan, share_head=not plan.share_head)] * (not self.units.pooled)
-            near += [replace(plan, slices=2)] * (plan.slices == 1 and 2 in self._slices(plan.replicas, SLICES))
+            near += [replace(plan, slices=2)] * (plan.slices == 1 and 2 in self.space.slices(plan.replicas, SLICES))
         return [self._predict(each) for each in near if each != plan and self.predictor.fits(each)]
+
+    def chosen(self) -> Prediction:
+        """The best of all plans, where more devices must pay; refuses a model that fits no plan, and says what would make it fit."""
+        try:
+            self.check_room()
+            best = self.best(_any, gain=GAIN_PER_DOUBLING)
+            if best is None:
+                raise self.nothing()
+        except NoFit as error:
+            raise explained(error, self.space) from None
+        return best
 
     def serial(self) -> Prediction | None:
         """One device, to compare with, where it can hold the model."""
@@ -278,7 +228,7 @@ class Search:
 
     def check_room(self) -> None:
         """Refuse a model for which even the leanest plan has no room, before thousands are tried."""
-        lean = list(self._lean())
+        lean = list(self.space.leanest())
         if not lean:
             raise self.nothing()
         nearest: NoFit | None = None
@@ -291,21 +241,9 @@ class Search:
         assert nearest is not None
         raise nearest
 
-    def _lean(self) -> Iterator[Plan]:
-        """The plans that take least memory, the plain one first."""
-        steps = self._chunk_steps()
-        for stages in _some_stages(min(len(self.units), self.cluster.devices)):
-            replicas = self._replicas(self.cluster.devices, stages)
-            for number in sorted({*replicas[:1], *replicas[-1:]}):
-                yield Plan(number, stages)
-                slices = self._slices(number, SLICES + MORE_SLICES)
-                for parts in sorted({1, slices[-1]}):
-                    for each in {steps[0]: None, steps[-1]: None}:
-                        yield Plan(number, stages, (), each, parts, recompute=True)
-
     def nothing(self) -> PlanError:
         """There is no plan at all, or none that fits."""
-        devices, most = self.cluster.devices, max(shape.lanes for shape in self.units.shapes)
+        devices, most = self.cluster.devices, self.space.most_lanes
         if self.misfits:
             return min((self.predictor.missing(plan) for plan in list(self.misfits)[:64]), key=lambda error: error.missing_bytes)
         allowed = f", and replicas must be one of {', '.join(map(str, REPLICAS))}" if self.units.reproducible else ""
@@ -341,19 +279,11 @@ def _replicas(plan: Plan) -> bool:
 
 def _stages(plan: Plan) -> bool:
     # Only shown beside the chosen plan: schedules of many stages take long to make.
-    return plan.replicas == 1 and 1 < plan.stages <= _ALL_STAGES
+    return plan.replicas == 1 and 1 < plan.stages <= ALL_STAGES
 
 
 def _both(plan: Plan) -> bool:
     return plan.replicas > 1 and plan.stages > 1
-
-
-def _some_stages(most: int) -> list[int]:
-    """Numbers of stages: all of a few; of many those in steps of about an eighth."""
-    found = list(range(1, min(most, _ALL_STAGES) + 1))
-    while found[-1] < most:
-        found.append(min(most, found[-1] + max(1, found[-1] // 8)))
-    return found
 
 
 def price(devices: int, gain: float) -> float:
@@ -367,14 +297,40 @@ def _score(seconds: float, plan: Plan, gain: float) -> float:
 
 
 def _why(rival: Prediction, best: Prediction) -> str:
-    """Why a plan that fits is not chosen."""
+    """Why a plan that fits is not the one that is shown."""
     ratio = rival.seconds / best.seconds
     more = rival.plan.workers / best.plan.workers
+    if ratio < price(best.plan.workers, GAIN_PER_DOUBLING) / price(rival.plan.workers, GAIN_PER_DOUBLING) and ratio < 1 - TOLERANCE:
+        return f"faster by {1 / ratio - 1:.1%}"
     if ratio < 1 and more > 1:
         return f"{1 - ratio:.1%} less time for {more:.3g} times the devices: below the {GAIN_PER_DOUBLING:.0%} that each doubling must save"
     if ratio < 1 + TOLERANCE:
-        return "as fast, on more devices" if more > 1 else "as fast"
+        return "as fast" + (", on more devices" if more > 1 else ", on fewer devices" if more < 1 else "")
     return f"slower by {ratio - 1:.1%}"
+
+
+def asked_for(plan: Plan, predictor: Predictor, choice: Choice) -> Choice:
+    """A plan that the user asks for in the place of the chosen one, which becomes one of its rivals."""
+    edges = plan.edges(len(predictor.units))
+    for stage, (memory, limit) in enumerate(zip(predictor.memories(plan), predictor.limits(plan), strict=True)):
+        if memory.total > limit:
+            where = span(edges[stage], edges[stage + 1], len(predictor.units))
+            over = say(memory.total - limit)
+            raise PlanError(
+                f"stage {stage} of the plan that is asked for ({where}) is {over} over the {say(limit)} of its device; "
+                f"this fits: {describe(choice.best.plan)}"
+            )
+    asked = predictor.predict(plan)
+    if asked.plan == choice.best.plan:
+        return replace(choice, why=f"{describe(asked.plan)}: asked for, and what the planner would choose")
+    rivals = [Rival(choice.best.plan, f"what the planner would choose: {_why(choice.best, asked)}", choice.best)]
+    rivals += [
+        rival if rival.prediction is None else replace(rival, why=_why(rival.prediction, asked))
+        for rival in choice.rivals
+        if rival.plan != asked.plan
+    ]
+    why = f"{describe(asked.plan)}: asked for; the planner would choose {describe(choice.best.plan)}, {_why(choice.best, asked)}"
+    return replace(choice, best=asked, why=why, rivals=tuple(rivals))
 
 
 def _reason(best: Prediction, rivals: Sequence[Rival], offered: int) -> str:

@@ -1,10 +1,17 @@
-"""Facts of the data that shape the model and the plan: torch-free, small enough to print."""
+"""Facts of the data that shape the model and the plan: torch-free, small enough to print, and enough to plan without the data."""
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
+
+from carrywave.errors import SpecError
+
+OF_A_RUN = ("scale", "own_model", "given_codec")  # what a run's facts.json holds beside the facts
 
 
 @dataclass(frozen=True)
@@ -24,3 +31,52 @@ class DataFacts:
     def of(known: Mapping[str, Any]) -> DataFacts:
         """The facts from what JSON made of them."""
         return DataFacts(**{**known, "labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})
+
+
+def read_facts(text: str) -> DataFacts:
+    """Facts as a user gives them: a run's facts.json, the run's folder, or `vocabulary=33278,steps=2000000`; `labels=9` is how many."""
+    path = Path(text)
+    if "=" in text and not path.exists():
+        return _checked(dict(_pair(part, text) for part in text.split(",")), text)
+    path = path / "facts.json" if path.is_dir() else path
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read ({error.strerror}); give a run's facts.json, or key=value as in vocabulary=33278") from None
+    except ValueError as error:
+        raise SpecError(f"{path} is not JSON ({error}); give a run's facts.json, or key=value as in vocabulary=33278") from None
+    if not isinstance(known, dict):
+        raise SpecError(f"{path} holds no facts; give a run's facts.json, or key=value as in vocabulary=33278")
+    return _checked({name: value for name, value in known.items() if name not in OF_A_RUN}, str(path))
+
+
+def _pair(part: str, text: str) -> tuple[str, object]:
+    name, equals, value = part.strip().partition("=")
+    if not equals or not value.isdecimal():
+        raise SpecError(f"the facts {text} hold {part.strip()!r}, which is not key=number; write them as in vocabulary=33278,steps=2000000")
+    return name, [str(number) for number in range(int(value))] if name == "labels" else int(value)
+
+
+def _checked(known: Mapping[str, object], where: str) -> DataFacts:
+    names = [each.name for each in fields(DataFacts)]
+    found: dict[str, Any] = {"labels": (), "histogram": ()}
+    for name, value in known.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise SpecError(f"the facts {where} hold {name!r}, which is none; " + (f"use {near[0]}" if near else f"use {', '.join(names)}"))
+        if not _takes(name, value):
+            raise SpecError(f"the facts {where} hold {name}={str(value)[:40]}, which it cannot be; correct it")
+        found[name] = value
+    return DataFacts.of(found)
+
+
+def _takes(name: str, value: object) -> bool:
+    if name == "labels":
+        return isinstance(value, list) and all(isinstance(label, str) for label in value)
+    if name == "histogram":
+        return isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(_whole, pair)) for pair in value)
+    return _whole(value)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

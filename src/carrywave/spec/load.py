@@ -142,7 +142,8 @@ _Loader.add_constructor(f"{YAML_TAG}map", _mapping)
 _Loader.add_constructor(None, _refuse_tag)
 
 
-def _parse(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
+    """What a text in YAML holds; `where` names it in errors."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -166,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path} is not UTF-8 text; give a spec file in YAML") from None
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}; give the path of a spec file") from None
-    tree = _parse(text, str(path))
+    tree = parse_yaml(text, str(path))
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -182,7 +183,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     problem = _check_dotted(dotted)
     if problem:
         raise SpecError(problem)
-    value = _parse(text, override)
+    value = parse_yaml(text, override)
     *parents, last = _split(dotted)
     section, name = tree, ""
     for parent in parents:

@@ -29,18 +29,21 @@ from carrywave.parallel.precision import parameter_dtype
 from carrywave.parallel.shards import settle
 from carrywave.parallel.world import World, exchange, join, leave, pick_device, same, together
 from carrywave.plan import shards
-from carrywave.plan.plan import Plan, fewer, resolve
+from carrywave.plan.plan import Plan
+from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import POOLED, Task
 from carrywave.train import again, begun, causes
+from carrywave.train.compare import Comparison
 from carrywave.train.cost import cost_line
 from carrywave.train.evaluate import order_for
 from carrywave.train.keep import Keeper, check_same, go_on, hear, load_parameters, read_weights, take_weights
 from carrywave.train.launch import RESTARTS
 from carrywave.train.loop import Ending, Loop, Parts
 from carrywave.train.origin import given_codec, open_folder, refuse_python, weights_file
+from carrywave.train.planning import Given, check_workers, plan_before, plan_run
 from carrywave.train.rate import stops_early
 from carrywave.train.run import Elsewhere, Run
 from carrywave.train.saved import codec_of, facts_of, open_run
@@ -76,6 +79,7 @@ class _Start:
     codec: Codec | None  # given, with the weights that it starts from
     init: str | None
     watch: Watcher
+    before: Plan | None = None  # the plan that the run has had so far; rank 0 knows it
 
 
 def train(
@@ -144,7 +148,7 @@ def fit(
         if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
             own = Whole(own, loss, pooled=asked.task in POOLED)
         if told is None and devices > 1 and not launched():
-            _check_workers(asked, devices)
+            check_workers(asked.plan_spec, devices)
             told = again.relaunch(devices, restarts=restarts, min_devices=min_devices)
         if told is not None:
             return _result_of(told, own, device)
@@ -174,15 +178,6 @@ def _left_at_the_end(world: World) -> Iterator[None]:
     leave(world)
 
 
-def _check_workers(spec: Spec, devices: int) -> None:
-    """Refuse before workers are started what they would all refuse."""
-    plan = spec.plan_spec
-    if devices % plan.stages or (plan.replicas is not None and plan.replicas * plan.stages != devices):
-        raise PlanError(
-            f"devices={devices} is not plan.replicas x plan.stages ({plan.replicas or 'any number'} x {plan.stages}); change one of them"
-        )
-
-
 def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str) -> Result:
     """The result of a run that workers trained."""
     folder = Path(told["run"])
@@ -207,6 +202,7 @@ def _begin(spec: Spec, world: World, run: Path | None, resume: bool, init: str |
     folder: Run | None = None
     snapshot: Stored | None = None
     found = ""
+    before: Plan | None = None
     begun.next_call()
     # Of a launch over several hosts only some may have been told that this is another attempt.
     restarted = any(int(times) for times in exchange(world, str(begun.attempt())))
@@ -218,6 +214,7 @@ def _begin(spec: Spec, world: World, run: Path | None, resume: bool, init: str |
                 if from_files:
                     refuse_python(spec, folder)
                 check_same(spec, snapshot)
+                before = plan_before(folder)
             codec = given_codec(init, folder, snapshot)
             told = None if snapshot is None else snapshot.told()
             found = json.dumps([str(folder.path), None if codec is None else codec.to_json(), told])
@@ -226,7 +223,7 @@ def _begin(spec: Spec, world: World, run: Path | None, resume: bool, init: str |
     if world.rank == 0 and (warning := begun.warning()) is not None:
         watch.say(warning)
     codec = None if codec_json is None else Codec.from_json(codec_json)
-    return _Start(spec, world, folder or Elsewhere(Path(path)), None if told is None else hear(world, told), codec, init, watch)
+    return _Start(spec, world, folder or Elsewhere(Path(path)), None if told is None else hear(world, told), codec, init, watch, before)
 
 
 def _prepare_in_turn(start: _Start) -> Prepared:
@@ -252,10 +249,11 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
             None if prepared.test is None else task.part("test", prepared.test),
         )
         model = task.model(prepared.train) if own is None else _own_model(own, spec, prepared.facts)
-        layers = model.lstm.num_layers if isinstance(model, Model) else 0
-        lanes = spec.lanes if spec.streams else None
-        asked = fewer(spec.plan_spec, workers) if begun.with_fewer() else spec.plan_spec
-        plan = resolve(asked, layers=layers, workers=workers, lanes=lanes, pooled=model.pooled)
+    units = Units.of(spec, prepared.facts) if own is None else None
+    layers = model.lstm.num_layers if isinstance(model, Model) else 0
+    planned = plan_run(world, Given(spec, units, layers, model.pooled, workers, start.before), watch.say)
+    plan = planned.plan
+    with together(world):
         if spec.train.reproducible:
             shards.check(plan)
         model.to(parameter_dtype(spec.train.precision))
@@ -267,6 +265,8 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
     watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device)))
     if isinstance(order, SequenceOrder) and order.oversized:
         watch.say(f"{order.oversized} sequences are longer than batch.tokens={spec.tokens}: each is a batch of its own")
+    for said in planned.said:
+        watch.say(said)
     if dry_run:
         watch.end("dry run: nothing was trained, and no run was written")
         return Result(folder.path, None, {}, _shown(model))
@@ -285,6 +285,7 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
                 watch,
                 save=keeper,
                 back=keeper.go_back,
+                compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted else None,
             )
         if start.snapshot is not None:
             go_on(loop, start.snapshot, prepared.fingerprint)

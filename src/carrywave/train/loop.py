@@ -28,6 +28,7 @@ from carrywave.train import optimizer as optimizers
 from carrywave.train import rate as rates
 from carrywave.train.bad import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW
 from carrywave.train.clock import Clock
+from carrywave.train.compare import Comparison
 from carrywave.train.evaluate import evaluate
 from carrywave.train.run import Run, Value
 from carrywave.train.stop import Reason, Stop
@@ -88,6 +89,7 @@ class Loop:
         watch: Watcher,
         save: Callable[[Loop, bool], None],
         back: Callable[[Loop], None],
+        compare: Comparison | None = None,
     ) -> None:
         self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = spec, task, trainer, parts, run, watch
         self.order = order
@@ -95,6 +97,7 @@ class Loop:
         self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share)
         self.progress = Progress()
         self.save, self.back = save, back  # write a snapshot, the last one or not; go on from the last one
+        self.compare = compare  # of predicted and measured step times
         self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps; steps with bad numbers
         self._one_bad = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=trainer.device)
         self.cells = [0, 0]  # real and padded steps since the last row
@@ -180,9 +183,13 @@ class Loop:
             # A shorter window has a smaller sum of gradients through time, so it takes a smaller step (AWD-LSTM).
             at.lr *= sum(batch.steps for batch in group) / (len(group) * self.spec.steps)
         self.trainer.set_lr(at.lr)
+        if self.compare is not None:
+            self.compare.before()
         result = self.trainer.update(*group)
         heartbeat.mark()
         at.step += 1
+        if self.compare is not None and (measured := self.compare.after()) is not None:
+            self.folder.write_timing({"split": "train", "epoch": at.shown_epoch, "step": at.step, **measured})
         at.batch += len(group)
         real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
         self.cells = [self.cells[0] + real, self.cells[1] + padded]
@@ -318,8 +325,14 @@ class Loop:
         seconds = time.monotonic() - started
         self.folder.write_timing(place | {"seconds": seconds})
         self.watch.evaluated({**place, **values})
-        self.clock.skip(seconds)
+        self._skip(seconds)
         return values
+
+    def _skip(self, seconds: float) -> None:
+        """Leave other work than steps out of their times."""
+        self.clock.skip(seconds)
+        if self.compare is not None:
+            self.compare.skip(seconds)
 
     def _tick(self, result: StepResult) -> None:
         self.clock.ticked()

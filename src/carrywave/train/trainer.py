@@ -23,6 +23,7 @@ from carrywave.model.state import State
 from carrywave.model.whole import Whole
 from carrywave.parallel import gradients, pipeline
 from carrywave.parallel.capture import Capture, Lanes, Parts
+from carrywave.parallel.clock import Clock
 from carrywave.parallel.gather import collect
 from carrywave.parallel.gradients import Reducer
 from carrywave.parallel.meeting import for_all
@@ -110,6 +111,7 @@ class Trainer:
         self._kept_lanes: int | None = None  # of all workers together
         self.scheduler: pipeline.Scheduler = wavefront
         self.votes = (0.0, 0.0)  # of this worker, for the next step: to stop as after Ctrl-C, as after SIGTERM
+        self.clock: Clock | None = None  # times the tasks of the steps that it is set for; recorded ones have none
         self._compared = False  # whether all workers have been seen to be given the same batch
         self._uncounted = 0  # batches so far that had no place of their own in an epoch
         known = optimizer is None and self.spec.precision != "fp64"
@@ -168,7 +170,7 @@ class Trainer:
             outcomes, left = self.shards(batches, keys, state)
             self._tree.finish()
             return self._update([each for several in outcomes.values() for each in several], outcomes), self._mended(left)
-        if self.capture is None or self._parts is None:
+        if self.capture is None or self._parts is None or self.clock is not None:
             return self._step(batches, [key.to(self.device) for key in keys], state)
         if len(batches) == 1 and self.reducer is None:
             return self.capture("step", self._step, batches, keys, state)
@@ -326,6 +328,7 @@ class Trainer:
             self.mesh.links,
             place=self.mesh.stage,
             reducer=reducer,
+            clock=self.clock,
         )
 
     def _sums(

@@ -1,0 +1,213 @@
+"""Claim: the planner's predictions are near what is measured, and what it chooses is near the best.
+
+For each model this machine is measured anew, every plan is predicted, and then each is trained for real, all in turn in the same
+processes: serial with all cores in one process, the others with the cores dealt out, as `carrywave train --devices N` does. The plan that
+the planner chooses is timed among them, so that its distance to the best one is measured too.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from carrywave.benchmarks._workers import Crew, crew_sizes, spread, take_turns
+from carrywave.data.batch import Batch
+from carrywave.model.dropout import Dropout
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads import Softmax
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+from carrywave.parallel import crew as crews
+from carrywave.parallel.crew import Row
+from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.world import World
+from carrywave.plan.cluster import Cluster
+from carrywave.plan.plan import Plan, even_cuts
+from carrywave.plan.predict import Predictor
+from carrywave.plan.search import describe, search
+from carrywave.plan.units import Units
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.load import parse
+from carrywave.spec.spec import Spec
+from carrywave.train.profiles import profile_for, threads
+from carrywave.train.trainer import Trainer
+
+title = "predicted and measured step times"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A language model and its batch."""
+
+    layers: int
+    hidden: int
+    lanes: int
+    steps: int
+    words: int
+    dropout: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        return f"{self.layers} x {self.hidden}, {self.lanes} lanes x {self.steps}, {self.words:,} words"
+
+    @property
+    def spec(self) -> Spec:
+        """As a user would write it."""
+        model = {"hidden": self.hidden, "layers": self.layers, "dropout": self.dropout}
+        return parse({"task": "language", "model": model, "batch": {"lanes": self.lanes, "steps": self.steps}, "train": {"clip": 1.0}})
+
+    @property
+    def units(self) -> Units:
+        """What plans cut."""
+        return Units.of(self.spec, DataFacts(vocabulary=self.words, sequences=1, steps=10**6, longest=10**6))
+
+
+CASES = (  # the first and the last have little work in a step, the others more
+    Case(2, 200, 20, 35, 10000, 0.2),
+    Case(4, 512, 16, 128, 2000),
+    Case(8, 256, 32, 128, 2000, 0.2),
+    Case(8, 256, 16, 64, 20000),
+    Case(2, 650, 20, 35, 10000, 0.5),
+)
+QUICK = (Case(2, 32, 8, 16, 50),)
+ROUNDS, SECONDS = 5, 0.4
+WARM_UP = 2
+
+
+def plans(case: Case, workers: int) -> list[Plan]:
+    """Those that are compared, beside the chosen one."""
+    if workers == 1:
+        return [Plan.serial()]
+    found = [Plan(replicas=workers)]
+    units = case.layers + 2
+    for stages in sorted({min(workers, units), 2}):
+        if workers % stages:
+            continue
+        cuts = even_cuts(units, stages)
+        for chunks in (2, 4, 8, 16):
+            steps = -(-case.steps // chunks)
+            if steps >= 2:
+                found.append(Plan(workers // stages, stages, cuts, steps))
+        found.append(Plan(workers // stages, stages, cuts, -(-case.steps // 8), share_head=True))
+    return found
+
+
+def run(*, quick: bool = False) -> list[Row]:
+    """Rows for every case and number of workers, and a last one with the errors of all."""
+    rows: list[Row] = []
+    with _fresh_cache():
+        for case in QUICK if quick else CASES:
+            rows += _of_case(case, [2] if quick else crew_sizes(), quick=quick)
+    errors = [abs(row["error"]) for row in rows]
+    lost = [row["over_best"] for row in rows if row["chosen"]]
+    summary = dict.fromkeys(rows[0], "") | {
+        "case": "all",
+        "plan": f"{len(rows)} plans",
+        "error": f"median {statistics.median(errors):.1%}, worst {max(errors):.1%}",
+        "over_best": f"chosen: worst {max(lost):.3f}",
+        "target": "median 10%, worst 25%, chosen 1.05",
+    }
+    return [*({name: _shown(name, value) for name, value in row.items()} for row in rows), summary]
+
+
+def _of_case(case: Case, sizes: list[int], *, quick: bool) -> list[Row]:
+    alone: list[Row] = []
+    rows: list[Row] = []
+    for workers in (1, *sizes):
+        profile = profile_for(case.units, device="cpu", devices=workers)
+        cluster = Cluster.uniform(replace(profile, devices_per_host=max(workers, 1)), workers)
+        predictor = Predictor(case.units, cluster)
+        chosen = search(case.units, cluster).best.plan
+        wanted = plans(case, workers)
+        wanted += [chosen] if chosen.workers == workers and all(_bare(chosen) != _bare(plan) for plan in wanted) else []
+        job = {"case": asdict(case), "plans": [asdict(plan) for plan in wanted], "rounds": 2 if quick else ROUNDS, "seconds": SECONDS}
+        found = crews.start(__name__, job, workers, threads=threads(workers), name="bench plan")[0]
+        measured = [
+            {
+                "case": case.name,
+                "workers": workers,
+                "plan": describe(plan) + (f", cuts {list(plan.cuts)}" if plan.cuts else ""),
+                "predicted_ms": 1e3 * predictor.predict(plan).seconds,
+                "measured_ms": row["step_ms"],
+                "spread": row["spread"],
+                "bare": _bare(plan),
+            }
+            for plan, row in zip(wanted, found, strict=True)
+        ]
+        alone = alone or measured
+        best = min(row["measured_ms"] for row in alone + measured)
+        for row in measured if workers > 1 else []:
+            row["chosen"] = row["bare"] == _bare(chosen)
+        if workers > 1:
+            of_one = {**alone[0], "chosen": chosen.workers == 1, "workers": workers}
+            for row in (of_one, *measured):
+                row |= {"error": row["predicted_ms"] / row["measured_ms"] - 1, "over_best": row["measured_ms"] / best, "target": ""}
+                row.pop("bare")
+                rows.append(row)
+    return rows
+
+
+def _bare(plan: Plan) -> tuple[object, ...]:
+    """Two plans that do the same have the same."""
+    return plan.replicas, plan.stages, plan.chunk_steps, plan.slices, plan.recompute, plan.shares_head, plan.cuts
+
+
+def _shown(name: str, value: object) -> object:
+    if isinstance(value, float):
+        return f"{value:+.1%}" if name == "error" else f"{value:.1%}" if name == "spread" else round(value, 3 if name == "over_best" else 2)
+    return ("chosen" if value else "") if name == "chosen" else value
+
+
+@contextmanager
+def _fresh_cache() -> Iterator[None]:
+    """What was measured of this machine another time does not count."""
+    before = os.environ.get("CARRYWAVE_CACHE")
+    with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as folder:
+        os.environ["CARRYWAVE_CACHE"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("CARRYWAVE_CACHE")
+            if before is not None:
+                os.environ["CARRYWAVE_CACHE"] = before
+
+
+def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
+    """What every worker does: all plans in turn."""
+    case = Case(**job["case"])
+    loops = {str(number): _loop(world, case, given) for number, given in enumerate(job["plans"])}
+    for loop in loops.values():
+        for number in range(WARM_UP):
+            loop(number)
+    for timing in take_turns(Crew(world), loops, rounds=job["rounds"], seconds=job["seconds"], first=WARM_UP).values():
+        yield {"step_ms": statistics.median(timing.step_ms), "spread": spread(timing.step_ms)}
+
+
+def _loop(world: World, case: Case, given: Mapping[str, Any]) -> Any:
+    plan = Plan(**{**given, "cuts": tuple(given["cuts"])})
+    torch.manual_seed(1)
+    dropout = case.dropout
+    model = Model(
+        Embedding(case.words, case.hidden),
+        LSTM(case.hidden, case.hidden, case.layers, dropout=dropout),
+        Softmax(case.hidden, case.words),
+        dropout_in=Dropout(dropout, name="dropout_in"),
+        dropout_out=Dropout(dropout, name="dropout_out"),
+    )
+    trainer = Trainer(model, case.spec.train, mesh=Mesh(world, plan), keep_state=True)
+    tokens_TB = torch.randint(case.words, (case.steps + 1, case.lanes))
+    batch = Batch.of(tokens_TB[:-1], tokens_TB[1:], fresh=False)
+
+    def step(number: int) -> int:
+        trainer.step(replace(batch, step=number))
+        return case.lanes * case.steps
+
+    return step

@@ -1,0 +1,69 @@
+"""What commands are given alike: a spec with overrides, a device, and files to write, which are checked before the work is done."""
+
+from __future__ import annotations
+
+import math
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from carrywave.errors import UserError
+from carrywave.spec.load import DEFAULT_RUN
+
+
+class Device(StrEnum):
+    """Where to compute."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes CUDA where there is one.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write rows that a program can read.")]
+
+
+def spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
+    """The spec file among the words of a command, and what is to be changed in it."""
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise UserError(f"{files[1]} is a second spec file beside {files[0]}; give one SPEC.yaml, and the rest as key=value")
+    return (Path(files[0]) if files else None), [word for word in words if "=" in word]
+
+
+def base(overrides: list[str]) -> dict[str, Any]:
+    """The default run as far as it goes with what is asked for: its streams are not for another task, nor for separate sequences."""
+    other = any(override.startswith(("task=", "batch.tokens=")) for override in overrides)
+    return {section: values for section, values in DEFAULT_RUN.items() if section != "batch" or not other}
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuses a file that cannot be written before the work is done, not after."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no folder {path.parent}; make it, or write elsewhere")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path} cannot be written: folder {path.parent} is read-only; write elsewhere")
+
+
+def plain(value: object) -> object:
+    """A value for JSON, which knows neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes the whole file or none of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} could not be written: {error.strerror or error}; free some room, or write elsewhere") from error
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,255 @@
+"""`carrywave plan`: how the work of a spec is best split over devices, before anything runs. Needs no GPU, and loads no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from carrywave import __version__
+from carrywave.cli.exits import note
+from carrywave.cli.given import Device, DeviceOption, base, check_writable, plain, replace_file, spec_and_overrides
+from carrywave.errors import DataError, PlanError
+from carrywave.plan.better import balance_text, remedies
+from carrywave.plan.cluster import Cluster
+from carrywave.plan.picture import figures_text, rivals_text, scale_text, stage_names, stages_text, timeline_text
+from carrywave.plan.plan import Plan, resolve
+from carrywave.plan.predict import Predictor
+from carrywave.plan.profile import Profile
+from carrywave.plan.report import choice_object, scale_object, yaml_line
+from carrywave.plan.scale import MOST_DEVICES, scale
+from carrywave.plan.search import asked_for, describe, search
+from carrywave.plan.shipped import LINKS, find_profile, names
+from carrywave.plan.svg import Panel, draw
+from carrywave.plan.units import Shape, Units
+from carrywave.spec.facts import DataFacts, read_facts
+from carrywave.spec.load import load, parse_yaml
+from carrywave.spec.spec import PlanSpec, Spec
+
+PROFILE = "CARRYWAVE_PROFILE"
+THIS_MACHINE = "this machine"  # where a cluster names no profile
+
+
+def plan(
+    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="What to train; nothing: the default.")] = None,
+    devices: Annotated[int | None, typer.Option(metavar="N", help="Devices on offer; those of this machine if left out.")] = None,
+    cluster: Annotated[Path | None, typer.Option(metavar="CLUSTER.yaml", help="Hosts, devices and links on offer.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help=f"Plan for another machine by its profile; ${PROFILE} says the same.")
+    ] = None,
+    device: DeviceOption = Device.auto,
+    facts: Annotated[
+        str | None, typer.Option(metavar="FILE|key=value,…", help="Plan without the data: a run's facts.json, or vocabulary=33278.")
+    ] = None,
+    growth: Annotated[bool, typer.Option("--scale", help="How speed and cost grow with 1, 2, 4, … devices.")] = False,
+    use_all: Annotated[bool, typer.Option("--all", help="Use all devices, also where fewer would be nearly as fast.")] = False,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the step.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write an object that a program can read.")] = None,
+) -> None:
+    """Predict every way to split a spec over devices, choose the best, and show it."""
+    path, overrides = spec_and_overrides(spec or [])
+    resolved = load(path, overrides, base=base(overrides))
+    if devices is not None and cluster is not None:
+        raise PlanError("--devices and --cluster both say what there is to train on; give one of the two")
+    if devices is not None and devices < 1:
+        raise PlanError(f"--devices {devices} leaves nothing to train on; use a number >= 1")
+    if growth and svg is not None:
+        raise PlanError("--svg draws the step of one plan, and --scale compares many; leave one of them out")
+    check_writable(svg)
+    check_writable(json_file)
+    named = profile or os.environ.get(PROFILE) or None
+    units = Units.of(resolved, read_facts(facts) if facts is not None else _facts_of(resolved))
+    offer = _Offer(units, named, device.value, devices)
+    found = offer.read(cluster) if cluster is not None else offer.uniform()
+    if growth:
+        _show_scale(units, found, MOST_DEVICES if devices is None else devices, json_file)
+    else:
+        _show_choice(resolved, units, found, svg, json_file, use_all=use_all)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What there is to train on: so many devices, of a profile that is named or else measured here."""
+
+    units: Units
+    named: str | None
+    device: str
+    devices: int | None
+
+    def uniform(self) -> Cluster:
+        """Devices of one kind."""
+        if self.named is None:
+            count = self.devices or here(self.device)
+            return Cluster.uniform(self.measured(count), count)
+        found = profile_named(self.named)
+        # What this machine has says nothing about the one that the profile is of.
+        return Cluster.uniform(found, self.devices or found.devices_per_host)
+
+    def measured(self, count: int) -> Profile:
+        """The profile of this machine."""
+        from carrywave.train.profiles import profile_for
+
+        return profile_for(self.units, device=self.device, devices=count, note=note)
+
+    def read(self, path: Path) -> Cluster:
+        """The cluster in a file."""
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise PlanError(f"{path} cannot be read ({error.strerror}); give the path of a cluster file") from None
+        except UnicodeDecodeError:
+            raise PlanError(f"{path} is not UTF-8 text; give a cluster file in YAML") from None
+        known = parse_yaml(text, str(path))
+        if known is None:
+            raise PlanError(f"{path} is empty; write hosts: 2, devices: 8, profile: NAME, between: LINK")
+        if isinstance(known, Mapping):
+            known = {"profile": THIS_MACHINE, **known}
+
+        def find(name: str) -> Profile:
+            if name == THIS_MACHINE:
+                return self.measured(here(self.device)) if self.named is None else profile_named(self.named)
+            beside = path.parent / name  # files that a cluster names stand beside it
+            return profile_named(str(beside) if beside.is_file() else name)
+
+        return Cluster.of(known, find, LINKS, str(path))
+
+
+def profile_named(text: str) -> Profile:
+    """A profile of the user's choice, or one that comes with carrywave; one of another version of carrywave is refused."""
+    found = find_profile(text)
+    if "carrywave" in found.versions and text not in names():
+        found.check_fresh(found.hardware, {"carrywave": __version__})
+    return found
+
+
+def here(device: str) -> int:
+    """Devices of this machine: GPUs where there are some and they are wanted, else cores."""
+    tool = shutil.which("nvidia-smi") if device != "cpu" else None
+    if tool is not None:
+        try:
+            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=False).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            listed = ""
+        gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
+        if gpus:
+            return gpus
+    if device == "cuda":
+        raise PlanError("--device cuda, but no GPU was found by nvidia-smi; use --profile to plan for another machine")
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _facts_of(spec: Spec) -> DataFacts:
+    from carrywave.data.prepare import prepare
+
+    try:
+        return prepare(spec, note=note).facts
+    except DataError as error:
+        raise DataError(f"{error}, or plan without the data by --facts vocabulary=33278") from None
+
+
+def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
+    """The plan that the spec asks for; nothing where it is left to the planner."""
+    if spec.plan == "auto" or not spec.plan.model_fields_set - {"kernel"}:
+        return None
+    asked: PlanSpec = spec.plan
+    workers = (asked.replicas or max(1, devices // asked.stages)) * asked.stages
+    return resolve(asked, layers=units.layers, workers=workers, lanes=units.lanes if units.streams else None, pooled=units.pooled)
+
+
+def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, json_file: Path | None, *, use_all: bool) -> None:
+    asked = _asked(spec, units, cluster.devices)
+    if asked is not None:
+        cluster.place(asked.replicas, asked.stages)  # refuses more workers than there are, before the search
+    best = search(units, cluster, use_all=use_all)
+    tried = remedies(units, cluster, best, use_all=use_all)
+    predictor = Predictor(units, cluster)
+    choice = best if asked is None else asked_for(replace(asked, kernel="auto"), predictor, best)
+    shown = choice.best
+    balance = balance_text(predictor, shown)
+    lines = [f"for {_model(spec, units)}; on {_machines(cluster)}", "", choice.why, "", stages_text(units, shown), ""]
+    lines += [
+        _about(units, shown.plan),
+        timeline_text(shown.timeline),
+        "",
+        figures_text(choice),
+        "",
+        "alternatives",
+        rivals_text(choice),
+        "",
+    ]
+    lines += [
+        f"what would have to change to do better{_beside(asked)}",
+        *(f"- {each}" for each in tried),
+        *([f"- {balance}"] if balance else []),
+        "",
+    ]
+    lines += [f"in the spec, for {shown.plan.workers} device{'s' if shown.plan.workers > 1 else ''}:", yaml_line(shown.plan, units)]
+    typer.echo("\n".join(lines))
+    if svg is not None:
+        # What is asked for above what the planner would choose, on one axis.
+        drawn = [shown] if shown.plan == best.best.plan else [shown, best.best]
+        panels = [
+            Panel(f"{describe(each.plan)}: {each.tokens_per_second:,.0f} tokens/s", each.timeline, stage_names(each, len(units)))
+            for each in drawn
+        ]
+        replace_file(svg, draw(panels, _model(spec, units)))
+    _write(json_file, choice_object(units, choice, tried) | {"asked": asked is not None})
+
+
+def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | None) -> None:
+    first = cluster.hosts[0]
+    if any(host != first for host in cluster.hosts[:-1]) or cluster.hosts[-1].profile is not first.profile:
+        raise PlanError("--scale grows a cluster of equal hosts, and these differ; give one kind of host")
+    profile = first.profile
+    size = max(profile.devices_per_host, first.devices)
+    if cluster.within is not None or cluster.between is not None:  # those of a file stand for the profile's, whose sums are of others
+        within, between = cluster.within or profile.within, cluster.between or profile.between
+        profile, size = replace(profile, reductions=(), within=within, between=between), first.devices
+    found = scale(units, replace(profile, devices_per_host=size), most)
+    typer.echo(scale_text(found))
+    if found.points[-1].devices * 2 <= most:
+        typer.echo("It ends where a host does, for nothing is known of a link between hosts; give a cluster file with `between`.")
+    _write(json_file, scale_object(units, found))
+
+
+def _model(spec: Spec, units: Units) -> str:
+    shapes = ", ".join(_size(shape) for shape in units.shapes)
+    widths = dict.fromkeys(spec.model.widths)
+    many = f"{spec.model.layers} layer{'s' if spec.model.layers > 1 else ''} of {', '.join(map(str, widths))}"
+    return f"{spec.task}, {many}, {units.parameters(0, len(units)):,} parameters, {spec.train.precision}, batches of {shapes}"
+
+
+def _size(shape: Shape) -> str:
+    return f"{shape.lanes} lane{'s' if shape.lanes > 1 else ''} x {shape.steps} steps"
+
+
+def _machines(cluster: Cluster) -> str:
+    kinds: dict[int, tuple[int, Profile]] = {}
+    for host in cluster.hosts:
+        kinds[id(host.profile)] = kinds.get(id(host.profile), (0, host.profile))[0] + host.devices, host.profile
+    parts = [f"{count} device{'s' if count > 1 else ''} of {profile.name} ({profile.source})" for count, profile in kinds.values()]
+    return " and ".join(parts) + (f", {len(cluster.hosts)} hosts" if len(cluster.hosts) > 1 else "")
+
+
+def _beside(asked: Plan | None) -> str:
+    return "" if asked is None else ", beside what the planner would choose"
+
+
+def _about(units: Units, plan: Plan) -> str:
+    shape = max(units.shapes, key=lambda each: each.share)
+    each = "" if plan.replicas == 1 else f" on each of {plan.replicas} replicas"
+    return f"a step of {_size(shape)}{each}, in real time" + (
+        f", in {plan.chunks(shape.steps)} chunks" if plan.chunks(shape.steps) > 1 else ""
+    )
+
+
+def _write(path: Path | None, known: Mapping[str, Any]) -> None:
+    if path is not None:
+        replace_file(path, json.dumps({name: plain(value) for name, value in known.items()}, indent=1, ensure_ascii=False) + "\n")

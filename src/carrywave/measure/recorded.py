@@ -1,0 +1,67 @@
+"""Times units on a GPU as one stage runs them: recorded as a CUDA graph, so that the host has no part in it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from carrywave.measure.rig import Rig, between, nothing
+from carrywave.plan.asks import Ask
+from carrywave.plan.profile import Sample
+
+BLOCKS, LEAST_SECONDS = 5, 0.02
+
+
+def time_recorded(ask: Ask, device: torch.device, task_seconds: float) -> Sample:
+    """The sample of an ask: forward, and what forward and backward take more, without what their tasks take anyway."""
+    if ask.kind in ("dropout", "norm"):
+        forward, backward = (max(1e-7, seconds) for seconds in _between(ask, device))
+        return ask.sample(forward, backward, 0.0)
+    rig = Rig(ask, device)
+    forward = replay_seconds(rig.forward, device)
+    both = max(replay_seconds(lambda: rig.run(1, None), device) - 2 * task_seconds, 1.2 * forward)
+    return ask.sample(forward, both - forward, 0.0)
+
+
+def recorded_task(device: torch.device, precision: str) -> float:
+    """Seconds of a task in which no unit does anything."""
+    rig = Rig(nothing(precision), device)
+    return replay_seconds(lambda: rig.run(1, None), device) / 2
+
+
+def _between(ask: Ask, device: torch.device) -> tuple[float, float]:
+    """Dropout and norm: forward and backward."""
+    step = between(ask, device)
+    forward = replay_seconds(lambda: step(False), device)
+    return forward, replay_seconds(lambda: step(True), device) - forward
+
+
+def replay_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a replay of this work; the median of a few blocks."""
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = work()
+    graph.replay()
+    times = max(3, round(LEAST_SECONDS / max(1e-6, _block(graph, 3, device))))
+    found = statistics.median(_block(graph, times, device) for _ in range(BLOCKS))
+    del kept
+    return found
+
+
+def _block(graph: torch.cuda.CUDAGraph, times: int, device: torch.device) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) / 1e3 / times

@@ -1,0 +1,204 @@
+"""Times one unit of a model on one chunk as the runtime runs it: a stage of that unit alone, with links that answer at once.
+
+What is timed is `parallel.pipeline` itself, with its carries, put-off gradients and bookkeeping; what a task costs without any unit is
+timed too, and taken off, so that the units of a stage add up.
+
+Shapes: T time, B lane, W width.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.data.batch import Batch
+from carrywave.kernels import random
+from carrywave.model.dropout import Dropout
+from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.heads import Forecast, Softmax
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+from carrywave.model.stage import Stage
+from carrywave.model.state import Chunk
+from carrywave.parallel import pipeline
+from carrywave.parallel.clock import Arrived, Clock
+from carrywave.parallel.precision import HALVES, autocast, configure, parameter_dtype
+from carrywave.plan.asks import Ask
+from carrywave.plan.messages import Line
+from carrywave.plan.plan import Plan
+from carrywave.plan.profile import Sample
+
+STAGES = 3  # encoder, a layer, head: each is a stage of its own
+LEAST_RUNS, LEAST_SECONDS = 3, 0.06
+LONG_SECONDS = 0.2  # of a run that is long enough to be timed once
+_SMALL = 0.2  # of what was timed, which is at least the unit's own, however much a task costs without it
+
+
+@dataclass
+class Echo:
+    """Links whose messages are there as soon as they are wanted."""
+
+    device: torch.device
+    known: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
+
+    def receive(self, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> Arrived:
+        """A message of this shape."""
+        key = shape, dtype
+        if key not in self.known:
+            self.known[key] = 0.1 * torch.randn(shape, dtype=dtype, device=self.device)
+        return Arrived(self.known[key].detach())
+
+    def send(self, line: Line, tensor: Tensor) -> None:
+        """Nobody reads it."""
+
+    def drain(self) -> None:
+        """Nothing is under way."""
+
+
+class Rig:
+    """One unit, ready to be run."""
+
+    def __init__(self, ask: Ask, device: torch.device) -> None:
+        self.ask, self.device = ask, device
+        configure(ask.precision)
+        torch.manual_seed(1)
+        model, self.place, targets = _model(ask)
+        model.to(device, parameter_dtype(ask.precision)).train()
+        self.cuts = (1, 1 + ask.layers)
+        edges = (0, *self.cuts, model.units)
+        self.stage = Stage(model, edges[self.place], edges[self.place + 1])
+        T, B = ask.steps, ask.lanes
+        if self.place == 0 and ask.kind == "embedding":
+            inputs = torch.randint(ask.inputs, (T, B))
+        else:
+            inputs = torch.zeros(T, B, ask.inputs if self.place == 0 else 1)
+        batch = Batch.of(inputs, targets, fresh=False)
+        self.batch = batch.without(inputs=self.place > 0, targets=self.place < STAGES - 1).to(device)
+        self.echo = Echo(device)
+        self.key = random.key(1, 0, 0).to(device)
+        self.parameters = [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
+
+    def run(self, chunks: int, clock: Clock | None) -> None:
+        """One step: forward and backward in so many chunks."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        plan = Plan(1, STAGES, self.cuts, None if chunks == 1 else -(-self.ask.steps // chunks))
+        job = pipeline.Job(self.batch, self.stage.start(self.ask.lanes, self.device), self.key, precision=self.ask.precision)
+        program = pipeline.program_for(plan, [self.batch], backward=True)
+        pipeline.run(self.stage, plan, program, [job], self.echo, place=self.place, clock=clock)
+
+    def forward(self) -> Tensor:
+        """Forward of one chunk alone, with all that backward needs."""
+        batch = self.batch
+        chunk = Chunk(batch.lengths, batch.fresh, batch.lanes, 0, self.key, True)
+        shape = (self.ask.steps, self.ask.lanes, self.stage.width_in)
+        x = self.echo.receive(Line("F", 0, 1), shape, self.stage.dtype) if self.place else Arrived(batch.inputs)
+        state = self.stage.start(self.ask.lanes, self.device)
+        with torch.enable_grad(), autocast(self.ask.precision, self.device):
+            y, _, left = self.stage(x.wait().requires_grad_(self.place > 0), state, chunk)
+            return y if batch.targets is None else self.stage.loss(y, left, batch.targets, chunk)[0]
+
+    def laps(self, chunks: int, together: Callable[[], None]) -> tuple[float, float, float]:
+        """Seconds of forward and backward of a chunk, and of the gradients that were put off; medians of a few runs."""
+        found: list[tuple[float, float, float]] = []
+        spent = 0.0
+        self.run(chunks, None)  # memory is taken, libraries set themselves up
+        together()
+        while not found or (spent < LONG_SECONDS and (len(found) < LEAST_RUNS or spent < LEAST_SECONDS) and len(found) < 200):
+            clock = Clock(self.device)
+            self.run(chunks, clock)
+            spent += clock.seconds()
+            found.append((clock.seconds("F") / chunks, clock.seconds("B") / chunks, clock.seconds("pay")))
+        forward, backward, put_off = (statistics.median(each) for each in zip(*found, strict=True))
+        return forward, backward, put_off
+
+
+def time_unit(ask: Ask, device: torch.device, task_seconds: float, together: Callable[[], None], alone: bool) -> Sample:
+    """The sample of an ask. `together` waits for the other workers, so that all time the same at once.
+
+    `alone`: as one chunk, as where time is not cut. Elsewhere two chunks tell what can be put off, and what is left of backward.
+    """
+    if ask.kind in ("dropout", "norm"):
+        return _plain(ask, device, together)
+    if alone:
+        whole = Rig(ask, device)
+        put_off = whole.laps(2, together)[2] if ask.steps > 1 else 0.0
+        forward, backward, _ = whole.laps(1, together)
+        forward, backward = _own(forward, task_seconds), _own(backward, task_seconds)
+    else:
+        forward, backward, paid = Rig(ask.twice(), device).laps(2, together)
+        put_off = paid / 2
+        forward, backward = _own(forward, task_seconds), _own(backward, task_seconds) + put_off
+    return ask.sample(forward, backward, min(put_off, backward))
+
+
+def time_task(device: torch.device, precision: str, together: Callable[[], None]) -> float:
+    """Seconds of a task in which no unit does anything: numbers enter as they are."""
+    forward, backward, _ = Rig(nothing(precision), device).laps(2, together)
+    return (forward + backward) / 2
+
+
+def nothing(precision: str) -> Ask:
+    """A task in which no unit does anything."""
+    return Ask("linear", 1, 1, 4, 8, precision=precision, nothing=True)
+
+
+def _own(seconds: float, task_seconds: float) -> float:
+    return max(seconds - task_seconds, _SMALL * seconds)
+
+
+def _model(ask: Ask) -> tuple[Model, int, Tensor | None]:
+    """A model with the unit in it, the stage that it is, and targets."""
+    T, B = ask.steps, ask.lanes
+    narrow = Forecast(1, 1, 1)
+    if ask.nothing:
+        return Model(Numbers(ask.inputs), LSTM(ask.inputs, 1), narrow), 0, None
+    match ask.kind:
+        case "lstm":
+            lstm = LSTM(ask.inputs, ask.outputs, ask.layers, proj_size=ask.projection)
+            return Model(Numbers(ask.inputs), lstm, Forecast(lstm.output_size, 1, 1)), 1, None
+        case "embedding":
+            return Model(Embedding(ask.inputs, ask.outputs), LSTM(ask.outputs, 1), narrow), 0, None
+        case "softmax":
+            return Model(Numbers(1), LSTM(1, ask.inputs), Softmax(ask.inputs, ask.outputs)), 2, torch.randint(ask.outputs, (T, B))
+        case _:
+            return Model(Numbers(1), LSTM(1, ask.inputs), Forecast(ask.inputs, ask.outputs, 1)), 2, torch.zeros(T, B, ask.outputs, 1)
+
+
+def between(ask: Ask, device: torch.device) -> Callable[[bool], None]:
+    """Dropout or norm, which stand between units: runs it forward, and backward too where that is asked for."""
+    dtype = parameter_dtype(ask.precision)
+    module: nn.Module = Dropout(0.5, name="timed") if ask.kind == "dropout" else nn.LayerNorm(ask.outputs)
+    module.to(device, dtype).train()
+    x_TBW = torch.randn(ask.steps, ask.lanes, ask.outputs, device=device, dtype=HALVES.get(ask.precision, dtype), requires_grad=True)
+    key, lanes = random.key(1, 0, 0).to(device), torch.arange(ask.lanes, device=device)
+
+    def run(backward: bool) -> None:
+        with random.scope(key, lanes, 0), autocast(ask.precision, device):
+            y_TBW = module(x_TBW)
+        if backward:
+            torch.autograd.backward(y_TBW, y_TBW.detach())
+            x_TBW.grad = None
+
+    return run
+
+
+def _plain(ask: Ask, device: torch.device, together: Callable[[], None]) -> Sample:
+    """Dropout and norm, timed from the host."""
+    run = between(ask, device)
+    run(True)
+    clock = Clock(device)
+    found: list[tuple[float, float]] = []
+    together()
+    while len(found) < LEAST_RUNS or (sum(map(sum, found)) < LEAST_SECONDS and len(found) < 200):
+        begin = clock.now()
+        run(False)
+        middle = clock.now()
+        run(True)
+        found.append((middle - begin, clock.now() - middle))
+    forward, both = (statistics.median(each) for each in zip(*found, strict=True))
+    return ask.sample(forward, max(both - forward, 0.1 * both), 0.0)

@@ -1,0 +1,158 @@
+"""What each worker of a measurement does: units, the optimizer, reductions and messages, all workers at the same time.
+
+Gives rows that `cached` puts together: `sample`, `reduction`, `link`, `overheads`, `device`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, cast
+
+import torch
+from torch import distributed as dist
+
+from carrywave.data.batch import Batch
+from carrywave.measure.recorded import recorded_task, time_recorded
+from carrywave.measure.rig import time_task, time_unit
+from carrywave.model.encoders import Numbers
+from carrywave.model.heads import Forecast
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+from carrywave.parallel.clock import Clock
+from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.world import World
+from carrywave.plan.asks import OPTIMIZER_SIZES, REDUCED_BYTES, Ask
+from carrywave.plan.profile import Sample
+from carrywave.train.trainer import Trainer
+
+Row = dict[str, Any]
+
+UPDATES, REDUCTIONS, MESSAGES = 3, 7, 40
+GPU_STEPS, GPU_UPDATES = 128, 20  # so much work that the host keeps ahead of the GPU
+SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20
+
+
+def work(world: World, job: Row) -> Iterator[Row]:
+    """All that a job asks for; of what workers do side by side, each gives its own times."""
+    together = dist.barrier if world.size > 1 else _nothing
+    precision = job["precision"]
+    task_seconds = time_task(world.device, precision, together)
+    yield {"overheads": {"task_seconds": task_seconds}}
+    on_gpu = world.device.type == "cuda"
+    recorded = recorded_task(world.device, precision) if on_gpu else 0.0
+    if on_gpu:
+        yield {"overheads": {"recorded_seconds": recorded}}
+    for known in job["asks"]:
+        ask = Ask.of(known)
+        if on_gpu:
+            yield {"sample": asdict(time_recorded(ask, world.device, recorded))}
+        if ask.layers == 1:  # in a pipeline nothing is recorded
+            sample = time_unit(ask, world.device, task_seconds, together, alone=ask.whole and not on_gpu)
+            yield {"sample": asdict(replace(sample, piped=on_gpu))}
+    for name in job["optimizers"]:
+        for parameters in OPTIMIZER_SIZES[world.device.type]:
+            yield {"sample": asdict(_update(world.device, name, parameters, precision, together))}
+    if world.size > 1 and job.get("links", True):
+        yield from _reductions(world)
+        yield from _messages(world)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _update(device: torch.device, name: str, parameters: int, precision: str, together: Callable[[], None]) -> Sample:
+    """Norm, clipping and optimizer: what a step takes beside forward and backward."""
+    if device.type == "cuda":
+        return _recorded_update(device, name, parameters, precision)
+    hidden = max(1, round((parameters / 4) ** 0.5))
+    model = Model(Numbers(1), LSTM(1, hidden), Forecast(hidden, 1, 1))
+    trainer = Trainer(model, {"optimizer": name, "precision": precision, "clip": 1.0}, mesh=Mesh.alone(device))
+    batch = Batch.of(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, 1)).to(device)
+    found = []
+    for number in range(UPDATES + 1):
+        together()
+        trainer.clock = clock = Clock(device)
+        begin = clock.now()
+        trainer.step(batch)
+        took = clock.now() - begin - clock.seconds()
+        if number:  # the first makes the optimizer's state
+            found.append(took)
+    return _updated(model, name, precision, statistics.median(found))
+
+
+def _recorded_update(device: torch.device, name: str, parameters: int, precision: str) -> Sample:
+    """On a GPU: what recorded steps take beside the work that is recorded with them."""
+    hidden = max(1, round((parameters / 8) ** 0.5))
+    model = Model(Numbers(hidden), LSTM(hidden, hidden), Forecast(hidden, 1, 1))
+    trainer = Trainer(model, {"optimizer": name, "precision": precision, "clip": 1.0}, mesh=Mesh.alone(device))
+    lanes = 16
+    batch = Batch.of(torch.zeros(GPU_STEPS, lanes, hidden), torch.zeros(GPU_STEPS, lanes, 1, 1)).to(device)
+    clock = Clock(device)
+    for _ in range(3):
+        trainer.step(batch)
+    begin = clock.now()
+    for _ in range(GPU_UPDATES):
+        trainer.step(batch)
+    step = (clock.now() - begin) / GPU_UPDATES
+    work = time_recorded(Ask("lstm", hidden, hidden, lanes, GPU_STEPS, precision=precision), device, 0.0)
+    return _updated(model, name, precision, max(step - work.forward_seconds - work.backward_seconds, 0.05 * step))
+
+
+def _updated(model: Model, name: str, precision: str, seconds: float) -> Sample:
+    own = sum(parameter.numel() for parameter in model.parameters())
+    return Sample("optimizer", "fp64" if precision == "fp64" else "fp32", 0, own, 1, 1, seconds, name=name)
+
+
+def _reductions(world: World) -> Iterator[Row]:
+    """All-reduces over all workers, by size."""
+    for num_bytes in REDUCED_BYTES:
+        tensor = torch.zeros(num_bytes // 4, device=world.device)
+        found = []
+        for _ in range(REDUCTIONS + 2):
+            dist.barrier()
+            begin = time.perf_counter()
+            dist.all_reduce(tensor)
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - begin)
+        yield {"reduction": {"workers": world.size, "num_bytes": num_bytes, "seconds": statistics.median(found[2:])}}
+
+
+def _messages(world: World) -> Iterator[Row]:
+    """A message from the first worker to the second and back: half the way is one message; and the time to hand one over."""
+    if world.rank > 1:
+        return
+    peer = 1 - world.rank
+    seconds: dict[int, float] = {}
+    handed: list[float] = []
+    for num_bytes in (SMALL_BYTES, LARGE_BYTES):
+        tensor, other = (torch.zeros(num_bytes // 4, device=world.device) for _ in range(2))
+        found = []
+        for _ in range(MESSAGES):
+            begin = time.perf_counter()
+            receive = cast(dist.Work, dist.irecv(other, peer))
+            posted = time.perf_counter()
+            if world.rank == 0:
+                send = cast(dist.Work, dist.isend(tensor, peer))
+                sent = time.perf_counter()
+                receive.wait()
+            else:
+                receive.wait()
+                sending = time.perf_counter()
+                send = cast(dist.Work, dist.isend(tensor, peer))
+                sent = time.perf_counter()
+                handed.append(sent - sending)
+            send.wait()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            found.append((time.perf_counter() - begin) / 2)
+            handed.append(posted - begin)
+        seconds[num_bytes] = statistics.median(found[2:])
+    rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
+    if world.rank == 0:
+        yield {"link": {"latency_seconds": seconds[SMALL_BYTES], "bytes_per_second": rate}}
+    yield {"overheads": {"message_seconds": statistics.median(handed)}}

@@ -1,0 +1,171 @@
+"""`plan: auto`: rank 0 measures or reads a profile, searches, and tells the others; a run that goes on keeps the plan it has.
+
+With a plan of the user's own, nothing is chosen. Where a profile is known, either is predicted, so that the log can say how near that was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from carrywave.data.prepare import prepare
+from carrywave.errors import PlanError, RunError
+from carrywave.parallel.launched import launched
+from carrywave.parallel.world import World, exchange, together
+from carrywave.plan.cluster import Cluster, Host
+from carrywave.plan.plan import Plan, fewer, resolve
+from carrywave.plan.predict import Prediction, Predictor
+from carrywave.plan.profile import Profile
+from carrywave.plan.search import Choice, describe, search
+from carrywave.plan.shipped import find_profile
+from carrywave.plan.units import Units
+from carrywave.spec.spec import PlanSpec, Spec
+from carrywave.train import begun
+from carrywave.train.profiles import gpus, known_profile, profile_for
+from carrywave.train.run import Run
+
+PROFILE = "CARRYWAVE_PROFILE"  # plan by this file, or by the profile of this name that comes with carrywave
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a run; the prediction is known to rank 0 alone, and only where there is a profile."""
+
+    plan: Plan
+    prediction: Prediction | None
+    predicted: bool  # whether rank 0 has one
+    said: tuple[str, ...] = ()  # why it was chosen
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a plan is made for."""
+
+    spec: Spec
+    units: Units | None  # None: of the user's own modules nothing is known
+    layers: int
+    pooled: bool
+    workers: int
+    before: Plan | None = None  # the plan that the run has had so far
+
+
+def plan_run(world: World, given: Given, say: Say) -> Planned:
+    """The plan that all workers follow."""
+    told = ""
+    prediction: Prediction | None = None
+    with together(world, for_all_of_us=True, patient=True):
+        if world.rank == 0:
+            plan, prediction, said = _plan(world, given, say)
+            told = json.dumps([asdict(plan), prediction is not None, said])
+    known, predicted, said = json.loads(exchange(world, told)[0])
+    return Planned(_of_json(known), prediction, predicted, tuple(said))
+
+
+def _plan(world: World, given: Given, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
+    spec, workers = given.spec, given.workers
+    kind = world.device.type
+    units = given.units
+    if units is not None and spec.plan == "auto" and workers > 1 and not _kept(given):
+        found = _choice(units, world, workers, _named() or profile_for(units, device=kind, devices=_here(world, workers), note=say))
+        return found.best.plan, found.best, [f"plan {found.why}", *_advice(found)]
+    if spec.plan == "auto" and given.before is not None and _kept(given):
+        plan = given.before
+    else:
+        asked = fewer(spec.plan_spec, workers) if begun.with_fewer() else spec.plan_spec
+        lanes = spec.lanes if spec.streams else None
+        plan = resolve(asked, layers=given.layers, workers=workers, lanes=lanes, pooled=given.pooled)
+    profile = None if units is None else _named() or known_profile(kind)
+    return plan, None if units is None or profile is None else _predicted(units, world, plan, profile), []
+
+
+def _predicted(units: Units, world: World, plan: Plan, profile: Profile) -> Prediction | None:
+    """What a plan that nobody chose by it takes; nothing where the profile does not know its kinds of work."""
+    try:
+        return Predictor(units, _cluster(world, plan.workers, profile)).predict(plan)
+    except PlanError:
+        return None
+
+
+def _choice(units: Units, world: World, workers: int, profile: Profile) -> Choice:
+    return search(units, _cluster(world, workers, profile), use_all=True)
+
+
+def _advice(found: Choice) -> list[str]:
+    """That fewer devices would do, where they would."""
+    serial, best = found.serial, found.best
+    if serial is None or serial.seconds > best.seconds:
+        return []
+    return [
+        f"one device would be faster than {describe(best.plan)}: {1e3 * serial.seconds:.3g} ms a step against {1e3 * best.seconds:.3g} ms, "
+        "by what was measured; train with --devices 1"
+    ]
+
+
+def _kept(given: Given) -> bool:
+    """Whether the run has a plan for as many workers: it goes on with it, bit for bit."""
+    return given.before is not None and given.before.workers == given.workers
+
+
+def plan_before(folder: Run) -> Plan | None:
+    """The plan of a run that is to go on; None where its file says nothing that can be used: then it is planned anew."""
+    try:
+        known = folder.read_json("plan.json")
+        return _of_json({name: known[name] for name in PlanSpec.model_fields})
+    except (RunError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _of_json(known: Mapping[str, Any]) -> Plan:
+    """A plan from what JSON made of it, checked as a spec's is."""
+    given = PlanSpec.model_validate(known)
+    replicas, cuts = given.replicas or 1, tuple(given.cuts or ())
+    return Plan(replicas, given.stages, cuts, given.chunk_steps, given.slices, given.recompute, given.kernel, given.share_head)
+
+
+def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int | None:
+    """How many of this machine's GPUs a run is to have, where the user leaves that open: those that pay. None: it is not ours to say.
+
+    `before` is the folder of a run that goes on: it keeps the number that it has.
+    """
+    count = 0 if device == "cpu" else len(gpus())
+    if count < 2 or spec.plan != "auto" or spec.data.train is None or launched() or "TF_CONFIG" in os.environ:
+        return None
+    if before is not None:
+        kept = plan_before(Run.open(before, events=False))
+        return kept.workers if kept is not None and kept.workers <= count else None
+    units = Units.of(spec, prepare(spec, note=say).facts)
+    profile = _named() or profile_for(units, device="cuda", devices=count, note=say)
+    found = search(units, Cluster.uniform(replace(profile, devices_per_host=count), count))
+    if found.best.plan.workers < count:
+        say(f"{found.why}; --devices {count} uses all")
+    return found.best.plan.workers
+
+
+def check_workers(plan: PlanSpec, devices: int) -> None:
+    """Refuse before workers are started what they would all refuse."""
+    if devices % plan.stages or (plan.replicas is not None and plan.replicas * plan.stages != devices):
+        raise PlanError(
+            f"devices={devices} is not plan.replicas x plan.stages ({plan.replicas or 'any number'} x {plan.stages}); change one of them"
+        )
+
+
+def _named() -> Profile | None:
+    name = os.environ.get(PROFILE)
+    return find_profile(name) if name else None
+
+
+def _here(world: World, workers: int) -> int:
+    """Workers of one host."""
+    return min(workers, world.local_size) if world.size > 1 else workers
+
+
+def _cluster(world: World, workers: int, profile: Profile) -> Cluster:
+    """The hosts of a run: as many as its workers need, each with as many as this one."""
+    here = _here(world, workers)
+    full, rest = divmod(workers, here)
+    return Cluster((Host(here, profile),) * full + ((Host(rest, profile),) if rest else ()))

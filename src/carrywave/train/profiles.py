@@ -1,0 +1,254 @@
+"""Finds the profile of this machine, or has it measured: kept in a file by hardware and versions, and added to where a model asks for more.
+
+Torch-free: what is timed is timed in processes of its own, under the conditions of workers (their number, their threads). One process
+measures at a time, for two would only time each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from carrywave import __version__
+from carrywave.errors import PlanError, UserError
+from carrywave.parallel import crew
+from carrywave.plan.asks import Ask, asks_of
+from carrywave.plan.profile import Link, Overheads, Profile, Reduction, Sample
+from carrywave.plan.shipped import LINKS
+from carrywave.plan.units import Units
+
+Row = dict[str, Any]
+Note = Callable[[str], None]
+
+MEASURED_BY = "carrywave.measure.work"
+BETWEEN = "ethernet-10g"  # hosts, of which nothing is measured: as published
+
+
+def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: Note = lambda text: None) -> Profile:
+    """The profile of this machine, with all samples that planning this model on so many of its devices asks for."""
+    kind = device if device != "auto" else "cuda" if gpus() else "cpu"
+    if kind == "cuda" and not gpus():
+        raise PlanError("device cuda was asked for and nvidia-smi shows no GPU; use --device cpu, or a --profile of another machine")
+    path = _path(kind)
+    with _alone(path):
+        profile = read(path, kind)
+        for workers in crowds(kind, devices):
+            missing = _missing(profile, units, workers, kind)
+            if missing.asks or missing.optimizers or missing.links:
+                note(f"measuring this machine with {workers} worker{'s' * (workers > 1)} ({len(missing.asks)} calls)")
+                profile = _measured(profile, kind, units.precision, workers, missing)
+                profile.write(path)
+    return profile
+
+
+def known_profile(device: str) -> Profile | None:
+    """What has been measured of this machine so far; None: nothing."""
+    path = _path(device)
+    return read(path, device) if path.is_file() else None
+
+
+def crowds(kind: str, devices: int) -> list[int]:
+    """Numbers of workers that are timed at the same time. GPUs have nothing in common that would slow them down."""
+    if kind == "cuda":
+        return [1, *([min(devices, len(gpus()))] if min(devices, len(gpus())) > 1 else [])]
+    most = max(1, min(devices, cores()))
+    return sorted({1, min(2, most), most})  # two tell of links; what lies between is taken from the nearest
+
+
+def hardware(kind: str) -> str:
+    """This machine in words: what two machines must have in common to share a profile."""
+    if kind == "cuda":
+        return ", ".join(f"{gpus().count(name)} x {name}" for name in sorted(set(gpus())))
+    return f"{_processor()} {platform.machine()}, {cores()} cores"
+
+
+def versions() -> dict[str, str]:
+    """What was timed."""
+    found = {"carrywave": __version__, "torch": metadata.version("torch")}
+    if (own := _own_threads()) is not None:
+        found["threads"] = str(own)
+    return found
+
+
+def threads(workers: int) -> int:
+    """Of each worker, as a launcher deals them out."""
+    return _own_threads() or max(1, cores() // workers)
+
+
+def _own_threads() -> int | None:
+    """Of each worker, where the user has set them; not where the launcher has dealt them out."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and int(text) and "CARRYWAVE_THREADS_DEALT" not in os.environ else None
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpus() -> list[str]:
+    """The names of the GPUs that this machine has and this process may use."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    names = [line.strip() for line in asked.stdout.splitlines() if line.strip()] if asked.returncode == 0 else []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names if visible is None else names[: len([one for one in visible.split(",") if one.strip() not in ("", "-1")])]
+
+
+def empty(kind: str) -> Profile:
+    """A profile of this machine in which nothing has been timed yet."""
+    return Profile(
+        f"this machine ({kind})",
+        hardware(kind),
+        "measured",
+        _memory(kind),
+        (),
+        Link(50e-6, 1e9, "assumed, for nothing has been measured yet"),
+        LINKS[BETWEEN],
+        devices_per_host=len(gpus()) if kind == "cuda" else cores(),
+        common_memory=kind == "cpu",
+        overheads=Overheads(overlap=1.0 if kind == "cuda" else 0.0),
+        versions=versions(),
+    )
+
+
+def read(path: Path, kind: str) -> Profile:
+    """The profile in a file; an empty one where there is none, or none that is of this machine and these versions."""
+    if not path.is_file():
+        return empty(kind)
+    try:
+        found = Profile.read(path)
+        found.check_fresh(hardware(kind), versions())
+    except PlanError:
+        return empty(kind)
+    return found
+
+
+class _Missing:
+    """What a profile lacks."""
+
+    def __init__(self, asks: list[Ask], optimizers: list[str], links: bool) -> None:
+        self.asks, self.optimizers, self.links = asks, optimizers, links
+
+
+def _missing(profile: Profile, units: Units, workers: int, kind: str) -> _Missing:
+    there = {
+        (s.kind, s.precision, s.inputs, s.outputs, s.lanes, s.steps, s.projection, s.layers)
+        for s in profile.samples
+        if s.workers == workers
+    }
+    updated = {s.name for s in profile.samples if s.kind == "optimizer" and s.workers == workers}
+    return _Missing(
+        [ask for ask in asks_of(units, workers, kind) if ask.size not in there],
+        [] if units.optimizer in updated else [units.optimizer],
+        workers > 1 and all(reduction.workers != workers for reduction in profile.reductions),
+    )
+
+
+def _measured(profile: Profile, kind: str, precision: str, workers: int, missing: _Missing) -> Profile:
+    """The profile with what so many workers found out."""
+    job = {
+        "device": kind,
+        "precision": precision,
+        "asks": [ask.to_json() for ask in missing.asks],
+        "optimizers": missing.optimizers,
+        "links": missing.links,
+    }
+    rows = crew.start(MEASURED_BY, job, workers, threads=threads(workers), name="the measurement of this machine")
+    return merged(profile, rows, workers)
+
+
+def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Profile:
+    """A profile with the rows of workers that timed the same at the same time; their mean counts."""
+    samples: dict[tuple[object, ...], list[Sample]] = defaultdict(list)
+    reductions: dict[int, list[float]] = defaultdict(list)
+    overheads: dict[str, list[float]] = defaultdict(list)
+    link = profile.within
+    for row in (row for of_one in rows for row in of_one):
+        if "sample" in row:
+            sample = replace(Sample(**row["sample"]), workers=workers)
+            samples[_same(sample)].append(sample)
+        if "reduction" in row:
+            reductions[row["reduction"]["num_bytes"]].append(row["reduction"]["seconds"])
+        if "link" in row and workers == 2:
+            link = Link(**row["link"])
+        for name, seconds in row.get("overheads", {}).items():
+            overheads[name].append(seconds)
+    new = [_mean(several) for several in samples.values()]
+    known = {_same(sample) for sample in new}
+    kept = tuple(sample for sample in profile.samples if _same(sample) not in known)
+    found = tuple(Reduction(workers, num_bytes, statistics.fmean(seconds)) for num_bytes, seconds in sorted(reductions.items()))
+    sizes = {(each.workers, each.num_bytes) for each in found}
+    before = tuple(each for each in profile.reductions if (each.workers, each.num_bytes) not in sizes)
+    times: dict[str, Any] = {name: statistics.fmean(each) for name, each in overheads.items() if name != "message_seconds" or workers == 2}
+    return replace(
+        profile,
+        samples=kept + tuple(new),
+        reductions=before + found,
+        within=link,
+        overheads=replace(profile.overheads, **times),
+    )
+
+
+def _same(sample: Sample) -> tuple[object, ...]:
+    return tuple(value for name, value in vars(sample).items() if not name.endswith("_seconds"))
+
+
+def _mean(several: Sequence[Sample]) -> Sample:
+    return replace(
+        several[0],
+        forward_seconds=statistics.fmean(sample.forward_seconds for sample in several),
+        backward_seconds=statistics.fmean(sample.backward_seconds for sample in several),
+        put_off_seconds=statistics.fmean(sample.put_off_seconds for sample in several),
+    )
+
+
+def _path(kind: str) -> Path:
+    known = "; ".join([hardware(kind), *(f"{name} {version}" for name, version in versions().items())])
+    root = Path(os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave").expanduser()
+    return root / "profiles" / f"{kind}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise UserError(
+            f"the profile of this machine cannot be kept in {path.parent} ({error.strerror or error}); "
+            "set $CARRYWAVE_CACHE to a folder that can be written"
+        ) from error
+
+
+def _memory(kind: str) -> int:
+    """Bytes of a GPU, or of the machine."""
+    if kind == "cuda":
+        asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        return min(int(line) for line in subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()) << 20
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("model name", "CPU part")):
+                return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,352 @@
+"""`carrywave plan`: what it prints and writes, what it refuses, and that it loads no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
+from _machines import GIB, machine
+
+from carrywave.cli import plan as planning
+from carrywave.cli.main import app
+from carrywave.plan.plan import resolve
+from carrywave.spec.spec import PlanSpec
+
+SMALL = ["model.hidden=128", "model.layers=2", "batch.lanes=8", "batch.steps=32"]
+GIVEN = ["--profile", "machine.json", "--facts", "vocabulary=4096"]
+DEEP = ["model.hidden=1024", "model.layers=8", "batch.lanes=1", "batch.steps=128"]
+CLUSTER = "hosts: 2\ndevices: 4\nprofile: machine.json\nbetween: infiniband-ndr\n"
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder a test works in, with a profile."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CARRYWAVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CARRYWAVE_PROFILE", raising=False)
+    machine().write(tmp_path / "machine.json")
+    return tmp_path
+
+
+def call(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *words])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def planned(*words: str) -> str:
+    code, out, err = call(*words)
+    assert (code, err) == (0, ""), err
+    return out
+
+
+def refused(*words: str) -> str:
+    """The message of a command that is refused: one line, fact and remedy, and no file more than before."""
+    before = sorted(Path.cwd().rglob("*"))
+    code, out, err = call(*words)
+    assert (code, out) == (2, ""), err
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+    assert re.fullmatch(r"carrywave: .*\S; \S.*\n", err), err
+    assert sorted(Path.cwd().rglob("*")) == before
+    return err.removeprefix("carrywave: ").rstrip("\n")
+
+
+def write(name: str, text: str) -> str:
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def test_it_says_all_that_was_asked(work: Path) -> None:
+    out = planned(*DEEP, *GIVEN, "--devices", "4", "--svg", "step.svg", "--json", "plan.json")
+    known = json.loads((work / "plan.json").read_text())
+    lines = out.splitlines()
+    assert lines[0].startswith("for language, 8 layers of 1024, ")
+    assert lines[0].endswith("on 4 devices of made up (published)")
+    assert lines[2] == known["why"]
+    assert known["why"].startswith(f"{known['choice']}: ")
+    rows = [line for line in lines if re.match(r"stage \d", line)]
+    assert len(rows) == len(known["stages"]) == known["plan"]["stages"] > 1
+    assert all(stage["units"] in out for stage in known["stages"])
+    assert f"{known['tokens_per_second']:,.0f} tokens/s" in out
+    assert f"{known['bubble']:.1%} of the devices' time" in out
+    assert f"efficiency  {known['efficiency']:.1%}" in out
+    assert all(each["why"] in out for each in known["alternatives"])
+    assert len(known["alternatives"]) >= 3
+    heading = lines.index("what would have to change to do better")
+    assert all(re.search(r"tokens/s|a step", line) for line in lines[heading + 1 : lines.index("", heading)])
+    assert known["sent_bytes"] > 0
+    ElementTree.fromstring((work / "step.svg").read_text())
+
+
+def test_the_plan_that_it_prints_can_be_pasted_into_the_spec() -> None:
+    out = planned(*DEEP, *GIVEN, "--devices", "4", "--json", "plan.json")
+    line = out.splitlines()[-1]
+    section = yaml.safe_load(line)["plan"]
+    known = json.loads(Path("plan.json").read_text())
+    assert section == known["plan"]
+    found = resolve(PlanSpec.model_validate(section), layers=8, workers=section["replicas"] * section["stages"], lanes=1)
+    assert (list(found.cuts), found.chunk_steps) == (section["cuts"], section["chunk_steps"])
+    spec = write("spec.yaml", f"model: {{hidden: 1024, layers: 8}}\nbatch: {{lanes: 1, steps: 128}}\n{line}\n")
+    again = planned(spec, *GIVEN, "--devices", "4")
+    assert "asked for, and what the planner would choose" in again
+    assert f"step        {_step(out)}" in again
+
+
+def _step(out: str) -> str:
+    found = re.search(r"^step        (.*)$", out, re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_a_plan_that_the_spec_asks_for_is_predicted_and_compared() -> None:
+    out = planned(*DEEP, *GIVEN, "--devices", "4", "plan.stages=2", "plan.replicas=1", "--json", "plan.json", "--svg", "both.svg")
+    known = json.loads(Path("plan.json").read_text())
+    assert known["asked"]
+    assert known["choice"] == "2 stages, chunks of 16 steps"
+    assert f"{known['choice']}: asked for; the planner would choose" in out
+    assert known["alternatives"][0]["why"].startswith("what the planner would choose: faster by ")
+    drawn = Path("both.svg").read_text()
+    assert drawn.index(f"{known['choice']}: ") < drawn.index(f"{known['alternatives'][0]['choice']}: ")
+
+
+def test_a_kernel_alone_is_no_plan() -> None:
+    assert "asked for" not in planned(*SMALL, *GIVEN, "--devices", "2", "plan.kernel=aten")
+
+
+def test_with_no_spec_it_plans_the_default_run() -> None:
+    code, out, err = call("--profile", "machine.json", "--devices", "2")
+    assert code == 0, err
+    assert out.startswith("for language, 2 layers of 128, ")
+    assert "batches of 16 lanes x 64 steps" in out
+
+
+def test_all_devices_are_used_where_that_is_asked_for() -> None:
+    small = ["model.hidden=128", "model.layers=2", "batch.lanes=4", "batch.steps=6", *GIVEN, "--devices", "8", "--json", "plan.json"]
+    for words, used in (([], False), (["--all"], True)):
+        planned(*small, *words)
+        plan = json.loads(Path("plan.json").read_text())["plan"]
+        assert (plan["replicas"] * plan["stages"] == 8) == used
+
+
+def test_growth_with_devices() -> None:
+    out = planned(*SMALL, *GIVEN, "--scale", "--json", "scale.json")
+    known = json.loads(Path("scale.json").read_text())
+    assert [point["devices"] for point in known["scale"]] == [2**n for n in range(13)]
+    first = known["scale"][0]
+    assert first["device_seconds_per_million_tokens"] == pytest.approx(1e6 / first["tokens_per_second"])
+    assert out.splitlines()[-1] == known["why"]
+    assert "do not pay" in known["why"]
+    assert len(planned(*SMALL, *GIVEN, "--scale", "--devices", "4").splitlines()) == 1 + 3 + 1
+
+
+def test_growth_ends_with_the_host_where_no_link_is_known() -> None:
+    machine(between=None).write(Path("alone.json"))
+    out = planned(*SMALL, "--profile", "alone.json", "--facts", "vocabulary=50", "--scale")
+    assert out.splitlines()[-1].endswith("give a cluster file with `between`.")
+    write("c.yaml", "devices: 2\nprofile: alone.json\nbetween: ethernet-10g\n")
+    assert len(planned(*SMALL, "--facts", "vocabulary=50", "--scale", "--cluster", "c.yaml").splitlines()) == 1 + 13 + 1
+
+
+def test_a_cluster_is_read_from_a_file() -> None:
+    write("c.yaml", CLUSTER)
+    out = planned(*SMALL, "--facts", "vocabulary=4096", "--cluster", "c.yaml")
+    assert "on 8 devices of made up (published), 2 hosts" in out
+    # Figures as people write them, and the profile from the command.
+    write("c.yaml", "hosts: [{devices: 1}, {devices: 3}]\nbetween: {latency_seconds: 1e-5, bytes_per_second: 25e9}\n")
+    out = planned(*SMALL, *GIVEN, "--cluster", "c.yaml")
+    assert "on 4 devices of made up (published), 2 hosts" in out
+
+
+def test_the_example_of_a_cluster_can_be_read() -> None:
+    example = Path(__file__).parents[2] / "examples" / "cluster.yaml"
+    assert "on 16 devices of made up (published), 2 hosts" in planned(*SMALL, *GIVEN, "--cluster", str(example))
+
+
+def test_a_profile_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARRYWAVE_PROFILE", "machine.json")
+    assert "on 8 devices of made up" in planned(*SMALL, "--facts", "vocabulary=50")  # as many as a host of it has
+
+
+def test_without_a_profile_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def profile_for(units: Any, **how: Any) -> Any:
+        asked.update(how)
+        return machine(name="here")
+
+    stand_in = ModuleType("carrywave.train.profiles")
+    stand_in.profile_for = profile_for  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "carrywave.train.profiles", stand_in)
+    monkeypatch.setattr(planning, "here", lambda device: 3)
+    assert "on 3 devices of here" in planned(*SMALL, "--facts", "vocabulary=50", "--device", "cpu")
+    assert (asked["device"], asked["devices"]) == ("cpu", 3)
+
+
+def test_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: some'\necho 'GPU 1: some'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda name: str(tool))
+    assert planning.here("auto") == planning.here("cuda") == 2
+    cores = planning.here("cpu")
+    assert cores >= 1
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert planning.here("auto") == cores
+
+
+def test_facts_of_a_run_are_enough(work: Path) -> None:
+    facts = {"vocabulary": 10, "features": 0, "labels": [], "outputs": 0, "sequences": 0, "steps": 9, "longest": 9, "histogram": [[9, 1]]}
+    (work / "run").mkdir()
+    (work / "run" / "facts.json").write_text(json.dumps({**facts, "scale": [], "own_model": False, "given_codec": False}))
+    for name in ("run", "run/facts.json"):
+        planned(*SMALL, "data.train=missing.txt", "--profile", "machine.json", "--facts", name)
+    labels = ["task=classification", "batch.tokens=512", "model.hidden=64", "data.train=missing.jsonl"]
+    planned(*labels, "--profile", "machine.json", "--facts", "features=12,labels=9,longest=29")
+
+
+def test_data_that_is_there_gives_the_facts(work: Path) -> None:
+    write("train.txt", "the cat sat on the mat\n" * 40)
+    code, out, err = call(*SMALL, "data.train=train.txt", "--profile", "machine.json")
+    assert code == 0, err
+    assert out.startswith("for language")
+
+
+def test_torch_is_not_loaded(work: Path) -> None:
+    script = (
+        "import sys\nfrom carrywave.cli.main import app\n"
+        "try:\n    app(sys.argv[1:])\nexcept SystemExit as ended:\n    print(ended.code, 'torch' in sys.modules)\n"
+    )
+    words = ["plan", "--profile", "machine.json", "--devices", "2", "--svg", "a.svg", "--json", "a.json"]
+    ended = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.splitlines()[-1] == "0 False"
+
+
+# Refusals.
+
+
+def test_a_model_that_fits_no_plan_names_what_is_missing_and_what_would_do() -> None:
+    machine(memory_bytes=GIB // 2).write(Path("small.json"))
+    words = ["model.hidden=1024", "model.layers=4", "--profile", "small.json", "--devices", "1"]
+    said = refused(*words, "--facts", "vocabulary=4096")
+    assert re.match(r"the model fits no plan on 1 device: at best stage 0 \(the encoder to the head\) is .* over the 512 MiB of its", said)
+    assert re.search(r"it fits with \d such devices, .* more memory on each device", said)
+    said = refused(*words, "--facts", "vocabulary=200000")
+    assert re.search(r"the (encoder|head) alone is .* over the 512 MiB of the largest device; it fits with .* GiB more memory", said)
+
+
+def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
+    machine(memory_bytes=GIB).write(Path("small.json"))
+    words = ["model.hidden=1024", "model.layers=8", "--profile", "small.json", "--devices", "8", "--facts", "vocabulary=4096"]
+    said = refused(*words, "plan.replicas=8", "plan.stages=1")
+    assert re.match(
+        r"stage 0 of the plan that is asked for \(the encoder to the head\) is .* over the 1 GiB of its device; this fits: ", said
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--devices", "0"], "--devices 0 leaves nothing to train on; use a number >= 1"),
+        (["--devices", "-3"], "--devices -3 leaves nothing"),
+        (["--devices", "2", "--cluster", "c.yaml"], "--devices and --cluster both say what there is to train on; give one of the two"),
+        (["--devices", "8", "plan.stages=5"], "plan.stages=5, but the model has 4 units"),
+        (["--devices", "2", "plan.stages=3"], "1 replicas x 3 stages need 3 devices, the cluster has 2"),
+        (["--devices", "2", "plan.replicas=4"], "4 replicas x 1 stages need 4 devices"),
+        (["--devices", "99", "--all"], "99 devices cannot all be used"),
+        (["--svg", "none/step.svg"], "none/step.svg cannot be written: there is no folder none"),
+        (["--json", "none/plan.json"], "none/plan.json cannot be written: there is no folder none"),
+        (["--svg", "."], ". is a folder"),
+        (["--scale", "--svg", "a.svg"], "--svg draws the step of one plan"),
+        (["--profile", "h999"], "there is no profile h999; "),
+        (["--profile", "none.json"], "none.json cannot be read as a profile"),
+        (["--facts", "vocabulary"], "vocabulary cannot be read"),
+        (["--facts", "vocabulary=many"], "'vocabulary=many', which is not key=number"),
+        (["--facts", "vocabulary=-4"], "'vocabulary=-4', which is not key=number"),
+        (["--facts", "vocabulry=4"], "hold 'vocabulry', which is none; use vocabulary"),
+        (["--facts", "steps=4"], "the data has neither tokens nor features"),
+        (["model.hiden=3"], "unknown key model.hiden"),
+        (["a.yaml", "b.yaml"], "b.yaml is a second spec file"),
+    ],
+)
+def test_bad_words(words: list[str], said: str) -> None:
+    given = [] if "--profile" in words else ["--profile", "machine.json"]
+    facts = [] if "--facts" in words else ["--facts", "vocabulary=4096"]
+    assert said in refused(*SMALL, *given, *facts, *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "c.yaml is empty; write hosts"),
+        ("- 1\n", "c.yaml is [1], not a mapping"),
+        ("hosts: [\n", "c.yaml:2: "),
+        ("hosts: !!python/object/apply:os.getcwd []\n", "is not allowed"),
+        (CLUSTER + "device: 3\n", "unknown key 'device'; did you mean devices?"),
+        (CLUSTER.replace("devices: 4", "devices: 0"), "devices=0 is not a number of devices; give each host at least 1"),
+        ("hosts: 0\ndevices: 4\nprofile: machine.json\n", "hosts=0 is neither a number of hosts nor a list"),
+        ("hosts: [{devices: 2}, {devices: 0}]\nprofile: machine.json\n", "hosts[1]: devices=0"),
+        (CLUSTER.replace("infiniband-ndr", "{latency_seconds: 1e-5, bytes_per_second: 0}"), "bytes_per_second=0 sends nothing"),
+        (CLUSTER.replace("infiniband-ndr", "string"), "between='string' is not a known link; use one of nvlink3"),
+        (CLUSTER.replace("machine.json", "h999"), "there is no profile h999"),
+    ],
+)
+def test_bad_clusters(text: str, said: str) -> None:
+    write("c.yaml", text)
+    assert said in refused(*SMALL, *GIVEN, "--cluster", "c.yaml")
+
+
+def test_a_cluster_file_that_is_not_there_or_no_text() -> None:
+    assert "c.yaml cannot be read (No such file" in refused(*SMALL, *GIVEN, "--cluster", "c.yaml")
+    Path("c.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "c.yaml is not UTF-8 text" in refused(*SMALL, *GIVEN, "--cluster", "c.yaml")
+
+
+def test_hosts_that_differ_do_not_grow() -> None:
+    machine(name="other").write(Path("other.json"))
+    write("c.yaml", "hosts: [{devices: 2, profile: machine.json}, {devices: 2, profile: other.json}]\n")
+    planned(*SMALL, "--facts", "vocabulary=50", "--cluster", "c.yaml")
+    assert "these differ" in refused(*SMALL, "--facts", "vocabulary=50", "--cluster", "c.yaml", "--scale")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda known: known | {"format": 99}, "has format 99, this version reads 1; measure it anew"),
+        (lambda known: known | {"versions": {"carrywave": "0.0.1"}}, "was made with carrywave 0.0.1, and this is"),
+        (lambda known: known | {"sample": []}, "unknown key 'sample'; did you mean samples?"),
+        (lambda known: known | {"samples": []}, "holds no sample of"),
+        (lambda known: [], "not a mapping of keys"),
+    ],
+)
+def test_bad_profiles(change: Callable[[Any], Any], said: str) -> None:
+    write("bad.json", json.dumps(change(json.loads(machine().to_json()))))
+    assert said in refused(*SMALL, "--profile", "bad.json", "--facts", "vocabulary=50")
+
+
+def test_a_profile_that_is_no_json() -> None:
+    write("bad.json", "{")
+    assert "bad.json is not JSON" in refused(*SMALL, "--profile", "bad.json", "--facts", "vocabulary=50")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"vocabulary": "many"}', '{"vocabulary": true}', '{"labels": 3}', '{"histogram": [[1]]}'])
+def test_bad_facts(text: str) -> None:
+    write("facts.json", text)
+    assert "facts.json" in refused(*SMALL, "--profile", "machine.json", "--facts", "facts.json")
+
+
+def test_data_that_is_missing_is_told_how_to_plan_without() -> None:
+    said = refused(*SMALL, "data.train=missing.txt", "--profile", "machine.json")
+    assert "data.train=missing.txt: there is no such file" in said
+    assert said.endswith(", or plan without the data by --facts vocabulary=33278")
