@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +188,10 @@ def samples() -> tuple[Sample, ...]:
     """Work that is as long as it is wide."""
     kinds = ("lstm", "embedding", "softmax", "dropout")
     return tuple(Sample(kind, "fp32", 64, 64, lanes, 16, 1e-3 * lanes, 2e-3 * lanes) for kind in kinds for lanes in (1, 64))  # type: ignore[arg-type]
+
+
+def test_with_equal_bytes_on_any_number_every_worker_is_a_replica(use: Any) -> None:
+    use(NO_SUMS)
+    asked = given(2)
+    spec = asked.spec.model_copy(update={"train": asked.spec.train.model_copy(update={"reproducible": True})})
+    assert plan_run(ALONE, replace(asked, spec=spec), lambda line: None).plan == Plan(2)

@@ -70,10 +70,10 @@ class Case:
         return Units.of(self.spec, DataFacts(vocabulary=self.words, sequences=1, steps=10**6, longest=10**6))
 
 
-CASES = (  # the first and the last have little work in a step, the others more
+CASES = (
     Case(2, 200, 20, 35, 10000, 0.2),
-    Case(4, 512, 16, 128, 2000),
-    Case(8, 256, 32, 128, 2000, 0.2),
+    Case(4, 512, 16, 64, 2000),
+    Case(8, 128, 32, 64, 2000, 0.2),
     Case(8, 256, 16, 64, 20000),
     Case(2, 650, 20, 35, 10000, 0.5),
 )
@@ -82,8 +82,8 @@ ROUNDS, SECONDS = 5, 0.4
 WARM_UP = 2
 
 
-def plans(case: Case, workers: int) -> list[Plan]:
-    """Those that are compared, beside the chosen one."""
+def plans(case: Case, workers: int, predictor: Predictor) -> list[Plan]:
+    """Those that are compared, beside the chosen one: layers shared out evenly, and once as balances the stages."""
     if workers == 1:
         return [Plan.serial()]
     found = [Plan(replicas=workers)]
@@ -96,7 +96,11 @@ def plans(case: Case, workers: int) -> list[Plan]:
             steps = -(-case.steps // chunks)
             if steps >= 2:
                 found.append(Plan(workers // stages, stages, cuts, steps))
-        found.append(Plan(workers // stages, stages, cuts, -(-case.steps // 8), share_head=True))
+        eighth = Plan(workers // stages, stages, cuts, -(-case.steps // 8))
+        found.append(replace(eighth, share_head=True))
+        balanced = predictor.balanced(eighth)
+        if balanced is not None and balanced != cuts:
+            found.append(replace(eighth, cuts=balanced))
     return found
 
 
@@ -125,8 +129,8 @@ def _of_case(case: Case, sizes: list[int], *, quick: bool) -> list[Row]:
         profile = profile_for(case.units, device="cpu", devices=workers)
         cluster = Cluster.uniform(replace(profile, devices_per_host=max(workers, 1)), workers)
         predictor = Predictor(case.units, cluster)
-        chosen = search(case.units, cluster).best.plan
-        wanted = plans(case, workers)
+        chosen = search(case.units, cluster).best.plan  # may have fewer workers
+        wanted = plans(case, workers, predictor)
         wanted += [chosen] if chosen.workers == workers and all(_bare(chosen) != _bare(plan) for plan in wanted) else []
         job = {"case": asdict(case), "plans": [asdict(plan) for plan in wanted], "rounds": 2 if quick else ROUNDS, "seconds": SECONDS}
         found = crews.start(__name__, job, workers, threads=threads(workers), name="bench plan")[0]

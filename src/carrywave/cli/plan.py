@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from carrywave import __version__
 from carrywave.cli.exits import note
 from carrywave.cli.given import Device, DeviceOption, base, check_writable, plain, replace_file, spec_and_overrides
 from carrywave.errors import DataError, PlanError
@@ -26,7 +25,7 @@ from carrywave.plan.profile import Profile
 from carrywave.plan.report import choice_object, scale_object, yaml_line
 from carrywave.plan.scale import MOST_DEVICES, scale
 from carrywave.plan.search import asked_for, describe, search
-from carrywave.plan.shipped import LINKS, find_profile, names
+from carrywave.plan.shipped import LINKS, find_profile
 from carrywave.plan.svg import Panel, draw
 from carrywave.plan.units import Shape, Units
 from carrywave.spec.facts import DataFacts, read_facts
@@ -88,7 +87,7 @@ class _Offer:
         if self.named is None:
             count = self.devices or here(self.device)
             return Cluster.uniform(self.measured(count), count)
-        found = profile_named(self.named)
+        found = find_profile(self.named)
         # What this machine has says nothing about the one that the profile is of.
         return Cluster.uniform(found, self.devices or found.devices_per_host)
 
@@ -114,19 +113,11 @@ class _Offer:
 
         def find(name: str) -> Profile:
             if name == THIS_MACHINE:
-                return self.measured(here(self.device)) if self.named is None else profile_named(self.named)
+                return self.measured(here(self.device)) if self.named is None else find_profile(self.named)
             beside = path.parent / name  # files that a cluster names stand beside it
-            return profile_named(str(beside) if beside.is_file() else name)
+            return find_profile(str(beside) if beside.is_file() else name)
 
         return Cluster.of(known, find, LINKS, str(path))
-
-
-def profile_named(text: str) -> Profile:
-    """A profile of the user's choice, or one that comes with carrywave; one of another version of carrywave is refused."""
-    found = find_profile(text)
-    if "carrywave" in found.versions and text not in names():
-        found.check_fresh(found.hardware, {"carrywave": __version__})
-    return found
 
 
 def here(device: str) -> int:

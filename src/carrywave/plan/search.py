@@ -69,7 +69,9 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: 
     of_kind = [found.best(kind, gain=0.0, most=_RIVALS_SIMULATED) for kind in kinds]
     # By the model's own account nothing on fewer devices may beat what is chosen.
     best = min((each for each in (best, *of_kind) if each is not None), key=lambda each: _score(each.seconds, each.plan, GAIN_PER_DOUBLING))
-    rivals = [Rival(each.plan, _why(each, best), each) for each in (*of_kind, *found.variants(best.plan)) if each is not None]
+    used = best.plan.workers
+    more = found.best(lambda plan: plan.workers > used, gain=0.0, most=_RIVALS_SIMULATED) if used < cluster.devices else None
+    rivals = [Rival(each.plan, _why(each, best), each) for each in (*of_kind, more, *found.variants(best.plan)) if each is not None]
     rivals += [
         Rival(plan, said)
         for kind, each in zip(kinds, of_kind, strict=True)
@@ -111,6 +113,7 @@ class Search:
         self.space, self.tolerance = Space(self.units, self.cluster, use_all), tolerance
         self.cuts: dict[Plan, list[tuple[int, ...]]] = {}  # those that fit
         self.known: dict[Plan, Prediction] = {}
+        self.leasts: dict[Plan, float] = {}  # of plans that are not cut yet; one of one stage is the same plan when it is
         self.bounds: dict[Plan, float] = {}
         self.misfits: dict[Plan, None] = {}
 
@@ -185,9 +188,9 @@ class Search:
         return self.cuts[plan]
 
     def _least(self, plan: Plan) -> float:
-        if plan not in self.bounds:
-            self.bounds[plan] = self.predictor.least(plan)
-        return self.bounds[plan]
+        if plan not in self.leasts:
+            self.leasts[plan] = self.predictor.least(plan)
+        return self.leasts[plan]
 
     def _bound(self, plan: Plan) -> float:
         if plan not in self.bounds:

@@ -12,6 +12,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from carrywave import __version__
 from carrywave.errors import PlanError
 from carrywave.plan.profile import Link, Profile
 
@@ -54,7 +55,10 @@ def find_profile(text: str) -> Profile:
     if text in names():
         return shipped(text)
     if os.sep in text or text.endswith(".json") or Path(text).is_file():
-        return Profile.read(text)
+        found = Profile.read(text)
+        if "carrywave" in found.versions:  # kernels may have changed since it was measured
+            found.check_fresh(found.hardware, {"carrywave": __version__})
+        return found
     raise PlanError(f"there is no profile {text}; {_known()}")
 
 

@@ -70,7 +70,8 @@ def _plan(world: World, given: Given, say: Say) -> tuple[Plan, Prediction | None
     spec, workers = given.spec, given.workers
     kind = world.device.type
     units = given.units
-    if units is not None and spec.plan == "auto" and workers > 1 and not _kept(given):
+    # With equal bytes on any number of replicas there is nothing to choose: every worker is one.
+    if units is not None and spec.plan == "auto" and not spec.train.reproducible and workers > 1 and not _kept(given):
         found = _choice(units, world, workers, _named() or profile_for(units, device=kind, devices=_here(world, workers), note=say))
         return found.best.plan, found.best, [f"plan {found.why}", *_advice(found)]
     if spec.plan == "auto" and given.before is not None and _kept(given):

@@ -1,0 +1,68 @@
+"""`plan: auto` with real workers: all follow what rank 0 has chosen, the result is one worker's, and a run that goes on keeps its plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
+from _machines import machine
+
+from carrywave.plan.profile import Link, Overheads
+
+SIZES = ("model.hidden=6", "model.layers=3", "batch.lanes=4", "batch.steps=8")
+WORDS = (*SIZES, "train.precision=fp64", "train.schedule=constant", "train.max_steps=40", "train.epochs=9")
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def profiles(tmp_path: Path) -> dict[str, str]:
+    """A machine on which stages are best, one on which replicas are, and one on which nothing beats a single device."""
+    (tmp_path / "text.txt").write_text("the carry is passed along, and work moves as a wave. " * 40)
+    made = {
+        "stages": machine(within=Link(1e-7, 1e5)),  # sums of gradients take very long, chunks are small
+        "replicas": machine(within=Link(1e-7, 1e12), overheads=Overheads(task_seconds=1.0)),
+        "alone": machine(within=Link(10.0, 1e5)),
+    }
+    for name, profile in made.items():
+        fp64 = [type(sample)(**{**vars(sample), "precision": "fp64"}) for sample in profile.samples]
+        type(profile)(**{**vars(profile), "samples": tuple(fp64)}).write(tmp_path / f"{name}.json")
+    return {name: str(tmp_path / f"{name}.json") for name in made}
+
+
+@pytest.mark.timeout(300)
+def test_workers_follow_the_plan_and_keep_it(profiles: dict[str, str], python: Run, tmp_path: Path) -> None:
+    data = ("data.train=text.txt", "data.tokens=char", "--device", "cpu")
+
+    def train(*words: str, by: str) -> str:
+        ended = python("-m", "carrywave", "train", *WORDS, *data, *words, CARRYWAVE_PROFILE=profiles[by])
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    def planned(run: str) -> tuple[int, int]:
+        plan = json.loads((tmp_path / run / "plan.json").read_text())
+        return plan["replicas"], plan["stages"]
+
+    train("--run", "one", by="stages")
+    said = train("--run", "staged", "--devices", "2", "train.max_steps=30", by="stages")
+    assert planned("staged") == (1, 2)
+    assert "plan 2 stages" in said
+    assert "a step takes" in said
+    assert "predicted were" in said
+    assert "one device would be faster" in train("--run", "both", "--devices", "2", by="alone")
+    train("--run", "shared", "--devices", "2", by="replicas")
+    assert planned("shared") == (2, 1)
+    # The machine is another one now, and the run goes on as it was.
+    train("--run", "staged", "--resume", "--devices", "2", by="replicas")
+    assert planned("staged") == (1, 2)
+    alone, *others = (load_file(tmp_path / run / "weights.safetensors") for run in ("one", "staged", "both", "shared"))
+    for other in others:
+        assert max(float((alone[name] - other[name]).abs().max()) for name in alone) < 1e-9
+    assert "plan      1 replicas x 2 stages" in train("--devices", "2", "--dry-run", by="stages")
