@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))

@@ -122,7 +122,7 @@ def test_without_a_profile_this_machine_is_measured(monkeypatch: pytest.MonkeyPa
         return NO_SUMS
 
     monkeypatch.setattr(planning, "profile_for", measured)
-    monkeypatch.setattr(planning, "known_profile", lambda kind: None)
+    monkeypatch.setattr(planning, "known_profile", lambda units, **how: None)
     assert planned(2).plan.stages == 2
     assert [(how["device"], how["devices"]) for how in asked] == [("cpu", 2)]
     assert not planned(2, {"replicas": 2}).predicted  # nobody waits for a measurement that decides nothing

@@ -80,13 +80,15 @@ def test_what_is_known_is_not_measured_again_and_what_is_new_is_added(started: l
     more = profile_for(units(16, optimizer="sgd"), device="cpu", devices=2)
     assert [job["optimizers"] for job in started[2:]] == [["sgd"], ["sgd"]]
     assert set(first.samples) < set(more.samples)
-    assert known_profile("cpu") == more
+    assert known_profile(units(16, optimizer="sgd"), device="cpu", workers=2) == more
+    assert known_profile(units(), device="cpu", workers=1) == more
+    assert known_profile(units(24), device="cpu", workers=1) is None  # a guess from other sizes would only mislead
 
 
 def test_a_profile_of_other_versions_is_measured_anew(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     profile_for(units(), device="cpu", devices=1)
     monkeypatch.setattr(profiles, "versions", lambda: {"torch": "0.1"})
-    assert known_profile("cpu") is None
+    assert known_profile(units(), device="cpu", workers=1) is None
     profile_for(units(), device="cpu", devices=1)
     assert len(started) == 2
 
@@ -104,9 +106,7 @@ def test_a_file_of_another_machine_is_not_believed(started: list[dict[str, Any]]
     profile_for(units(), device="cpu", devices=1)
     [path] = tmp_path.glob("profiles/cpu-*.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "hardware": "another"}))
-    known = known_profile("cpu")
-    assert known is not None
-    assert known.samples == ()
+    assert known_profile(units(), device="cpu", workers=1) is None
 
 
 def test_times_of_workers_are_averaged() -> None:

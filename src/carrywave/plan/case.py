@@ -57,6 +57,7 @@ class Case:
         self.links = [self.link(stage, stage + 1) for stage in range(plan.stages - 1)]
         self._stages: dict[tuple[int, int, int, int, int], Seconds] = {}
         self._busy: dict[tuple[int, int, int], float] = {}
+        self._reduced: dict[tuple[int, int], float] = {}
         self._memory: dict[tuple[Load, int, int], Memory] = {}
 
     # Work of single tasks.
@@ -323,8 +324,11 @@ class Case:
 
     def _reduce(self, workers: int, num_bytes: int) -> float:
         # Every stage sums over its replicas at about the same time.
-        groups = min(self.plan.stages, self.placed.crowd)
-        return reduce_seconds(self.cluster, self.placed, workers, num_bytes, groups)
+        key = workers, num_bytes
+        if key not in self._reduced:
+            groups = min(self.plan.stages, self.placed.crowd)
+            self._reduced[key] = reduce_seconds(self.cluster, self.placed, workers, num_bytes, groups)
+        return self._reduced[key]
 
     def most_held(self, stage: int) -> Load:
         """What a stage holds at most; no schedule need be made for it."""

@@ -99,7 +99,7 @@ class Fit:
         self.sizes = [size_of(sample) for sample in samples]
         # Backward apart from what can be put off: the two scale differently.
         times = [Seconds(s.forward_seconds, s.backward_seconds - s.put_off_seconds, s.put_off_seconds) for s in samples]
-        self.known = dict(zip(self.sizes, times, strict=True))
+        self.known = dict(zip(self.sizes, times, strict=True))  # and what was worked out from them
         rows = [self.terms(size) for size in self.sizes]
         self.factors = [_solve(rows, [time[part] for time in times]) for part in range(3)]
         self.places = [_place(size) for size in self.sizes]
@@ -119,7 +119,9 @@ class Fit:
             total += weight
             for part in range(3):
                 sums[part] += weight * off[part]
-        return Seconds(*(_dot(self.factors[part], row) * math.exp(sums[part] / total) for part in range(3)))
+        found = Seconds(*(_dot(self.factors[part], row) * math.exp(sums[part] / total) for part in range(3)))
+        self.known[size] = found
+        return found
 
 
 def size_of(sample: Sample) -> Size:

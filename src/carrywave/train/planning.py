@@ -80,7 +80,7 @@ def _plan(world: World, given: Given, say: Say) -> tuple[Plan, Prediction | None
         asked = fewer(spec.plan_spec, workers) if begun.with_fewer() else spec.plan_spec
         lanes = spec.lanes if spec.streams else None
         plan = resolve(asked, layers=given.layers, workers=workers, lanes=lanes, pooled=given.pooled)
-    profile = None if units is None else _named() or known_profile(kind)
+    profile = None if units is None else _named() or known_profile(units, device=kind, workers=_here(world, workers))
     return plan, None if units is None or profile is None else _predicted(units, world, plan, profile), []
 
 

@@ -53,10 +53,14 @@ def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: N
     return profile
 
 
-def known_profile(device: str) -> Profile | None:
-    """What has been measured of this machine so far; None: nothing."""
+def known_profile(units: Units, *, device: str, workers: int) -> Profile | None:
+    """What has been measured of this machine, where that is all that this model with so many workers asks for; None: something is missing."""
     path = _path(device)
-    return read(path, device) if path.is_file() else None
+    if not path.is_file():
+        return None
+    profile = read(path, device)
+    missing = _missing(profile, units, workers, device)
+    return None if missing.asks or missing.optimizers or missing.links else profile
 
 
 def crowds(kind: str, devices: int) -> list[int]:
