@@ -54,7 +54,7 @@ def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: N
 
 
 def known_profile(units: Units, *, device: str, workers: int) -> Profile | None:
-    """What has been measured of this machine, where that is all that this model with so many workers asks for; None: something is missing."""
+    """What has been measured of this machine; None where something is missing that this model with so many workers asks for."""
     path = _path(device)
     if not path.is_file():
         return None
