@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -21,6 +20,7 @@ from _machines import GIB, machine
 
 from carrywave.cli import plan as planning
 from carrywave.cli.main import app
+from carrywave.errors import PlanError
 from carrywave.plan.plan import resolve
 from carrywave.spec.spec import PlanSpec
 
@@ -186,24 +186,22 @@ def test_without_a_profile_this_machine_is_measured(monkeypatch: pytest.MonkeyPa
         asked.update(how)
         return machine(name="here")
 
-    stand_in = ModuleType("carrywave.train.profiles")
-    stand_in.profile_for = profile_for  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "carrywave.train.profiles", stand_in)
+    monkeypatch.delenv("CARRYWAVE_PROFILE", raising=False)
+    monkeypatch.setattr(planning, "profile_for", profile_for)
     monkeypatch.setattr(planning, "here", lambda device: 3)
     assert "on 3 devices of here" in planned(*SMALL, "--facts", "vocabulary=50", "--device", "cpu")
     assert (asked["device"], asked["devices"]) == ("cpu", 3)
 
 
-def test_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: some'\necho 'GPU 1: some'\n")
-    tool.chmod(0o755)
-    monkeypatch.setattr("shutil.which", lambda name: str(tool))
+def test_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "gpus", lambda: ["a", "a"])
     assert planning.here("auto") == planning.here("cuda") == 2
     cores = planning.here("cpu")
     assert cores >= 1
-    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(planning, "gpus", lambda: [])
     assert planning.here("auto") == cores
+    with pytest.raises(PlanError, match="no GPU was found by nvidia-smi"):
+        planning.here("cuda")
 
 
 def test_facts_of_a_run_are_enough(work: Path) -> None:

@@ -45,9 +45,12 @@ def test_workers_follow_the_plan_and_keep_it(profiles: dict[str, str], python: R
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
-    def planned(run: str) -> tuple[int, int]:
-        plan = json.loads((tmp_path / run / "plan.json").read_text())
-        return plan["replicas"], plan["stages"]
+    def plan_of(run: str) -> dict[str, object]:
+        found: dict[str, object] = json.loads((tmp_path / run / "plan.json").read_text())
+        return found
+
+    def planned(run: str) -> tuple[object, object]:
+        return plan_of(run)["replicas"], plan_of(run)["stages"]
 
     train("--run", "one", by="stages")
     said = train("--run", "staged", "--devices", "2", "train.max_steps=30", by="stages")
@@ -58,10 +61,29 @@ def test_workers_follow_the_plan_and_keep_it(profiles: dict[str, str], python: R
     assert "one device would be faster" in train("--run", "both", "--devices", "2", by="alone")
     train("--run", "shared", "--devices", "2", by="replicas")
     assert planned("shared") == (2, 1)
-    # The machine is another one now, and the run goes on as it was.
+    # The machine is another one now, and the run goes on as it was, to the bytes of one that was never stopped.
+    before = plan_of("staged")
     train("--run", "staged", "--resume", "--devices", "2", by="replicas")
-    assert planned("staged") == (1, 2)
+    assert plan_of("staged") == before
+    train("--run", "whole", "--devices", "2", by="stages")
+    assert (tmp_path / "staged/weights.safetensors").read_bytes() == (tmp_path / "whole/weights.safetensors").read_bytes()
     alone, *others = (load_file(tmp_path / run / "weights.safetensors") for run in ("one", "staged", "both", "shared"))
     for other in others:
         assert max(float((alone[name] - other[name]).abs().max()) for name in alone) < 1e-9
     assert "plan      1 replicas x 2 stages" in train("--devices", "2", "--dry-run", by="stages")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_without_a_profile_rank_0_measures_while_the_other_waits(python: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CARRYWAVE_PROFILE")
+    (tmp_path / "text.txt").write_text("the carry is passed along, and work moves as a wave. " * 40)
+    words = (*WORDS, "data.train=text.txt", "data.tokens=char", "--device", "cpu", "--devices", "2")
+    first = python("-m", "carrywave", "train", *words, "--run", "first", CARRYWAVE_CACHE=str(tmp_path / "cache"))
+    assert first.returncode == 0, first.stderr
+    assert "measuring this machine with 2 workers" in first.stdout
+    second = python("-m", "carrywave", "train", *words, "--run", "second", CARRYWAVE_CACHE=str(tmp_path / "cache"))
+    assert second.returncode == 0, second.stderr
+    assert "measuring" not in second.stdout
+    assert (tmp_path / "first/plan.json").read_text() == (tmp_path / "second/plan.json").read_text()
+    assert (tmp_path / "first/weights.safetensors").read_bytes() == (tmp_path / "second/weights.safetensors").read_bytes()

@@ -91,3 +91,20 @@ def test_a_stale_profile_is_refused() -> None:
         profile.check_fresh("none", {"torch": "2.13"})
     with pytest.raises(PlanError, match="is of none, and this is an abacus"):
         profile.check_fresh("an abacus", {})
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"), [("1" + "0" * 400, "memory_bytes is larger than any machine"), ("1e999", "is not an int"), ("-1", "must be finite")]
+)
+def test_numbers_that_no_machine_has_are_refused(memory: str, said: str, tmp_path: Path) -> None:
+    whole = json.loads(machine().to_json())
+    (tmp_path / "profile.json").write_text(json.dumps({**whole, "memory_bytes": "HERE"}).replace('"HERE"', memory))
+    with pytest.raises(PlanError, match=said) as found:
+        Profile.read(tmp_path / "profile.json")
+    assert len(str(found.value)) < 400
+
+
+def test_a_file_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text("[" * 100_000)
+    with pytest.raises(PlanError, match="nested too deeply"):
+        Profile.read(tmp_path / "profile.json")

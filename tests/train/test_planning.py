@@ -109,8 +109,11 @@ def test_of_modules_of_the_users_own_nothing_is_predicted(use: Any) -> None:
 def test_a_profile_without_this_kind_of_work_predicts_nothing(use: Any) -> None:
     use(machine(samples=()))
     assert not planned(2, {"replicas": 2}).predicted
-    with pytest.raises(PlanError, match="holds no sample"):
-        planned(2)
+    said: list[str] = []
+    found = plan_run(ALONE, given(2), said.append)
+    assert found.plan == Plan(2)  # it trains all the same
+    assert said[0].startswith("no plan was chosen, and every worker is a replica: ")
+    assert "holds no sample" in said[0]
 
 
 def test_without_a_profile_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,3 +198,27 @@ def test_with_equal_bytes_on_any_number_every_worker_is_a_replica(use: Any) -> N
     asked = given(2)
     spec = asked.spec.model_copy(update={"train": asked.spec.train.model_copy(update={"reproducible": True})})
     assert plan_run(ALONE, replace(asked, spec=spec), lambda line: None).plan == Plan(2)
+
+
+def test_a_kernel_alone_leaves_the_split_to_the_planner(use: Any) -> None:
+    use(NO_SUMS)
+    found = planned(2, {"kernel": "aten"})
+    assert (found.plan.stages, found.plan.kernel) == (2, "aten")
+
+
+def test_with_a_worker_broken_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CARRYWAVE_PROFILE")
+    monkeypatch.setenv("CARRYWAVE_FEWER", "1")
+    monkeypatch.setattr(planning, "known_profile", lambda units, **how: None)
+    monkeypatch.setattr(planning, "profile_for", lambda *args, **how: pytest.fail("it measured"))
+    assert planned(2).plan == Plan(2)
+
+
+def test_a_measurement_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **how: Any) -> Profile:
+        raise PlanError("worker 1 of the measurement ended with exit code -9: it said nothing; give plan.replicas")
+
+    monkeypatch.delenv("CARRYWAVE_PROFILE")
+    monkeypatch.setattr(planning, "known_profile", lambda units, **how: None)
+    monkeypatch.setattr(planning, "profile_for", fails)
+    assert planned(2).plan == Plan(2)

@@ -117,6 +117,7 @@ def test_times_of_workers_are_averaged() -> None:
     found = merged(empty("cpu"), rows, 2)
     assert found.samples == (replace(one, forward_seconds=2.0, backward_seconds=3.0, put_off_seconds=1.0, workers=2),)
     assert found.overheads.message_seconds == 2.0
+    assert merged(found, [[{"overheads": {"message_seconds": 9.0}}]], 4).overheads.message_seconds == 2.0  # what was found first stands
     again = merged(found, [[{"sample": asdict(other)}]], 2)
     assert again.samples == (replace(other, workers=2),)
     assert merged(found, [[{"link": {"latency_seconds": 1.0, "bytes_per_second": 2.0}}]], 2).within == Link(1.0, 2.0)
@@ -140,13 +141,17 @@ def test_the_gpus_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tool.write_text("#!/bin/sh\nprintf 'NVIDIA A\\nNVIDIA A\\nNVIDIA B\\n'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    profiles._smi.cache_clear()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert profiles.gpus() == ["NVIDIA A", "NVIDIA A", "NVIDIA B"]
     assert profiles.hardware("cuda") == "2 x NVIDIA A, 1 x NVIDIA B"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert len(profiles.gpus()) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert profiles.gpus() == ["NVIDIA B", "NVIDIA A"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-123")
+    assert len(profiles.gpus()) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert profiles.gpus() == []
+    profiles._smi.cache_clear()
 
 
 def test_threads_are_those_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,4 +170,4 @@ def test_crowds_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "cores", lambda: 8)
     assert [crowds("cpu", devices) for devices in (1, 2, 3, 8, 64)] == [[1], [1, 2], [1, 2, 3], [1, 2, 8], [1, 2, 8]]
     monkeypatch.setattr(profiles, "gpus", lambda: ["a"] * 4)
-    assert [crowds("cuda", devices) for devices in (1, 2, 64)] == [[1], [1, 2], [1, 4]]
+    assert [crowds("cuda", devices) for devices in (1, 2, 64)] == [[1], [1, 2], [1, 2, 4]]

@@ -77,7 +77,7 @@ def train(
     with agreed(device.value):
         resolved = load(path, overrides, base=base(overrides))
         check_writable(json_file)
-    if devices is None:
+    if devices is None and min_devices is None:
         devices = devices_that_pay(resolved, device.value, run if resume else None)
     workers = start_workers(devices, device.value, resolved.plan_spec, elastic=Elastic(restarts, min_devices), dry_run=dry_run)
     if dry_run and is_first():

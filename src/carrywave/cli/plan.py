@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ import typer
 from carrywave.cli.exits import note
 from carrywave.cli.given import Device, DeviceOption, base, check_writable, plain, replace_file, spec_and_overrides
 from carrywave.errors import DataError, PlanError
+from carrywave.plan import shards
 from carrywave.plan.better import balance_text, remedies
 from carrywave.plan.cluster import Cluster
 from carrywave.plan.picture import figures_text, rivals_text, scale_text, stage_names, stages_text, timeline_text
@@ -25,14 +24,14 @@ from carrywave.plan.profile import Profile
 from carrywave.plan.report import choice_object, scale_object, yaml_line
 from carrywave.plan.scale import MOST_DEVICES, scale
 from carrywave.plan.search import asked_for, describe, search
-from carrywave.plan.shipped import LINKS, find_profile
+from carrywave.plan.shipped import LINKS, PROFILE, find_profile
 from carrywave.plan.svg import Panel, draw
 from carrywave.plan.units import Shape, Units
 from carrywave.spec.facts import DataFacts, read_facts
 from carrywave.spec.load import load, parse_yaml
 from carrywave.spec.spec import PlanSpec, Spec
+from carrywave.train.profiles import cores, gpus, profile_for
 
-PROFILE = "CARRYWAVE_PROFILE"
 THIS_MACHINE = "this machine"  # where a cluster names no profile
 
 
@@ -93,8 +92,6 @@ class _Offer:
 
     def measured(self, count: int) -> Profile:
         """The profile of this machine."""
-        from carrywave.train.profiles import profile_for
-
         return profile_for(self.units, device=self.device, devices=count, note=note)
 
     def read(self, path: Path) -> Cluster:
@@ -122,18 +119,10 @@ class _Offer:
 
 def here(device: str) -> int:
     """Devices of this machine: GPUs where there are some and they are wanted, else cores."""
-    tool = shutil.which("nvidia-smi") if device != "cpu" else None
-    if tool is not None:
-        try:
-            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=False).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            listed = ""
-        gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
-        if gpus:
-            return gpus
-    if device == "cuda":
+    count = 0 if device == "cpu" else len(gpus())
+    if device == "cuda" and not count:
         raise PlanError("--device cuda, but no GPU was found by nvidia-smi; use --profile to plan for another machine")
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return count or cores()
 
 
 def _facts_of(spec: Spec) -> DataFacts:
@@ -147,11 +136,14 @@ def _facts_of(spec: Spec) -> DataFacts:
 
 def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
     """The plan that the spec asks for; nothing where it is left to the planner."""
-    if spec.plan == "auto" or not spec.plan.model_fields_set - {"kernel"}:
+    if spec.plans_itself:
         return None
-    asked: PlanSpec = spec.plan
+    asked: PlanSpec = spec.plan_spec
     workers = (asked.replicas or max(1, devices // asked.stages)) * asked.stages
-    return resolve(asked, layers=units.layers, workers=workers, lanes=units.lanes if units.streams else None, pooled=units.pooled)
+    found = resolve(asked, layers=units.layers, workers=workers, lanes=units.lanes if units.streams else None, pooled=units.pooled)
+    if units.reproducible:
+        shards.check(found)
+    return found
 
 
 def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, json_file: Path | None, *, use_all: bool) -> None:
@@ -181,7 +173,10 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
         *([f"- {balance}"] if balance else []),
         "",
     ]
-    lines += [f"in the spec, for {shown.plan.workers} device{'s' if shown.plan.workers > 1 else ''}:", yaml_line(shown.plan, units)]
+    lines += [
+        f"in the spec, for {shown.plan.workers} device{'s' if shown.plan.workers > 1 else ''}:",
+        yaml_line(replace(shown.plan, kernel=spec.plan_spec.kernel), units),
+    ]
     typer.echo("\n".join(lines))
     if svg is not None:
         # What is asked for above what the planner would choose, on one axis.

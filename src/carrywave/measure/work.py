@@ -1,6 +1,6 @@
 """What each worker of a measurement does: units, the optimizer, reductions and messages, all workers at the same time.
 
-Gives rows that `cached` puts together: `sample`, `reduction`, `link`, `overheads`, `device`.
+Gives rows that `train.profiles` puts together: `sample`, `reduction`, `link`, `overheads`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from carrywave.data.batch import Batch
+from carrywave.kernels import persistent
 from carrywave.measure.recorded import recorded_task, time_recorded
 from carrywave.measure.rig import time_task, time_unit
 from carrywave.model.encoders import Numbers
@@ -45,16 +47,19 @@ def work(world: World, job: Row) -> Iterator[Row]:
     recorded = recorded_task(world.device, precision) if on_gpu else 0.0
     if on_gpu:
         yield {"overheads": {"recorded_seconds": recorded}}
-    for known in job["asks"]:
-        ask = Ask.of(known)
-        if on_gpu:
+    asks = [Ask.of(known) for known in job["asks"]]
+    if on_gpu:
+        for ask in asks:
             yield {"sample": asdict(time_recorded(ask, world.device, recorded))}
-        if ask.layers == 1:  # in a pipeline nothing is recorded
-            sample = time_unit(ask, world.device, task_seconds, together, alone=ask.whole and not on_gpu)
-            yield {"sample": asdict(replace(sample, piped=on_gpu))}
     for name in job["optimizers"]:
         for parameters in OPTIMIZER_SIZES[world.device.type]:
             yield {"sample": asdict(_update(world.device, name, parameters, precision, together))}
+    if on_gpu:
+        persistent.stand_aside("they do in stages over NCCL")  # and nothing is recorded there
+    for ask in asks:
+        if ask.layers == 1:
+            sample = time_unit(ask, world.device, task_seconds, together, alone=ask.whole and not on_gpu)
+            yield {"sample": asdict(replace(sample, piped=on_gpu))}
     if world.size > 1 and job.get("links", True):
         yield from _reductions(world)
         yield from _messages(world)
@@ -123,36 +128,36 @@ def _reductions(world: World) -> Iterator[Row]:
 
 
 def _messages(world: World) -> Iterator[Row]:
-    """A message from the first worker to the second and back: half the way is one message; and the time to hand one over."""
+    """A message from the first worker to the second, then one back: half the time is one. And the time to hand one over."""
     if world.rank > 1:
         return
-    peer = 1 - world.rank
     seconds: dict[int, float] = {}
     handed: list[float] = []
     for num_bytes in (SMALL_BYTES, LARGE_BYTES):
-        tensor, other = (torch.zeros(num_bytes // 4, device=world.device) for _ in range(2))
+        tensor = torch.zeros(num_bytes // 4, device=world.device)
         found = []
         for _ in range(MESSAGES):
             begin = time.perf_counter()
-            receive = cast(dist.Work, dist.irecv(other, peer))
-            posted = time.perf_counter()
             if world.rank == 0:
-                send = cast(dist.Work, dist.isend(tensor, peer))
-                sent = time.perf_counter()
-                receive.wait()
+                handed.append(_send(tensor, 1))
+                dist.recv(tensor, 1)
             else:
-                receive.wait()
-                sending = time.perf_counter()
-                send = cast(dist.Work, dist.isend(tensor, peer))
-                sent = time.perf_counter()
-                handed.append(sent - sending)
-            send.wait()
+                dist.recv(tensor, 0)
+                handed.append(_send(tensor, 0))
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             found.append((time.perf_counter() - begin) / 2)
-            handed.append(posted - begin)
         seconds[num_bytes] = statistics.median(found[2:])
     rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
     if world.rank == 0:
         yield {"link": {"latency_seconds": seconds[SMALL_BYTES], "bytes_per_second": rate}}
     yield {"overheads": {"message_seconds": statistics.median(handed)}}
+
+
+def _send(tensor: Tensor, peer: int) -> float:
+    """Seconds until a message is handed over; it is waited for, but that does not count."""
+    begin = time.perf_counter()
+    work = cast(dist.Work, dist.isend(tensor, peer))
+    handed = time.perf_counter() - begin
+    work.wait()
+    return handed

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 POLL_SECONDS = 0.05
 LAUNCHERS = ("CARRYWAVE_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "TF_CONFIG")
-KEPT = ("CARRYWAVE_CACHE", "CARRYWAVE_KERNEL", "CARRYWAVE_CAPTURE", "CARRYWAVE_SHARE_GPU")
+KEPT = tuple(f"CARRYWAVE_{name}" for name in ("CACHE", "KERNEL", "CAPTURE", "SHARE_GPU", "START_SECONDS", "TIMEOUT_SECONDS"))
 
 
 def start(
@@ -52,7 +52,9 @@ def start(
             from carrywave.parallel.world import lost
 
             cause = min(failed, key=lambda rank: lost(RuntimeError(last[rank])))
-            raise RunError(f"worker {cause} of {name or module} ended with exit code {crew[cause].returncode}: {last[cause]}")
+            raise RunError(
+                f"worker {cause} of {name or module} ended with exit code {crew[cause].returncode}: {last[cause] or 'it said nothing'}"
+            )
         texts = [(folder / f"{rank}.jsonl").read_text(encoding="utf-8") for rank in range(workers)]
         return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
@@ -72,7 +74,7 @@ def _environment(folder: Path, rank: int, workers: int, threads: int) -> dict[st
     own = {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": "lo",
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"),
         "CARRYWAVE_STORE": str(folder / "store"),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

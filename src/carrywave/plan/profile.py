@@ -170,6 +170,8 @@ class Profile:
             raise PlanError(f"{path} cannot be read as a profile ({error}); give a file that carrywave measured") from None
         try:
             known = json.loads(text)
+        except RecursionError:
+            raise PlanError(f"{path} is nested too deeply to be a profile; measure it anew") from None
         except ValueError as error:
             raise PlanError(f"{path} is not JSON ({error}); measure it anew") from None
         return Profile.of(known, str(path))
@@ -235,6 +237,7 @@ def _short(part: Sample | Reduction | Crowd) -> dict[str, Any]:
 
 
 _T = TypeVar("_T", Sample, Link, Reduction, Crowd, Overheads)
+_LARGEST = 1 << 62
 _NUMBERS = {"int": int, "float": float, "str": str, "bool": bool}
 _CHOICES: dict[str, tuple[str, ...]] = {"Kind": get_args(Kind), "Precision": get_args(Precision), "Source": get_args(Source)}
 
@@ -278,6 +281,8 @@ def _check(cls: type[Any], given: dict[str, Any], where: str) -> dict[str, Any]:
             value = given[each.name] = float(value)
         if kind in _NUMBERS and (not isinstance(value, _NUMBERS[kind]) or (kind == "int" and isinstance(value, bool))):
             raise PlanError(f"{where}: {each.name}={_shown(value)} is not a{'n' if kind == 'int' else ''} {kind}; correct it")
+        if isinstance(value, int) and value > _LARGEST:
+            raise PlanError(f"{where}: {each.name} is larger than any machine; correct it")
         if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
             raise PlanError(f"{where}: {each.name}={value} must be finite and not below 0; correct it")
     return given

@@ -16,6 +16,8 @@ from carrywave import __version__
 from carrywave.errors import PlanError
 from carrywave.plan.profile import Link, Profile
 
+PROFILE = "CARRYWAVE_PROFILE"  # of the environment: plan by this file, or by the profile of this name
+
 
 def _published(latency_microseconds: float, gigabytes_per_second: float, said: str) -> Link:
     return Link(latency_microseconds * 1e-6, gigabytes_per_second * 1e9, f"published: {said}; latency {latency_microseconds:g} us assumed")

@@ -54,6 +54,8 @@ def _pair(part: str, text: str) -> tuple[str, object]:
     name, equals, value = part.strip().partition("=")
     if not equals or not value.isdecimal():
         raise SpecError(f"the facts {text} hold {part.strip()!r}, which is not key=number; write them as in vocabulary=33278,steps=2000000")
+    if len(value) > 15 or (name == "labels" and len(value) > 6):
+        raise SpecError(f"the facts {text} hold {part.strip()!r}, which is more than any data has; correct it")
     return name, [str(number) for number in range(int(value))] if name == "labels" else int(value)
 
 

@@ -273,6 +273,11 @@ class Spec(Section):
         return self.batch.tokens or 4096
 
     @property
+    def plans_itself(self) -> bool:
+        """Whether the split is left to the planner; a kernel may be named all the same."""
+        return self.plan == "auto" or not self.plan.model_fields_set - {"kernel"}
+
+    @property
     def plan_spec(self) -> PlanSpec:
         """The plan as asked for; `auto` leaves everything to the planner."""
         return PlanSpec() if self.plan == "auto" else self.plan

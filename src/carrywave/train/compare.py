@@ -38,7 +38,7 @@ class Comparison:
         self.number = 0  # steps seen
         self.begun = 0.0
         self.seconds = 0.0  # of a step, measured
-        self.done = False
+        self.ready = self.done = False
 
     def skip(self, seconds: float) -> None:
         """Leave so many seconds of other work out."""
@@ -54,18 +54,21 @@ class Comparison:
             self.begun = clock.now()
         if self.number == FIRST + STEPS + 1:
             self.seconds = (clock.now() - self.begun) / STEPS
-            self.trainer.clock = clock
-            self.begun = clock.now()
+            self.ready = True
+            if self.trainer.capture is None:  # a recording has no tasks to time, and beside it there may be no room for a step without one
+                self.trainer.clock = clock
+                self.begun = clock.now()
 
     def after(self) -> dict[str, float] | None:
         """A step has ended; after the last one, the figures for the log of times."""
-        clock = self.trainer.clock
-        if self.done or clock is None:
+        if self.done or not self.ready:
             return None
-        total = clock.now() - self.begun
-        self.trainer.clock, self.done = None, True
-        work, wait = clock.seconds(*TASKS), clock.seconds("wait")
-        spent = _gather(self.trainer.mesh.world, Spent(work, wait, max(0.0, total - work - wait)))
+        self.done = True
+        clock, self.trainer.clock = self.trainer.clock, None
+        spent: list[Spent] = []
+        if clock is not None:
+            total, work, wait = clock.now() - self.begun, clock.seconds(*TASKS), clock.seconds("wait")
+            spent = _gather(self.trainer.mesh.world, Spent(work, wait, max(0.0, total - work - wait)))
         if self.prediction is None:
             return {"step_seconds": self.seconds}
         self.say(line(self.prediction, self.seconds, spent))
@@ -80,7 +83,7 @@ def line(prediction: Prediction, measured: float, spent: Sequence[Spent]) -> str
     """What a person should know of it."""
     off = measured / prediction.seconds - 1
     text = f"a step takes {1e3 * measured:.3g} ms, predicted were {1e3 * prediction.seconds:.3g} ms ({off:+.0%})"
-    return text if abs(off) <= FAR_OFF else f"{text}: {cause(prediction, spent)}"
+    return text if abs(off) <= FAR_OFF or not spent else f"{text}: {cause(prediction, spent)}"
 
 
 def cause(prediction: Prediction, spent: Sequence[Spent]) -> str:
@@ -96,15 +99,15 @@ def cause(prediction: Prediction, spent: Sequence[Spent]) -> str:
     work = max(range(stages), key=lambda s: abs(found[s].work - expected[s].work))
     rest = max(range(stages), key=lambda s: abs(found[s].rest - expected[s].rest))
     of_work, of_rest = (abs(found[work].work - expected[work].work), abs(found[rest].rest - expected[rest].rest))
-    wait = max(range(stages), key=lambda s: found[s].wait)
+    wait = max(range(stages), key=lambda s: found[s].wait - expected[s].wait)
     if stages > 1 and found[wait].wait - expected[wait].wait > max(of_work, of_rest):
         other = wait - 1 if wait else 1
         return (
-            f"stage {wait + 1} waits {1e3 * found[wait].wait:.3g} ms for messages, predicted were {1e3 * expected[wait].wait:.3g} ms, "
-            f"and no stage computes that much longer: look at the link between stages {min(wait, other) + 1} and {max(wait, other) + 1}"
+            f"stage {wait} waits {1e3 * found[wait].wait:.3g} ms for messages, predicted were {1e3 * expected[wait].wait:.3g} ms, "
+            f"and no stage computes that much longer: look at the link between stages {min(wait, other)} and {max(wait, other)}"
         )
     if of_work >= of_rest:
-        who = f"stage {work + 1} ({names[work]})" if stages > 1 else "the model"
+        who = f"stage {work} ({names[work]})" if stages > 1 else "the model"
         return f"{who} computes {1e3 * found[work].work:.3g} ms, predicted were {1e3 * expected[work].work:.3g} ms"
     what = "sums over workers and the update take" if len(spent) > 1 else "the update takes"
     return f"{what} {1e3 * found[rest].rest:.3g} ms, predicted were {1e3 * expected[rest].rest:.3g} ms"

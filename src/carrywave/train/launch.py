@@ -30,6 +30,7 @@ from carrywave.errors import WorkerError
 from carrywave.train import begun, causes
 from carrywave.train.attempt import POLL_SECONDS, Crew, Outcome, Signals, carry_out
 from carrywave.train.causes import STOPPED, Ended
+from carrywave.train.profiles import cores
 from carrywave.train.tf_config import Hosts
 
 RESTARTS = 3  # without progress between them, where the user says nothing else
@@ -91,7 +92,7 @@ def _say(line: str) -> None:
 def _crew(command: Sequence[str], places: Sequence[int], shared: dict[str, str], folder: Path, meeting: _Meeting | None) -> Crew:
     here = len(places)
     if "OMP_NUM_THREADS" not in os.environ:
-        shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // here))
+        shared["OMP_NUM_THREADS"] = str(max(1, cores() // here))
         shared["CARRYWAVE_THREADS_DEALT"] = "1"  # they are not the user's choice
     if meeting is None:
         first, size = 0, here

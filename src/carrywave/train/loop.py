@@ -145,7 +145,10 @@ class Loop:
                     break
                 if self._snapshot_due():
                     self.check()
+                    started = time.monotonic()
                     self.save(self, False)
+                    if self.compare is not None:
+                        self.compare.skip(time.monotonic() - started)
         finally:
             batches.close()
         finished = at.batch >= self.order.num_steps(at.epoch)

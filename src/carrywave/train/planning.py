@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from carrywave.data.prepare import prepare
-from carrywave.errors import PlanError, RunError
+from carrywave.errors import PlanError, RunError, UserError
 from carrywave.parallel.launched import launched
 from carrywave.parallel.world import World, exchange, together
 from carrywave.plan.cluster import Cluster, Host
 from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.plan.predict import Prediction, Predictor
 from carrywave.plan.profile import Profile
-from carrywave.plan.search import Choice, describe, search
-from carrywave.plan.shipped import find_profile
+from carrywave.plan.search import describe, search
+from carrywave.plan.shipped import PROFILE, find_profile
 from carrywave.plan.units import Units
 from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.train import begun
 from carrywave.train.profiles import gpus, known_profile, profile_for
 from carrywave.train.run import Run
 
-PROFILE = "CARRYWAVE_PROFILE"  # plan by this file, or by the profile of this name that comes with carrywave
 Say = Callable[[str], None]
 
 
@@ -67,21 +66,47 @@ def plan_run(world: World, given: Given, say: Say) -> Planned:
 
 
 def _plan(world: World, given: Given, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
-    spec, workers = given.spec, given.workers
-    kind = world.device.type
-    units = given.units
+    spec, workers, units = given.spec, given.workers, given.units
     # With equal bytes on any number of replicas there is nothing to choose: every worker is one.
-    if units is not None and spec.plan == "auto" and not spec.train.reproducible and workers > 1 and not _kept(given):
-        found = _choice(units, world, workers, _named() or profile_for(units, device=kind, devices=_here(world, workers), note=say))
-        return found.best.plan, found.best, [f"plan {found.why}", *_advice(found)]
-    if spec.plan == "auto" and given.before is not None and _kept(given):
-        plan = given.before
+    auto = spec.plans_itself and not spec.train.reproducible
+    if auto and given.before is not None and given.before.workers == workers:
+        plan = given.before  # a run that goes on does so bit for bit
+    elif auto and units is not None and workers > 1:
+        try:
+            return _chosen(world, units, given, say)
+        except UserError as error:  # it trains all the same
+            say(f"no plan was chosen, and every worker is a replica: {error}")
+            plan = _resolved(given)
     else:
-        asked = fewer(spec.plan_spec, workers) if begun.with_fewer() else spec.plan_spec
-        lanes = spec.lanes if spec.streams else None
-        plan = resolve(asked, layers=given.layers, workers=workers, lanes=lanes, pooled=given.pooled)
-    profile = None if units is None else _named() or known_profile(units, device=kind, workers=_here(world, workers))
+        plan = _resolved(given)
+    profile = None if units is None else _known(world, units, workers)
     return plan, None if units is None or profile is None else _predicted(units, world, plan, profile), []
+
+
+def _chosen(world: World, units: Units, given: Given, say: Say) -> tuple[Plan, Prediction, list[str]]:
+    """The best plan that uses all workers."""
+    here, kind = _here(world, given.workers), world.device.type
+    profile = _known(world, units, given.workers)
+    if profile is None:
+        if begun.with_fewer():
+            raise PlanError("this machine was not measured for fewer workers, and is not while one of them is broken; start the run anew")
+        profile = profile_for(units, device=kind, devices=here, note=say)
+    found = search(units, _cluster(world, given.workers, profile), use_all=True)
+    plan = replace(found.best.plan, kernel=given.spec.plan_spec.kernel)
+    return plan, found.best, [f"plan {found.why}", *_advice(found.serial, found.best)]
+
+
+def _resolved(given: Given) -> Plan:
+    """The plan that the spec asks for; where it asks for none, replicas."""
+    spec = given.spec
+    asked = fewer(spec.plan_spec, given.workers) if begun.with_fewer() else spec.plan_spec
+    lanes = spec.lanes if spec.streams else None
+    return resolve(asked, layers=given.layers, workers=given.workers, lanes=lanes, pooled=given.pooled)
+
+
+def _known(world: World, units: Units, workers: int) -> Profile | None:
+    """A profile that is there already."""
+    return _named() or known_profile(units, device=world.device.type, workers=_here(world, workers))
 
 
 def _predicted(units: Units, world: World, plan: Plan, profile: Profile) -> Prediction | None:
@@ -92,13 +117,8 @@ def _predicted(units: Units, world: World, plan: Plan, profile: Profile) -> Pred
         return None
 
 
-def _choice(units: Units, world: World, workers: int, profile: Profile) -> Choice:
-    return search(units, _cluster(world, workers, profile), use_all=True)
-
-
-def _advice(found: Choice) -> list[str]:
-    """That fewer devices would do, where they would."""
-    serial, best = found.serial, found.best
+def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
+    """That one device would do, where it would."""
     if serial is None or serial.seconds > best.seconds:
         return []
     return [
@@ -107,17 +127,12 @@ def _advice(found: Choice) -> list[str]:
     ]
 
 
-def _kept(given: Given) -> bool:
-    """Whether the run has a plan for as many workers: it goes on with it, bit for bit."""
-    return given.before is not None and given.before.workers == given.workers
-
-
 def plan_before(folder: Run) -> Plan | None:
     """The plan of a run that is to go on; None where its file says nothing that can be used: then it is planned anew."""
     try:
         known = folder.read_json("plan.json")
         return _of_json({name: known[name] for name in PlanSpec.model_fields})
-    except (RunError, ValueError, TypeError, KeyError):
+    except (RunError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
@@ -134,14 +149,18 @@ def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int |
     `before` is the folder of a run that goes on: it keeps the number that it has.
     """
     count = 0 if device == "cpu" else len(gpus())
-    if count < 2 or spec.plan != "auto" or spec.data.train is None or launched() or "TF_CONFIG" in os.environ:
+    if count < 2 or not spec.plans_itself or spec.data.train is None or launched() or "TF_CONFIG" in os.environ:
         return None
     if before is not None:
         kept = plan_before(Run.open(before, events=False))
         return kept.workers if kept is not None and kept.workers <= count else None
     units = Units.of(spec, prepare(spec, note=say).facts)
-    profile = _named() or profile_for(units, device="cuda", devices=count, note=say)
-    found = search(units, Cluster.uniform(replace(profile, devices_per_host=count), count))
+    try:
+        profile = _named() or profile_for(units, device="cuda", devices=count, note=say)
+        found = search(units, Cluster.uniform(replace(profile, devices_per_host=count), count))
+    except UserError as error:
+        say(f"all {count} GPUs are taken, for what they are worth is not known: {error}")
+        return None
     if found.best.plan.workers < count:
         say(f"{found.why}; --devices {count} uses all")
     return found.best.plan.workers

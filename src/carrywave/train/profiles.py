@@ -17,12 +17,13 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from carrywave import __version__
-from carrywave.errors import PlanError, UserError
+from carrywave.errors import PlanError, RunError, UserError
 from carrywave.parallel import crew
 from carrywave.plan.asks import Ask, asks_of
 from carrywave.plan.profile import Link, Overheads, Profile, Reduction, Sample
@@ -42,7 +43,7 @@ def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: N
     if kind == "cuda" and not gpus():
         raise PlanError("device cuda was asked for and nvidia-smi shows no GPU; use --device cpu, or a --profile of another machine")
     path = _path(kind)
-    with _alone(path):
+    with _alone(path, note):
         profile = read(path, kind)
         for workers in crowds(kind, devices):
             missing = _missing(profile, units, workers, kind)
@@ -64,10 +65,8 @@ def known_profile(units: Units, *, device: str, workers: int) -> Profile | None:
 
 
 def crowds(kind: str, devices: int) -> list[int]:
-    """Numbers of workers that are timed at the same time. GPUs have nothing in common that would slow them down."""
-    if kind == "cuda":
-        return [1, *([min(devices, len(gpus()))] if min(devices, len(gpus())) > 1 else [])]
-    most = max(1, min(devices, cores()))
+    """Numbers of workers that are timed at the same time."""
+    most = max(1, min(devices, len(gpus()) if kind == "cuda" else cores()))
     return sorted({1, min(2, most), most})  # two tell of links; what lies between is taken from the nearest
 
 
@@ -99,17 +98,32 @@ def _own_threads() -> int | None:
 
 def cores() -> int:
     """That this process may use."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> list[str]:
     """The names of the GPUs that this machine has and this process may use."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    asked = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False)
-    names = [line.strip() for line in asked.stdout.splitlines() if line.strip()] if asked.returncode == 0 else []
+    names = list(_smi("name"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names if visible is None else names[: len([one for one in visible.split(",") if one.strip() not in ("", "-1")])]
+    if visible is None:
+        return names
+    wanted = [one.strip() for one in visible.split(",") if one.strip() not in ("", "-1")]
+    # A number says which; of the others (UUIDs) only how many there are.
+    return [names[int(one)] if one.isdecimal() and int(one) < len(names) else names[0] for one in wanted] if names else []
+
+
+@lru_cache(maxsize=8)
+def _smi(field: str) -> tuple[str, ...]:
+    """What nvidia-smi says of each GPU; nothing where there is none, or it does not answer."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    command = [tool, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(line.strip() for line in asked.stdout.splitlines() if line.strip()) if asked.returncode == 0 else ()
 
 
 def empty(kind: str) -> Profile:
@@ -154,7 +168,8 @@ def _missing(profile: Profile, units: Units, workers: int, kind: str) -> _Missin
         for s in profile.samples
         if s.workers == workers
     }
-    updated = {s.name for s in profile.samples if s.kind == "optimizer" and s.workers == workers}
+    width = "fp64" if units.precision == "fp64" else "fp32"
+    updated = {s.name for s in profile.samples if s.kind == "optimizer" and s.workers == workers and s.precision == width}
     return _Missing(
         [ask for ask in asks_of(units, workers, kind) if ask.size not in there],
         [] if units.optimizer in updated else [units.optimizer],
@@ -171,7 +186,10 @@ def _measured(profile: Profile, kind: str, precision: str, workers: int, missing
         "optimizers": missing.optimizers,
         "links": missing.links,
     }
-    rows = crew.start(MEASURED_BY, job, workers, threads=threads(workers), name="the measurement of this machine")
+    try:
+        rows = crew.start(MEASURED_BY, job, workers, threads=threads(workers), name="the measurement of this machine")
+    except RunError as error:
+        raise PlanError(f"{error}; give plan.replicas and plan.stages, or a profile of such a machine (CARRYWAVE_PROFILE)") from None
     return merged(profile, rows, workers)
 
 
@@ -187,7 +205,7 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
             samples[_same(sample)].append(sample)
         if "reduction" in row:
             reductions[row["reduction"]["num_bytes"]].append(row["reduction"]["seconds"])
-        if "link" in row and workers == 2:
+        if "link" in row:
             link = Link(**row["link"])
         for name, seconds in row.get("overheads", {}).items():
             overheads[name].append(seconds)
@@ -197,7 +215,8 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
     found = tuple(Reduction(workers, num_bytes, statistics.fmean(seconds)) for num_bytes, seconds in sorted(reductions.items()))
     sizes = {(each.workers, each.num_bytes) for each in found}
     before = tuple(each for each in profile.reductions if (each.workers, each.num_bytes) not in sizes)
-    times: dict[str, Any] = {name: statistics.fmean(each) for name, each in overheads.items() if name != "message_seconds" or workers == 2}
+    # What was found first stands, so that predictions do not depend on what was measured later.
+    times: dict[str, Any] = {name: statistics.fmean(each) for name, each in overheads.items() if not getattr(profile.overheads, name)}
     return replace(
         profile,
         samples=kept + tuple(new),
@@ -227,25 +246,30 @@ def _path(kind: str) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _alone(path: Path, note: Note) -> Iterator[None]:
     """One process at a time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        lock = path.with_suffix(".lock").open("w")
     except OSError as error:
         raise UserError(
             f"the profile of this machine cannot be kept in {path.parent} ({error.strerror or error}); "
             "set $CARRYWAVE_CACHE to a folder that can be written"
         ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            note("another process is measuring this machine; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _memory(kind: str) -> int:
     """Bytes of a GPU, or of the machine."""
     if kind == "cuda":
-        asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        return min(int(line) for line in subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()) << 20
+        known = [int(line) for line in _smi("memory.total") if line.isdecimal()]
+        return min(known) << 20 if known else 16 << 30  # a modest one, where it is not told
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

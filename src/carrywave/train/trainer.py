@@ -234,7 +234,7 @@ class Trainer:
 
     def backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[pipeline.Outcome], Lanes]:
         """Forward and backward of these lanes, whose gradients alone the parameters have then; from recordings where there are any."""
-        if self._parts is None:
+        if self._parts is None or self.clock is not None:
             return self._backward(batches, keys, state)
         found, _, left = self._parts.batches(batches, keys, state)
         return self._outcomes(found), left
