@@ -278,11 +278,13 @@ SPEC: dict[str, tuple[list[str], str]] = {
     "stages": (["plan.stages=4"], "plan.stages=4, but the model has 3 units (encoder, 1 layers, head); use plan.stages <= 3"),
     "workers": (
         ["plan.replicas=2"],
-        "plan.replicas=2 x plan.stages=1 needs 2 workers, 1 are running; set plan.replicas and plan.stages so that their product is 1",
+        "plan.replicas=2 x plan.stages=1 needs 2 workers, 1 are running; use --devices 2, or "
+        "set plan.replicas and plan.stages so that their product is 1",
     ),
     "stages and workers": (
         ["plan.stages=2"],
-        "plan.replicas=1 x plan.stages=2 needs 2 workers, 1 are running; set plan.replicas and plan.stages so that their product is 1",
+        "plan.replicas=1 x plan.stages=2 needs 2 workers, 1 are running; use --devices 2, or "
+        "set plan.replicas and plan.stages so that their product is 1",
     ),
     "slices": (["plan.slices=5"], "batch.lanes=4 cannot be shared by 1 replicas x 5 slices; use batch.lanes >= 5"),
     "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] must be 0 rising unit numbers"),

@@ -55,7 +55,7 @@ def test_workers_follow_the_plan_and_keep_it(profiles: dict[str, str], python: R
     train("--run", "one", by="stages")
     said = train("--run", "staged", "--devices", "2", "train.max_steps=30", by="stages")
     assert planned("staged") == (1, 2)
-    assert "plan 2 stages" in said
+    assert "chosen: 2 stages" in said
     assert "a step takes" in said
     assert "predicted were" in said
     assert "one device would be faster" in train("--run", "both", "--devices", "2", by="alone")

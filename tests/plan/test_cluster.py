@@ -103,3 +103,30 @@ def test_reductions_follow_the_link_and_what_was_measured() -> None:
     measured = machine(within=Link(1e-6, 1e9), reductions=(Reduction(4, 10**9, 3.0),))
     assert seconds(measured, 4, 4, 10**9) == pytest.approx(3.0)
     assert seconds(measured, 4, 4, 10**8) == pytest.approx(0.3, rel=0.01)
+
+
+@pytest.mark.parametrize("sizes", [(2, 8), (8, 2), (4, 8), (1, 8), (3, 1, 8), (4, 4, 2), (2, 2, 2)])
+def test_hosts_of_any_sizes_are_filled_in_order(sizes: tuple[int, ...]) -> None:
+    profile = machine()
+    cluster = Cluster(tuple(Host(size, profile) for size in sizes))
+    for stages in range(1, sum(sizes) + 1):
+        for replicas in range(1, sum(sizes) // stages + 1):
+            found, counted = cluster.place(replicas, stages), cluster._count(replicas, stages)
+            assert (found.crossing, found.apart, found.hosts, found.crowd) == (
+                counted.crossing,
+                counted.apart,
+                counted.hosts,
+                counted.crowd,
+            )
+
+
+def test_a_cluster_file_has_its_large_hosts_first() -> None:
+    found = Cluster.of({"hosts": [{"devices": 2}, {"devices": 8}], "profile": "any"}, lambda name: machine())
+    assert [host.devices for host in found.hosts] == [8, 2]
+
+
+def test_more_devices_than_there_are_anywhere_are_refused() -> None:
+    with pytest.raises(PlanError, match="use at most 65536"):
+        Cluster.uniform(machine(), 10**9)
+    with pytest.raises(PlanError, match="hosts=1000000 are more than are planned for"):
+        Cluster.of({"hosts": 10**6, "devices": 8, "profile": "any"}, lambda name: machine())

@@ -59,7 +59,7 @@ def test_all_workers_are_used_and_the_choice_is_said(use: Any) -> None:
     assert found.plan.stages == 2
     assert found.prediction is not None
     assert found.predicted
-    assert found.said[0].startswith("plan 2 stages")
+    assert found.said[0].startswith("chosen: 2 stages")
 
 
 def test_where_one_device_is_faster_that_is_said(use: Any) -> None:

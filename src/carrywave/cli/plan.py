@@ -30,7 +30,7 @@ from carrywave.plan.units import Shape, Units
 from carrywave.spec.facts import DataFacts, read_facts
 from carrywave.spec.load import load, parse_yaml
 from carrywave.spec.spec import PlanSpec, Spec
-from carrywave.train.profiles import cores, gpus, profile_for
+from carrywave.train.profiles import CROWDED, cores, gpus, profile_for
 
 THIS_MACHINE = "this machine"  # where a cluster names no profile
 
@@ -85,7 +85,10 @@ class _Offer:
         """Devices of one kind."""
         if self.named is None:
             count = self.devices or here(self.device)
-            return Cluster.uniform(self.measured(count), count)
+            found = self.measured(count)
+            if found.devices_per_host < count <= CROWDED * found.devices_per_host and found.common_memory:
+                found = replace(found, devices_per_host=count)  # on one host, as `train --devices` would start them
+            return Cluster.uniform(found, count)
         found = find_profile(self.named)
         # What this machine has says nothing about the one that the profile is of.
         return Cluster.uniform(found, self.devices or found.devices_per_host)
@@ -131,7 +134,8 @@ def _facts_of(spec: Spec) -> DataFacts:
     try:
         return prepare(spec, note=note).facts
     except DataError as error:
-        raise DataError(f"{error}, or plan without the data by --facts vocabulary=33278") from None
+        facts = {"language": "vocabulary=33278", "regression": "features=3,outputs=1", "forecasting": "features=3,outputs=1"}
+        raise DataError(f"{error}, or plan without the data by --facts {facts.get(spec.task, 'vocabulary=33278,labels=9')}") from None
 
 
 def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
@@ -191,7 +195,8 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
 
 def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | None) -> None:
     first = cluster.hosts[0]
-    if any(host != first for host in cluster.hosts[:-1]) or cluster.hosts[-1].profile is not first.profile:
+    last = cluster.hosts[-1]
+    if any(host != first for host in cluster.hosts[:-1]) or last.profile is not first.profile or last.devices > first.devices:
         raise PlanError("--scale grows a cluster of equal hosts, and these differ; give one kind of host")
     profile = first.profile
     size = max(profile.devices_per_host, first.devices)
@@ -230,10 +235,9 @@ def _beside(asked: Plan | None) -> str:
 
 def _about(units: Units, plan: Plan) -> str:
     shape = max(units.shapes, key=lambda each: each.share)
-    each = "" if plan.replicas == 1 else f" on each of {plan.replicas} replicas"
-    return f"a step of {_size(shape)}{each}, in real time" + (
-        f", in {plan.chunks(shape.steps)} chunks" if plan.chunks(shape.steps) > 1 else ""
-    )
+    each = "" if plan.replicas == 1 else f" shared by {plan.replicas} replicas, which all do the same"
+    chunks = 1 if units.whole else plan.chunks(shape.steps)
+    return f"a step of {_size(shape)}{each}, in real time" + (f", in {chunks} chunks" if chunks > 1 else "")
 
 
 def _write(path: Path | None, known: Mapping[str, Any]) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 from carrywave.errors import PlanError
 from carrywave.plan.profile import Link, Profile, link_of
 
+MOST_DEVICES = 1 << 16
+
 
 @dataclass(frozen=True)
 class Host:
@@ -63,6 +65,8 @@ class Cluster:
         """So many devices of one kind, on as many full hosts as they need."""
         if devices < 1:
             raise PlanError(f"devices={devices} leaves nothing to train on; use 1 or more")
+        if devices > MOST_DEVICES:
+            raise PlanError(f"devices={devices} are more than are planned for; use at most {MOST_DEVICES}")
         full, rest = divmod(devices, profile.devices_per_host)
         return Cluster((Host(profile.devices_per_host, profile),) * full + ((Host(rest, profile),) if rest else ()))
 
@@ -88,12 +92,16 @@ class Cluster:
             return Host(devices, found[name])
 
         hosts = given.get("hosts", 1)
+        if isinstance(hosts, int) and hosts > MOST_DEVICES:
+            raise PlanError(f"{where}: hosts={hosts} are more than are planned for; use at most {MOST_DEVICES}")
         if isinstance(hosts, int) and not isinstance(hosts, bool) and hosts >= 1:
             each: tuple[Host, ...] = (host({}, where),) * hosts
         elif isinstance(hosts, list) and hosts:
             each = tuple(host(_mapping(one, keys[1:3], f"{where}: hosts[{i}]"), f"{where}: hosts[{i}]") for i, one in enumerate(hosts))
         else:
             raise PlanError(f"{where}: hosts={hosts!r} is neither a number of hosts nor a list of them; give at least one")
+        # Plans take devices from the front: those of large hosts have more neighbours.
+        each = tuple(sorted(each, key=lambda one: -one.devices))
         return Cluster(each, *(_link(given.get(name), links or {}, f"{where}: {name}") for name in ("within", "between")))
 
     @property
@@ -116,8 +124,13 @@ class Cluster:
         used = replicas * stages
         if used > self.devices:
             raise PlanError(f"{replicas} replicas x {stages} stages need {used} devices, the cluster has {self.devices}; use fewer")
-        if all(host.devices == size and host.profile == first for host in self.hosts[: -(-used // size)][:-1]) and all(
-            host.profile == first for host in self.hosts[: -(-used // size)]
+        full = -(-used // size)  # hosts, were all like the first
+        alike = self.hosts[:full]
+        if (
+            full <= len(self.hosts)
+            and all(host.devices == size for host in alike[:-1])
+            and alike[-1].devices >= used - (full - 1) * size
+            and all(host.profile == first for host in alike)
         ):
             return _equal(replicas, stages, size, first)
         return self._count(replicas, stages)

@@ -122,9 +122,10 @@ def _ruler(seconds: float, columns: int) -> list[str]:
 def figures_text(choice: Choice) -> str:
     """Step time, speed, waiting, traffic, and how it compares with one device."""
     best, plan = choice.best, choice.best.plan
-    between = best.seconds - best.timeline.seconds
     # Where batches differ, the picture is of one of them and the step is their mean.
-    own = f" ({seconds_text(between)} of it between steps)" if 0.01 * best.seconds < between < 0.5 * best.seconds else ""
+    drawn = best.timeline.seconds
+    mean = abs(drawn - best.seconds) > 0.01 * best.seconds
+    own = f" on average; the one that is drawn takes {seconds_text(drawn)}" if mean else ""
     lines = [
         f"step        {seconds_text(best.seconds)}{own}",
         f"speed       {best.tokens_per_second:,.0f} tokens/s",

@@ -68,7 +68,7 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, po
     if replicas * asked.stages != workers:
         raise PlanError(
             f"plan.replicas={replicas} x plan.stages={asked.stages} needs {replicas * asked.stages} workers, {workers} are running; "
-            f"set plan.replicas and plan.stages so that their product is {workers}"
+            f"use --devices {replicas * asked.stages}, or set plan.replicas and plan.stages so that their product is {workers}"
         )
     if lanes is not None and lanes < replicas * asked.slices:
         raise PlanError(

@@ -83,7 +83,9 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: 
         if rival.plan != best.plan:
             shown.setdefault(rival.plan, rival)
     ordered = sorted(shown.values(), key=lambda rival: math.inf if rival.prediction is None else rival.prediction.seconds)
-    return Choice(best, _reason(best, ordered, cluster.devices), tuple(ordered), of_kind[0] or found.serial(), cluster.devices)
+    return Choice(
+        best, _reason(best, ordered, cluster.devices, use_all=use_all), tuple(ordered), of_kind[0] or found.serial(), cluster.devices
+    )
 
 
 def describe(plan: Plan) -> str:
@@ -336,9 +338,11 @@ def asked_for(plan: Plan, predictor: Predictor, choice: Choice) -> Choice:
     return replace(choice, best=asked, why=why, rivals=tuple(rivals))
 
 
-def _reason(best: Prediction, rivals: Sequence[Rival], offered: int) -> str:
+def _reason(best: Prediction, rivals: Sequence[Rival], offered: int, *, use_all: bool = False) -> str:
     """The choice in a sentence."""
     used = best.plan.workers
+    if use_all and offered > 1:
+        return f"{describe(best.plan)}: the fastest found that uses all {offered} devices"
     if used == offered:
         return f"{describe(best.plan)}: the fastest found on {offered} device{'s' if offered > 1 else ''}"
     faster = [rival.prediction for rival in rivals if rival.prediction is not None and rival.prediction.plan.workers > used]

@@ -16,6 +16,8 @@ SLICES = (1, 2)  # more cost more than they fill in, unless time cannot be cut o
 MORE_SLICES = (4, 8, 16)
 ALL_STAGES = 16  # up to so many stages all numbers of them are tried, beyond it some
 
+MOST_NUMBERS, APART = 64, 1.06  # of replicas that are all tried; more of them are at least so far apart
+
 
 @dataclass(frozen=True)
 class Space:
@@ -52,7 +54,9 @@ class Space:
                 if shares != before:
                     found.append(replicas)
                 before = shares
-        return [replicas for replicas in found if replicas in REPLICAS] if self.units.reproducible else found
+        if self.units.reproducible:
+            return [replicas for replicas in found if replicas in REPLICAS]
+        return _thinned(found)
 
     def slices(self, replicas: int, numbers: Sequence[int]) -> list[int]:
         """Those numbers of slices of which each has a lane on every replica."""
@@ -105,3 +109,14 @@ class Space:
                 for parts in sorted({1, slices[-1]}):
                     for each in {steps[0]: None, steps[-1]: None}:
                         yield Plan(number, stages, (), each, parts, recompute=True)
+
+
+def _thinned(numbers: list[int]) -> list[int]:
+    """All of a few numbers; of many those that are some percent apart, and the last."""
+    if len(numbers) <= MOST_NUMBERS:
+        return numbers
+    found = [numbers[0]]
+    for number in numbers[1:-1]:
+        if number <= ALL_STAGES or number >= APART * found[-1]:
+            found.append(number)
+    return [*found, numbers[-1]]

@@ -20,7 +20,7 @@ from carrywave.plan.cluster import Cluster, Host
 from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.plan.predict import Prediction, Predictor
 from carrywave.plan.profile import Profile
-from carrywave.plan.search import describe, search
+from carrywave.plan.search import GAIN_PER_DOUBLING, describe, search
 from carrywave.plan.shipped import PROFILE, find_profile
 from carrywave.plan.units import Units
 from carrywave.spec.spec import PlanSpec, Spec
@@ -29,6 +29,7 @@ from carrywave.train.profiles import gpus, known_profile, profile_for
 from carrywave.train.run import Run
 
 Say = Callable[[str], None]
+NEAR = 0.97  # of each other's time: measurements are not nearer than that
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def _chosen(world: World, units: Units, given: Given, say: Say) -> tuple[Plan, P
         profile = profile_for(units, device=kind, devices=here, note=say)
     found = search(units, _cluster(world, given.workers, profile), use_all=True)
     plan = replace(found.best.plan, kernel=given.spec.plan_spec.kernel)
-    return plan, found.best, [f"plan {found.why}", *_advice(found.serial, found.best)]
+    by = f" (by the profile {profile.name})" if PROFILE in os.environ else ""
+    return plan, found.best, [f"chosen: {found.why}{by}", *_advice(found.serial, found.best)]
 
 
 def _resolved(given: Given) -> Plan:
@@ -119,10 +121,11 @@ def _predicted(units: Units, world: World, plan: Plan, profile: Profile) -> Pred
 
 def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
     """That one device would do, where it would."""
-    if serial is None or serial.seconds > best.seconds:
+    if serial is None or serial.seconds * (1 - GAIN_PER_DOUBLING) > best.seconds:
         return []
+    said = "faster than" if serial.seconds < NEAR * best.seconds else "about as fast as"
     return [
-        f"one device would be faster than {describe(best.plan)}: {1e3 * serial.seconds:.3g} ms a step against {1e3 * best.seconds:.3g} ms, "
+        f"one device would be {said} {describe(best.plan)}: {1e3 * serial.seconds:.3g} ms a step against {1e3 * best.seconds:.3g} ms, "
         "by what was measured; train with --devices 1"
     ]
 

@@ -34,6 +34,7 @@ Row = dict[str, Any]
 Note = Callable[[str], None]
 
 MEASURED_BY = "carrywave.measure.work"
+CROWDED = 4  # workers that share a core, at most, where they are timed: more are predicted from these
 BETWEEN = "ethernet-10g"  # hosts, of which nothing is measured: as published
 
 
@@ -66,7 +67,7 @@ def known_profile(units: Units, *, device: str, workers: int) -> Profile | None:
 
 def crowds(kind: str, devices: int) -> list[int]:
     """Numbers of workers that are timed at the same time."""
-    most = max(1, min(devices, len(gpus()) if kind == "cuda" else cores()))
+    most = max(1, min(devices, len(gpus()) if kind == "cuda" else CROWDED * cores()))
     return sorted({1, min(2, most), most})  # two tell of links; what lies between is taken from the nearest
 
 
