@@ -168,6 +168,6 @@ def test_threads_are_those_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_crowds_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "cores", lambda: 8)
-    assert [crowds("cpu", devices) for devices in (1, 2, 3, 8, 64)] == [[1], [1, 2], [1, 2, 3], [1, 2, 8], [1, 2, 8]]
+    assert [crowds("cpu", devices) for devices in (1, 2, 3, 8, 64)] == [[1], [1, 2], [1, 2, 3], [1, 2, 8], [1, 2, 32]]
     monkeypatch.setattr(profiles, "gpus", lambda: ["a"] * 4)
     assert [crowds("cuda", devices) for devices in (1, 2, 64)] == [[1], [1, 2], [1, 2, 4]]

@@ -95,7 +95,8 @@ class _Offer:
 
     def measured(self, count: int) -> Profile:
         """The profile of this machine."""
-        return profile_for(self.units, device=self.device, devices=count, note=note)
+        on_one = count if count <= CROWDED * cores() else cores()  # more are other hosts like this one
+        return profile_for(self.units, device=self.device, devices=on_one, note=note)
 
     def read(self, path: Path) -> Cluster:
         """The cluster in a file."""
