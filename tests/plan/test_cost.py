@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _machines import lstm_seconds, machine, samples
 
 from carrywave.errors import PlanError
-from carrywave.plan.cost import Costs
+from carrywave.plan.cost import Costs, far_off
 from carrywave.plan.fit import Fit, Size, size_of
 from carrywave.plan.profile import Crowd, Sample
 from carrywave.plan.units import Units
@@ -130,3 +130,11 @@ def test_the_update_grows_with_the_parameters() -> None:
 def test_one_sample_is_enough_to_know_that_more_steps_take_longer(kind: str) -> None:
     fit = Fit(kind, [Sample(kind, "fp32", 200, 1000, 20, 17, 0.06, 0.10, 0.04)])  # type: ignore[arg-type]
     assert fit(Size(200, 1000, 20, 34)).all == pytest.approx(2 * 0.16)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "said"), [(128, None), (700, None), (1500, None), (40, "near 40 units (the nearest has 128)"), (4096, "near 4096")]
+)
+def test_sizes_far_from_all_samples_are_told(hidden: int, said: str | None) -> None:
+    found = far_off(units(model={"hidden": hidden, "layers": 2}), machine())
+    assert found is None if said is None else said in (found or "")

@@ -17,6 +17,7 @@ from carrywave.errors import DataError, PlanError
 from carrywave.plan import shards
 from carrywave.plan.better import balance_text, remedies
 from carrywave.plan.cluster import Cluster
+from carrywave.plan.cost import far_off
 from carrywave.plan.picture import figures_text, rivals_text, scale_text, stage_names, stages_text, timeline_text
 from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.predict import Predictor
@@ -66,6 +67,9 @@ def plan(
     units = Units.of(resolved, read_facts(facts) if facts is not None else _facts_of(resolved))
     offer = _Offer(units, named, device.value, devices)
     found = offer.read(cluster) if cluster is not None else offer.uniform()
+    for said in {far_off(units, host.profile): None for host in found.hosts}:
+        if said is not None:
+            note(said)
     if growth:
         _show_scale(units, found, MOST_DEVICES if devices is None else devices, json_file)
     else:

@@ -12,6 +12,7 @@ from carrywave.plan.units import Unit, Units
 
 # Where a precision was not timed, one that runs on the same hardware stands for it.
 _ALIKE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
+FAR_DOUBLINGS = 0.75  # between a layer's width and that of the nearest sample, beyond which its time is more a guess than a prediction
 
 
 @lru_cache(maxsize=256)
@@ -145,6 +146,17 @@ class Costs:
                 )
             fit = self._fits[kind] = _fit(kind, samples)
         return fit
+
+
+def far_off(units: Units, profile: Profile) -> str | None:
+    """What a user should know of a profile that was measured for models of other sizes; None: it has samples near this one's."""
+    known = {s.outputs for s in profile.samples if s.kind == "lstm" and s.precision in (units.precision, _ALIKE.get(units.precision))}
+    for unit in units.units:
+        if unit.kind == "lstm" and known:
+            nearest = min(known, key=lambda outputs: abs(math.log2(outputs / unit.outputs)))
+            if abs(math.log2(nearest / unit.outputs)) > FAR_DOUBLINGS:
+                return f"the profile {profile.name} has no layer near {unit.outputs} units (the nearest has {nearest}): times are a guess"
+    return None
 
 
 def _doublings(a: int, b: int) -> float:
