@@ -210,8 +210,10 @@ def test_facts_of_a_run_are_enough(work: Path) -> None:
     (work / "run" / "facts.json").write_text(json.dumps({**facts, "scale": [], "own_model": False, "given_codec": False}))
     for name in ("run", "run/facts.json"):
         planned(*SMALL, "data.train=missing.txt", "--profile", "machine.json", "--facts", name)
-    labels = ["task=classification", "batch.tokens=512", "model.hidden=64", "data.train=missing.jsonl"]
+    labels = ["task=classification", "batch.tokens=512", "model.hidden=128", "data.train=missing.jsonl"]
     planned(*labels, "--profile", "machine.json", "--facts", "features=12,labels=9,longest=29")
+    code, _, err = call(*labels, "model.hidden=16", "--profile", "machine.json", "--facts", "features=12,labels=9,longest=29")
+    assert (code, err) == (0, "carrywave: the profile made up has no layer near 16 units (the nearest has 128): times are a guess\n")
 
 
 def test_data_that_is_there_gives_the_facts(work: Path) -> None:

@@ -229,6 +229,7 @@ def test_whole_runs_are_equal_to_the_byte(carrywave: Carrywave, tmp_path: Path) 
     assert all("times as long" in text for text in said)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_to_the_byte(carrywave: Carrywave, tmp_path: Path) -> None:
     carrywave("language.yaml", "--devices", "1", "--run", "through")
     carrywave("language.yaml", "--devices", "2", "--run", "changed", "train.max_steps=10")

@@ -117,6 +117,7 @@ def test_a_run_on_any_plan_is_the_run_on_one_worker(folder: Path, workers: int) 
         assert_same_run(folder / job["run"], folder / job["run"].partition("-")[0])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_plan(folder: Path) -> None:
     """Stopped after 5 of its steps on one plan and resumed on another; on the same plan, it is the same to the bit."""
     replicas, stages = {"replicas": 2}, {"stages": 2, "chunk_steps": 2}
