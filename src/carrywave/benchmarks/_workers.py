@@ -8,7 +8,6 @@ each block, and a block counts by its slowest worker. A worker that has no part 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from carrywave.errors import UserError
 from carrywave.parallel import crew as crews
 from carrywave.parallel.crew import Row
 from carrywave.parallel.world import World
+from carrywave.train.profiles import cores as own_cores
 
 Loop = Callable[[int], int]  # does step number i; gives the real tokens that this worker answers for
 
@@ -108,7 +108,7 @@ def start(bench: str, job: Mapping[str, Any], workers: int, *, exact_memory: boo
 
 def crew_sizes(cores: int | None = None) -> list[int]:
     """How many workers are worth timing on this machine: two cores a worker where there are enough."""
-    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    cores = own_cores() if cores is None else cores
     if cores < 2:
         raise UserError(f"this benchmark compares several workers, and there is {cores} core; run it on two or more")
     return [workers for workers in (2, 4, 8) if workers <= max(2, cores // 2)]

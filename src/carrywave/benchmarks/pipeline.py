@@ -17,7 +17,6 @@ model was built, in fresh processes for each loop, read from the peak that the s
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +38,7 @@ from carrywave.parallel.world import World
 from carrywave.plan import schedule as schedules
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import Schedule
+from carrywave.train.profiles import cores
 from carrywave.train.trainer import Trainer
 
 title = "one step shared by several workers"
@@ -129,7 +129,7 @@ def _compare(case: Case, size: int, *, quick: bool, memory: bool) -> list[dict[s
         lstms = [row["lstm"] for row in timed]
         # Every loop needs workers of its own, which take seconds to start.
         measured = [each for each in range(len(kept)) if not quick or kept[each] in (Variant("serial"), Variant("wavefront", chunks=4))]
-        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // size)) as pool:
+        with ThreadPoolExecutor(max(1, cores() // size)) as pool:
             jobs = [{"what": "memory", "case": asdict(case), "variant": asdict(kept[each]), "lstm": lstms[each]} for each in measured]
             for each, found in zip(measured, pool.map(partial(_peaks, size=size), jobs), strict=True):
                 peaks[each] = found

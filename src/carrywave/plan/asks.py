@@ -49,7 +49,7 @@ class Ask:
     @property
     def size(self) -> tuple[object, ...]:
         """What tells samples of one kind apart."""
-        return self.kind, self.precision, self.inputs, self.outputs, self.lanes, self.steps, self.projection, self.layers
+        return called(self)
 
     @property
     def work(self) -> float:
@@ -76,6 +76,11 @@ class Ask:
             self.projection,
             self.layers,
         )
+
+
+def called(one: Ask | Sample) -> tuple[object, ...]:
+    """What an ask and the sample that came of it have in common."""
+    return one.kind, one.precision, one.inputs, one.outputs, one.lanes, one.steps, one.projection, one.layers
 
 
 def asks_of(units: Units, workers: int, kind: str = "cpu") -> list[Ask]:

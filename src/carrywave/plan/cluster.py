@@ -6,7 +6,6 @@ devices of different kinds; they wait for each other at every step, so that a st
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from carrywave.errors import PlanError
-from carrywave.plan.profile import Link, Profile, link_of
+from carrywave.plan.profile import Link, Profile, check_keys, link_of
 
 MOST_DEVICES = 1 << 16
 
@@ -203,10 +202,7 @@ def _correction(profile: Profile, workers: int, num_bytes: int, *, apart: bool) 
 def _mapping(known: object, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
     if not isinstance(known, Mapping):
         raise PlanError(f"{where} is {known!r}, not a mapping of {', '.join(keys)}; correct it")
-    for key in known:
-        if key not in keys:
-            near = difflib.get_close_matches(str(key), keys, n=1)
-            raise PlanError(f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]}?" if near else f"the keys are {', '.join(keys)}"))
+    check_keys(known, keys, where)
     return known
 
 

@@ -247,17 +247,22 @@ def _record(cls: type[_T], known: object, where: str) -> _T:
     return cls(**_check(cls, given, where))
 
 
-def _keys(cls: type[Any], known: object, where: str) -> dict[str, Any]:
-    """The keys of a record: all are known, and none that is needed is missing."""
-    if not isinstance(known, Mapping):
-        raise PlanError(f"{where} is {_shown(known)}, not a mapping of keys; correct it")
-    names = [each.name for each in fields(cls)]
+def check_keys(known: Mapping[Any, Any], names: Sequence[str], where: str) -> None:
+    """Refuse a key that is none of these."""
     for key in known:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1)
             raise PlanError(
                 f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]}?" if near else f"the keys are {', '.join(names)}")
             )
+
+
+def _keys(cls: type[Any], known: object, where: str) -> dict[str, Any]:
+    """The keys of a record: all are known, and none that is needed is missing."""
+    if not isinstance(known, Mapping):
+        raise PlanError(f"{where} is {_shown(known)}, not a mapping of keys; correct it")
+    names = [each.name for each in fields(cls)]
+    check_keys(known, names, where)
     for each in fields(cls):
         if each.name not in known and each.default is MISSING and each.default_factory is MISSING:
             raise PlanError(f"{where}: {each.name} is missing; add it")

@@ -20,12 +20,13 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from carrywave import __version__
+from carrywave.data import cache
 from carrywave.errors import PlanError, RunError, UserError
 from carrywave.parallel import crew
-from carrywave.plan.asks import Ask, asks_of
+from carrywave.plan.asks import Ask, asks_of, called
 from carrywave.plan.profile import Link, Overheads, Profile, Reduction, Sample
 from carrywave.plan.shipped import LINKS
 from carrywave.plan.units import Units
@@ -48,7 +49,7 @@ def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: N
         profile = read(path, kind)
         for workers in crowds(kind, devices):
             missing = _missing(profile, units, workers, kind)
-            if missing.asks or missing.optimizers or missing.links:
+            if missing.something:
                 note(f"measuring this machine with {workers} worker{'s' * (workers > 1)} ({len(missing.asks)} calls)")
                 profile = _measured(profile, kind, units.precision, workers, missing)
                 profile.write(path)
@@ -61,8 +62,7 @@ def known_profile(units: Units, *, device: str, workers: int) -> Profile | None:
     if not path.is_file():
         return None
     profile = read(path, device)
-    missing = _missing(profile, units, workers, device)
-    return None if missing.asks or missing.optimizers or missing.links else profile
+    return None if _missing(profile, units, workers, device).something else profile
 
 
 def crowds(kind: str, devices: int) -> list[int]:
@@ -156,19 +156,21 @@ def read(path: Path, kind: str) -> Profile:
     return found
 
 
-class _Missing:
+class _Missing(NamedTuple):
     """What a profile lacks."""
 
-    def __init__(self, asks: list[Ask], optimizers: list[str], links: bool) -> None:
-        self.asks, self.optimizers, self.links = asks, optimizers, links
+    asks: list[Ask]
+    optimizers: list[str]
+    links: bool
+
+    @property
+    def something(self) -> bool:
+        """Whether it lacks anything."""
+        return bool(self.asks or self.optimizers or self.links)
 
 
 def _missing(profile: Profile, units: Units, workers: int, kind: str) -> _Missing:
-    there = {
-        (s.kind, s.precision, s.inputs, s.outputs, s.lanes, s.steps, s.projection, s.layers)
-        for s in profile.samples
-        if s.workers == workers
-    }
+    there = {called(sample) for sample in profile.samples if sample.workers == workers}
     width = "fp64" if units.precision == "fp64" else "fp32"
     updated = {s.name for s in profile.samples if s.kind == "optimizer" and s.workers == workers and s.precision == width}
     return _Missing(
@@ -242,8 +244,7 @@ def _mean(several: Sequence[Sample]) -> Sample:
 
 def _path(kind: str) -> Path:
     known = "; ".join([hardware(kind), *(f"{name} {version}" for name, version in versions().items())])
-    root = Path(os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave").expanduser()
-    return root / "profiles" / f"{kind}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    return cache.folder(None) / "profiles" / f"{kind}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
 
 
 @contextlib.contextmanager
