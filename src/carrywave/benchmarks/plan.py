@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks._workers import Crew, crew_sizes, spread, take_turns
 from carrywave.data.batch import Batch
 from carrywave.model.dropout import Dropout
@@ -43,20 +44,15 @@ title = "predicted and measured step times"
 
 
 @dataclass(frozen=True)
-class Case:
-    """A language model and its batch."""
+class Case(peers.Case):
+    """A language model with dropout and its batch, as a user's spec has it."""
 
-    layers: int
-    hidden: int
-    lanes: int
-    steps: int
-    words: int
     dropout: float = 0.0
 
     @property
     def name(self) -> str:
         """As it stands in the table."""
-        return f"{self.layers} x {self.hidden}, {self.lanes} lanes x {self.steps}, {self.words:,} words"
+        return f"{self.layers} x {self.hidden}, {self.lanes} lanes x {self.steps}, {self.vocabulary:,} words"
 
     @property
     def spec(self) -> Spec:
@@ -65,9 +61,9 @@ class Case:
         return parse({"task": "language", "model": model, "batch": {"lanes": self.lanes, "steps": self.steps}, "train": {"clip": 1.0}})
 
     @property
-    def units(self) -> Units:
+    def cut(self) -> Units:
         """What plans cut."""
-        return Units.of(self.spec, DataFacts(vocabulary=self.words, sequences=1, steps=10**6, longest=10**6))
+        return Units.of(self.spec, DataFacts(vocabulary=self.vocabulary, sequences=1, steps=10**6, longest=10**6))
 
 
 CASES = (
@@ -87,7 +83,7 @@ def plans(case: Case, workers: int, predictor: Predictor) -> list[Plan]:
     if workers == 1:
         return [Plan.serial()]
     found = [Plan(replicas=workers)]
-    units = case.layers + 2
+    units = case.units
     for stages in sorted({min(workers, units), 2}):
         if workers % stages:
             continue
@@ -126,10 +122,10 @@ def _of_case(case: Case, sizes: list[int], *, quick: bool) -> list[Row]:
     alone: list[Row] = []
     rows: list[Row] = []
     for workers in (1, *sizes):
-        profile = profile_for(case.units, device="cpu", devices=workers)
+        profile = profile_for(case.cut, device="cpu", devices=workers)
         cluster = Cluster.uniform(replace(profile, devices_per_host=max(workers, 1)), workers)
-        predictor = Predictor(case.units, cluster)
-        chosen = search(case.units, cluster).best.plan  # may have fewer workers
+        predictor = Predictor(case.cut, cluster)
+        chosen = search(case.cut, cluster).best.plan  # may have fewer workers
         wanted = plans(case, workers, predictor)
         wanted += [chosen] if chosen.workers == workers and all(_bare(chosen) != _bare(plan) for plan in wanted) else []
         job = {"case": asdict(case), "plans": [asdict(plan) for plan in wanted], "rounds": 2 if quick else ROUNDS, "seconds": SECONDS}
@@ -200,15 +196,14 @@ def _loop(world: World, case: Case, given: Mapping[str, Any]) -> Any:
     torch.manual_seed(1)
     dropout = case.dropout
     model = Model(
-        Embedding(case.words, case.hidden),
+        Embedding(case.vocabulary, case.hidden),
         LSTM(case.hidden, case.hidden, case.layers, dropout=dropout),
-        Softmax(case.hidden, case.words),
+        Softmax(case.hidden, case.vocabulary),
         dropout_in=Dropout(dropout, name="dropout_in"),
         dropout_out=Dropout(dropout, name="dropout_out"),
     )
     trainer = Trainer(model, case.spec.train, mesh=Mesh(world, plan), keep_state=True)
-    tokens_TB = torch.randint(case.words, (case.steps + 1, case.lanes))
-    batch = Batch.of(tokens_TB[:-1], tokens_TB[1:], fresh=False)
+    batch = Batch.of(*case.batches()[0], fresh=False)
 
     def step(number: int) -> int:
         trainer.step(replace(batch, step=number))
