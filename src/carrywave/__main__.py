@@ -2,9 +2,12 @@
 
 import sys
 
+from carrywave import heap
+
 
 def main() -> None:
     """The console script."""
+    heap.keep()
     try:
         from carrywave.cli.main import main as run
     except KeyboardInterrupt:

@@ -323,7 +323,7 @@ def test_hosts_that_differ_do_not_grow() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda known: known | {"format": 99}, "has format 99, this version reads 1; measure it anew"),
+        (lambda known: known | {"format": 99}, "has format 99, this version reads 2; measure it anew"),
         (lambda known: known | {"versions": {"carrywave": "0.0.1"}}, "was made with carrywave 0.0.1, and this is"),
         (lambda known: known | {"sample": []}, "unknown key 'sample'; did you mean samples?"),
         (lambda known: known | {"samples": []}, "holds no sample of"),

@@ -1,6 +1,6 @@
 """What each worker of a measurement does: units, the optimizer, reductions and messages, all workers at the same time.
 
-Gives rows that `train.profiles` puts together: `sample`, `reduction`, `link`, `overheads`.
+Gives rows that `train.profiles` puts together: `sample`, `lag`, `reduction`, `link`, `overheads`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import distributed as dist
 from carrywave.data.batch import Batch
 from carrywave.kernels import persistent
 from carrywave.measure.recorded import recorded_task, time_recorded
-from carrywave.measure.rig import time_task, time_unit
+from carrywave.measure.rig import Rig, time_task, time_unit
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads import Forecast
 from carrywave.model.lstm import LSTM
@@ -33,6 +33,7 @@ from carrywave.train.trainer import Trainer
 Row = dict[str, Any]
 
 UPDATES, REDUCTIONS, MESSAGES = 3, 7, 40
+ROUND_SECONDS, ROUNDS = 0.05, 12
 GPU_STEPS, GPU_UPDATES = 128, 20  # so much work that the host keeps ahead of the GPU
 SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20
 
@@ -52,8 +53,8 @@ def work(world: World, job: Row) -> Iterator[Row]:
         for ask in asks:
             yield {"sample": asdict(time_recorded(ask, world.device, recorded))}
     for name in job["optimizers"]:
-        for parameters in OPTIMIZER_SIZES[world.device.type]:
-            yield {"sample": asdict(_update(world.device, name, parameters, precision, together))}
+        for parameters, layers in OPTIMIZER_SIZES[world.device.type]:
+            yield {"sample": asdict(_update(world.device, name, parameters, layers, precision, together))}
     if on_gpu:
         persistent.stand_aside("they do in stages over NCCL")  # and nothing is recorded there
     for ask in asks:
@@ -61,6 +62,8 @@ def work(world: World, job: Row) -> Iterator[Row]:
             sample = time_unit(ask, world.device, task_seconds, together, alone=ask.whole and not on_gpu)
             yield {"sample": asdict(replace(sample, piped=on_gpu))}
     if world.size > 1 and job.get("links", True):
+        if not on_gpu:
+            yield _lag(world, next((ask for ask in asks if ask.kind == "lstm"), Ask("lstm", 128, 128, 8, 32, precision=precision)))
         yield from _reductions(world)
         yield from _messages(world)
 
@@ -69,12 +72,12 @@ def _nothing() -> None:
     pass
 
 
-def _update(device: torch.device, name: str, parameters: int, precision: str, together: Callable[[], None]) -> Sample:
+def _update(device: torch.device, name: str, parameters: int, layers: int, precision: str, together: Callable[[], None]) -> Sample:
     """Norm, clipping and optimizer: what a step takes beside forward and backward."""
     if device.type == "cuda":
         return _recorded_update(device, name, parameters, precision)
-    hidden = max(1, round((parameters / 4) ** 0.5))
-    model = Model(Numbers(1), LSTM(1, hidden), Forecast(hidden, 1, 1))
+    hidden = max(1, round((parameters / (8 * layers - 4)) ** 0.5))
+    model = Model(Numbers(1), LSTM(1, hidden, layers), Forecast(hidden, 1, 1))
     trainer = Trainer(model, {"optimizer": name, "precision": precision, "clip": 1.0}, mesh=Mesh.alone(device))
     batch = Batch.of(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, 1)).to(device)
     found = []
@@ -108,17 +111,44 @@ def _recorded_update(device: torch.device, name: str, parameters: int, precision
 
 
 def _updated(model: Model, name: str, precision: str, seconds: float) -> Sample:
-    own = sum(parameter.numel() for parameter in model.parameters())
-    return Sample("optimizer", "fp64" if precision == "fp64" else "fp32", 0, own, 1, 1, seconds, name=name)
+    each = [parameter.numel() for parameter in model.parameters()]
+    on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU takes all tensors at once
+    return Sample("optimizer", "fp64" if precision == "fp64" else "fp32", len(each) if on_cpu else 0, sum(each), 1, 1, seconds, name=name)
+
+
+def _lag(world: World, ask: Ask) -> Row:
+    """How far the slowest of all workers is behind the others when they meet after equal work, as long as a step's."""
+    rig = Rig(ask, world.device)
+    rig.run(1, None)
+    seconds = torch.tensor([_repeated(rig, 1)], dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # all do the same
+    times = max(1, round(ROUND_SECONDS / seconds.item()))
+    slowest, mean = torch.zeros(ROUNDS, dtype=torch.float64), torch.zeros(ROUNDS, dtype=torch.float64)
+    for number in range(ROUNDS):
+        dist.barrier()
+        slowest[number] = mean[number] = _repeated(rig, times)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(mean)
+    return {"lag": {"workers": world.size, "lag": (slowest.sum() / mean.sum() * world.size - 1).item()}}
+
+
+def _repeated(rig: Rig, times: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(times):
+        rig.run(1, None)
+    return time.perf_counter() - begin
 
 
 def _reductions(world: World) -> Iterator[Row]:
     """All-reduces over all workers, by size."""
+    busy = torch.zeros(1 << 20)
     for num_bytes in REDUCED_BYTES:
         tensor = torch.zeros(num_bytes // 4, device=world.device)
         found = []
         for _ in range(REDUCTIONS + 2):
             dist.barrier()
+            if world.device.type == "cpu":
+                busy.add_(1.0)  # as after backward, the threads of all workers hold on to their cores for a while
             begin = time.perf_counter()
             dist.all_reduce(tensor)
             if world.device.type == "cuda":

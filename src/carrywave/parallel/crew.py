@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from carrywave import heap
 from carrywave.errors import RunError
 
 Row = dict[str, Any]
@@ -95,6 +96,7 @@ def _end_with_parent() -> None:
 def main(module: str, folder: Path) -> None:
     """A worker's whole life."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    heap.keep()
     import torch
     from torch import distributed as dist
 

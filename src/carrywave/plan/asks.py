@@ -13,8 +13,9 @@ CHUNKS = (1, 4, 16)  # that a window is cut into; what lies between is interpola
 LEAST_STEPS = 2
 # Multiplications of a call that is timed: larger ones are timed on fewer steps, and take as much longer as they are larger.
 LARGEST = {"cpu": 2e9, "cuda": 1e13}
-# Parameters; more take as much longer as they are more. A GPU is hardly at work with few.
-OPTIMIZER_SIZES = {"cpu": (100_000, 3_000_000), "cuda": (3_000_000, 30_000_000)}
+# Parameters, and layers that have them; more take as much longer as they are more. A GPU is hardly at work with few, and takes all
+# tensors at once.
+OPTIMIZER_SIZES = {"cpu": ((100_000, 1), (100_000, 8), (3_000_000, 1)), "cuda": ((3_000_000, 1), (30_000_000, 1))}
 REDUCED_BYTES = (64, 1 << 16, 1 << 20, 8 << 20)
 
 

@@ -50,6 +50,8 @@ class Case:
         self.chunks = -(-shape.steps // self.chunk_steps)
         self.counts = (self.chunks,) * len(self.lanes)
         self.put_off = self.chunks > 1 and not plan.recompute
+        # All replicas of a stage meet where their gradients are added up.
+        self.lag = max(costs.lag for kinds in self.kinds for costs in kinds) if plan.replicas > 1 else 0.0
         self.share_head = plan.shares_head and not self.units.pooled
         # Stages on devices of the same kinds are alike; this is the first of them for each.
         first: dict[tuple[int, ...], int] = {}
@@ -102,8 +104,14 @@ class Case:
         if not self.put_off:
             return 0.0
         last = self._last(last, self.chunks - 1)
-        own = self.of_stage(stage, first, last, lanes, self.shape.steps).put_off if last > first else 0.0
-        return own + (self._head(stage, lanes, self.shape.steps).put_off * scored / self.chunks if scored else 0.0)
+        own = self._owed(stage, first, last, lanes) if last > first else 0.0
+        head = len(self.units) - 1
+        return own + (self._owed(stage, head, head + 1, lanes) * scored / self.chunks if scored else 0.0)
+
+    def _owed(self, stage: int, first: int, last: int, lanes: int) -> float:
+        """Seconds of the put-off gradients of units [first, last), by the slowest of this stage's devices."""
+        pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
+        return max(costs.owed(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
 
     def _head(self, stage: int, lanes: int, steps: int) -> Seconds:
         return self.of_stage(stage, len(self.units) - 1, len(self.units), lanes, steps)
@@ -281,12 +289,13 @@ class Case:
         """What follows a stage's last task: sums of gradients over workers, and the update; start and end of each."""
         replicas, stages = self.plan.replicas, self.plan.stages
         held = self.parameters(edges)
+        tensors = [self.units.tensors(a, b, share_head=self.share_head) for a, b in pairwise(edges)]
         shared, members = self.units.common(edges, share_head=self.share_head)
         done = []
         for stage, end in enumerate(ends):
             own = (held[stage] - (shared if stage in members else 0)) * self.units.parameter_bytes
             window = self._window(stage, edges)
-            done.append(end + self._exposed(own, window))
+            done.append(end * (1 + self.lag) + self._exposed(own, window))
         if shared:
             groups = 1 if self.units.reproducible else replicas * len(members)
             agreed = max(done[stage] for stage in members)
@@ -296,7 +305,7 @@ class Case:
         updates = []
         for stage in range(stages):
             pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
-            updates.append((agreed, agreed + max(costs.update(held[stage]) * crowd for costs, crowd in pairs)))
+            updates.append((agreed, agreed + max(costs.update(held[stage], tensors[stage]) * crowd for costs, crowd in pairs)))
         return [[(end, max(end, each)) for end, each in zip(ends, done, strict=True)], updates]
 
     def _window(self, stage: int, edges: tuple[int, ...]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 from carrywave.errors import PlanError
@@ -29,10 +30,12 @@ class Costs:
         timed = {sample.workers for sample in profile.samples} or {1}
         # Those of the samples that are used: the nearest, and of two that are equally near the one that is slower.
         self.workers = min(timed, key=lambda workers: (abs(math.log2(workers / crowd)), -workers))
+        self.lag = _between([(1, 0.0), *((each.workers, each.lag) for each in profile.crowds)], crowd)
         self.crowding = self._crowding(crowd) / self._crowding(self.workers)  # how many times as long as these samples work takes
         self._fits: dict[str, Fit | None] = {}
         self._of_unit: dict[tuple[int, int, int], Seconds] = {}
         self._of_stage: dict[tuple[int, int, int, int], Seconds] = {}
+        self._owed: dict[tuple[int, ...], float] = {}
         self.side_by_side = [s for s in self._samples("lstm") if s.layers > 1]
         self._optimizers = {sample.name for sample in self._samples("optimizer")}
 
@@ -56,24 +59,33 @@ class Costs:
             self._of_stage[key] = found
         return found
 
-    def update(self, parameters: int) -> float:
-        """Norm, clipping and optimizer, of so many parameters."""
+    def owed(self, first: int, last: int, lanes: int, steps: int, chunk_steps: int) -> float:
+        """Seconds of the weights' gradients that units [first, last) put off until all chunks of a window are through.
+
+        They are paid as one product, so that the window's own time counts; but not of a kernel that puts off in short chunks alone.
+        """
+        key = first, last, lanes, steps, chunk_steps
+        found = self._owed.get(key)
+        if found is None:
+            found = 0.0
+            for begin, end in self._runs(first, last):
+                whole = self.unit(begin, lanes, steps).put_off
+                by_chunk = self.unit(begin, lanes, chunk_steps).put_off * steps / chunk_steps
+                together = self._together(self.units.units[begin], end - begin, lanes, steps)
+                found += (whole if 2 * whole >= by_chunk else by_chunk) * (end - begin) * together
+            self._owed[key] = found
+        return found
+
+    def update(self, parameters: int, tensors: int = 0) -> float:
+        """Norm, clipping and optimizer, of so many parameters in so many tensors."""
         if not parameters or not self._optimizers:
             return 0.0
         name = self.units.optimizer if self.units.optimizer in self._optimizers else min(self._optimizers)
-        return self._kind("optimizer", name)(Size(0, parameters, 1, 1)).forward
+        return self._kind("optimizer", name)(Size(tensors, parameters, 1, 1)).forward
 
     def _crowding(self, workers: int) -> float:
-        """How many times as long as alone work takes when so many workers of a host are at it; in between what was measured, linear."""
-        known = sorted({(1, 1.0), *((crowd.workers, crowd.factor) for crowd in self.profile.crowds)})
-        before = (1, 1.0)
-        for at, factor in known:
-            if at >= workers:
-                if at == before[0]:
-                    return factor
-                return before[1] + (factor - before[1]) * (workers - before[0]) / (at - before[0])
-            before = at, factor
-        return before[1]
+        """How many times as long as alone work takes when so many workers of a host are at it."""
+        return _between([(1, 1.0), *((crowd.workers, crowd.factor) for crowd in self.profile.crowds)], workers)
 
     def _unit(self, unit: Unit, lanes: int, steps: int) -> Seconds:
         found = NOTHING
@@ -157,6 +169,16 @@ def far_off(units: Units, profile: Profile) -> str | None:
             if abs(math.log2(nearest / unit.outputs)) > FAR_DOUBLINGS:
                 return f"the profile {profile.name} has no layer near {unit.outputs} units (the nearest has {nearest}): times are a guess"
     return None
+
+
+def _between(known: Sequence[tuple[int, float]], workers: int) -> float:
+    """Of so many workers: in between what is known, linear; beyond it, as the last."""
+    before = known[0]
+    for at, value in sorted(set(known)):
+        if at >= workers:
+            return value if at == before[0] else before[1] + (value - before[1]) * (workers - before[0]) / (at - before[0])
+        before = at, value
+    return before[1]
 
 
 def _doublings(a: int, b: int) -> float:

@@ -76,6 +76,11 @@ def _product(size: Size) -> tuple[float, ...]:
     return (1.0, size.inputs * size.outputs, _tokens(size) * size.outputs, _tokens(size) * size.inputs * size.outputs)
 
 
+def _tensors(size: Size) -> tuple[float, ...]:
+    """A call; tensors; numbers in all of them."""
+    return (1.0, size.inputs, size.outputs)
+
+
 def _elements(size: Size) -> tuple[float, ...]:
     return (1.0, _tokens(size) * size.outputs)
 
@@ -87,7 +92,7 @@ TERMS: dict[str, Terms] = {
     "linear": _product,
     "dropout": _elements,
     "norm": _elements,
-    "optimizer": _elements,
+    "optimizer": _tensors,
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from carrywave.errors import PlanError
 
-FORMAT = 1
+FORMAT = 2
 
 Kind = Literal["lstm", "embedding", "softmax", "linear", "dropout", "norm", "optimizer"]
 Precision = Literal["fp32", "tf32", "fp64", "bf16", "fp16"]
@@ -76,10 +76,11 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Crowd:
-    """How much longer work takes when so many workers of a host work at once, where no sample was timed with so many."""
+    """What comes of it when so many workers of a host work at once."""
 
     workers: int
-    factor: float
+    factor: float = 1.0  # how much longer work takes than alone, where no sample was timed with so many
+    lag: float = 0.0  # of the work up to a point where all meet, by which the slowest is behind the others
 
 
 @dataclass(frozen=True)

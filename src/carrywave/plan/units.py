@@ -39,6 +39,7 @@ class Unit:
     directions: int = 1
     dropout: int = 0  # width of what is dropped behind it
     norm: int = 0  # width of what is normalised behind it
+    tensors: int = 0  # that its parameters are in
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class Units:
         total: int = sum(self.units[unit].parameters for unit in held)
         return total + (self.tied if 0 in held or head in held else 0)
 
+    def tensors(self, first: int, last: int, *, share_head: bool = False) -> int:
+        """That the parameters of a stage of units [first, last) are in."""
+        head = len(self.units) - 1
+        return sum(unit.tensors for unit in self.units[first:last]) + (self.units[head].tensors if share_head and last <= head else 0)
+
     def common(self, edges: tuple[int, ...], *, share_head: bool = False) -> tuple[int, tuple[int, ...]]:
         """Parameters that several stages hold, and those stages: of a tied matrix, of a head that is shared."""
         last, head = len(edges) - 2, len(self.units) - 1
@@ -144,6 +150,7 @@ class Units:
                 owed=0 if pooled else outputs,
                 work=0 if pooled else outputs,
                 carry=width if pooled else 0,
+                tensors=2,
             )
         )
         if tied:
@@ -174,7 +181,18 @@ def _encoder(spec: Spec, facts: DataFacts) -> Unit:
         dropped = width if _or(model.dropout_input, model.dropout) or model.dropout_words else 0
         size = facts.vocabulary * width
         return Unit(
-            "encoder", "embedding", facts.vocabulary, width, 0, width, size, kept=dropped + 2, owed=width + 2, work=width, dropout=dropped
+            "encoder",
+            "embedding",
+            facts.vocabulary,
+            width,
+            0,
+            width,
+            size,
+            kept=dropped + 2,
+            owed=width + 2,
+            work=width,
+            dropout=dropped,
+            tensors=1,
         )
     if not facts.features:
         raise PlanError("the data has neither tokens nor features, so that nothing enters the model; give its facts, or the data itself")
@@ -206,6 +224,7 @@ def _layer(spec: Spec, layer: int, width: int, hidden: int, out: int, dropout: i
         directions=directions,
         dropout=dropout,
         norm=norm,
+        tensors=directions * (4 + bool(model.projection)) + 2 * bool(norm) + 2 * model.learned_carry,
     )
 
 

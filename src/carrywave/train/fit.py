@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from carrywave import __version__
+from carrywave import __version__, heap
 from carrywave.data.codec import Codec
 from carrywave.data.inputs import from_python, naming
 from carrywave.data.order import SequenceOrder
@@ -136,6 +136,7 @@ def fit(
     What else a spec holds goes into `spec`, or section by section:
     `fit({"hidden": 64}, frame, task="forecasting", data={"horizon": 24}, train={"epochs": 3})`.
     """
+    heap.keep()
     told = again.begin()
     with again.working():
         if model is not None and not isinstance(model, Mapping) and not callable(model):

@@ -27,7 +27,7 @@ from carrywave.data import cache
 from carrywave.errors import PlanError, RunError, UserError
 from carrywave.parallel import crew
 from carrywave.plan.asks import Ask, asks_of, called
-from carrywave.plan.profile import Link, Overheads, Profile, Reduction, Sample
+from carrywave.plan.profile import Crowd, Link, Overheads, Profile, Reduction, Sample
 from carrywave.plan.shipped import LINKS
 from carrywave.plan.units import Units
 
@@ -202,10 +202,13 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
     reductions: dict[int, list[float]] = defaultdict(list)
     overheads: dict[str, list[float]] = defaultdict(list)
     link = profile.within
+    lags: dict[int, float] = {}
     for row in (row for of_one in rows for row in of_one):
         if "sample" in row:
             sample = replace(Sample(**row["sample"]), workers=workers)
             samples[_same(sample)].append(sample)
+        if "lag" in row:
+            lags[row["lag"]["workers"]] = row["lag"]["lag"]
         if "reduction" in row:
             reductions[row["reduction"]["num_bytes"]].append(row["reduction"]["seconds"])
         if "link" in row:
@@ -224,6 +227,8 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
         profile,
         samples=kept + tuple(new),
         reductions=before + found,
+        crowds=tuple(crowd for crowd in profile.crowds if crowd.workers not in lags)
+        + tuple(Crowd(workers, lag=lag) for workers, lag in sorted(lags.items())),
         within=link,
         overheads=replace(profile.overheads, **times),
     )

@@ -1,0 +1,31 @@
+"""Keeps freed memory in the process, where the system's allocators would hand it back after every step and fetch it again, page by page.
+
+A step frees what it kept for backward, tens of megabytes at once, and the next one needs it again. Training on the CPU with many threads
+can spend half its time on that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
+_MOST = (1 << 31) - 1
+_LARGEST = (1 << 30, 1 << 25)  # bytes from which a block is the system's own; older versions of glibc take no more than the second
+
+
+def keep() -> None:
+    """For this process and those it starts. To be called before torch is loaded: its allocator on ARM reads the environment only then.
+
+    Whoever has set an allocator's variables keeps what they say.
+    """
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
+    if not sys.platform.startswith("linux") or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library, which does as it likes
+        return
+    if any(mallopt(_MMAP_THRESHOLD, size) for size in _LARGEST):
+        mallopt(_TRIM_THRESHOLD, _MOST)
