@@ -49,6 +49,24 @@ def test_bits_are_the_documented_function(seed: int, coords: list[int]) -> None:
     assert int(drawn) % WORD == plain_bits(a, b, *coords)
 
 
+@pytest.mark.parametrize(
+    "sizes", [((), (), ()), ((3, 1), (1,)), ((5, 1), (0,)), ((4, 1, 1), (16, 1), (128,)), ((64, 1, 1), (9, 1), (130,))]
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_few_and_many_numbers_are_drawn_alike(sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    """In numpy or in torch, as tensors of the same shape, and nothing that was given changes."""
+    key, coords = random.key(3), [torch.randint(-(2**31), 2**31 - 1, size, dtype=dtype) for size in sizes]
+    given = [each.clone() for each in (key, *coords)]
+    found = random.bits(key, *coords)
+    expected = random._bits(key[0], key[1], *(coord.to(torch.int32) for coord in coords))
+    assert found.dtype == torch.int32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    found.add_(1)
+    assert all(torch.equal(each, before) for each, before in zip((key, *coords), given, strict=True))
+    for site in (0, 5, 2**31, 2**32 - 1):
+        assert torch.equal(random.fold(key, site), random._fold(key, random.signed(site)))
+
+
 def test_golden_values() -> None:
     """If one of these changes, every trained run changes: never edit them."""
     assert [int(word) % WORD for word in random.key(1)] == GOLDEN_KEY

@@ -119,6 +119,32 @@ def test_samples_timed_with_as_many_workers_come_first() -> None:
     assert two.workers == 4  # as near as one, and slower
 
 
+def test_the_lag_is_linear_between_what_was_measured() -> None:
+    profile = machine(crowds=(Crowd(2, lag=0.1), Crowd(6, lag=0.3)))
+    assert [Costs(units(), profile, crowd=crowd).lag for crowd in (1, 2, 4, 6, 9)] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.3])
+
+
+def test_what_is_put_off_is_paid_in_one_product_or_by_chunks_where_only_short_chunks_put_off() -> None:
+    layer = next(sample for sample in samples() if sample.kind == "lstm")
+    whole = replace(layer, inputs=512, outputs=512, lanes=8, steps=64, forward_seconds=8e-3, backward_seconds=16e-3, put_off_seconds=3e-3)
+    chunk = replace(whole, steps=16, forward_seconds=2e-3, backward_seconds=4e-3, put_off_seconds=1e-3)
+    others = tuple(sample for sample in samples() if sample.kind != "lstm")
+    one = Costs(units(), machine(samples=(*others, whole, chunk)))
+    assert one.owed(1, 2, 8, 64, 16) == pytest.approx(3e-3)
+    assert one.owed(1, 3, 8, 64, 16) == pytest.approx(6e-3)
+    long = Costs(units(), machine(samples=(*others, replace(whole, put_off_seconds=1e-5), chunk)))
+    assert long.owed(1, 3, 8, 64, 16) == pytest.approx(8e-3)
+    assert long.owed(1, 3, 8, 64, 64) == pytest.approx(2e-5)
+
+
+def test_the_update_grows_with_the_tensors() -> None:
+    others = tuple(sample for sample in samples() if sample.kind != "optimizer")
+    sizes = ((6, 10**5), (34, 10**5), (6, 3 * 10**6))
+    timed = tuple(Sample("optimizer", "fp32", t, n, 1, 1, 1e-4 + 2e-5 * t + 1e-9 * n, name="adam") for t, n in sizes)
+    costs = Costs(units(), machine(samples=(*others, *timed)))
+    assert costs.update(10**6, 50) == pytest.approx(1e-4 + 1e-3 + 1e-3, rel=0.05)
+
+
 def test_the_update_grows_with_the_parameters() -> None:
     costs = Costs(units(), machine())
     assert costs.update(0) == 0

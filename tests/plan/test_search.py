@@ -19,7 +19,7 @@ from carrywave.plan.cluster import Cluster, Host
 from carrywave.plan.partition import NoFit, all_cuts
 from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.predict import Predictor
-from carrywave.plan.profile import Link, Overheads
+from carrywave.plan.profile import Crowd, Link, Overheads
 from carrywave.plan.scale import scale
 from carrywave.plan.search import GAIN_PER_DOUBLING, describe, price, search
 from carrywave.plan.space import CHUNKS, SLICES
@@ -42,7 +42,8 @@ def cases(draw: st.DrawFn) -> tuple[Units, Cluster]:
         train={"accumulate": draw(st.integers(1, 2))},
     )
     link = Link(draw(st.sampled_from([1e-6, 1e-3])), draw(st.sampled_from([1e8, 1e11])))
-    profile = machine(within=link, overheads=Overheads(2e-5, draw(st.sampled_from([0.0, 1e-4])), 1e-4, draw(st.sampled_from([0.0, 1.0]))))
+    overheads = Overheads(2e-5, draw(st.sampled_from([0.0, 1e-4])), 1e-4, draw(st.sampled_from([0.0, 1.0])))
+    profile = machine(within=link, overheads=overheads, crowds=(Crowd(8, 1.1, draw(st.sampled_from([0.0, 0.2]))),))
     return units, Cluster.uniform(profile, draw(st.integers(1, 6)))
 
 
@@ -227,6 +228,16 @@ def test_a_gradient_sum_is_hidden_behind_backward_only_where_it_can_be() -> None
     parameters = units.parameters(0, len(units)) * 4
     assert shown - alone == pytest.approx(parameters / 1e10, rel=1e-3)  # two workers send everything once
     assert alone < hidden < alone + 0.3 * (shown - alone)
+
+
+def test_replicas_wait_for_the_slowest_of_them() -> None:
+    units = units_of(batch={"lanes": 16, "steps": 32})
+    even, uneven = (Predictor(units, Cluster.uniform(machine(crowds=(Crowd(4, lag=lag),)), 4)) for lag in (0.0, 0.5))
+    for plan in (Plan(), Plan(1, 2, (2,), 8)):
+        assert uneven.predict(plan).seconds == even.predict(plan).seconds
+    for plan in (Plan(4), Plan(2, 2, (2,), 8)):
+        work = max(max(span.end for span in row if span.label in ("B", "pay")) for row in even.predict(plan).timeline.rows)
+        assert uneven.predict(plan).seconds - even.predict(plan).seconds == pytest.approx(0.5 * work, rel=1e-6)
 
 
 def test_traffic_is_what_crosses_the_edges() -> None:

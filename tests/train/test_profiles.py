@@ -15,7 +15,7 @@ from carrywave.plan.asks import Ask
 from carrywave.plan.cluster import Cluster
 from carrywave.plan.plan import Plan
 from carrywave.plan.predict import Predictor
-from carrywave.plan.profile import Link, Profile, Sample
+from carrywave.plan.profile import Crowd, Link, Profile, Sample
 from carrywave.plan.search import search
 from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
@@ -46,6 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         samples += [Sample("optimizer", "fp32", 0, size, 1, 1, 1e-9 * size, name=name) for name, size in sizes]
         rows: list[dict[str, Any]] = [{"sample": asdict(sample)} for sample in samples]
         rows += [{"reduction": {"workers": workers, "num_bytes": 64, "seconds": 1e-3}}] * job["links"]
+        rows += [{"lag": {"workers": workers, "lag": 0.1}}] * job["links"]
         rows += [{"link": {"latency_seconds": 1e-4, "bytes_per_second": 1e9}}] * job["links"]
         return [[*rows, {"overheads": {"task_seconds": 1e-4, "message_seconds": 5e-5}}]] * workers
 
@@ -65,6 +66,9 @@ def test_two_real_workers_measure_all_that_a_search_asks_for(tmp_path: Path) -> 
         assert found.overheads.message_seconds > 0
         assert found.within.source == "measured"
         assert {reduction.workers for reduction in found.reductions} == {2}
+        [crowd] = found.crowds
+        assert crowd.workers == 2
+        assert 0 <= crowd.lag < 1  # the slower of two is at most all behind
     [path] = tmp_path.glob("profiles/cpu-*.json")
     assert Profile.read(path).samples
     assert search(units(), Cluster.uniform(found, 1)).best.plan == Plan.serial()
@@ -75,6 +79,7 @@ def test_what_is_known_is_not_measured_again_and_what_is_new_is_added(started: l
     first = profile_for(units(), device="cpu", devices=2)
     assert [job["workers"] for job in started] == [1, 2]
     assert [job["links"] for job in started] == [False, True]
+    assert first.crowds == (Crowd(2, lag=0.1),)
     assert profile_for(units(), device="cpu", devices=2) == first
     assert len(started) == 2
     more = profile_for(units(16, optimizer="sgd"), device="cpu", devices=2)
