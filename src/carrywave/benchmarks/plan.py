@@ -190,7 +190,7 @@ def _fresh_cache() -> Iterator[None]:
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """What every worker does: all plans in turn."""
     case = Case(**job["case"])
-    loops = {str(number): _loop(world, case, given) for number, given in enumerate(job["plans"])}
+    loops = {str(number): loop_of(world, case, given) for number, given in enumerate(job["plans"])}
     for loop in loops.values():
         for number in range(WARM_UP):
             loop(number)
@@ -198,7 +198,8 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
         yield {"step_ms": statistics.median(timing.step_ms), "spread": spread(timing.step_ms)}
 
 
-def _loop(world: World, case: Case, given: Mapping[str, Any]) -> Any:
+def loop_of(world: World, case: Case, given: Mapping[str, Any]) -> Any:
+    """A step of a case with a plan, given as its fields; takes its number, gives its tokens."""
     plan = Plan(**{**given, "cuts": tuple(given["cuts"])})
     torch.manual_seed(1)
     dropout = case.dropout

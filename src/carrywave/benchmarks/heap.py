@@ -1,0 +1,70 @@
+"""Claim: on the CPU, steps are faster where freed memory stays in the process (`carrywave.heap`) than where the allocators give it back.
+
+The peer is the same program with the allocators as the system has them. Both cannot be in one process, so that processes take turns, and
+the median over them counts. One worker with all cores trains; `faults` are pages that a step has to fetch from the system.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from carrywave.benchmarks._workers import spread
+from carrywave.benchmarks.plan import CASES, QUICK, WARM_UP, Case, loop_of
+from carrywave.parallel import crew
+from carrywave.parallel.crew import Row
+from carrywave.parallel.world import World
+from carrywave.plan.plan import Plan
+from carrywave.train.profiles import threads
+
+title = "memory kept in the process, or given back"
+
+ROUNDS, SECONDS = 3, 3.0
+# mimalloc's own default; and a variable of glibc's that changes nothing, but says that its owner decides.
+AS_THEY_ARE = {"MIMALLOC_PURGE_DELAY": "10", "MALLOC_PERTURB_": "0"}
+KEPT = {"MIMALLOC_PURGE_DELAY": "-1"}
+
+
+def run(*, quick: bool = False) -> list[Row]:
+    """A row for each case."""
+    rows = []
+    for case in QUICK if quick else CASES:
+        found: dict[str, list[Row]] = {"kept": [], "given_back": []}
+        job = {"case": asdict(case), "seconds": 0.1 if quick else SECONDS}
+        for _ in range(2 if quick else ROUNDS):
+            for name, environment in (("given_back", AS_THEY_ARE), ("kept", KEPT)):
+                found[name] += crew.start(__name__, job, 1, threads=threads(1), environment=environment, name="bench heap")[0]
+        rows.append(_row(case, found))
+    return rows
+
+
+def _row(case: Case, found: dict[str, list[Row]]) -> Row:
+    kept, given_back = ([each["step_ms"] for each in found[name]] for name in ("kept", "given_back"))
+    faults = {name: round(statistics.median(each["faults"] for each in several)) for name, several in found.items()}
+    return {
+        "case": case.name,
+        "threads": threads(1),
+        "given_back_ms": round(statistics.median(given_back), 2),
+        "kept_ms": round(statistics.median(kept), 2),
+        "ratio": round(statistics.median(given_back) / statistics.median(kept), 3),
+        "spread": f"{max(spread(kept), spread(given_back)):.1%}",
+        "faults_given_back": faults["given_back"],
+        "faults_kept": faults["kept"],
+    }
+
+
+def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
+    """What the process does: steps, for so many seconds."""
+    step = loop_of(world, Case(**job["case"]), asdict(Plan.serial()))
+    for number in range(WARM_UP + 1):
+        step(number)
+    before, begin, number = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter(), 0
+    while time.perf_counter() - begin < job["seconds"]:
+        step(WARM_UP + 1 + number)
+        number += 1
+    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    yield {"step_ms": 1e3 * seconds / number, "faults": (after - before) / number}
