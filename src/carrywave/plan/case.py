@@ -58,6 +58,8 @@ class Case:
         self.like = [first.setdefault(tuple(map(id, kinds)), stage) for stage, kinds in enumerate(self.placed.profiles)]
         self.links = [self.link(stage, stage + 1) for stage in range(plan.stages - 1)]
         self._stages: dict[tuple[int, int, int, int, int], Seconds] = {}
+        self._tasks: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
+        self._paid: dict[tuple[int, int, int, int], float] = {}
         self._busy: dict[tuple[int, int, int], float] = {}
         self._reduced: dict[tuple[int, int], float] = {}
         self._memory: dict[tuple[Load, int, int], Memory] = {}
@@ -88,16 +90,23 @@ class Case:
 
     def forward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
         """Seconds of F."""
-        last = self._last(last, chunk)
-        work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
-        return self.task_seconds + work.forward
+        return self._task(stage, first, last, lanes, chunk)[0]
 
     def backward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
         """Seconds of B."""
-        last = self._last(last, chunk)
-        work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
-        again = work.forward if self.plan.recompute else 0.0
-        return self.task_seconds + again + work.backward + (0.0 if self.put_off else work.put_off)
+        return self._task(stage, first, last, lanes, chunk)[1]
+
+    def _task(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> tuple[float, float]:
+        """Seconds of F and B."""
+        key = self.like[stage], first, last, lanes, chunk == self.chunks - 1  # all chunks but the last are alike
+        found = self._tasks.get(key)
+        if found is None:
+            last = self._last(last, chunk)
+            work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
+            again = work.forward if self.plan.recompute else 0.0
+            backward = self.task_seconds + again + work.backward + (0.0 if self.put_off else work.put_off)
+            found = self._tasks[key] = self.task_seconds + work.forward, backward
+        return found
 
     def pay(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
         """Seconds of the weights' gradients of a slice that were put off; of a shared head, for the chunks that the last stage scored."""
@@ -110,8 +119,13 @@ class Case:
 
     def _owed(self, stage: int, first: int, last: int, lanes: int) -> float:
         """Seconds of the put-off gradients of units [first, last), by the slowest of this stage's devices."""
-        pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
-        return max(costs.owed(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
+        key = self.like[stage], first, last, lanes
+        found = self._paid.get(key)
+        if found is None:
+            pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
+            found = max(costs.owed(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
+            self._paid[key] = found
+        return found
 
     def _head(self, stage: int, lanes: int, steps: int) -> Seconds:
         return self.of_stage(stage, len(self.units) - 1, len(self.units), lanes, steps)
@@ -137,6 +151,7 @@ class Case:
 
     def busy(self, stage: int, first: int, last: int) -> float:
         """Seconds of a stage's own work in a step, without a shared head."""
+        first, last = self.units.alike(first, last)
         key = self.like[stage], first, last
         total = self._busy.get(key)
         if total is not None:
@@ -158,14 +173,40 @@ class Case:
         units, stages = len(self.units), self.plan.stages
         least = math.inf
         for stage in set(self.like):
-            work = self.busy(stage, 0, units) / stages
+            # A stage has an equal part of all work, or more; and of equal layers one stage has as many as an equal part has, rounded up.
+            parts = [(first, first + -(-(last - first) // stages)) for first, last in self.units.runs]
+            parts = [(first, last) for first, last in parts if self._last(last, self.chunks - 1) > first]
+            work = max(self.busy(stage, 0, units) / stages, *(self.busy(stage, *part) for part in parts))
             if len(self.lanes) == 1:
-                # The first chunk goes through all stages, and only then is one of them behind another.
-                steady = (self.chunks - 1) / self.chunks / stages
+                # A chunk goes through all stages, there and back; the slowest has all others to do besides.
                 lanes, last = self.lanes[0], self.chunks - 1
-                work = max(work, self.forward(stage, 0, units, lanes, last) + self.backward(stage, 0, units, lanes, last) + steady * work)
+                once = sum(self._task(stage, 0, units, lanes, last))
+                steady = max(
+                    sum(self._task(stage, 0, units, lanes, 0)) / stages, *(sum(self._task(stage, *part, lanes, 0)) for part in parts)
+                )
+                work = max(work, once + last * steady)
             least = min(least, work)
-        return least + self._heads() / stages
+        least += self._heads() / stages
+        if stages == 1:
+            return max(end for _, end in self._after((0, units), [least])[-1])
+        return least + self._least_after()
+
+    def shared_out(self) -> float:
+        """Seconds of a step if all its work could be shared out evenly over the stages; chunks and slices only add to that."""
+        return min(self.busy(stage, 0, len(self.units)) for stage in set(self.like)) / self.plan.stages + self._least_after()
+
+    def _least_after(self) -> float:
+        """Seconds of what follows the last task, at least. One stage has its share of all parameters and of their sums, or more."""
+        units, stages = len(self.units), self.plan.stages
+        all_bytes = self.units.parameters(0, units) * self.units.parameter_bytes
+        summed = self._exposed(all_bytes, max(self._window(stage, 0, units) for stage in set(self.like))) / stages
+        share = self.units.parameters(0, units) // stages
+        updates = (
+            costs.update(share) * crowd
+            for kinds, crowds in zip(self.kinds, self.crowds, strict=True)
+            for costs, crowd in zip(kinds, crowds, strict=True)
+        )
+        return summed + self._agree() + min(updates)
 
     def _heads(self) -> float:
         """Seconds of a shared head, all of it."""
@@ -180,6 +221,10 @@ class Case:
     def _least_score(self, stage: int) -> float:
         return min(self.score(stage, min(self.lanes), chunk) for chunk in (0, self.chunks - 1))
 
+    def _spans(self, edges: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The units of each stage, or others that are like them."""
+        return [self.units.alike(first, last) for first, last in pairwise(edges)]
+
     def bound(self, edges: tuple[int, ...]) -> float:
         """Seconds of a step, at least."""
         ends = self._ends(edges)
@@ -189,7 +234,7 @@ class Case:
 
     def _ends(self, edges: tuple[int, ...]) -> list[float]:
         """When each stage is through, at the earliest: its own work, after the way to it and before the way back from it."""
-        stages, span = self.plan.stages, list(pairwise(edges))
+        stages, span = self.plan.stages, self._spans(edges)
         first, final = self.lanes[0], self.lanes[-1]
         pays = [self.pay(stage, *span[stage], final) for stage in range(stages)]
         sends = self.overheads.message_seconds * sum(self.counts)  # receives may be posted before there is anything to do
@@ -222,7 +267,7 @@ class Case:
         """When each stage is through with one slice: all chunks forward, then all back. The longest way through a grid of stages and
         chunks, in which all chunks are alike but the last: along the slowest stage, and over to the last chunk where that is latest.
         """
-        stages, span, lanes, last = self.plan.stages, list(pairwise(edges)), self.lanes[0], self.chunks - 1
+        stages, span, lanes, last = self.plan.stages, self._spans(edges), self.lanes[0], self.chunks - 1
         send = self.overheads.message_seconds
         hop, short_hop = ([self._hop(stage, edges, lanes, chunk) for stage in range(stages - 1)] for chunk in (0, last))
         whole, short = ([self.forward(stage, *span[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
@@ -246,7 +291,7 @@ class Case:
         """The step, task by task."""
         program = program_of(self.plan.stages, self.counts, self.share_head)
         last = self.plan.stages - 1
-        span = list(pairwise(edges))
+        span = self._spans(edges)
         known: dict[tuple[str, int, int, bool], float] = {}
         own: dict[int, int] = {}  # chunks of each slice that the last stage scores itself
         for (_, part), stage in program.program.schedule.scorers.items():
@@ -294,23 +339,28 @@ class Case:
         done = []
         for stage, end in enumerate(ends):
             own = (held[stage] - (shared if stage in members else 0)) * self.units.parameter_bytes
-            window = self._window(stage, edges)
+            window = self._window(stage, *self.units.alike(edges[stage], edges[stage + 1]))
             done.append(end * (1 + self.lag) + self._exposed(own, window))
         if shared:
             groups = 1 if self.units.reproducible else replicas * len(members)
             agreed = max(done[stage] for stage in members)
             seconds = self._reduce(groups, shared * self.units.parameter_bytes)
             done = [agreed + seconds if stage in members else each for stage, each in enumerate(done)]
-        agreed = max(done) + self._reduce(replicas * stages, _AGREED_BYTES + 8 * replicas * stages)
+        agreed = max(done) + self._agree()
         updates = []
         for stage in range(stages):
             pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
             updates.append((agreed, agreed + max(costs.update(held[stage], tensors[stage]) * crowd for costs, crowd in pairs)))
         return [[(end, max(end, each)) for end, each in zip(ends, done, strict=True)], updates]
 
-    def _window(self, stage: int, edges: tuple[int, ...]) -> float:
+    def _agree(self) -> float:
+        """Seconds in which all workers agree on loss, count, norm and their like."""
+        workers = self.plan.replicas * self.plan.stages
+        return self._reduce(workers, _AGREED_BYTES + 8 * workers)
+
+    def _window(self, stage: int, first: int, last: int) -> float:
         """Seconds in which gradients become final, one after the other: those put off, or the last backward."""
-        first, last, lanes = edges[stage], edges[stage + 1], self.lanes[-1]
+        lanes = self.lanes[-1]
         return self.pay(stage, first, last, lanes) if self.put_off else self.backward(stage, first, last, lanes, 0)
 
     def _exposed(self, num_bytes: int, window: float) -> float:
@@ -351,6 +401,7 @@ class Case:
             # One stage takes batch after batch, slice after slice, and holds one of them at a time.
             counts = self.counts if self.plan.stages > 1 else self.counts[:1]
             load = loads_of(self.plan.stages, counts, self.share_head, self.put_off)[stage]
+        first, last = self.units.alike(first, last)
         key = load, first, last
         found = self._memory.get(key)
         if found is None:

@@ -47,6 +47,7 @@ class Predictor:
 
     def __init__(self, units: Units, cluster: Cluster, costs: dict[tuple[int, bool, int], Costs] | None = None) -> None:
         self.units, self.cluster = units, cluster
+        self._one_kind = all(host.profile is cluster.hosts[0].profile for host in cluster.hosts)
         self._costs = {} if costs is None else costs  # by the profile's id; may be shared between clusters
         self._balanced: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
         self._placed: dict[tuple[int, int], Placed] = {}
@@ -92,9 +93,13 @@ class Predictor:
         """Seconds that a step takes at least, however the units are cut."""
         return self._mean([case.least() for case in self.cases(plan)])
 
+    def shared_out(self, plan: Plan) -> float:
+        """Seconds that a step of so many replicas and stages takes if all work could be shared out evenly."""
+        return self._mean([case.shared_out() for case in self.cases(plan)])
+
     def balanced(self, plan: Plan) -> tuple[int, ...] | None:
         """The cuts that balance a plan's stages, whatever memory they need; none where devices differ, so that stages do."""
-        if any(host.profile is not self.cluster.hosts[0].profile for host in self.cluster.hosts):
+        if not self._one_kind:
             return None
         cases = self.cases(plan)
         timed_with = cases[0].kinds[0][0].workers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -28,8 +29,8 @@ GAIN_PER_DOUBLING = 0.05  # twice the devices must save this much of the time to
 TOLERANCE = 0.01  # by which the plan that is found may be slower than the best
 FEW_UNITS = 6  # up to which all ways to cut them are looked at; where there are more, the one that balances the stages
 MOST_SIMULATED = 40  # plans in one search; bounds are so near that a few are enough, except for shared heads
-_RIVALS_SIMULATED = 4  # for each kind of plan that is shown beside the chosen one
-_SURELY = 0.9  # of the time of one stage alone, shared out evenly: no cut into chunks and slices takes less
+_RIVALS_SIMULATED, _RIVALS_CUT = 4, 200  # for each kind of plan that is shown beside the chosen one
+_SURELY = 0.9  # of the time of all work in one chunk, shared out evenly: no cut into chunks and slices takes less
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: 
     found = Search(Predictor(units, cluster), use_all=use_all, tolerance=tolerance)
     best = found.chosen()
     kinds: tuple[Wanted, ...] = (_serial, _replicas, _stages, _both)
-    of_kind = [found.best(kind, gain=0.0, most=_RIVALS_SIMULATED) for kind in kinds]
+    of_kind = [found.rival(kind) for kind in kinds]
     # By the model's own account nothing on fewer devices may beat what is chosen.
     best = min((each for each in (best, *of_kind) if each is not None), key=lambda each: _score(each.seconds, each.plan, GAIN_PER_DOUBLING))
     used = best.plan.workers
-    more = found.best(lambda plan: plan.workers > used, gain=0.0, most=_RIVALS_SIMULATED) if used < cluster.devices else None
+    more = found.rival(lambda plan: plan.workers > used) if used < cluster.devices else None
     rivals = [Rival(each.plan, _why(each, best), each) for each in (*of_kind, more, *found.variants(best.plan)) if each is not None]
     rivals += [
         Rival(plan, said)
@@ -115,19 +116,25 @@ class Search:
         self.space, self.tolerance = Space(self.units, self.cluster, use_all), tolerance
         self.cuts: dict[Plan, list[tuple[int, ...]]] = {}  # those that fit
         self.known: dict[Plan, Prediction] = {}
+        self.groups: dict[Plan, float] = {}  # of so many replicas and stages, if work could be shared out evenly
         self.leasts: dict[Plan, float] = {}  # of plans that are not cut yet; one of one stage is the same plan when it is
         self.bounds: dict[Plan, float] = {}
         self.misfits: dict[Plan, None] = {}
 
-    def best(self, wanted: Wanted, *, gain: float, most: int = MOST_SIMULATED) -> Prediction | None:
+    def rival(self, wanted: Wanted) -> Prediction | None:
+        """The best of the plans that are wanted, or one that is near it: only shown beside the chosen one."""
+        return self.best(wanted, gain=0.0, most=_RIVALS_SIMULATED, most_cut=_RIVALS_CUT)
+
+    def best(self, wanted: Wanted, *, gain: float, most: int = MOST_SIMULATED, most_cut: float = math.inf) -> Prediction | None:
         """The best of the plans that are wanted, where twice the devices must gain this much; none where no plan fits.
 
-        `most` are simulated; beyond that the best of them is taken.
+        `most` are simulated, and `most_cut` of a sort looked at with their cuts; beyond that the best of them is taken.
         """
         number = count()
         heap: list[tuple[float, int, Level, Plan]] = []  # least score, a tie-break
         best: Prediction | None = None
         limit, simulated = math.inf, 0
+        cut: Counter[tuple[bool, bool]] = Counter()  # by whether there are stages, and slices, whose bounds are not as near
 
         def push(plan: Plan, seconds: float, level: Level) -> None:
             score = _score(seconds, plan, gain)
@@ -137,16 +144,20 @@ class Search:
         for stages in self.space.stages():
             for replicas in self.space.replicas(stages):
                 if wanted(plan := Plan(replicas, stages)):
-                    push(plan, _SURELY * self._least(Plan(replicas)) / stages, "group")
+                    push(plan, _SURELY * self._shared_out(plan), "group")
         while heap and heap[0][0] * (1 + self.tolerance) < limit and simulated < most:
             _, _, level, plan = heapq.heappop(heap)
             if level == "group":
                 for each in self.space.plans(plan):
                     push(each, self._least(each), "uncut")
             elif level == "uncut":
+                sort = plan.stages > 1, plan.slices > 1
+                if cut[sort] >= most_cut:
+                    continue
                 for cuts in self._cuts(plan):
                     whole = replace(plan, cuts=cuts)
                     push(whole, self._bound(whole), "cut")
+                    cut[sort] += 1
                 if not self.cuts[plan] and not plan.recompute and plan.slices <= SLICES[-1]:
                     for each in self.space.leaner(plan):
                         push(each, self._least(each), "uncut")
@@ -193,6 +204,11 @@ class Search:
         if plan not in self.leasts:
             self.leasts[plan] = self.predictor.least(plan)
         return self.leasts[plan]
+
+    def _shared_out(self, plan: Plan) -> float:
+        if plan not in self.groups:
+            self.groups[plan] = self.predictor.shared_out(plan)
+        return self.groups[plan]
 
     def _bound(self, plan: Plan) -> float:
         if plan not in self.bounds:

@@ -6,6 +6,8 @@ All of it follows from the spec and the facts of the data; nothing is built. Cou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
 from carrywave.errors import PlanError
@@ -97,14 +99,38 @@ class Units:
     def parameters(self, first: int, last: int, *, share_head: bool = False) -> int:
         """Those that a stage of units [first, last) holds."""
         head = len(self.units) - 1
-        held = [*range(first, last), *([head] if share_head and last <= head else [])]
-        total: int = sum(self.units[unit].parameters for unit in held)
-        return total + (self.tied if 0 in held or head in held else 0)
+        also = share_head and last <= head
+        total: int = self._sums[last][0] - self._sums[first][0] + (self.units[head].parameters if also else 0)
+        return total + (self.tied if first == 0 or last > head or also else 0)
 
     def tensors(self, first: int, last: int, *, share_head: bool = False) -> int:
         """That the parameters of a stage of units [first, last) are in."""
         head = len(self.units) - 1
-        return sum(unit.tensors for unit in self.units[first:last]) + (self.units[head].tensors if share_head and last <= head else 0)
+        return self._sums[last][1] - self._sums[first][1] + (self.units[head].tensors if share_head and last <= head else 0)
+
+    def alike(self, first: int, last: int) -> tuple[int, int]:
+        """The first units that are like [first, last), so that what is known of those holds for these: equal layers repeat."""
+        begin, end = self._run_of[first]
+        return (begin, begin + last - first) if last <= end else (first, last)
+
+    @cached_property
+    def _sums(self) -> list[tuple[int, int]]:
+        """Parameters and tensors of all units before each, and of all."""
+        each = ((unit.parameters, unit.tensors) for unit in self.units)
+        return list(accumulate(each, lambda sofar, one: (sofar[0] + one[0], sofar[1] + one[1]), initial=(0, 0)))
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Neighbours that are equal but for their names: [first, last) of each run of them."""
+        found = [0]
+        for _, several in groupby(self.units, key=lambda unit: replace(unit, name="")):
+            found.append(found[-1] + len(list(several)))
+        return list(pairwise(found))
+
+    @cached_property
+    def _run_of(self) -> list[tuple[int, int]]:
+        """For each unit, the run that it is in."""
+        return [run for run in self.runs for _ in range(*run)]
 
     def common(self, edges: tuple[int, ...], *, share_head: bool = False) -> tuple[int, tuple[int, ...]]:
         """Parameters that several stages hold, and those stages: of a tied matrix, of a head that is shared."""
