@@ -269,6 +269,8 @@ def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
         (["--json", "none/plan.json"], "none/plan.json cannot be written: there is no folder none"),
         (["--svg", "."], ". is a folder"),
         (["--scale", "--svg", "a.svg"], "--svg draws the step of one plan"),
+        (["--scale", "--all"], "for each number of devices, and --all asks for another"),
+        (["--scale", "plan.stages=2"], "for each number of devices, and a plan in the spec asks for another"),
         (["--profile", "h999"], "there is no profile h999; "),
         (["--profile", "none.json"], "none.json cannot be read as a profile"),
         (["--facts", "vocabulary"], "vocabulary cannot be read"),

@@ -61,6 +61,9 @@ def plan(
         raise PlanError(f"--devices {devices} leaves nothing to train on; use a number >= 1")
     if growth and svg is not None:
         raise PlanError("--svg draws the step of one plan, and --scale compares many; leave one of them out")
+    if growth and (use_all or not resolved.plans_itself):
+        what = "--all" if use_all else "a plan in the spec"
+        raise PlanError(f"--scale finds the fastest plan for each number of devices, and {what} asks for another; leave one of them out")
     check_writable(svg)
     check_writable(json_file)
     named = profile or os.environ.get(PROFILE) or None
