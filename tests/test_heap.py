@@ -58,9 +58,14 @@ def test_who_has_set_an_allocator_keeps_that(monkeypatch: pytest.MonkeyPatch) ->
     heap.keep()
     assert os.environ["MIMALLOC_PURGE_DELAY"] == "7"
     assert [what for what, _ in asked] == [-3, -1]
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "4")  # another matter
     heap.keep()
-    assert len(asked) == 2
+    assert len(asked) == 4
+    for name, value in (("MALLOC_TRIM_THRESHOLD_", "1000"), ("GLIBC_TUNABLES", "glibc.cpu.x=1:glibc.malloc.trim_threshold=1000")):
+        monkeypatch.setenv(name, value)
+        heap.keep()
+        monkeypatch.delenv(name)
+    assert len(asked) == 4
 
 
 def test_an_old_library_takes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
+_DECIDED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 _MOST = (1 << 31) - 1
 _LARGEST = (1 << 30, 1 << 25)  # bytes from which a block is the system's own; older versions of glibc take no more than the second
 
@@ -18,10 +19,11 @@ _LARGEST = (1 << 30, 1 << 25)  # bytes from which a block is the system's own; o
 def keep() -> None:
     """For this process and those it starts. To be called before torch is loaded: its allocator on ARM reads the environment only then.
 
-    Whoever has set an allocator's variables keeps what they say.
+    Whoever has set an allocator's own variables for it keeps what they say.
     """
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
-    if not sys.platform.startswith("linux") or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+    decided = any(name in os.environ for name in _DECIDED) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if decided or not sys.platform.startswith("linux"):
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
