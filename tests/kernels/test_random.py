@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from carrywave.kernels import random
 
@@ -65,6 +66,20 @@ def test_few_and_many_numbers_are_drawn_alike(sizes: tuple[tuple[int, ...], ...]
     assert all(torch.equal(each, before) for each, before in zip((key, *coords), given, strict=True))
     for site in (0, 5, 2**31, 2**32 - 1):
         assert torch.equal(random.fold(key, site), random._fold(key, random.signed(site)))
+
+
+def test_masks_can_be_traced_and_transformed() -> None:
+    """Where operations are looked at, they are torch's, and the numbers are the same."""
+    key, coords = random.key(3), (torch.arange(4)[:, None], torch.arange(6))
+    expected = random.keep(random.fold(key, 5), 0.5, *coords)
+
+    def masked(x: Tensor) -> Tensor:
+        return (x * random.keep(random.fold(key, 5), 0.5, torch.arange(4)[:, None], torch.arange(6))).sum()
+
+    assert torch.equal(torch.func.grad(masked)(torch.ones(4, 6)), expected)
+    with FakeTensorMode() as mode:
+        fake = random.keep(random.fold(mode.from_tensor(key), 5), 0.5, torch.arange(4)[:, None], torch.arange(6))
+    assert fake.shape == expected.shape
 
 
 def test_golden_values() -> None:

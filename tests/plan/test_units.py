@@ -59,6 +59,15 @@ def test_each_stage_holds_the_parameters_that_the_runtime_gives_it(model: dict[s
             _, part = build(**model)
             held = hold(part, first, last, next(part.parameters()).device, next(part.parameters()).dtype, share_head=share_head)
             assert units.parameters(first, last, share_head=share_head) == sum(tensor.numel() for tensor in held.values())
+            assert units.tensors(first, last, share_head=share_head) == len(held)
+
+
+def test_equal_layers_are_alike() -> None:
+    units, _ = build(hidden=[8, 8, 8, 8, 6], layers=5, embedding=5)
+    assert units.runs == [(0, 1), (1, 2), (2, 5), (5, 6), (6, 7)]
+    assert units.alike(3, 5) == (2, 4)
+    assert units.alike(4, 6) == (4, 6)
+    assert units.alike(0, 7) == (0, 7)
 
 
 def test_messages_are_as_wide_as_what_enters_a_unit() -> None:

@@ -70,8 +70,8 @@ def draw() -> Tensor:
 
 
 def fold(key: Tensor, site: int) -> Tensor:
-    """The key of a place under this key. Only tensor operations: a captured graph can replay it with another key."""
-    if key.device.type == "cpu" and not torch.compiler.is_compiling():
+    """The key of a place under this key. On CUDA only tensor operations: a captured graph can replay it with another key."""
+    if _on_host(key):
         with np.errstate(over="ignore"):
             first, second = _words_of(key)
             return torch.from_numpy(np.stack(_absorb_few(first, second, _u32(site))).view(np.int32))
@@ -91,8 +91,8 @@ def bits(key: Tensor, *coords: Tensor) -> Tensor:
         kernel = fused(len(words), _bits)
         if kernel is not None:
             return kernel(key[0], key[1], *words)
-    if all(each.device.type == "cpu" for each in (key, *words)) and not torch.compiler.is_compiling():
-        return _bits_on_cpu(key, words)
+    if _on_host(key, *words):
+        return _bits_on_host(key, words)
     return _bits(key[0], key[1], *words)
 
 
@@ -105,8 +105,14 @@ def _bits(first: Tensor, second: Tensor, *coords: Tensor) -> Tensor:
     return _mix_(_mix_(words).add_(second))
 
 
-def _bits_on_cpu(key: Tensor, coords: Sequence[Tensor]) -> Tensor:
-    """The same in numpy, which does an operation on few numbers in a third of torch's time. Many are left to torch and its threads."""
+def _on_host(*tensors: Tensor) -> bool:
+    """Whether these are plain numbers in memory, and nobody wants to see operations on them: no compiler, tracer or transform."""
+    plain = all(type(each) is Tensor and each.device.type == "cpu" for each in tensors)
+    return plain and not (torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active())
+
+
+def _bits_on_host(key: Tensor, coords: Sequence[Tensor]) -> Tensor:
+    """As `_bits`, in numpy, which does an operation on few numbers in a third of torch's time. The full size of many is left to torch."""
     shape = np.broadcast_shapes(*(coord.shape for coord in coords))
     with np.errstate(over="ignore"):
         first, second = _words_of(key)

@@ -1,12 +1,10 @@
 """One plan on one shape of batch: how long each task takes, and the step that they make up together.
 
-`simulate` runs the schedule; `bound` says without it what the step takes at least: the work of a stage, after the way to it and before
-the way back from it. What comes after the last task (gradients summed over workers, the update) is the same in both.
+`simulate` runs the schedule; `bounds` says without it what the step takes at least.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +17,7 @@ from carrywave.plan.memory import Load, Memory, Split, most_held, one_slice, sta
 from carrywave.plan.messages import Line
 from carrywave.plan.plan import Plan
 from carrywave.plan.profile import Link, Overheads, Profile
-from carrywave.plan.programs import loads_of, program_of, scored_by, through
+from carrywave.plan.programs import loads_of, program_of
 from carrywave.plan.schedule import Task
 from carrywave.plan.simulate import Timeline, Times, simulate
 from carrywave.plan.units import Shape, Units
@@ -83,25 +81,25 @@ class Case:
             found = self._stages[key] = each[0] if len(each) == 1 else Seconds(*(max(part) for part in zip(*each, strict=True)))
         return found
 
-    def _last(self, last: int, chunk: int) -> int:
+    def last_unit(self, last: int, chunk: int) -> int:
         """The unit after the last that runs with a chunk: not a shared head, and one that pools only after the last chunk."""
         without = self.share_head or (self.units.pooled and chunk < self.chunks - 1)
         return last - 1 if without and last == len(self.units) else last
 
     def forward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
         """Seconds of F."""
-        return self._task(stage, first, last, lanes, chunk)[0]
+        return self.task(stage, first, last, lanes, chunk)[0]
 
     def backward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
         """Seconds of B."""
-        return self._task(stage, first, last, lanes, chunk)[1]
+        return self.task(stage, first, last, lanes, chunk)[1]
 
-    def _task(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> tuple[float, float]:
+    def task(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> tuple[float, float]:
         """Seconds of F and B."""
         key = self.like[stage], first, last, lanes, chunk == self.chunks - 1  # all chunks but the last are alike
         found = self._tasks.get(key)
         if found is None:
-            last = self._last(last, chunk)
+            last = self.last_unit(last, chunk)
             work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
             again = work.forward if self.plan.recompute else 0.0
             backward = self.task_seconds + again + work.backward + (0.0 if self.put_off else work.put_off)
@@ -112,7 +110,7 @@ class Case:
         """Seconds of the weights' gradients of a slice that were put off; of a shared head, for the chunks that the last stage scored."""
         if not self.put_off:
             return 0.0
-        last = self._last(last, self.chunks - 1)
+        last = self.last_unit(last, self.chunks - 1)
         own = self._owed(stage, first, last, lanes) if last > first else 0.0
         head = len(self.units) - 1
         return own + (self._owed(stage, head, head + 1, lanes) * scored / self.chunks if scored else 0.0)
@@ -168,122 +166,11 @@ class Case:
         self._busy[key] = total
         return total
 
-    def least(self) -> float:
-        """Seconds of a step, at least, however the units are cut."""
-        units, stages = len(self.units), self.plan.stages
-        least = math.inf
-        for stage in set(self.like):
-            # A stage has an equal part of all work, or more; and of equal layers one stage has as many as an equal part has, rounded up.
-            parts = [(first, first + -(-(last - first) // stages)) for first, last in self.units.runs]
-            parts = [(first, last) for first, last in parts if self._last(last, self.chunks - 1) > first]
-            work = max(self.busy(stage, 0, units) / stages, *(self.busy(stage, *part) for part in parts))
-            if len(self.lanes) == 1:
-                # A chunk goes through all stages, there and back; the slowest has all others to do besides.
-                lanes, last = self.lanes[0], self.chunks - 1
-                once = sum(self._task(stage, 0, units, lanes, last))
-                steady = max(
-                    sum(self._task(stage, 0, units, lanes, 0)) / stages, *(sum(self._task(stage, *part, lanes, 0)) for part in parts)
-                )
-                work = max(work, once + last * steady)
-            least = min(least, work)
-        least += self._heads() / stages
-        if stages == 1:
-            return max(end for _, end in self._after((0, units), [least])[-1])
-        return least + self._least_after()
-
-    def shared_out(self) -> float:
-        """Seconds of a step if all its work could be shared out evenly over the stages; chunks and slices only add to that."""
-        return min(self.busy(stage, 0, len(self.units)) for stage in set(self.like)) / self.plan.stages + self._least_after()
-
-    def _least_after(self) -> float:
-        """Seconds of what follows the last task, at least. One stage has its share of all parameters and of their sums, or more."""
-        units, stages = len(self.units), self.plan.stages
-        all_bytes = self.units.parameters(0, units) * self.units.parameter_bytes
-        summed = self._exposed(all_bytes, max(self._window(stage, 0, units) for stage in set(self.like))) / stages
-        share = self.units.parameters(0, units) // stages
-        updates = (
-            costs.update(share) * crowd
-            for kinds, crowds in zip(self.kinds, self.crowds, strict=True)
-            for costs, crowd in zip(kinds, crowds, strict=True)
-        )
-        return summed + self._agree() + min(updates)
-
-    def _heads(self) -> float:
-        """Seconds of a shared head, all of it."""
-        if not self.share_head:
-            return 0.0
-        last = self.plan.stages - 1
-        each = {
-            lanes: (self.chunks - 1) * self.score(last, lanes, 0) + self.score(last, lanes, self.chunks - 1) for lanes in set(self.lanes)
-        }
-        return sum(each[lanes] for lanes in self.lanes)
-
-    def _least_score(self, stage: int) -> float:
-        return min(self.score(stage, min(self.lanes), chunk) for chunk in (0, self.chunks - 1))
-
-    def _spans(self, edges: tuple[int, ...]) -> list[tuple[int, int]]:
+    def spans(self, edges: tuple[int, ...]) -> list[tuple[int, int]]:
         """The units of each stage, or others that are like them."""
         return [self.units.alike(first, last) for first, last in pairwise(edges)]
 
-    def bound(self, edges: tuple[int, ...]) -> float:
-        """Seconds of a step, at least."""
-        ends = self._ends(edges)
-        if len(self.lanes) == 1:
-            ends = [max(pair) for pair in zip(ends, self._wave(edges), strict=True)]
-        return max(end for _, end in self._after(edges, ends)[-1])
-
-    def _ends(self, edges: tuple[int, ...]) -> list[float]:
-        """When each stage is through, at the earliest: its own work, after the way to it and before the way back from it."""
-        stages, span = self.plan.stages, self._spans(edges)
-        first, final = self.lanes[0], self.lanes[-1]
-        pays = [self.pay(stage, *span[stage], final) for stage in range(stages)]
-        sends = self.overheads.message_seconds * sum(self.counts)  # receives may be posted before there is anything to do
-        lead = back = all_work = waits = 0.0  # the way to a stage, the way back from it
-        own = []
-        for stage in range(stages):
-            work = self.busy(stage, *span[stage]) - pays[stage] + sends * ((stage > 0) + (stage < stages - 1))
-            all_work += work + pays[stage]
-            waits += lead + max(0.0, back - pays[stage])
-            if self.share_head:
-                # Chunks differ little from each other, lanes by one at most: the fewest, and the shortest, so that it stays a bound.
-                work += scored_by(stages, self.counts)[stage] * self._least_score(stage)
-            own.append(lead + work)
-            if stage < stages - 1:
-                lead += self.forward(stage, *span[stage], first, 0) + self._hop(stage, edges, first, 0)
-                back += self.backward(stage, *span[stage], final, 0) + self._hop(stage, edges, final, 0)
-        # The last backward of a stage is followed by those of all before it; its send is part of the way.
-        ends = [own[-1] + pays[-1]]
-        after = own[-1] - self.overheads.message_seconds
-        for stage in range(stages - 2, -1, -1):
-            after += self._hop(stage, edges, final, 0) + self.backward(stage, *span[stage], final, 0)
-            ends.append(max(after, own[stage]) + pays[stage])
-            after = max(after, own[stage] - self.overheads.message_seconds)
-        ends.reverse()
-        if self.share_head:  # whoever does it, all that is to be done is done by all stages together
-            ends[0] = max(ends[0], (all_work + waits + self._heads()) / stages)
-        return ends
-
-    def _wave(self, edges: tuple[int, ...]) -> list[float]:
-        """When each stage is through with one slice: all chunks forward, then all back. The longest way through a grid of stages and
-        chunks, in which all chunks are alike but the last: along the slowest stage, and over to the last chunk where that is latest.
-        """
-        stages, span, lanes, last = self.plan.stages, self._spans(edges), self.lanes[0], self.chunks - 1
-        send = self.overheads.message_seconds
-        hop, short_hop = ([self._hop(stage, edges, lanes, chunk) for stage in range(stages - 1)] for chunk in (0, last))
-        whole, short = ([self.forward(stage, *span[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
-        forward = through(whole, short, hop, short_hop, last, [send] * (stages - 1) + [0.0])
-        if self.share_head:  # nothing goes back before the last chunk is scored
-            forward += min(self.score(stage, lanes, last) for stage in range(stages))
-        whole, short = ([self.backward(stage, *span[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
-        ends = []
-        for stage in range(stages):
-            # Back comes the short chunk first: the same way, seen from its end.
-            sends = [send if each else 0.0 for each in range(stage, stages)]
-            back = through(whole[stage:], short[stage:], hop[stage:], short_hop[stage:], last, sends)
-            ends.append(forward + back + self.pay(stage, *span[stage], lanes))
-        return ends
-
-    def _hop(self, stage: int, edges: tuple[int, ...], lanes: int, chunk: int) -> float:
+    def hop(self, stage: int, edges: tuple[int, ...], lanes: int, chunk: int) -> float:
         """Seconds of a message between a stage and the next."""
         return self.overheads.message_seconds + _message(self.links[stage], self.num_bytes(edges[stage + 1], lanes, chunk))
 
@@ -291,7 +178,7 @@ class Case:
         """The step, task by task."""
         program = program_of(self.plan.stages, self.counts, self.share_head)
         last = self.plan.stages - 1
-        span = self._spans(edges)
+        span = self.spans(edges)
         known: dict[tuple[str, int, int, bool], float] = {}
         own: dict[int, int] = {}  # chunks of each slice that the last stage scores itself
         for (_, part), stage in program.program.schedule.scorers.items():
@@ -323,14 +210,14 @@ class Case:
             return self.link(line.sender, line.receiver)
 
         found = simulate(program, Times(run, pay, num_bytes, link, self.overheads.message_seconds))
-        reduced, updated = self._after(edges, found.ends)
+        reduced, updated = self.after(edges, found.ends)
         return found.then("reduce", reduced).then("update", updated)
 
     def parameters(self, edges: tuple[int, ...]) -> list[int]:
         """Parameters that each stage holds."""
         return [self.units.parameters(a, b, share_head=self.share_head) for a, b in pairwise(edges)]
 
-    def _after(self, edges: tuple[int, ...], ends: Sequence[float]) -> list[list[tuple[float, float]]]:
+    def after(self, edges: tuple[int, ...], ends: Sequence[float]) -> list[list[tuple[float, float]]]:
         """What follows a stage's last task: sums of gradients over workers, and the update; start and end of each."""
         replicas, stages = self.plan.replicas, self.plan.stages
         held = self.parameters(edges)
@@ -346,14 +233,14 @@ class Case:
             agreed = max(done[stage] for stage in members)
             seconds = self._reduce(groups, shared * self.units.parameter_bytes)
             done = [agreed + seconds if stage in members else each for stage, each in enumerate(done)]
-        agreed = max(done) + self._agree()
+        agreed = max(done) + self.agree()
         updates = []
         for stage in range(stages):
             pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
             updates.append((agreed, agreed + max(costs.update(held[stage], tensors[stage]) * crowd for costs, crowd in pairs)))
         return [[(end, max(end, each)) for end, each in zip(ends, done, strict=True)], updates]
 
-    def _agree(self) -> float:
+    def agree(self) -> float:
         """Seconds in which all workers agree on loss, count, norm and their like."""
         workers = self.plan.replicas * self.plan.stages
         return self._reduce(workers, _AGREED_BYTES + 8 * workers)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from carrywave.plan import bounds
 from carrywave.plan.case import Case
 from carrywave.plan.cluster import Cluster, Placed
 from carrywave.plan.cost import Costs
@@ -87,15 +88,15 @@ class Predictor:
     def bound(self, plan: Plan) -> float:
         """Seconds that a step takes at least."""
         edges = plan.edges(len(self.units))
-        return self._mean([case.bound(edges) + case.overheads.step_seconds for case in self.cases(plan)])
+        return self._mean([bounds.bound(case, edges) + case.overheads.step_seconds for case in self.cases(plan)])
 
     def least(self, plan: Plan) -> float:
         """Seconds that a step takes at least, however the units are cut."""
-        return self._mean([case.least() for case in self.cases(plan)])
+        return self._mean([bounds.least(case) for case in self.cases(plan)])
 
     def shared_out(self, plan: Plan) -> float:
         """Seconds that a step of so many replicas and stages takes if all work could be shared out evenly."""
-        return self._mean([case.shared_out() for case in self.cases(plan)])
+        return self._mean([bounds.shared_out(case) for case in self.cases(plan)])
 
     def balanced(self, plan: Plan) -> tuple[int, ...] | None:
         """The cuts that balance a plan's stages, whatever memory they need; none where devices differ, so that stages do."""

@@ -106,7 +106,8 @@ class Units:
     def tensors(self, first: int, last: int, *, share_head: bool = False) -> int:
         """That the parameters of a stage of units [first, last) are in."""
         head = len(self.units) - 1
-        return self._sums[last][1] - self._sums[first][1] + (self.units[head].tensors if share_head and last <= head else 0)
+        also = self.units[head].tensors if share_head and last <= head else 0
+        return self._sums[last][1] - self._sums[first][1] + also - (bool(self.tied) and first == 0 and (last > head or share_head))
 
     def alike(self, first: int, last: int) -> tuple[int, int]:
         """The first units that are like [first, last), so that what is known of those holds for these: equal layers repeat."""

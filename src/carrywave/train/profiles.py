@@ -221,14 +221,16 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
     found = tuple(Reduction(workers, num_bytes, statistics.fmean(seconds)) for num_bytes, seconds in sorted(reductions.items()))
     sizes = {(each.workers, each.num_bytes) for each in found}
     before = tuple(each for each in profile.reductions if (each.workers, each.num_bytes) not in sizes)
+    factors = {crowd.workers: crowd for crowd in profile.crowds}
     # What was found first stands, so that predictions do not depend on what was measured later.
     times: dict[str, Any] = {name: statistics.fmean(each) for name, each in overheads.items() if not getattr(profile.overheads, name)}
     return replace(
         profile,
         samples=kept + tuple(new),
         reductions=before + found,
-        crowds=tuple(crowd for crowd in profile.crowds if crowd.workers not in lags)
-        + tuple(Crowd(workers, lag=lag) for workers, lag in sorted(lags.items())),
+        crowds=tuple(
+            {**factors, **{workers: replace(factors.get(workers, Crowd(workers)), lag=lag) for workers, lag in lags.items()}}.values()
+        ),
         within=link,
         overheads=replace(profile.overheads, **times),
     )
