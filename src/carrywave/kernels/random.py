@@ -106,9 +106,11 @@ def _bits(first: Tensor, second: Tensor, *coords: Tensor) -> Tensor:
 
 
 def _on_host(*tensors: Tensor) -> bool:
-    """Whether these are plain numbers in memory, and nobody wants to see operations on them: no compiler, tracer or transform."""
-    plain = all(type(each) is Tensor and each.device.type == "cpu" for each in tensors)
-    return plain and not (torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active())
+    """Whether these are plain numbers in memory, and nobody looks at the operations on them: no compiler, tracer, transform or mode."""
+    if any(type(each) is not Tensor or each.device.type != "cpu" for each in tensors) or torch.compiler.is_compiling():
+        return False
+    looked_at = torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
+    return not looked_at
 
 
 def _bits_on_host(key: Tensor, coords: Sequence[Tensor]) -> Tensor:
