@@ -593,7 +593,7 @@ def test_a_prompt_without_a_word() -> None:
 
 
 def test_a_benchmark_that_is_not_there() -> None:
-    names = "data, faults, kernels, memory, pipeline, plan, replicas, snapshot, step, train"
+    names = "data, faults, heap, kernels, memory, pipeline, plan, replicas, snapshot, step, train"
     assert refused("bench", "nosuch").startswith(f"there is no benchmark nosuch; use one of {names}")
 
 

@@ -346,7 +346,7 @@ def test_a_run_of_two_workers_stops_and_goes_on(tmp_path: Path, python: Run) -> 
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
     assert process.stdout is not None
     for line in process.stdout:
-        if " step " in line:
+        if line.startswith("epoch ") and " step " in line:
             break
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
