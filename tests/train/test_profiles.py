@@ -46,7 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         samples += [Sample("optimizer", "fp32", 0, size, 1, 1, 1e-9 * size, name=name) for name, size in sizes]
         rows: list[dict[str, Any]] = [{"sample": asdict(sample)} for sample in samples]
         rows += [{"reduction": {"workers": workers, "num_bytes": 64, "seconds": 1e-3}}] * job["links"]
-        rows += [{"lag": {"workers": workers, "lag": 0.1}}] * job["links"]
+        rows += [{"lag": 0.1}] * job["links"]
         rows += [{"link": {"latency_seconds": 1e-4, "bytes_per_second": 1e9}}] * job["links"]
         return [[*rows, {"overheads": {"task_seconds": 1e-4, "message_seconds": 5e-5}}]] * workers
 

@@ -129,7 +129,7 @@ def _lag(world: World, ask: Ask) -> Row:
         slowest[number] = mean[number] = _repeated(rig, times)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(mean)
-    return {"lag": {"workers": world.size, "lag": (slowest.sum() / mean.sum() * world.size - 1).item()}}
+    return {"lag": (slowest.sum() / mean.sum() * world.size - 1).item()}
 
 
 def _repeated(rig: Rig, times: int) -> float:

@@ -55,9 +55,7 @@ class Case:
         first: dict[tuple[int, ...], int] = {}
         self.like = [first.setdefault(tuple(map(id, kinds)), stage) for stage, kinds in enumerate(self.placed.profiles)]
         self.links = [self.link(stage, stage + 1) for stage in range(plan.stages - 1)]
-        self._stages: dict[tuple[int, int, int, int, int], Seconds] = {}
         self._tasks: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
-        self._paid: dict[tuple[int, int, int, int], float] = {}
         self._busy: dict[tuple[int, int, int], float] = {}
         self._reduced: dict[tuple[int, int], float] = {}
         self._memory: dict[tuple[Load, int, int], Memory] = {}
@@ -70,16 +68,9 @@ class Case:
 
     def of_stage(self, stage: int, first: int, last: int, lanes: int, steps: int) -> Seconds:
         """Of units [first, last) on a chunk, by the slowest of this stage's devices."""
-        stage = self.like[stage]
-        key = stage, first, last, lanes, steps
-        found = self._stages.get(key)
-        if found is None:
-            each = [
-                costs.stage(first, last, lanes, steps).times(crowd)
-                for costs, crowd in zip(self.kinds[stage], self.crowds[stage], strict=True)
-            ]
-            found = self._stages[key] = each[0] if len(each) == 1 else Seconds(*(max(part) for part in zip(*each, strict=True)))
-        return found
+        pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
+        each = [costs.stage(first, last, lanes, steps).times(crowd) for costs, crowd in pairs]
+        return each[0] if len(each) == 1 else Seconds(*(max(part) for part in zip(*each, strict=True)))
 
     def last_unit(self, last: int, chunk: int) -> int:
         """The unit after the last that runs with a chunk: not a shared head, and one that pools only after the last chunk."""
@@ -117,13 +108,8 @@ class Case:
 
     def _owed(self, stage: int, first: int, last: int, lanes: int) -> float:
         """Seconds of the put-off gradients of units [first, last), by the slowest of this stage's devices."""
-        key = self.like[stage], first, last, lanes
-        found = self._paid.get(key)
-        if found is None:
-            pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
-            found = max(costs.owed(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
-            self._paid[key] = found
-        return found
+        pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
+        return max(costs.owed(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
 
     def _head(self, stage: int, lanes: int, steps: int) -> Seconds:
         return self.of_stage(stage, len(self.units) - 1, len(self.units), lanes, steps)

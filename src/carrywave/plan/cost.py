@@ -100,17 +100,8 @@ class Costs:
         return found
 
     def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Neighbours that are alike, as [first, last) of each run."""
-        runs: list[tuple[int, int]] = []
-        for number in range(first, last):
-            unit = self.units.units[number]
-            if runs and unit.kind == "lstm":
-                before = self.units.units[number - 1]
-                if (before.kind, before.inputs, before.outputs, before.dropout) == (unit.kind, unit.inputs, unit.outputs, unit.dropout):
-                    runs[-1] = (runs[-1][0], number + 1)
-                    continue
-            runs.append((number, number + 1))
-        return runs
+        """Neighbours among units [first, last) that are alike, as [first, last) of each run."""
+        return [(max(begin, first), min(end, last)) for begin, end in self.units.runs if begin < last and end > first]
 
     def _together(self, unit: Unit, count: int, lanes: int, steps: int) -> float:
         """How long equal layers take in one call, where they may run at the same time, beside one after the other."""

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count
 from typing import Literal
 
@@ -115,10 +116,9 @@ class Search:
         self.predictor, self.units, self.cluster = predictor, predictor.units, predictor.cluster
         self.space, self.tolerance = Space(self.units, self.cluster, use_all), tolerance
         self.cuts: dict[Plan, list[tuple[int, ...]]] = {}  # those that fit
-        self.known: dict[Plan, Prediction] = {}
-        self.groups: dict[Plan, float] = {}  # of so many replicas and stages, if work could be shared out evenly
-        self.leasts: dict[Plan, float] = {}  # of plans that are not cut yet; one of one stage is the same plan when it is
-        self.bounds: dict[Plan, float] = {}
+        # Worked out once for each plan. One of one stage is the same plan before it is cut and after, so that each has its own cache.
+        self._shared_out, self._least = cache(predictor.shared_out), cache(predictor.least)
+        self._bound, self._predict = cache(predictor.bound), cache(predictor.predict)
         self.misfits: dict[Plan, None] = {}
 
     def rival(self, wanted: Wanted) -> Prediction | None:
@@ -199,26 +199,6 @@ class Search:
             if not found:
                 self.misfits[plan] = None
         return self.cuts[plan]
-
-    def _least(self, plan: Plan) -> float:
-        if plan not in self.leasts:
-            self.leasts[plan] = self.predictor.least(plan)
-        return self.leasts[plan]
-
-    def _shared_out(self, plan: Plan) -> float:
-        if plan not in self.groups:
-            self.groups[plan] = self.predictor.shared_out(plan)
-        return self.groups[plan]
-
-    def _bound(self, plan: Plan) -> float:
-        if plan not in self.bounds:
-            self.bounds[plan] = self.predictor.bound(plan)
-        return self.bounds[plan]
-
-    def _predict(self, plan: Plan) -> Prediction:
-        if plan not in self.known:
-            self.known[plan] = self.predictor.predict(plan)
-        return self.known[plan]
 
     def variants(self, plan: Plan) -> list[Prediction]:
         """The chosen plan with one thing changed, where that fits: other chunks, even cuts, the head shared or not, recomputation."""

@@ -202,13 +202,13 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
     reductions: dict[int, list[float]] = defaultdict(list)
     overheads: dict[str, list[float]] = defaultdict(list)
     link = profile.within
-    lags: dict[int, float] = {}
+    crowded = {crowd.workers: crowd for crowd in profile.crowds}
     for row in (row for of_one in rows for row in of_one):
         if "sample" in row:
             sample = replace(Sample(**row["sample"]), workers=workers)
             samples[_same(sample)].append(sample)
         if "lag" in row:
-            lags[row["lag"]["workers"]] = row["lag"]["lag"]
+            crowded[workers] = replace(crowded.get(workers, Crowd(workers)), lag=row["lag"])
         if "reduction" in row:
             reductions[row["reduction"]["num_bytes"]].append(row["reduction"]["seconds"])
         if "link" in row:
@@ -221,16 +221,13 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
     found = tuple(Reduction(workers, num_bytes, statistics.fmean(seconds)) for num_bytes, seconds in sorted(reductions.items()))
     sizes = {(each.workers, each.num_bytes) for each in found}
     before = tuple(each for each in profile.reductions if (each.workers, each.num_bytes) not in sizes)
-    factors = {crowd.workers: crowd for crowd in profile.crowds}
     # What was found first stands, so that predictions do not depend on what was measured later.
     times: dict[str, Any] = {name: statistics.fmean(each) for name, each in overheads.items() if not getattr(profile.overheads, name)}
     return replace(
         profile,
         samples=kept + tuple(new),
         reductions=before + found,
-        crowds=tuple(
-            {**factors, **{workers: replace(factors.get(workers, Crowd(workers)), lag=lag) for workers, lag in lags.items()}}.values()
-        ),
+        crowds=tuple(crowded.values()),
         within=link,
         overheads=replace(profile.overheads, **times),
     )
