@@ -114,7 +114,7 @@ def _on_host(*tensors: Tensor) -> bool:
 
 
 def _bits_on_host(key: Tensor, coords: Sequence[Tensor]) -> Tensor:
-    """As `_bits`, in numpy, which does an operation on few numbers in a third of torch's time. The full size of many is left to torch."""
+    """As `_bits`, in numpy, which begins an operation sooner than torch does. The full size of many numbers is left to torch."""
     shape = np.broadcast_shapes(*(coord.shape for coord in coords))
     with np.errstate(over="ignore"):
         first, second = _words_of(key)
