@@ -32,6 +32,7 @@ class Batch:
     epoch: int = 0
     step: int = 0  # position in the epoch; (epoch, step) is the cursor, and keys the randomness; -1: the trainer counts
     real: int = 0  # real steps, the sum of lengths, known on the host; -1: not known
+    goes_on: bool = False  # whoever made it said that some lanes go on from a carry
     whole: tuple[int, int] | None = None  # (real steps, lanes) of the batch that these lanes are a part of; None: this is all of it
 
     @staticmethod
@@ -82,6 +83,7 @@ class Batch:
             epoch=epoch,
             step=-1 if step is None else step,
             real=real,
+            goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
         )
 
     @property

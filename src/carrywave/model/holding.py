@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from carrywave.errors import PlanError
+from carrywave.errors import PlanError, UserError
 from carrywave.model.model import Model
 
 _LAYER = re.compile(r"_l(\d+)(_reverse)?(\.|$)")
@@ -98,8 +99,21 @@ def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch
                             empty = nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
                             emptied[id(tensor)] = empty
                         store[key] = empty  # type: ignore[assignment]
+    if emptied:
+        for module in model.modules():
+            module.register_state_dict_post_hook(_refuse_a_part)  # type: ignore[no-untyped-call]
     order = {name: place for place, name in enumerate(where)}
     return {name: held[name] for name in sorted(held, key=order.__getitem__)}
+
+
+def _refuse_a_part(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Nobody who saves a model wants empty tensors in the place of those that other workers hold."""
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            raise UserError(
+                f"{name} is held by another worker, so that this state_dict would save an empty tensor for it; "
+                "call trainer.gathered() for the weights or trainer.state_dict() for all, on every worker, and save what rank 0 gets"
+            )
 
 
 def fill(model: Model, tensors: dict[str, Tensor], device: torch.device) -> None:

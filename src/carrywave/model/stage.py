@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.kernels.lengths import real_steps
+from carrywave.model.leaves import Audit
 from carrywave.model.state import Chunk, State
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Stage(nn.Module):
         self.pooled = self.has_head and model.pooled
         self.width_in, self.width_out = _width(model, first), _width(model, last)
         self.width_head = _width(model, units - 1)
+        self.audit: Audit | None = None  # looks at what is computed from what, in the steps that it is set for
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,6 +84,9 @@ class Stage(nn.Module):
                     layers=self.layers,
                 )
             y = raw if self.dropout_out is None else self.dropout_out(raw)
+        if self.audit is not None:
+            self.audit.enter(x, *(part for carry in state.carries for part in carry), *(state.acc or ()))
+            self.audit(y)
         return y, raw, State(carries, self._pool(y, state.acc, chunk) if self.pooled else state.acc)
 
     def scope(self, chunk: Chunk) -> contextlib.AbstractContextManager[object]:
@@ -92,7 +97,11 @@ class Stage(nn.Module):
         """Loss sum and count of the chunk; where the head pools, of the whole sequences, asked once after the last chunk."""
         with self.scope(chunk):
             score = self.head.loss(state.acc if self.pooled else y, self._in_own_dtype(target))
-        return checked_score(score, f"loss of the head {type(self.head).__name__}")
+        scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
+        if self.audit is not None:
+            self.audit.enter(y)
+            self.audit(scored[0])
+        return scored
 
     def output(self, y: Tensor, state: State, chunk: Chunk) -> Any:
         """The head's result: for each step, or for each lane from the accumulator where the head pools."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.model.dropout import keyed
+from carrywave.model.leaves import Audit
 from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
 
@@ -43,6 +44,7 @@ class Whole(nn.Module):
         self.pooled = bool(getattr(module, "pooled", False)) if pooled is None else pooled
         self.module = keyed(module, "module")
         self._loss: Any = loss or own
+        self.audit: Audit | None = None  # looks at what is computed from what, in the steps that it is set for
         self._takes_lengths = "lengths" in inspect.signature(module.forward).parameters
 
     @property
@@ -67,6 +69,8 @@ class Whole(nn.Module):
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Any, Any, State]:
         """The module's output."""
         x = x.to(self.dtype) if x.is_floating_point() else x
+        if self.audit is not None:
+            self.audit.enter(x)
         with random.scope(chunk.key, chunk.lanes, chunk.start):
             out = self.module(x, lengths=chunk.lengths) if self._takes_lengths else self.module(x)
         return out, out, state
@@ -75,7 +79,10 @@ class Whole(nn.Module):
         """Loss sum and count."""
         with random.scope(chunk.key, chunk.lanes, chunk.start, pooled=self.pooled):
             score = self._loss(y, target.to(self.dtype) if target.is_floating_point() else target)
-        return checked_score(score, f"loss of the module {type(self.module).__name__}")
+        scored = checked_score(score, f"loss of the module {type(self.module).__name__}")
+        if self.audit is not None:
+            self.audit(scored[0])
+        return scored
 
     def output(self, y: Any, state: State, chunk: Chunk) -> Any:
         """What metrics read."""

@@ -72,8 +72,10 @@ class Reduced:
 class _Bucket:
     """Neighbouring gradients in one buffer, which is reduced at once."""
 
-    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], early: bool, local: dict[int, Tensor | None]) -> None:
-        self.group, self.parameters, self.early, self.local = group, parameters, early, local
+    def __init__(
+        self, group: dist.ProcessGroup, parameters: list[nn.Parameter], early: bool, local: dict[int, Tensor | None], unreached: set[int]
+    ) -> None:
+        self.group, self.parameters, self.early, self.local, self.unreached = group, parameters, early, local, unreached
         first = parameters[0]
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         pieces = torch.split(self.flat, [p.numel() for p in parameters])
@@ -83,7 +85,7 @@ class _Bucket:
         self.started = False
 
     def take(self, parameter: Tensor) -> None:
-        """Move a gradient that is final into the buffer. Where a parameter was not used it is zero."""
+        """Move a gradient that is final into the buffer. Where a parameter was not used here it is zero."""
         found = self.missing.pop(id(parameter), None)
         if found is None:
             return
@@ -91,6 +93,7 @@ class _Bucket:
         if id(parameter) in self.local:
             self.local[id(parameter)] = parameter.grad
         if parameter.grad is None:
+            self.unreached.add(id(parameter))
             view.zero_()
         else:
             view.copy_(parameter.grad)
@@ -105,17 +108,19 @@ class Reducer:
     a buffer of zeros to add to.
 
     `watched` are parameters, small ones, whose gradients stay to be seen as they were before the sum: in `local`, by the parameter's id.
+    `unreached` are the ids of those that backward did not come to on this worker; others may have.
     """
 
     def __init__(self, wanted: Sequence[Reduced], bucket_bytes: int = BUCKET_BYTES, *, watched: Sequence[nn.Parameter] = ()) -> None:
         self.buckets: list[_Bucket] = []
         self.local: dict[int, Tensor | None] = {id(p): None for p in watched}
+        self.unreached: set[int] = set()
         self._armed = False
         self._owed: Callable[[Tensor], bool] = _nothing
         for each in wanted:
             # Backward reaches the last layers first.
             for run in _runs(list(reversed(each.parameters)), bucket_bytes):
-                self.buckets.append(_Bucket(each.group, run, each.early, self.local))
+                self.buckets.append(_Bucket(each.group, run, each.early, self.local, self.unreached))
         self._of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -124,6 +129,7 @@ class Reducer:
     def begin(self) -> None:
         """Before the first backward of an optimizer step, when there are no gradients."""
         self._armed = False
+        self.unreached.clear()
         for bucket in self.buckets:
             bucket.work, bucket.started = None, False
             bucket.missing = {id(p): (p, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)}
@@ -151,6 +157,8 @@ class Reducer:
         """Torch has been to this gradient; it calls also where it had nothing to add."""
         if self._armed and not self._owed(parameter):
             self.ready(parameter)
+
+    _added.is_ours = True  # type: ignore[attr-defined]  # among the hooks of a parameter, which may be the user's
 
     def ready(self, parameter: Tensor) -> None:
         """A gradient is final."""

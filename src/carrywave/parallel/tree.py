@@ -101,6 +101,7 @@ class Tree:
         summed = {id(p) for branch in self.branches for p in branch.parameters if branch.pairs or branch.stages is not None}
         self._summed = summed
         self.local: dict[int, Tensor | None] = {id(p): None for p in watched if id(p) in summed}
+        self.unreached: set[int] = set()  # ids of parameters that no shard of this worker has come to; others may have
         self._free: list[_Sum] = []
         self._stack: list[_Sum | None] = []  # None: of shards without lanes
         self._given = 0
@@ -114,11 +115,14 @@ class Tree:
         """Before the first shard of an optimizer step."""
         self._free += [each for each in (*self._stack, self._root) if each is not None]
         self._stack, self._given, self._root = [], 0, None
+        self.unreached = {id(p) for p in self.parameters}
 
     @torch.no_grad()
     def give(self, *, empty: bool = False) -> None:
         """The parameters hold the gradients of the next shard; or it is empty."""
         grads = [p.grad for p in self.parameters]
+        if not empty:
+            self.unreached -= {id(p) for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
         odd = self._given % 2 == 1
         before = self._stack[-1] if odd else None
         new: _Sum | None = None

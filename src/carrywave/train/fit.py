@@ -39,6 +39,7 @@ from carrywave.train import again, begun, causes
 from carrywave.train.compare import Comparison
 from carrywave.train.cost import cost_line
 from carrywave.train.evaluate import order_for
+from carrywave.train.given import check_dtype
 from carrywave.train.keep import Keeper, check_same, go_on, hear, load_parameters, read_weights, take_weights
 from carrywave.train.launch import RESTARTS
 from carrywave.train.loop import Ending, Loop, Parts
@@ -257,6 +258,8 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
     with together(world):
         if spec.train.reproducible:
             shards.check(plan)
+        if own is not None:
+            check_dtype(spec.train, model)
         model.to(parameter_dtype(spec.train.precision))
         if start.init is not None and world.rank == 0:
             # Class weights follow from this run's spec and data, not from those of the run before.

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.errors import Diverged, RunError, UserError
-from carrywave.kernels.carry import Carry
 from carrywave.model.holding import homes
 from carrywave.model.model import Model
 from carrywave.model.state import State
@@ -30,6 +29,7 @@ from carrywave.train.run import Run
 from carrywave.train.snapshot import Groups, Stored, load_weights, mend_best, open_stored, ranged
 from carrywave.train.taking import tensors_of
 from carrywave.train.trainer import Trainer
+from carrywave.train.trainer_state import carry_state, carry_tensors
 from carrywave.train.watch import Watcher
 from carrywave.train.writer import Writer
 
@@ -277,19 +277,6 @@ def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None) ->
     """The tensors of a weights file, checked against the whole of a model, also where some of it is held by another worker."""
     own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
     return load_weights(path, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}, ignored)
-
-
-def carry_tensors(state: State | None, layers: Sequence[int]) -> dict[str, Tensor]:
-    """The carry by layer name; lanes are its second dimension, in global order."""
-    if state is None:
-        return {}
-    pairs = zip(layers, state.carries, strict=True)
-    return {f"lstm.l{layer}.{part}": getattr(carry, part) for layer, carry in pairs for part in ("h", "c")}
-
-
-def carry_state(tensors: dict[str, Tensor], device: torch.device, layers: Sequence[int]) -> State:
-    """The state of the lanes from a snapshot."""
-    return State(tuple(Carry(*(tensors[f"lstm.l{layer}.{part}"].to(device) for part in ("h", "c"))) for layer in layers))
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

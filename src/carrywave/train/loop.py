@@ -306,7 +306,7 @@ class Loop:
 
     def _write_weights(self) -> None:
         """Rank 0 writes them; weights that are no numbers are refused, which is then everyone's end of the attempt."""
-        named = self.trainer.gathered()
+        named = self.trainer.gathered(each_once=True)
         with together(self.trainer.mesh.world, for_all_of_us=True):
             self.folder.write_weights(named)
 

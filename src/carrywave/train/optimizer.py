@@ -33,23 +33,41 @@ def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
     match spec.optimizer:
         case "sgd":
             optimizer = SGD(parameters, lr, momentum=spec.momentum, weight_decay=spec.weight_decay, fused=True)
-            if spec.momentum:
-                # Zeros instead of torch's lazy buffer: the first step gives the same, and a first step that is skipped leaves
-                # no uninitialised memory behind.
-                for parameter in parameters:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         case "adam" | "adamw":
             kind = Adam if spec.optimizer == "adam" else AdamW
             optimizer = kind(parameters, lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True, capturable=in_graph)
-            for parameter in parameters:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
         case "ntasgd":
             optimizer = NTASGD(parameters, lr, weight_decay=spec.weight_decay)
+    _begin(optimizer, parameters)
     return optimizer
+
+
+def enlarge(optimizer: Optimizer, named: Named) -> None:
+    """Take parameters in that were frozen when `build` made the optimizer, as they would have begun."""
+    [group] = optimizer.param_groups
+    known = {id(parameter) for parameter in group["params"]}
+    new = [parameter for _, parameter in named if id(parameter) not in known]
+    group["params"] += new
+    _begin(optimizer, new)
+
+
+def _begin(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """The state of parameters that no step has been taken with."""
+    [group] = optimizer.param_groups
+    for parameter in parameters:
+        if isinstance(optimizer, Adam):  # AdamW is one
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        elif isinstance(optimizer, SGD) and group["momentum"]:
+            # Zeros instead of torch's lazy buffer: the first step gives the same, and a first step that is skipped leaves
+            # no uninitialised memory behind.
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        elif isinstance(optimizer, NTASGD) and optimizer.average_active:
+            counts = next(optimizer.state[p]["count"] for p in group["params"] if "ax" in optimizer.state.get(p, {}))
+            optimizer.state[parameter] = {"ax": parameter.detach().clone(), "count": counts.clone()}
 
 
 def nonmonotone(history: Sequence[float], nonmono: int) -> bool:

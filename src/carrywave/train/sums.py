@@ -25,21 +25,17 @@ class Sums:
     overflow: Tensor  # more than zero where any worker has one
     votes: Tensor  # [2]
     said: Tensor  # by each worker; before the sum, by this one
+    marks: Tensor  # of what workers must agree on, a row for each of them; before the sum, this one's
+    reached: Tensor  # how many workers have a gradient of each parameter; before the sum, whether this one has
 
     def over(self, mesh: Mesh) -> Sums:
         """The sums over all workers, from each one's own."""
-        zero = torch.zeros_like(self.said)
-        numbers = torch.stack(
-            [
-                *self.score.unbind(),
-                self.squared,
-                self.overflow,
-                *self.votes.unbind(),
-                *(self.said if place == mesh.world.rank else zero for place in range(mesh.world.size)),
-            ]
-        )
+        rows = _own_row(mesh, self._row())
+        numbers = torch.cat([self.score, self.squared[None], self.overflow[None], self.votes, self.reached, rows.flatten()])
         total = mesh.sum_(numbers)
-        return Sums(total[:2], total[2], total[3], total[4:6], total[6:])
+        reached, places = torch.split(total[6:], [len(self.reached), rows.numel()])
+        said, marks = _columns(places.view_as(rows))
+        return Sums(total[:2], total[2], total[3], total[4:6], said, marks, reached)
 
     def over_shards(self, mesh: Mesh, scores: Mapping[int, Tensor]) -> Sums:
         """The same where this worker's part is in `scores`, by shard."""
@@ -49,9 +45,26 @@ class Sums:
             score_SK2[mesh.stage, shard] = score
         squared_S = torch.zeros(stages, dtype=torch.float64, device=device)
         squared_S[mesh.stage] = self.squared
-        said = torch.zeros(mesh.world.size, dtype=torch.float64, device=device)
-        said[mesh.world.rank] = self.said
-        numbers = torch.cat([self.overflow[None], self.votes, said, squared_S, score_SK2.flatten()])
-        overflow, votes, said, squared_S, flat = torch.split(mesh.sum_(numbers), [1, 2, len(said), stages, score_SK2.numel()])
+        rows = _own_row(mesh, self._row())
+        parts = [self.overflow[None], self.votes, self.reached, rows.flatten(), squared_S, score_SK2.flatten()]
+        overflow, votes, reached, places, squared_S, flat = torch.split(mesh.sum_(torch.cat(parts)), [len(part) for part in parts])
         by_shard = flat.view_as(score_SK2).sum(0).unbind()
-        return Sums(tree(by_shard, torch.add), squared_S.sum(), overflow[0], votes, said)
+        said, marks = _columns(places.view_as(rows))
+        return Sums(tree(by_shard, torch.add), squared_S.sum(), overflow[0], votes, said, marks, reached)
+
+    def _row(self) -> Tensor:
+        return torch.cat([self.said[None], self.marks])
+
+
+def _own_row(mesh: Mesh, row: Tensor) -> Tensor:
+    """A row for each worker: this one's in its place, and zeros in the others'."""
+    if mesh.world.size == 1:
+        return row[None]
+    rows = row.new_zeros((mesh.world.size, len(row)))
+    rows[mesh.world.rank] = row
+    return rows
+
+
+def _columns(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """What each worker says of bad numbers, and its marks."""
+    return rows[:, 0], rows[:, 1:]

@@ -22,7 +22,7 @@ from carrywave.parallel.launched import launched
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import parameter_dtype
 from carrywave.parallel.tree import Branch, Tree
-from carrywave.parallel.world import join
+from carrywave.parallel.world import join, same
 from carrywave.plan import shards
 from carrywave.plan.plan import Plan, check_head, resolve
 from carrywave.spec.load import parse
@@ -31,10 +31,17 @@ from carrywave.train.bad import BadNumbers
 
 
 @dataclass(frozen=True)
-class Place:
-    """What one worker holds of a model, and how it agrees with the others."""
+class Held:
+    """What one worker holds of a model, trained or not: it stays as it is for as long as there is a trainer."""
 
     stage: Stage | Whole
+    parameters: dict[str, nn.Parameter]  # by name
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one worker trains of what it holds, and how it agrees with the others on the gradients."""
+
     named: list[tuple[str, nn.Parameter]]  # that it trains
     counted: list[Tensor]  # whose gradients the norm counts here, those of one dtype after the other
     bad: BadNumbers
@@ -64,33 +71,37 @@ def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
     return parse({"plan": dict(given)}).plan_spec if given else PlanSpec()
 
 
-def take_place(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> Place:
-    """Take up rank 0's weights, keep those of this worker's stage, and prepare the sums over workers."""
+def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> Held:
+    """Take up rank 0's weights, and keep those of this worker's stage."""
     _check_plan(model, mesh.plan, spec)
     dtype = parameter_dtype(spec.precision)
     if mesh.world.size > 1:
         own = tensors_of(model)
+        same(mesh.world, {f"the model's {name}": f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in own.items()})
         for name, tensor in spread(mesh.world, own).items():
             own[name].copy_(tensor)
-    stage: Stage | Whole
     if isinstance(model, Whole):
         model.to(mesh.device, dtype)
-        stage, tied = model, []
-        named: list[tuple[str, nn.Parameter]] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    else:
-        first, last = mesh.span(model.units)
-        share_head = mesh.plan.shares_head
-        tied = shared(model, mesh.plan.edges(model.units)[1:-1], share_head=share_head)
-        held = hold(model, first, last, mesh.device, dtype, share_head=share_head)
-        stage = Stage(model, first, last, share_head=share_head)
-        named = [(name, p) for name, p in held.items() if isinstance(p, nn.Parameter) and p.requires_grad]
+        return Held(model, dict(model.named_parameters()))
+    first, last = mesh.span(model.units)
+    share_head = mesh.plan.shares_head
+    held = hold(model, first, last, mesh.device, dtype, share_head=share_head)
+    stage = Stage(model, first, last, share_head=share_head)
+    return Held(stage, {name: p for name, p in held.items() if isinstance(p, nn.Parameter)})
+
+
+def take_place(model: Model | Whole, mesh: Mesh, spec: TrainSpec, held: Held) -> Place:
+    """What is trained, as `requires_grad` has it now, and the sums over workers that it takes. All workers must ask at once."""
+    tied: list[Shared] = []
+    if isinstance(model, Model):
+        tied = shared(model, mesh.plan.edges(model.units)[1:-1], share_head=mesh.plan.shares_head)
+    named = [(name, p) for name, p in held.parameters.items() if p.requires_grad]
     mine = [each for each in tied if mesh.stage in each.stages]
     elsewhere = {each.name for each in mine if each.stages[0] != mesh.stage}
     # Replicas hold the same reduced gradient, and stages those that they share: the norm counts each once.
     counted = [p for name, p in named if name not in elsewhere] if mesh.replica == 0 else []
-    bad = BadNumbers(model, stage, named, mesh.world)
+    bad = BadNumbers(model, held.stage, named, mesh.world)
     return Place(
-        stage,
         named,
         [p for group in gradients.by_dtype(counted) for p in group],
         bad,
@@ -149,16 +160,16 @@ def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
         model.lstm.kernel = plan.kernel
 
 
-def own_optimizer(optimizer: torch.optim.Optimizer, place: Place) -> torch.optim.Optimizer:
+def own_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, held: Held) -> torch.optim.Optimizer:
     """The user's optimizer, without the parameters that this worker gave up."""
-    held = {id(p) for _, p in place.named}
+    kept = {id(p) for p in held.parameters.values()}
     for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) in held]
+        group["params"] = [p for p in group["params"] if id(p) in kept]
     return optimizer
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer that is saved, by name, each once (a tied one under its first name); detached, not copied."""
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    saved = model.state_dict(keep_vars=True).keys()
-    return own | {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
+    passing = {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
+    return own | {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in passing}

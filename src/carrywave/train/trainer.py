@@ -6,8 +6,7 @@ number of real targets in all of them, clips, and updates. The state of the lane
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,32 +15,38 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
-from carrywave.errors import PlanError, UserError
+from carrywave.errors import Diverged, PlanError, UserError
 from carrywave.kernels import random
+from carrywave.model.leaves import Audit
 from carrywave.model.model import Model
 from carrywave.model.state import State
 from carrywave.model.whole import Whole
 from carrywave.parallel import gradients, pipeline
 from carrywave.parallel.capture import Capture, Lanes, Parts
 from carrywave.parallel.clock import Clock
-from carrywave.parallel.gather import collect
 from carrywave.parallel.gradients import Reducer
+from carrywave.parallel.later import Later
 from carrywave.parallel.meeting import for_all
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import configure
 from carrywave.parallel.shards import settle
 from carrywave.parallel.slices import flatten, unflatten
-from carrywave.parallel.world import exchange
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import wavefront
-from carrywave.spec.load import parse
 from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
 from carrywave.train import optimizer as optimizers
+from carrywave.train import trainer_state
+from carrywave.train.agreement import Agreement
 from carrywave.train.bad import mended, sizes
+from carrywave.train.following import Followed
+from carrywave.train.given import check_batches, check_optimizer, check_spec, in_model_dtype, train_spec
+from carrywave.train.hooks import Hooks
+from carrywave.train.judging import mean_loss
+from carrywave.train.reach import Reach
 from carrywave.train.scaler import Scaler, step_unless
 from carrywave.train.sharded import Shards
 from carrywave.train.sums import Sums
-from carrywave.train.taking import mesh_of, own_optimizer, take_place, tensors_of
+from carrywave.train.taking import mesh_of, own_optimizer, take_hold, take_place, tensors_of
 
 Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (what the module gave, targets) -> sum over targets, their number
 
@@ -86,56 +91,65 @@ class Trainer:
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
             raise UserError("a head that pools, or a model that reads both ways, reads whole sequences; leave keep_state out")
-        self.spec = _train_spec(spec)
+        self.spec = train_spec(spec)
+        if mesh is None:  # a user's own loop; ours casts the model itself, and acts on all keys
+            check_spec(self.spec, own_optimizer=optimizer is not None)
+            self.spec = in_model_dtype(self.spec, self.model)
+        if optimizer is not None:
+            check_optimizer(optimizer, self.model)
         self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
         configure(self.spec.precision)
         if self.spec.reproducible:
             settle(self.device)
-        place = take_place(self.model, self.mesh, self.spec)
-        self.stage, self.named, self._counted, self.bad = place.stage, place.named, place.counted, place.bad
-        self.reducer, self._tree = place.reducer, place.tree
+        self.held = take_hold(self.model, self.mesh, self.spec)
+        self.stage = self.held.stage
+        self.keep_state = not whole if keep_state is None else keep_state
+        self._take_place()
+        self._own_optimizer = optimizer is not None
         if optimizer is None:
             self.optimizer = optimizers.build(self.spec, self.named, self.device)
         else:
-            self.optimizer = own_optimizer(optimizer, place) if self.plan.stages > 1 else optimizer
+            self.optimizer = own_optimizer(optimizer, self.model, self.held) if self.plan.stages > 1 else optimizer
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
         # A bad step changes no weights; only where that would cost, and the run ends anyhow, they are left to it.
-        free = optimizer is None and (self.device.type == "cpu" or self.spec.optimizer != "ntasgd")
-        self.guards_weights = free or self.spec.on_nan != "stop"
-        self.keep_state = not whole if keep_state is None else keep_state
-        self.shards: Shards | None = None
-        if self._tree is not None:
-            self.shards = Shards(self.mesh, self._tree, self.bad, self.backward, self.anew, pooled=self.model.pooled)
+        free = optimizer is not None or self.device.type == "cpu" or self.spec.optimizer != "ntasgd"
+        self.guards_weights = free or mesh is None or self.spec.on_nan != "stop"
         self.state: State | None = None
-        self._kept_lanes: int | None = None  # of all workers together
+        self.lanes: int | None = None  # whose state is kept, of all workers together
+        self.uncounted = 0  # batches so far that had no place of their own in an epoch
         self.scheduler: pipeline.Scheduler = wavefront
         self.votes = (0.0, 0.0)  # of this worker, for the next step: to stop as after Ctrl-C, as after SIGTERM
         self.clock: Clock | None = None  # times the tasks of the steps that it is set for; recorded ones have none
-        self._compared = False  # whether all workers have been seen to be given the same batch
-        self._uncounted = 0  # batches so far that had no place of their own in an epoch
+        self.agreement = Agreement(self.mesh, self.held.parameters)
+        self.hooks = Hooks(self.held.parameters, self.model, self.plan)
+        self._followed = Followed(self.model, self.mesh.world)
+        self._hooked = False  # whether there are hooks that a recorded step would not call
+        self._audited = False  # whether what the loss depends on was looked at, since it was last known to change
+        self._finite: Later | None = None  # of a step that has not been looked at
         known = optimizer is None and self.spec.precision != "fp64"
         self.record(Capture.of(self.device, self.plan) if known else None)
 
     def step(self, *batches: Batch) -> Tensor:
-        """One optimizer step over these batches (several: accumulated); returns the mean loss over their real targets."""
+        """One optimizer step over these batches (several: accumulated); returns the mean loss over their real targets.
+
+        With `on_nan: stop` a loss or gradient that is not a number raises `Diverged`: with GPUs one step later, when it is known without
+        waiting. Weights and optimizer are as they were before it, and lanes whose carry is bad begin anew.
+        """
         result = self.update(*batches)
+        if self.spec.on_nan == "stop":
+            self._look(result.finite)
         return (result.loss_sum / result.count.clamp(min=1e-30)).to(torch.float32)
 
     def update(self, *batches: Batch) -> StepResult:
         """One optimizer step, with its sums; they last until the next one."""
         if not self.model.training:
             self.model.train()
-        if not batches:
-            raise UserError("a step needs a batch; make one with Batch.of(inputs, targets)")
-        for batch in batches:
-            if not isinstance(batch, Batch):
-                raise UserError(
-                    f"a step takes batches, one after the other, got a {type(batch).__name__}; make them with Batch.of(inputs, targets)"
-                )
+        check_batches(batches, self.model, keep_state=self.keep_state)
+        if self._followed.changed():
+            self._follow()
+        self.agreement.before(batches, self.optimizer)
         keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
-        if self.plan.workers > 1 and not self._compared:
-            self._compare(batches[0])
         if self.keep_state:
             self._check_lanes(batches)
         own = [self.own_part(batch) for batch in batches]
@@ -144,10 +158,94 @@ class Trainer:
             if self.state is None or _lanes(self.state, lanes) != lanes:
                 self.state = self.stage.start(lanes, self.device).detach()
         state = flatten(self.state) if self.keep_state and self.state is not None else None
-        result, left = self._recorded(own, keys, state)
+        with self._audit(), self.hooks.put_off():
+            result, left = self._recorded(own, keys, state)
         if left is not None:
             self.state = unflatten(left)
         return result
+
+    def evaluate(self, batches: Iterable[Batch], observe: pipeline.Observer | None = None) -> float:
+        """The mean loss over the real targets of these batches, without dropout or gradients; the same on every worker.
+
+        All workers give the same whole batches. Lanes keep a carry of their own from batch to batch, apart from the one in training.
+        `observe(out, targets)` sees what the head puts out for this worker's lanes, on the workers that hold it.
+        """
+        self.agreement.settle()
+        with self.evaluation_weights():
+            return mean_loss(self, batches, observe)
+
+    def state_dict(self) -> dict[str, Any]:
+        """On rank 0 all that is needed to go on, on any plan: weights, optimizer, carry, position. Elsewhere nothing; all must ask."""
+        return trainer_state.state_dict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; what rank 0 gives counts, on all workers."""
+        trainer_state.load_state_dict(self, state)
+
+    def _take_place(self) -> None:
+        """What is trained, as `requires_grad` has it now."""
+        place = take_place(self.model, self.mesh, self.spec, self.held)
+        self.named, self._counted, self.reducer, self._tree = place.named, place.counted, place.reducer, place.tree
+        self.bad = place.bad
+        names = [name for name, _ in self.model.named_parameters()]
+        self._reach = Reach(names, self.held.parameters, place.reducer or place.tree if self.mesh.world.size > 1 else None, self.device)
+        self.shards: Shards | None = None
+        if self._tree is not None:
+            self.shards = Shards(self.mesh, self._tree, self.bad, self.backward, self.anew, pooled=self.model.pooled)
+
+    def _follow(self) -> None:
+        """Other parameters are trained from here on."""
+        for parameter in self.held.parameters.values():
+            parameter.grad = None  # an optimizer would go on with the last one
+        kept = self.bad.kept
+        self._take_place()
+        self.bad.kept.copy_(kept)
+        if not self._own_optimizer:
+            optimizers.enlarge(self.optimizer, self.named)
+        self._audited = False
+        self.restart_recordings()
+
+    @contextmanager
+    def _audit(self) -> Iterator[None]:
+        """In the first step, and after a change of what is trained: look whether the loss depends on parameters of something else."""
+        if self._audited:
+            yield
+            return
+        self._audited = True
+        loss: Any = self.model._loss if isinstance(self.model, Whole) else getattr(self.model.head, "loss", None)
+        self.stage.audit = Audit(self.model, lambda: loss)
+        try:
+            yield
+        finally:
+            self.stage.audit = None
+
+    def restart_recordings(self) -> None:
+        """Tensors that recordings read are not the same any more."""
+        if self.capture is not None:
+            self.capture.forget()
+        self.record(self.capture)
+
+    def _look(self, finite: Tensor) -> None:
+        """Whether a step had bad numbers: this one, or with a GPU the one before it. All workers look at the same."""
+        if self.agreement.at_once:
+            good = bool(finite)
+        else:
+            before, self._finite = self._finite, Later(finite)
+            good = before is None or bool(before.read())
+        if good:
+            return
+        self._finite = None
+        seen = self.bad.look()
+        cause = self.bad.cause(seen, weights=self.guards_weights)
+        if self.state is not None and self.state.carries:
+            left = flatten(self.state)
+            self.state = unflatten(mended(left, self.anew(left[0].shape[1])))
+        raise for_all(
+            Diverged(
+                f"{cause} is not a number any more; lower the learning rate, or set clip; the weights are as they were before that step "
+                "(on_nan=skip goes on without it)"
+            )
+        )
 
     def record(self, capture: Capture | None) -> None:
         """Take steps from the recordings of `capture` from here on; None: without any."""
@@ -162,6 +260,7 @@ class Trainer:
 
     def _recorded(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[StepResult, Lanes]:
         """The step, from recordings where there are any."""
+        self._hooked = self.hooks.there(self.optimizer)
         if self.capture is not None and isinstance(self.optimizer, optimizers.NTASGD) and self.optimizer.restarts != self._restarts:
             # A step with an average is another one than without, and an average that has begun anew lies elsewhere.
             self.capture.forget()
@@ -170,39 +269,25 @@ class Trainer:
             outcomes, left = self.shards(batches, keys, state)
             self._tree.finish()
             return self._update([each for several in outcomes.values() for each in several], outcomes), self._mended(left)
-        if self.capture is None or self._parts is None or self.clock is not None:
+        if self.capture is None or self._parts is None or self.clock is not None or self._hooked:
             return self._step(batches, [key.to(self.device) for key in keys], state)
         if len(batches) == 1 and self.reducer is None:
             return self.capture("step", self._step, batches, keys, state)
         result, left = self._parts(batches, keys, state)
         return result, self._mended(left)
 
-    def _compare(self, batch: Batch) -> None:
-        """Refuse a program that gives each worker a batch of its own, as other libraries want it: lanes would be lost. Once is enough."""
-        self._compared = True
-        if batch.whole is not None:
-            return
-        parts = [tensor for tensor in (batch.inputs, batch.targets, batch.lengths) if tensor is not None]
-        digest = hashlib.sha256(b"".join(part.detach().cpu().contiguous().numpy().tobytes() for part in parts)).hexdigest()
-        for rank, theirs in enumerate(said := exchange(self.mesh.world, digest)):
-            if theirs != said[0]:
-                raise for_all(
-                    UserError(
-                        f"rank {rank} was given another batch than rank 0; give every worker the same whole batch, it takes its own lanes"
-                    )
-                )
-
-    def own_part(self, batch: Batch) -> Batch:
-        """This worker's lanes of a batch, and of those what its stage reads, on its device."""
+    def own_part(self, batch: Batch, *, scores: bool | None = None) -> Batch:
+        """This worker's lanes of a batch, and of those what its stage reads, on its device. `scores`: whether it reads the targets."""
+        scores = self.stage.scores if scores is None else scores
         if batch.whole is None and self.plan.replicas > 1:
             batch = batch.take(*self.mesh.share().bounds(batch.lanes.shape[0]), pooled=self.model.pooled)
         if self.plan.stages > 1:
-            batch = batch.without(inputs=not self.stage.has_encoder, targets=not self.stage.scores)
+            batch = batch.without(inputs=not self.stage.has_encoder, targets=not scores)
         return batch if batch.lengths.device == self.device else batch.to(self.device)
 
     def _check_lanes(self, batches: Sequence[Batch]) -> None:
         """A batch of another number of lanes than the one before it must start all of them anew; each replica and slice has one."""
-        before = self._kept_lanes
+        before = self.lanes
         least = self.plan.replicas * self.plan.slices
         for batch in batches:
             lanes = batch.cells[1] // batch.steps
@@ -214,14 +299,14 @@ class Trainer:
             if before is not None and lanes != before and not bool(batch.fresh.all()):
                 raise UserError(f"a batch goes on with {lanes} lanes after one of {before}; keep the lanes, or make all of them fresh")
             before = lanes
-        self._kept_lanes = before
+        self.lanes = before
 
     def _place(self, batch: Batch) -> int:
         """The batch's step, or how many without one came before it: each needs dropout masks of its own."""
         if batch.step >= 0:
             return batch.step
-        self._uncounted += 1
-        return self._uncounted - 1
+        self.uncounted += 1
+        return self.uncounted - 1
 
     def _step(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[StepResult, Lanes]:
         """The step as a function of tensors alone: nothing is read on the host, so that it can be recorded."""
@@ -234,13 +319,14 @@ class Trainer:
 
     def backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[pipeline.Outcome], Lanes]:
         """Forward and backward of these lanes, whose gradients alone the parameters have then; from recordings where there are any."""
-        if self._parts is None or self.clock is not None:
+        if self._parts is None or self.clock is not None or self._hooked:
             return self._backward(batches, keys, state)
         found, _, left = self._parts.batches(batches, keys, state)
         return self._outcomes(found), left
 
     def _backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[pipeline.Outcome], Lanes]:
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.held.parameters.values():  # also those that the user's optimizer does not hold
+            parameter.grad = None
         outcomes: list[pipeline.Outcome] = []
         # A pipeline takes all batches at once, so that one follows the other through its stages. Elsewhere each is a run of its own, as
         # it is where they are recorded one by one.
@@ -258,12 +344,15 @@ class Trainer:
         grads = [p.grad for _, p in self.named if p.grad is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
         sums = self._sums(outcomes, overflow, by_shard)
+        self.agreement.after(sums.marks)
+        self._reach.forget(sums.reached)
         loss_sum, count = sums.score.unbind()
         norm = gradients.norm_of_mean(sums.squared, count)
         gradients.scale_(grads, gradients.factor(norm, count, self.spec.clip))
         # Any worker's overflow is everyone's: all of them skip the step, or none does.
         overflowed = sums.overflow > 0
         finite = (torch.isfinite(norm) | overflowed if self.scaler is not None else torch.isfinite(norm)) & torch.isfinite(loss_sum)
+        self.hooks.call()
         if self.scaler is not None:
             self.scaler.found_inf.copy_(overflowed | ~finite)
             self.scaler.step(self.optimizer)
@@ -341,7 +430,8 @@ class Trainer:
         score = _score(outcomes) if outcomes else torch.stack([zero, zero])
         said = self.bad.say(counted, norms, outcomes, score, self.reducer or self._tree)
         votes = torch.stack([zero + vote for vote in self.votes])
-        own = Sums(score, norms.square().sum(), zero if overflow is None else overflow.double(), votes, said)
+        overflowed = zero if overflow is None else overflow.double()
+        own = Sums(score, norms.square().sum(), overflowed, votes, said, self.agreement.marks(), self._reach.own())
         if by_shard is None:
             return own.over(self.mesh)
         return own.over_shards(self.mesh, {shard: _score(several) for shard, several in by_shard.items()})
@@ -367,17 +457,13 @@ class Trainer:
         """Every parameter and saved buffer that this worker holds, by name."""
         return {name: tensor for name, tensor in tensors_of(self.model).items() if not tensor.is_meta}
 
-    def gathered(self) -> dict[str, Tensor]:
-        """On rank 0 the parameters of the whole model, by name; on other workers nothing. All of them must ask."""
-        own = self.parameters() if self.mesh.replica == 0 else {}
-        found = [part for part in collect(self.mesh.world, own) if part]
-        return {name: part[name] for name in tensors_of(self.model) for part in found[::-1] if name in part}
+    def gathered(self, *, each_once: bool = False) -> dict[str, Tensor]:
+        """On rank 0 the weights of the whole model, as `load_state_dict` takes them; on other workers nothing. All of them must ask.
 
-
-def _train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
-    if isinstance(given, TrainSpec):
-        return given
-    return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}).train
+        `each_once`: a tied one under its first name alone, as files hold them.
+        """
+        weights = trainer_state.whole_weights(self)
+        return weights if each_once else trainer_state.under_all_names(self.model, weights)
 
 
 def _lanes(state: State, otherwise: int) -> int:

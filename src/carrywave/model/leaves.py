@@ -1,0 +1,75 @@
+"""What a result was computed from: the leaves of its autograd graph, and which of them nobody knows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import UserError
+
+
+def leaves(root: Tensor) -> Iterator[Tensor]:
+    """Every leaf that a gradient of `root` would reach."""
+    if root.grad_fn is None:
+        if root.requires_grad:
+            yield root
+        return
+    seen: set[Any] = set()
+    waiting: list[Any] = [root.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            yield variable
+        waiting += [following for following, _ in node.next_functions]
+
+
+class Audit:
+    """Refuses results that depend on parameters which are not the model's: nothing would sum, divide or clip their gradients."""
+
+    def __init__(self, model: nn.Module, reads: Callable[[], Any]) -> None:
+        self.known = {id(p) for p in model.parameters()}
+        self.reads = reads  # the function that computes the loss: where a name for a stranger may be found
+        self.entered: list[Tensor] = []  # kept: a freed tensor's id may be given to another
+
+    def enter(self, *tensors: Any) -> None:
+        """These belong to the step: inputs, carries, what a stage before has sent."""
+        self.entered += [leaf for tensor in tensors if isinstance(tensor, Tensor) for leaf in leaves(tensor)]
+
+    def __call__(self, root: Any) -> None:
+        """Look at a result."""
+        if not isinstance(root, Tensor) or not torch.is_grad_enabled():
+            return
+        own = {id(tensor) for tensor in self.entered}
+        for leaf in leaves(root):
+            if id(leaf) not in self.known and id(leaf) not in own:
+                name = _name(leaf, self.reads())
+                raise UserError(
+                    f"the loss depends on {name or 'a tensor'} of shape {list(leaf.shape)}, which is no parameter of the model: "
+                    "its gradient would be neither summed nor divided; make it one, in the head or the encoder "
+                    f"(self.{name or 'name'} = nn.Parameter(...))"
+                )
+
+
+def _name(tensor: Tensor, function: Any) -> str:
+    """What a function calls a tensor, where it can be seen."""
+    places: list[dict[str, Any]] = []
+    if isinstance(function, nn.Module):
+        places.append(dict(function.named_parameters()))
+    bound = getattr(function, "__self__", None)
+    if bound is not None:
+        places.append(dict(bound.named_parameters()) if isinstance(bound, nn.Module) else dict(vars(bound)))
+    if inspect.isroutine(function):
+        try:
+            seen = inspect.getclosurevars(inspect.unwrap(function))
+        except (TypeError, ValueError):
+            return ""
+        places += [dict(seen.nonlocals), dict(seen.globals)]
+    return next((name for place in places for name, value in place.items() if value is tensor), "")

@@ -1,0 +1,56 @@
+"""Which parameters are trained: `requires_grad` is followed from step to step, so that layers can be frozen and unfrozen in between."""
+
+from __future__ import annotations
+
+import json
+
+from torch import nn
+
+from carrywave.errors import UserError, WorkerError
+from carrywave.parallel.meeting import for_all
+from carrywave.parallel.world import World, exchange, lost
+
+
+class Followed:
+    """The parameters of a model, by where they stand in its modules; also those that another worker holds."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.world = world
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.places = [(module._parameters, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
+        self.flags = self._now()
+
+    def changed(self) -> bool:
+        """Whether others are trained than at the last step. All workers must have changed alike."""
+        for store, key, parameter in self.places:
+            if store.get(key) is not parameter:
+                raise UserError(
+                    f"the parameter {self.names[id(parameter)]} was replaced or removed after the trainer was made; change it in place, "
+                    "or make a new Trainer after that"
+                )
+        flags = self._now()
+        if flags == self.flags:
+            return False
+        changed = {self.names[id(p)]: now for (_, _, p), was, now in zip(self.places, self.flags, flags, strict=True) if was != now}
+        self._agree(changed)
+        self.flags = flags
+        return True
+
+    def _now(self) -> list[bool]:
+        return [parameter.requires_grad for _, _, parameter in self.places]
+
+    def _agree(self, changed: dict[str, bool]) -> None:
+        name = next(iter(changed))
+        remedy = "freeze and unfreeze on all workers alike, before the same step"
+        try:
+            told = [json.loads(text) for text in exchange(self.world, json.dumps(changed))]
+        except RuntimeError as error:
+            if not lost(error):
+                raise
+            raise WorkerError(
+                f"requires_grad of {name} has changed on rank {self.world.rank}, and other workers did not come to agree on it; {remedy}"
+            ) from error
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                name = next(iter({*theirs.items()} ^ {*told[0].items()}))[0]
+                raise for_all(WorkerError(f"requires_grad of {name} has changed on rank {rank} otherwise than on rank 0; {remedy}"))

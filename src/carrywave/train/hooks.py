@@ -1,0 +1,86 @@
+"""Hooks that a user has put on parameters: when they are called, and which cannot be right where the work is cut.
+
+A step runs backward once for each chunk, and puts some weight gradients off, so that torch would call a hook with a part of a sum, or with
+nothing. `register_post_accumulate_grad_hook` is called by the trainer instead: once a step, when the gradient is what the optimizer will
+see (summed over workers, divided, clipped). Hooks of the optimizer (`register_step_pre_hook`) are called by it, at the same point.
+`register_hook`, and backward hooks of modules, are torch's: where nothing is cut they see the undivided sum of this worker's lanes, and
+elsewhere they are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from carrywave.errors import UserError
+from carrywave.plan.plan import Plan
+
+Hook = Callable[[Tensor], None]
+
+
+class Hooks:
+    """Those on the parameters and modules that one worker holds."""
+
+    def __init__(self, held: Mapping[str, nn.Parameter], model: nn.Module, plan: Plan) -> None:
+        self.held, self.model = held, model
+        self.modules = list(model.modules())
+        self.is_cut = plan.stages > 1 or plan.slices > 1 or plan.chunk_steps is not None
+        self._put_off: list[tuple[nn.Parameter, list[Hook]]] = []
+
+    def there(self, optimizer: object) -> bool:
+        """Whether there are any: a recorded step would not call them. Those that cannot be right are refused."""
+        found = bool(getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None))
+        for name, parameter in self.held.items():
+            if parameter._backward_hooks:
+                self._refuse(f"the hook on the gradient of {name} (register_hook)")
+                found = True
+            found = found or bool(_users(parameter))
+        for module in self.modules:
+            if module._backward_hooks or module._backward_pre_hooks:
+                self._refuse(f"the backward hook on a {type(module).__name__}")
+                found = True
+        return found
+
+    def _refuse(self, what: str) -> None:
+        if self.is_cut:
+            raise UserError(
+                f"{what} would see parts of a gradient, or nothing, where a plan cuts time, lanes or layers; use "
+                "register_post_accumulate_grad_hook on the parameter, which is called once a step with the whole gradient"
+            )
+
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Within it torch does not call post-accumulate hooks of the user's; `call` does."""
+        self._put_off = []
+        taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        for parameter in self.held.values():
+            users = _users(parameter)
+            if users:
+                hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
+                taken.append((hooks, dict(hooks)))
+                for key in users:
+                    del hooks[key]
+                self._put_off.append((parameter, list(users.values())))
+        try:
+            yield
+        finally:
+            for hooks, before in taken:
+                added = {key: hook for key, hook in hooks.items() if key not in before}
+                hooks.clear()
+                hooks.update(before | added)
+
+    def call(self) -> None:
+        """Every gradient is final."""
+        for parameter, hooks in self._put_off:
+            for hook in hooks:
+                if parameter.grad is not None:
+                    hook(parameter)
+
+
+def _users(parameter: nn.Parameter) -> dict[int, Hook]:
+    """The hooks that are not our own, by the number that their handle knows."""
+    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return {key: hook for key, hook in (hooks or {}).items() if not getattr(hook, "is_ours", False)}
