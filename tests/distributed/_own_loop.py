@@ -1,0 +1,110 @@
+"""A worker of test_own_loop.py: a user's own loops, one after the other, on the plan that the job file names."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _train import main
+
+import carrywave as cw
+from carrywave.errors import UserError
+
+T, B, WIDTH, CLASSES = 6, 4, 5, 3
+STEPS = 5
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, CLASSES)
+        self.spare = nn.Linear(WIDTH, CLASSES)  # used where `spares` says so
+        self.spares = False
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.out(y) + self.spare(y) if self.spares else self.out(y)
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
+        return total, (target != -100).sum()
+
+
+def model() -> cw.Model:
+    torch.manual_seed(3)
+    return cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, num_layers=2, dropout=0.2), Head()).double()
+
+
+def batch(seed: int) -> cw.Batch:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, B, 2, generator=draw, dtype=torch.float64)
+    return cw.Batch.of(x, torch.randint(0, CLASSES, (T, B), generator=draw), fresh=seed == 0)
+
+
+def train(case: str, plan: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
+    """The losses and norms of the weights of a loop, as the same on every plan."""
+    net = model()
+    own = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1) if case.startswith("own") else None
+    keys = {"clip": 0.3} if own else {"clip": 0.3, "optimizer": "adamw", "lr": 0.02, "weight_decay": 0.1}
+    trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device="cpu")
+    losses: list[float] = []
+    for number in range(STEPS):
+        if "freezes" in case:
+            net.lstm.requires_grad_(number not in (2, 3))
+            net.head.out.weight.requires_grad_(number > 0)
+        if case == "spares":
+            net.head.spares = number == 2
+        batches = [batch(number)]
+        if rank == 1 and number == 2:
+            alter(case, trainer, net, batches)
+        losses.append(float(trainer.step(*batches)))
+        if case == "goes on" and number == 2:
+            state = trainer.state_dict()
+            assert bool(state) == (rank == 0)
+            path = folder / "state.pt"
+            if rank == 0:
+                torch.save(state, path)
+            net = model()
+            trainer = cw.Trainer(net, keys, plan=plan, device="cpu")
+            trainer.load_state_dict(torch.load(path, weights_only=True) if rank == 0 else {})
+    if case == "evaluates":
+        losses.append(trainer.evaluate([batch(0), batch(8)]))
+    if plan.get("stages", 1) > 1 and case == "plain":
+        with pytest.raises(UserError, match=r"trainer\.state_dict"):
+            net.state_dict()
+    weights = trainer.gathered()
+    return {"losses": losses, "weights": {name: tensor.tolist() for name, tensor in weights.items()}}
+
+
+def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]) -> None:
+    """What rank 1 does otherwise in the third step."""
+    match case:
+        case "another batch":
+            batches[0] = batch(77)
+        case "another label":
+            assert batches[0].targets is not None
+            batches[0].targets[3, 1] = (batches[0].targets[3, 1] + 1) % CLASSES
+        case "another number":
+            batches.append(batch(3))
+        case "another rate":
+            trainer.set_lr(0.5)
+        case "other weights":
+            with torch.no_grad():
+                for parameter in trainer.held.parameters.values():
+                    parameter += 1e-9
+
+
+def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return train(job["case"], job["plan"], int(os.environ["RANK"]), folder)
+    except UserError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(carry_out)

@@ -1,0 +1,73 @@
+"""A user's own loop on several workers: what one device computes, and one sentence where workers are not given the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from carrywave.train.launch import start
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _own_loop import train
+
+WORKER = Path(__file__).with_name("_own_loop.py")
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2 replicas": (2, {}),
+    "2 stages": (2, {"stages": 2, "chunk_steps": 2}),
+    "2 x 2": (4, {"stages": 2, "chunk_steps": 4}),
+}
+SAME = ("plain", "freezes", "own freezes", "spares", "own spares", "evaluates", "goes on")
+DIFFERENT = {
+    "another batch": "rank 1 was given another batch than rank 0",
+    "another label": "rank 1 was given another batch than rank 0",
+    "another number": "rank 1 was given 2 batches",
+    "another rate": "rank 1 has lr 0.5, rank 0 lr 0.02",
+    "other weights": "the weights of rank 1 are not those of rank 0",
+}
+
+
+def told_by_workers(plan: str, cases: list[str], folder: Path) -> list[list[dict[str, Any]]]:
+    workers, keys = PLANS[plan]
+    (folder / "jobs").write_text(json.dumps([{"case": case, "plan": keys} for case in cases]))
+    ended = start([sys.executable, str(WORKER), str(folder), "jobs"], workers)
+    assert ended.code == 0, ended
+    return [json.loads((folder / f"jobs.{rank}.out").read_text()) for rank in range(workers)]
+
+
+@pytest.mark.parametrize("plan", ["2 replicas", "2 stages", pytest.param("2 x 2", marks=pytest.mark.slow)])
+def test_an_own_loop_computes_what_one_device_does(plan: str, tmp_path: Path) -> None:
+    """Also where layers are frozen in between, where a module is used in some steps only, and where the loop stops and goes on."""
+    told = told_by_workers(plan, list(SAME), tmp_path)
+    for number, case in enumerate(SAME):
+        alone = train(case, {}, 0, tmp_path)
+        for rank, answers in enumerate(told):
+            assert "error" not in answers[number], (case, rank, answers[number])
+            assert answers[number]["losses"] == pytest.approx(alone["losses"], rel=1e-10), (case, rank)  # float64
+        weights = told[0][number]["weights"]
+        assert weights.keys() == alone["weights"].keys()
+        for name, values in alone["weights"].items():
+            # float64, summed in another order; Adam divides by the root of small squares.
+            torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(values), rtol=1e-8, atol=1e-10, msg=f"{case} {name}")
+
+
+@pytest.mark.parametrize("plan", ["2 replicas", pytest.param("2 x 2", marks=pytest.mark.slow)])
+def test_workers_that_are_not_given_the_same_say_so(plan: str, tmp_path: Path) -> None:
+    cases = [case for case in DIFFERENT if plan == "2 replicas" or case != "other weights"]
+    told = told_by_workers(plan, cases, tmp_path)
+    for number, case in enumerate(cases):
+        for answers in told:
+            assert answers[number].get("error", "no error").startswith(f"WorkerError: {DIFFERENT[case]}"), (case, answers[number])
+            assert "(step 3 of the trainer); " in answers[number]["error"]
+
+
+def test_stages_that_are_not_given_the_same_say_so_before_they_wait_for_each_other(tmp_path: Path) -> None:
+    cases = [case for case in DIFFERENT if case != "other weights"]
+    told = told_by_workers("2 stages", cases, tmp_path)
+    for number, case in enumerate(cases):
+        for answers in told:
+            assert answers[number].get("error", "no error").startswith(f"WorkerError: {DIFFERENT[case]}"), (case, answers[number])
