@@ -45,12 +45,12 @@ def batch(seed: int) -> cw.Batch:
     return cw.Batch.of(x, torch.randint(0, CLASSES, (T, B), generator=draw), fresh=seed == 0)
 
 
-def train(case: str, plan: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
+def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """The losses and norms of the weights of a loop, as the same on every plan."""
     net = model()
     own = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1) if case.startswith("own") else None
     keys = {"clip": 0.3} if own else {"clip": 0.3, "optimizer": "adamw", "lr": 0.02, "weight_decay": 0.1}
-    trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device="cpu")
+    trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device=device)
     losses: list[float] = []
     for number in range(STEPS):
         if "freezes" in case:
@@ -69,7 +69,7 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path) -> dict[str,
             if rank == 0:
                 torch.save(state, path)
             net = model()
-            trainer = cw.Trainer(net, keys, plan=plan, device="cpu")
+            trainer = cw.Trainer(net, keys, plan=plan, device=device)
             trainer.load_state_dict(torch.load(path, weights_only=True) if rank == 0 else {})
     if case == "evaluates":
         losses.append(trainer.evaluate([batch(0), batch(8)]))
@@ -100,7 +100,7 @@ def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]
 
 def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     try:
-        return train(job["case"], job["plan"], int(os.environ["RANK"]), folder)
+        return train(job["case"], job["plan"], int(os.environ["RANK"]), folder, job["device"])
     except UserError as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

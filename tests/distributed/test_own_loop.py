@@ -31,9 +31,9 @@ DIFFERENT = {
 }
 
 
-def told_by_workers(plan: str, cases: list[str], folder: Path) -> list[list[dict[str, Any]]]:
+def told_by_workers(plan: str, cases: list[str], folder: Path, device: str = "cpu") -> list[list[dict[str, Any]]]:
     workers, keys = PLANS[plan]
-    (folder / "jobs").write_text(json.dumps([{"case": case, "plan": keys} for case in cases]))
+    (folder / "jobs").write_text(json.dumps([{"case": case, "plan": keys, "device": device} for case in cases]))
     ended = start([sys.executable, str(WORKER), str(folder), "jobs"], workers)
     assert ended.code == 0, ended
     return [json.loads((folder / f"jobs.{rank}.out").read_text()) for rank in range(workers)]

@@ -27,6 +27,7 @@ from carrywave.data.order import Cursor, Order
 from carrywave.data.sequences import Sequences
 from carrywave.data.stream import Loader
 from carrywave.data.view import View
+from carrywave.parallel.mesh import Mesh
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Task
@@ -110,7 +111,7 @@ def _ours(spec: Spec, codec: Codec, data: Sequences, device: torch.device) -> St
     task = Task.of(spec, codec, codec.facts(data), data)
     view = task.part("train", data).view
     order = order_for(spec, view, training=True)
-    trainer = Trainer(task.model(data), spec.train, device=device, keep_state=spec.streams)
+    trainer = Trainer(task.model(data), spec.train, mesh=Mesh.alone(device), keep_state=spec.streams)
     batches = _forever(view, order, device)
 
     def step() -> int:

@@ -269,6 +269,11 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
     watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device)))
     if isinstance(order, SequenceOrder) and order.oversized:
         watch.say(f"{order.oversized} sequences are longer than batch.tokens={spec.tokens}: each is a batch of its own")
+    if spec.streams and isinstance(model, Whole):
+        name = type(model.module).__name__
+        watch.say(
+            f"a {name} keeps no carry that the trainer knows of: each window of {spec.steps} steps starts anew; in a cw.Model it goes on"
+        )
     for said in planned.said:
         watch.say(said)
     if dry_run:
