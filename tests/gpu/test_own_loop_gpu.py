@@ -64,7 +64,7 @@ def test_a_bad_step_raises_one_step_later_and_harms_nothing() -> None:
     with pytest.raises(Diverged, match="is not a number any more"):
         trainer.step(batch(12))
     for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(parameter, before[name]) or bool(parameter.isfinite().all()), name
+        assert torch.equal(parameter, before[name]), name
     assert trainer.step(batch(13)).isfinite()
     assert trainer.step(batch(14)).isfinite()
 
