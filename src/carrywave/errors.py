@@ -31,3 +31,17 @@ class Diverged(RunError):
 
 class WorkerError(UserError):
     """The workers cannot start, find each other or agree."""
+
+
+class _Asked:
+    by_command = False  # whether this process carries out a command, or a program that imports the library
+
+
+def by_command() -> None:
+    """From here on, remedies are said in the words of the command line."""
+    _Asked.by_command = True
+
+
+def words(python: str, command: str) -> str:
+    """A remedy in the words of whoever asked: what to write in a program, or on the command line."""
+    return command if _Asked.by_command else python
