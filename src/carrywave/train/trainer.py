@@ -31,6 +31,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import configure
 from carrywave.parallel.shards import settle
 from carrywave.parallel.slices import flatten, unflatten
+from carrywave.parallel.splitting import check_splits
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import wavefront
 from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
@@ -127,6 +128,7 @@ class Trainer:
         self._hooked = False  # whether there are hooks that a recorded step would not call
         self._audited = False  # whether what the loss depends on was looked at, since it was last known to change
         self._finite: Later | None = None  # of a step that has not been looked at
+        self._probed = False  # whether the user's modules have been seen to bear being split
         known = optimizer is None and self.spec.precision != "fp64"
         self.record(Capture.of(self.device, self.plan) if known else None)
 
@@ -153,6 +155,9 @@ class Trainer:
         if self.keep_state:
             self._check_lanes(batches)
         own = [self.own_part(batch) for batch in batches]
+        if not self._probed:
+            self._probed = True
+            check_splits(self.stage, self.plan, own[0], keys[0], self.mesh, shards=self.shards is not None)
         if self.keep_state:
             lanes = own[0].lanes.shape[0]
             if self.state is None or _lanes(self.state, lanes) != lanes:
