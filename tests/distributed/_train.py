@@ -21,13 +21,24 @@ from carrywave.train.predict import predict
 from carrywave.train.saved import evaluate_run
 
 
-def own_loop(own: bool) -> None:
+def own_loop(own: bool, encoder: nn.Module | None = None, plan: dict[str, Any] | None = None) -> None:
     """A user's program: all workers are given one batch, or each one of its own, as with DDP."""
-    model = cw.Model(nn.Linear(2, 4), cw.LSTM(4, 4), Head())
-    trainer = cw.Trainer(model, {"optimizer": "sgd", "lr": 0.1}, device="cpu")
+    model = cw.Model(encoder or nn.Linear(2, 4), cw.LSTM(4, 4), Head())
+    trainer = cw.Trainer(model, {"optimizer": "sgd", "lr": 0.1}, device="cpu", plan=plan)
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]) if own else 7)
     trainer.step(cw.Batch.of(torch.randn(5, 6, 2, generator=generator), torch.zeros(5, 6, 4)))
     leave(trainer.mesh.world)
+
+
+class Mixing(nn.Linear):
+    """`dim` 0: over time; 1: over lanes."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(2, 4)
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(self.dim, keepdim=True))
 
 
 class Head(nn.Module):
@@ -38,7 +49,9 @@ class Head(nn.Module):
 def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {}
     try:
-        if "lanes" in job:
+        if "mixing" in job:
+            own_loop(False, Mixing(job["mixing"]), job["plan"])
+        elif "lanes" in job:
             own_loop(job["lanes"] == "own")
         elif "evaluate" in job:
             told["row"] = evaluate_run(folder / job["evaluate"], device="cpu")

@@ -178,6 +178,8 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         {"run": "language", "spec": language(folder)},
         {"run": "bad", "spec": language(folder), "alien": 2},
         {"lanes": "own"},
+        {"mixing": 1, "plan": {"replicas": 3}},
+        {"mixing": 0, "plan": {"stages": 3, "chunk_steps": 2}},
         {"run": "bad", "spec": language(folder, lr=1e308, optimizer="sgd", clip=None)},
     ]
     told = carry_out(folder, 3, [*jobs, {"lanes": "shared"}], "mistakes")
@@ -191,6 +193,8 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         "RunError: ",
         "WorkerError: rank 2 has train.lr 0.125, rank 0 has 0.02; start every worker with the same command, files and versions",
         "UserError: rank 1 was given another batch than rank 0; give every worker the same whole batch, it takes its own lanes",
+        "PlanError: encoder (Mixing) gives another result for a lane when it is given other lanes beside it; make it work lane by lane",
+        "PlanError: encoder (Mixing) gives another result at a step when it is given other steps beside it; make it work step by step",
         "Diverged: ",
     ]
     for number, start_of in enumerate(expected):

@@ -225,7 +225,7 @@ class _Probe:
 
     def _run(self, pieces: Sequence[Piece]) -> Ran:
         """From the same random numbers each time."""
-        _set_generators(self.random)
+        _set_generators(self.random, self.sample.x.device)
         return self.run(self.sample, pieces)
 
     def _finding(self, fault: Fault, path: str, detail: str = "", axis: Axis | None = None) -> Finding:
@@ -396,11 +396,11 @@ def _generators(device: torch.device) -> tuple[Any, ...]:
     return torch.get_rng_state(), cuda, python_random.getstate(), np.random.get_state(legacy=True)
 
 
-def _set_generators(states: tuple[Any, ...]) -> None:
+def _set_generators(states: tuple[Any, ...], device: torch.device) -> None:
     host, cuda, plain, numpy = states
     torch.set_rng_state(host)
     if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
+        torch.cuda.set_rng_state(cuda, device)
     python_random.setstate(plain)
     np.random.set_state(numpy)
 
@@ -424,4 +424,4 @@ def _untouched(root: nn.Module, device: torch.device, dtype: torch.dtype) -> Ite
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
         kept.put_back()
-        _set_generators(states)
+        _set_generators(states, device)

@@ -45,6 +45,7 @@ from carrywave.train.hooks import Hooks
 from carrywave.train.judging import mean_loss
 from carrywave.train.reach import Reach
 from carrywave.train.scaler import Scaler, step_unless
+from carrywave.train.separable import check_separable
 from carrywave.train.sharded import Shards
 from carrywave.train.sums import Sums
 from carrywave.train.taking import mesh_of, own_optimizer, take_hold, take_place, tensors_of
@@ -111,6 +112,7 @@ class Trainer:
         if optimizer is None:
             self.optimizer = optimizers.build(self.spec, self.named, self.device)
         else:
+            check_separable(optimizer, self.plan)
             self.optimizer = own_optimizer(optimizer, self.model, self.held) if self.plan.stages > 1 else optimizer
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
         # A bad step changes no weights; only where that would cost, and the run ends anyhow, they are left to it.

@@ -1,0 +1,87 @@
+"""Whether an optimizer of the user's own can step the parts of a model on different workers: each parameter by itself.
+
+Those of torch do, LBFGS apart. Of others a small one of the same class and options is tried: two parameters stepped together must
+go where each goes alone, also where the gradient of one is so large that a norm over both would be clipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from carrywave.errors import PlanError, UserError
+from carrywave.plan.plan import Plan
+
+STEPS = 3
+SIZES = (1.0, 1e-4, 1e4)  # of the other parameter's gradient
+
+
+def check_separable(optimizer: Optimizer, plan: Plan) -> None:
+    """Refuse one that cannot take a step here at all, or not over the stages of this plan."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        raise UserError(f"{kind} evaluates the loss several times a step, and a step here evaluates it once; use SGD or Adam, say")
+    if isinstance(optimizer, SparseAdam):
+        raise UserError(f"{kind} takes sparse gradients alone, and gradients are dense here; use Adam")
+    if plan.stages == 1 or type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]):
+            separable = all(_separable(optimizer, size) for size in SIZES)
+    except Exception as error:
+        raise PlanError(
+            f"a small {kind} could not be tried ({' '.join(str(error).split())[:100]}), so that nothing is known of how it would "
+            f"step parts of the model on {plan.stages} stages; use an optimizer of torch.optim, or replicas alone"
+        ) from error
+    if not separable:
+        raise PlanError(
+            f"{kind} steps a parameter otherwise when others stand beside it (a norm over all of them, say), and {plan.stages} stages "
+            "hold parts of the model; use train.clip for a norm over all, or replicas alone"
+        )
+
+
+def _separable(optimizer: Optimizer, size: float) -> bool:
+    together = _parameters()
+    _steps(_like(optimizer, together), together, size)
+    apart = _parameters()
+    for number, parameter in enumerate(apart):
+        _steps(_like(optimizer, [parameter]), [parameter], size, first=number)
+    # Foreach and fused kernels may sum in another order; a norm over both moves far more.
+    return all(torch.allclose(one, other, rtol=1e-9, atol=1e-12) for one, other in zip(together, apart, strict=True))
+
+
+def _parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(_numbers(3, 2, 0.5)), nn.Parameter(_numbers(4, 3, 0.1))]
+
+
+def _numbers(rows: int, columns: int, start: float) -> Tensor:
+    return torch.arange(rows * columns, dtype=torch.float64).reshape(rows, columns).add(start).cos()
+
+
+def _steps(optimizer: Optimizer, parameters: list[nn.Parameter], size: float, first: int = 0) -> None:
+    for step in range(STEPS):
+        for number, parameter in enumerate(parameters, start=first):
+            rows, columns = parameter.shape
+            parameter.grad = _numbers(rows, columns, 1.0 + step) * (size if number else 1.0)
+        torch.default_generator.manual_seed(step)  # one that draws noise draws the same
+        optimizer.step()
+
+
+def _like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
+    """One of the same class and options, over other parameters."""
+    kind = type(optimizer)
+    group = next((group for group in optimizer.param_groups if group["params"]), optimizer.param_groups[0])
+    options = {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
+    taken = inspect.signature(kind.__init__).parameters
+    every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    given = {name: _plain(value) for name, value in optimizer.defaults.items() if every or name in taken}
+    return kind([{**options, "params": parameters}], **given)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and not value.dim() else copy.deepcopy(value)
