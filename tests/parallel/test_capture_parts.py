@@ -462,9 +462,11 @@ def test_no_garbage_is_collected_while_a_step_is_recorded() -> None:
 
 def test_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    assert Capture.of(cuda, Plan.serial()) is not None
-    assert Capture.of(cuda, replace(Plan.serial(), replicas=2)) is not None
-    assert Capture.of(cuda, Plan(stages=2, cuts=(1,), chunk_steps=2)) is None
-    assert Capture.of(CPU, Plan.serial()) is None
+    monkeypatch.delenv("CARRYWAVE_CAPTURE", raising=False)
+    model = language()
+    assert Capture.of(cuda, Plan.serial(), model) is not None
+    assert Capture.of(cuda, replace(Plan.serial(), replicas=2), model) is not None
+    assert Capture.of(cuda, Plan(stages=2, cuts=(1,), chunk_steps=2), model) is None
+    assert Capture.of(CPU, Plan.serial(), model) is None
     monkeypatch.setenv("CARRYWAVE_CAPTURE", "0")
-    assert Capture.of(cuda, Plan.serial()) is None
+    assert Capture.of(cuda, Plan.serial(), model) is None

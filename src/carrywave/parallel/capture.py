@@ -2,7 +2,8 @@
 
 A recurrent step is hundreds of small kernels, and launching them one by one takes longer than running them. Everything that
 differs between two steps of one shape is a tensor that is written before the replay: inputs, targets, lengths, the lanes'
-state, the key of the randomness, the learning rate. So a replay computes what the step itself would have computed.
+state, the key of the randomness, the learning rate. So a replay computes what the step itself would have computed, as long as nothing
+else has changed: `watch` looks at what a recording has built in, and there is one for each state that it finds.
 
 The first step of a shape runs as usual (libraries set themselves up in it), the second is recorded. Graphs share one pool of
 memory: they run one after the other, and what outlives a step (the state of the lanes) is copied out of it.
@@ -24,9 +25,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from carrywave.data.batch import Batch
 from carrywave.parallel.gradients import Reducer
+from carrywave.parallel.watch import Watch, ours
 from carrywave.plan.plan import Plan
 
 MOST_SHAPES = 64  # of each kind; as many as an epoch of bucketed sequences has
@@ -61,24 +64,33 @@ class _Kind:
 class Capture:
     """Does work of several kinds, from a recording where there is one for its shape."""
 
-    def __init__(self, device: torch.device, *, most: int = MOST_SHAPES) -> None:
-        self.device, self.most = device, most
+    def __init__(self, device: torch.device, *, most: int = MOST_SHAPES, watch: Watch | None = None) -> None:
+        self.device, self.most, self.watch = device, most, watch
         self.replays: Counter[str] = Counter()  # by kind
         self._kinds: dict[str, _Kind] = {}
         self._pool: Any = None
 
     @staticmethod
-    def of(device: torch.device, plan: Plan) -> Capture | None:
-        """None where nothing is recorded: without CUDA, between the messages of a pipeline, or as CARRYWAVE_CAPTURE=0 asks."""
-        wanted = os.environ.get("CARRYWAVE_CAPTURE", "1") != "0"
-        return Capture(device) if wanted and device.type == "cuda" and plan.stages == 1 else None
+    def of(device: torch.device, plan: Plan, model: nn.Module, optimizer: Optimizer | None = None) -> Capture | None:
+        """None where nothing is recorded: without CUDA, between the messages of a pipeline, or as CARRYWAVE_CAPTURE=0 asks.
+
+        Neither are modules and hooks of the user's own, unless CARRYWAVE_CAPTURE=1 asks for it: a replay would not run their code.
+        `optimizer`: where its step is recorded too.
+        """
+        wanted = os.environ.get("CARRYWAVE_CAPTURE", "")
+        if wanted == "0" or device.type != "cuda" or plan.stages > 1 or not (wanted == "1" or ours(model)):
+            return None
+        return Capture(device, watch=Watch(model, optimizer, strict=wanted != "1"))
 
     def __call__(
         self, kind: str, step: Step[Result], batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes, *, under: Key = ()
     ) -> tuple[Result, Lanes]:
         """What `step` returns; it lasts until the next one of its kind. `under` is what else a recording of it depends on."""
         known = self._kinds.setdefault(kind, _Kind())
-        shape = (*under, *(_shape(batch) for batch in batches), _shapes(tensors), _shapes(state))
+        version = 0 if self.watch is None else self.watch.version()
+        if version is None:
+            return step(batches, [tensor.to(self.device) for tensor in tensors], state)
+        shape = (version, *under, *(_shape(batch) for batch in batches), _shapes(tensors), _shapes(state))
         recorded = known.recorded.get(shape)
         if recorded is None and not known.broken and shape in known.seen:
             recorded = self._record(known, shape, step, batches, tensors, state)

@@ -131,7 +131,7 @@ def _walk(
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
     loader = Loader(part.view, order, device=mesh.device, share=share)
     if capture is None:
-        capture = Capture.of(mesh.device, mesh.plan)
+        capture = Capture.of(mesh.device, mesh.plan, model)
     forward = _Forward(stage, mesh, spec, whole=model.reads_whole)
     was_training = model.training
     model.eval()

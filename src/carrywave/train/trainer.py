@@ -74,7 +74,8 @@ class Trainer:
 
     An `optimizer` of the user's own takes the place of the spec's, and its learning rate is the user's to set. `keep_state`
     hands the carry from step to step, to lanes that are not fresh; it is left out where the head pools or the model reads both ways.
-    On CUDA, what comes again in the same shape is recorded as CUDA graphs, except in a pipeline; CARRYWAVE_CAPTURE=0 switches that off.
+    On CUDA, what comes again in the same shape is recorded as CUDA graphs, except in a pipeline and with modules of the user's own, whose
+    code a replay does not run; CARRYWAVE_CAPTURE=0 switches that off, and 1 records those as well.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Trainer:
         self._finite: Later | None = None  # of a step that has not been looked at
         self._probed = False  # whether the user's modules have been seen to bear being split
         known = optimizer is None and self.spec.precision != "fp64"
-        self.record(Capture.of(self.device, self.plan) if known else None)
+        self.record(Capture.of(self.device, self.plan, self.model, self.optimizer) if known else None)
 
     def step(self, *batches: Batch) -> Tensor:
         """One optimizer step over these batches (several: accumulated); returns the mean loss over their real targets.
