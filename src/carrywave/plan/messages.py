@@ -5,12 +5,17 @@ every edge between the last stage and another has two more: what is to be scored
 channel match by order alone: the i-th send meets the i-th receive. `prove` runs a program under the strictest rules that we claim to
 work under; a transport that buffers, or sends in the background, only loosens them. A stage takes its steps strictly in order;
 a receive is posted and never blocks; a send blocks until its receive is posted; a run blocks until its receive has met its send.
+
+That is not enough for a transport that carries out the messages of a stage one after the other on the device, whoever they come from:
+there a receive that was posted ahead holds up all that stand behind it. For such a one there is `Program.in_order`, and a proof of its
+own in `plan.in_order`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import Literal, NamedTuple, cast
 
@@ -40,6 +45,16 @@ class Program:
     schedule: Schedule
     stages: tuple[tuple[Step, ...], ...]
 
+    @cached_property
+    def in_order(self) -> Program:
+        """The same with all messages in one order, that of the moments at which they are sent: each stage posts and sends its own in it.
+
+        So a receive is posted no sooner than all that this stage sends before, and stages that carry out their messages strictly one after
+        the other never wait for each other: of those that are not through, the first in the order has both its ends at the front.
+        """
+        turns = _turns(self.schedule)
+        return Program(self.schedule, tuple(_in_order(self.schedule, stage, turns) for stage in range(len(self.schedule.stages))))
+
 
 def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
     """The schedule with a send right after each run (after the last run of a slice where stages work in turn), and receives
@@ -53,9 +68,14 @@ def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
     """
     if ahead < 0:
         raise PlanError(f"receives cannot be posted {-ahead} messages late; use ahead >= 0")
-    moments = place(schedule, forward=FORWARD, backward=BACKWARD, head=HEAD)
-    turns = {task: turn for turn, task in enumerate(sorted(moments, key=lambda task: (moments[task], task.stage)))}
+    turns = _turns(schedule)
     return Program(schedule, tuple(_steps(schedule, stage, turns, ahead) for stage in range(len(schedule.stages))))
+
+
+def _turns(schedule: Schedule) -> dict[Task, int]:
+    """All tasks in one order, that of the moments at which they start."""
+    moments = place(schedule, forward=FORWARD, backward=BACKWARD, head=HEAD)
+    return {task: turn for turn, task in enumerate(sorted(moments, key=lambda task: (moments[task], task.stage)))}
 
 
 def spell(program: Program) -> str:
@@ -102,6 +122,30 @@ def _steps(schedule: Schedule, stage: int, turns: dict[Task, int], ahead: int) -
         if not schedule.in_turn or task.chunk == (schedule.chunks[task.slice] - 1 if task.phase == "F" else 0):
             steps += [Step("send", each) for each in held]
             held.clear()
+    return tuple(steps)
+
+
+def _in_order(schedule: Schedule, stage: int, turns: dict[Task, int]) -> tuple[Step, ...]:
+    """The steps of a stage with its messages in the order in which all of them are sent."""
+
+    def sent(task: Task) -> tuple[int, int]:
+        """When what a task gives is sent: after itself, or where stages work in turn after the last of its slice."""
+        last = task._replace(chunk=schedule.chunks[task.slice] - 1 if task.phase == "F" else 0) if schedule.in_turn else task
+        return turns[last], turns[task]
+
+    inbox = sorted((sent(task), reading) for messages in _inboxes(schedule, stage) for task, reading in messages)
+    given: defaultdict[int, list[Step]] = defaultdict(list)  # by the turn after which they are sent
+    for task in schedule.stages[stage]:
+        if outgoing(task, schedule) is not None:
+            given[sent(task)[0]].append(Step("send", task))
+    steps: list[Step] = []
+    posted = 0
+    for task in schedule.stages[stage]:
+        while posted < len(inbox) and inbox[posted][0] < (turns[task], 0):
+            steps.append(Step("receive", inbox[posted][1]))
+            posted += 1
+        steps.append(Step("run", task))
+        steps += given[turns[task]]
     return tuple(steps)
 
 
