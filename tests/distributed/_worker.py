@@ -1,5 +1,7 @@
 """The workers of the exactness tests: `_worker.py FOLDER DEVICE BACKEND IN:OUT …`, a pair of pipes for each of them.
 
+BACKEND is gloo, nccl, or "in order": gloo with messages as NCCL gets them.
+
 This process loads the libraries and forks into the workers, which is much quicker than to load them in each. A case comes in as
 a line of JSON, and a line goes back. They serve worlds of any size, one after the other: a line says where its workers meet.
 Tensors go back in a file of their own, from rank 0.
@@ -27,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _broken import broken
 from _cases import Run, plan_of, train
 
+from carrywave.parallel import mesh as mesh_module
 from carrywave.parallel.gradients import Reducer
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
@@ -42,6 +45,9 @@ class Worker:
         self.device = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self.device)
+        if backend == "in order":
+            mesh_module.takes_order = lambda backend: True
+            backend = "gloo"
         self.rank, self.backend = rank, backend
         self.meeting = ""
         self.meshes: dict[tuple[int, int, bool], Mesh] = {}

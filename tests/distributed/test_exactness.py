@@ -28,9 +28,28 @@ def crew() -> Iterator[Crew]:
         yield workers
 
 
+@pytest.fixture(scope="module")
+def ordered() -> Iterator[Crew]:
+    with Crew(4, backend="in order") as workers:
+        yield workers
+
+
 @pytest.mark.parametrize(("workers", "examples"), [(1, 15), (2, 15), (3, 10), (4, 15)])
 def test_any_plan_gives_the_answer_of_one_device(workers: int, examples: int, crew: Crew) -> None:
     check_drawn(workers, examples, crew)
+
+
+@pytest.mark.parametrize("plan", [name for name, plan in (PLANS | SHARED).items() if plan["stages"] > 1])
+def test_messages_one_after_the_other_give_the_answer_of_one_device(plan: str, ordered: Crew) -> None:
+    """As NCCL gets them, carried by gloo: one group for all stages, in batches, and sums after them."""
+    check(a_case(plan=(PLANS | SHARED)[plan]), ordered)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_messages_one_after_the_other_on_any_plan(workers: int, ordered: Crew) -> None:
+    check_drawn(workers, 40, ordered)
 
 
 @pytest.mark.slow

@@ -95,6 +95,8 @@ class Hall:
 class StrictLinks:
     """The `Links` of one stage."""
 
+    in_order = False
+
     def __init__(self, hall: Hall, stage: int) -> None:
         self.hall, self.stage = hall, stage
 
@@ -119,6 +121,9 @@ class StrictLinks:
             # A copy: whatever the sender does to it afterwards is its own affair.
             sent.append(tensor.clone())
             self.hall.changed.notify_all()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
     def drain(self) -> None:
         """Nothing is under way: a send ends when it has been received."""

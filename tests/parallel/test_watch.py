@@ -19,6 +19,7 @@ import carrywave as cw
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads import Softmax
 from carrywave.parallel.capture import Capture
+from carrywave.parallel.gradients import Reduced, Reducer
 from carrywave.parallel.watch import Watch, ours
 from carrywave.plan.plan import Plan
 
@@ -179,7 +180,10 @@ def test_hooks_are_called_at_every_step(register: Callable[[Any, Any], Any]) -> 
 
 def test_modules_of_the_users_own_are_recorded_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CARRYWAVE_CAPTURE", raising=False)
-    assert ours(model())
+    summed = model()
+    assert ours(summed)
+    Reducer([Reduced(None, list(summed.parameters()))])  # type: ignore[arg-type]
+    assert ours(summed)  # its hooks are ours
     assert Capture.of(CUDA, Plan.serial(), model()) is not None
     for own in (model(Head()), model(type("Mine", (Softmax,), {"__module__": "mine"})(6, 5))):
         assert Capture.of(CUDA, Plan.serial(), own) is None

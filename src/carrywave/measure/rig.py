@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ _SMALL = 0.2  # of what was timed, which is at least the unit's own, however muc
 class Echo:
     """Links whose messages are there as soon as they are wanted."""
 
+    in_order: ClassVar[bool] = False
+
     device: torch.device
     known: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -54,6 +57,9 @@ class Echo:
 
     def send(self, line: Line, tensor: Tensor) -> None:
         """Nobody reads it."""
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
     def drain(self) -> None:
         """Nothing is under way."""

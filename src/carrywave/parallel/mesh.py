@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from carrywave.data.stream import Share
 from carrywave.errors import PlanError
 from carrywave.kernels import persistent
-from carrywave.parallel.transport import Channel, GroupLinks
+from carrywave.parallel.transport import Channel, GroupLinks, Links, OrderedLinks, takes_order
 from carrywave.parallel.world import World
 from carrywave.plan.messages import Line, lines
 from carrywave.plan.plan import Plan
@@ -33,7 +33,7 @@ class Mesh:
             )
         self.world, self.plan, self.device = world, plan, world.device
         self.replica, self.stage = divmod(world.rank, plan.stages)
-        self.links: GroupLinks | None = None
+        self.links: Links | None = None
         self._replicas: dist.ProcessGroup | None = None
         if world.size > 1:
             self._connect()
@@ -79,12 +79,19 @@ class Mesh:
         if world.backend == "nccl":
             # NCCL's receives sit on multiprocessors until their message comes, which may be after a launch that waits for these.
             persistent.stand_aside("stages over NCCL may need its multiprocessors")
+        known = lines(plan.stages, share_head=plan.shares_head)
+        if takes_order(world.backend):
+            first = self.replica * plan.stages
+            ordered = OrderedLinks(mesh.get_group("stage"), range(first, first + plan.stages), self.device)
+            ordered.greet(self.stage, known)
+            self.links = ordered
+            return
         channels: dict[Line, Channel] = {}
         staged = world.backend == "gloo" and self.device.type == "cuda"
         where = torch.device("cpu") if staged else self.device
         # Every worker makes every group, in one order; the two ends of a channel then greet each other along the chain of stages.
         for replica in range(plan.replicas):
-            for line in lines(plan.stages, share_head=plan.shares_head):
+            for line in known:
                 sender, receiver = (replica * plan.stages + stage for stage in line[1:])
                 group = dist.new_group([min(sender, receiver), max(sender, receiver)])
                 if world.rank in (sender, receiver):

@@ -123,6 +123,8 @@ class _Run:
         reducer: Reducer | None,
         clock: Clock | None,
     ) -> None:
+        if links is not None and links.in_order:
+            program = program.in_order
         self.stage, self.plan, self.program, self.jobs, self.links = stage, plan, program, jobs, links
         self.place, self.reducer, self.clock = place, reducer, clock
         self.batches: list[Batch] = []  # of each slice
@@ -170,6 +172,8 @@ class _Run:
                     with self._timed("send", step.task):
                         cast(Links, self.links).send(line, self.leaving.pop(step.task))
                 else:
+                    if self.links is not None:
+                        self.links.flush()
                     # After the send, which another stage waits for.
                     self._pay(done)
                     if self.clock is not None and step.task in self.arriving:
@@ -178,7 +182,11 @@ class _Run:
                     with self._timed(step.task.phase, step.task):
                         run[step.task.phase](step.task)
                     done = step.task
+            if self.links is not None:
+                self.links.flush()
             self._pay(done)
+        if self.links is not None and self.links.in_order:
+            self.links.drain()  # what follows are sums over workers
         outcomes = []
         bounds = [*self.first, len(self.batches)]
         for number in range(len(self.jobs)):

@@ -1,14 +1,20 @@
 """Messages between stages: activations one way, their gradients the other.
 
-Each direction of an edge is a channel of its own (a process group of two), and messages on it match by order alone, as NCCL
-wants it. A receive is posted before it is needed and waited for when it is; a send does not hold up the next task, but only
-so many may be under way, so that memory stays bounded. `plan.messages.prove` shows that programs run even where every
-send waits for its receive, so no bound on sends can block them.
+`GroupLinks`, for gloo: each direction of an edge is a channel of its own (a process group of two), and messages on it match by order
+alone. A receive is posted before it is needed and waited for when it is; a send does not hold up the next task, but only so many may be
+under way, so that memory stays bounded. `plan.messages.prove` shows that programs run even where every send waits for its receive, so no
+bound on sends can block them.
+
+`OrderedLinks`, for NCCL: all stages of a replica share one communicator, and what a stage has to say between two tasks is one batch of
+sends and receives. So the device carries out messages in the order of the program, one batch after the other, and nothing else of NCCL's
+runs meanwhile: sums over workers begin when all messages are through. `plan.in_order` proves programs under these rules.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -21,6 +27,11 @@ from carrywave.plan.messages import Line
 MOST_SENDS = 4
 
 
+def takes_order(backend: str) -> bool:
+    """Whether a backend carries out messages on the device, where those that are posted ahead hold up others."""
+    return backend == "nccl"
+
+
 class Pending(Protocol):
     """A receive that was posted."""
 
@@ -31,11 +42,18 @@ class Pending(Protocol):
 class Links(Protocol):
     """What one stage can say to others, each over its own line."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether messages are carried out one after the other, so that programs must be in order too."""
+
     def receive(self, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message of a line."""
 
     def send(self, line: Line, tensor: Tensor) -> None:
         """Send the next message of a line; the tensor must not change afterwards."""
+
+    def flush(self) -> None:
+        """What was posted and sent so far goes its way, before the next task."""
 
     def drain(self) -> None:
         """Wait until everything that was sent has been received."""
@@ -58,6 +76,8 @@ class Channel:
 
 class GroupLinks:
     """Messages over torch.distributed. `staged`: by way of host memory, for CUDA tensors where only gloo can carry them."""
+
+    in_order = False
 
     def __init__(self, channels: dict[Line, Channel], device: torch.device, *, staged: bool) -> None:
         self.channels, self.device, self.staged = channels, device, staged
@@ -84,6 +104,9 @@ class GroupLinks:
         while len(self._sent) > self._most:
             self._sent.popleft()[0].wait()
 
+    def flush(self) -> None:
+        """Each goes its way by itself."""
+
     def drain(self) -> None:
         """Wait until everything that was sent has been received."""
         while self._sent:
@@ -98,6 +121,82 @@ class _Receive:
         """The message, on the device."""
         self.work.wait()
         return self.buffer.to(self.device, non_blocking=True)
+
+
+class OrderedLinks:
+    """Messages in batches over one communicator. `ranks` are those of the stages, in their order."""
+
+    in_order = True
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
+        self.group, self.ranks, self.device = group, ranks, device
+        self._next = _Batch()
+        self._under_way: deque[_Batch] = deque()
+
+    def greet(self, own: int, known: Sequence[Line]) -> None:
+        """Make the communicator, and the connection of each pair of stages: NCCL makes them at the first message, and waits meanwhile."""
+        word = torch.zeros(1, device=self.device)
+        dist.all_reduce(word, group=self.group)
+        # In one order on every worker, both ways at once.
+        for low, high in sorted({(min(line[1:]), max(line[1:])) for line in known}):
+            if own in (low, high):
+                other = high if own == low else low
+                self._add(dist.isend, word, other)
+                self._add(dist.irecv, torch.empty_like(word), other)
+                self.drain()
+
+    def receive(self, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+        """Post the receive of the next message of a line."""
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        return _InBatch(self, self._add(dist.irecv, buffer, line.sender), buffer)
+
+    def send(self, line: Line, tensor: Tensor) -> None:
+        """Send the next message of a line."""
+        self._add(dist.isend, tensor, line.receiver)
+
+    def flush(self) -> None:
+        """Hand over the batch. It keeps its tensors until it is through; nobody waits for that here, which would hold up the device."""
+        if self._next.operations:
+            self._next.works = dist.batch_isend_irecv(self._next.operations)
+            self._under_way.append(self._next)
+            self._next = _Batch()
+        while self._under_way and all(work.is_completed() for work in self._under_way[0].works):
+            self._under_way.popleft()
+
+    def drain(self) -> None:
+        """Wait until everything that was sent has been received: what the device is given after this comes after it."""
+        self.flush()
+        while self._under_way:
+            self._under_way.popleft().wait()
+
+    def _add(self, kind: Callable[..., dist.Work | None], tensor: Tensor, stage: int) -> _Batch:
+        self._next.operations.append(dist.P2POp(kind, tensor, self.ranks[stage], self.group))
+        return self._next
+
+
+@dataclass
+class _Batch:
+    """Sends and receives that go their way together."""
+
+    operations: list[dist.P2POp] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Until all of them are through; once is enough."""
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+class _InBatch:
+    def __init__(self, links: OrderedLinks, batch: _Batch, buffer: Tensor) -> None:
+        self.links, self.batch, self.buffer = links, batch, buffer
+
+    def wait(self) -> Tensor:
+        """The message."""
+        self.links.flush()
+        self.batch.wait()
+        return self.buffer
 
 
 def _work(work: dist.Work | None) -> dist.Work:

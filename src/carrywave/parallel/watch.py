@@ -2,7 +2,7 @@
 
 A replay runs no Python. So a module that anneals a number, or whose author changes one, would be replayed as it was. In modules of ours and
 of torch everything that decides what runs is an attribute, and is looked at before every replay. Elsewhere it may be anything, a global or
-a file, and hooks are code too: steps with such modules or hooks are not recorded unless the user says so.
+a file, and forward hooks are code too: steps with such modules or hooks are not recorded unless the user says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from carrywave.model.whole import Whole
 
 MOST = 256  # states that are remembered by number
 _PLAIN = (bool, int, float, str, type(None))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -28,12 +28,7 @@ def ours(model: nn.Module) -> bool:
 
 def _ours(module: nn.Module) -> bool:
     known = type(module).__module__.startswith(("carrywave.", "torch.nn."))
-    hooked = any(getattr(module, name) for name in _HOOKS) or any(_hooked(p) for p in module._parameters.values() if p is not None)
-    return known and "forward" not in vars(module) and not hooked
-
-
-def _hooked(tensor: Tensor) -> bool:
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return known and "forward" not in vars(module) and not any(getattr(module, name) for name in _HOOKS)
 
 
 class Watch:
@@ -52,7 +47,7 @@ class Watch:
         if (
             all(map(operator.is_, [each.get(name) for each, name in self._places], self._values))
             and [len(each) for each in self._sizes] == self._lengths
-            and [(each.requires_grad, each.data_ptr(), _hooked(each)) for each in self._tensors] == self._facts
+            and [(each.requires_grad, each.data_ptr()) for each in self._tensors] == self._facts
         ):
             return self._version
         self._look()
@@ -61,26 +56,22 @@ class Watch:
     def _look(self) -> None:
         modules = list(self._model.modules())
         own: list[dict[str, Any]] = [vars(module) for module in modules]
-        optimizer = self._optimizer
-        groups = [] if optimizer is None else optimizer.param_groups
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
         stores: list[dict[str, Any]] = [store for module in modules for store in (module._parameters, module._buffers)]
         self._places = [(each, name) for each in own for name, value in each.items() if name not in _TORCHS and _plain(value)]
         self._places += [(group, name) for group in groups for name in group if name != "params"]
         self._places += [(store, name) for store in stores for name in store]
         self._values = [each.get(name) for each, name in self._places]
-        of_steps = (
-            [] if self._optimizer is None else [self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks]
-        )
-        self._sizes = [*own, *of_steps, *(getattr(module, name) for module in modules for name in (*_HOOKS, "_modules"))]
+        self._sizes = [*own, *(getattr(module, name) for module in modules for name in (*_HOOKS, "_modules"))]
         self._lengths = [len(each) for each in self._sizes]
         self._tensors: list[Tensor] = [tensor for store in stores for tensor in store.values() if tensor is not None]
-        self._facts = [(each.requires_grad, each.data_ptr(), _hooked(each)) for each in self._tensors]
+        self._facts = [(each.requires_grad, each.data_ptr()) for each in self._tensors]
         found = (*map(_hashable, self._values), *self._lengths, *self._facts)
         if len(self._known) > MOST:
             self._known.clear()
         self._next += 1
         number, _ = self._known.setdefault(found, (self._next, self._values))
-        self._version = None if self._strict and (any(of_steps) or not ours(self._model)) else number
+        self._version = None if self._strict and not ours(self._model) else number
 
 
 def _plain(value: object) -> bool:

@@ -32,7 +32,10 @@ class Hooks:
 
     def there(self, optimizer: object) -> bool:
         """Whether there are any: a recorded step would not call them. Those that cannot be right are refused."""
-        found = bool(getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None))
+        # A step looks while those that `call` will call are put off.
+        found = bool(
+            self._put_off or getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None)
+        )
         for name, parameter in self.held.items():
             if parameter._backward_hooks:
                 self._refuse(f"the hook on the gradient of {name} (register_hook)")

@@ -115,7 +115,9 @@ def _reducer(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequen
     wanted: list[Reduced] = []
     group = mesh.replicas_of([mesh.stage])
     if group is not None:
-        wanted.append(Reduced(group, [p for name, p in named if name not in names]))
+        # Messages in order are the only ones under way: sums wait for the last of them.
+        early = mesh.links is None or not mesh.links.in_order
+        wanted.append(Reduced(group, [p for name, p in named if name not in names], early=early))
     own = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):
         group = mesh.replicas_of(stages)  # made by every worker, also by those outside it
