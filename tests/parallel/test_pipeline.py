@@ -18,8 +18,15 @@ from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
+from carrywave.parallel import pipeline
 from carrywave.parallel.pipeline import Job, Outcome, program_for, run
+from carrywave.parallel.slices import flatten
+from carrywave.plan.memory import Split, one_slice, stage_memory
 from carrywave.plan.plan import Plan
+from carrywave.plan.schedule import Task
+from carrywave.plan.units import Units
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import Spec
 
 VOCABULARY, WIDTH, CLASSES = 11, 6, 3
 KEY = random.key(3, 1, 4)
@@ -179,3 +186,28 @@ def test_evaluation_sees_every_output_and_makes_no_graph() -> None:
     assert [len(out) for out in seen] == [3, 3, 1]
     assert not outcome.loss_sum.requires_grad
     assert float(outcome.count) == 14
+
+
+@pytest.mark.parametrize("chunk_steps", [2, 4])
+def test_recomputation_keeps_what_the_planner_counts(chunk_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured when all chunks have gone forward and none has come back: what is in their memory, each piece once."""
+    spec = Spec.model_validate({"model": {"hidden": WIDTH, "layers": 2, "embedding": WIDTH}, "train": {"precision": "fp64"}})
+    units = Units.of(spec, DataFacts(vocabulary=VOCABULARY))
+    plan, steps, lanes = Plan(chunk_steps=chunk_steps, recompute=True), 16, 3
+    chunks = steps // chunk_steps
+    split = Split(lanes, chunk_steps, steps, lanes, put_off=False, recompute=True, share_head=False, reduced=False)
+    planned = stage_memory(units, 0, len(units), one_slice(chunks, put_off=False), split)
+    seen: list[int] = []
+    backward = pipeline._Run._backward
+
+    def looking(self: pipeline._Run, task: Task) -> None:
+        if not seen:
+            assert len(self.kept) == chunks
+            held = [t for kept in self.kept.values() for t in (kept.y, kept.root, *flatten(kept.entered), *flatten(kept.left))]
+            storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t is not None}
+            seen.append(sum(storages.values()) + lanes * steps * 8)  # and the tokens, of which chunks are views
+        backward(self, task)
+
+    monkeypatch.setattr(pipeline._Run, "_backward", looking)
+    outcome_of(build(pooled=False), batch_of(steps, [steps] * lanes, pooled=False), plan)
+    assert seen[0] <= planned.activations + planned.carries

@@ -68,13 +68,13 @@ class Outcome:
 
 @dataclass
 class _Kept:
-    """What the backward of a chunk needs of its forward."""
+    """What the backward of a chunk needs of its forward; where that is run once more, only what it starts from."""
 
     x: Tensor
     entered: State
-    y: Tensor
-    left: State
-    root: Tensor | None
+    y: Tensor | None = None
+    left: State | None = None
+    root: Tensor | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -236,7 +236,8 @@ class _Run:
         if not self.last_stage or self.share_head:
             self._hand_on(task, y.detach().contiguous())
         if self.backward:
-            self.kept[task.chunk, task.slice] = _Kept(x, entered, y, left, root)
+            again = self.plan.recompute
+            self.kept[task.chunk, task.slice] = _Kept(x, entered) if again else _Kept(x, entered, y, left, root)
 
     def _hand_on(self, task: Task, tensor: Tensor) -> None:
         """To another stage; or to this one, where the last stage scores a chunk of its own."""
@@ -286,11 +287,11 @@ class _Run:
             gradients.append(scale.to(kept.root.dtype) if scale is not None else None)
         if not self.last_stage or self.share_head:
             gradient = self._take(task, "H")
-            if kept.y.requires_grad:
+            if kept.y is not None and kept.y.requires_grad:
                 roots.append(kept.y)
                 gradients.append(gradient)
         handed = self.handed_back.pop(task.slice, None)
-        if handed is not None:
+        if handed is not None and kept.left is not None:
             for tensor, gradient_or_none in zip(flatten(kept.left), handed, strict=True):
                 if gradient_or_none is not None and tensor.requires_grad:
                     roots.append(tensor)
