@@ -215,6 +215,19 @@ def test_a_heavy_head_that_one_lane_has_is_shared() -> None:
     assert any(rival.plan == replace(choice.best.plan, share_head=False) and "slower" in rival.why for rival in choice.rivals)
 
 
+def test_a_search_that_ends_before_it_is_sure_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    units, cluster = units_of(32768, batch={"lanes": 8, "steps": 64}), Cluster.uniform(machine(), 6)
+    sure = search(units, cluster)
+    assert sure.left == 0.0
+    assert "simulated" not in sure.why
+    monkeypatch.setattr(searching, "MOST_SIMULATED", 1)
+    ended = search(units, cluster)
+    assert ended.left > 0.0
+    assert f"(1 plans were simulated; one that was not could be faster by {ended.left:.1%} at most)" in ended.why
+    scores = [each.best.seconds * price(each.best.plan.workers, GAIN_PER_DOUBLING) for each in (ended, sure)]
+    assert scores[0] <= scores[1] * (1 + ended.left)
+
+
 def test_all_devices_can_be_asked_for() -> None:
     units = units_of(50, model={"hidden": 128, "layers": 2}, batch={"lanes": 4, "steps": 6})
     assert search(units, Cluster.uniform(machine(), 8), use_all=True).best.plan.workers == 8

@@ -52,7 +52,7 @@ def plan(
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the step.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write an object that a program can read.")] = None,
 ) -> None:
-    """Predict every way to split a spec over devices, choose the best, and show it."""
+    """Search the ways to split a spec over devices by predicting them, choose the best, and show it."""
     path, overrides = spec_and_overrides(spec or [])
     resolved = load(path, overrides, base=base(overrides))
     if devices is not None and cluster is not None:

@@ -247,7 +247,8 @@ class Case:
         buckets = -(-num_bytes // BUCKET_BYTES)
         each = self._reduce(replicas, num_bytes // buckets)
         hidden = max(each, buckets * each - window * (1 - 1 / buckets))
-        overlap = self.overheads.overlap
+        # Between stages of GPUs messages are the only thing that is under way: sums come after them.
+        overlap = self.overheads.overlap if self.plan.stages == 1 else 0.0
         return overlap * hidden + (1 - overlap) * buckets * each
 
     def link_of_host(self) -> Link:

@@ -1,7 +1,10 @@
 """Finds the best plan for a spec on a cluster: over replicas, stages, cuts, chunks, slices, recomputation and a shared head.
 
 Best first: every plan has a time that it takes at least, and only those that could still win are looked at more closely, first by their
-cuts, then in the simulator. So the answer is that of trying everything, to within a tolerance, and most plans cost a few microseconds.
+cuts, then in the simulator. So the answer is that of simulating all that `space` lists, to within a tolerance, and most plans cost a few
+microseconds. Three things are less than everything: `space` lists some of many numbers of replicas, stages and chunks; of many ways to
+cut one is looked at; and a search ends after so many simulations. Where it did, the choice says by how much a plan that was left could be
+faster.
 What changes the answer of training (lanes, steps, precision, accumulation) is the spec's and never touched.
 """
 
@@ -52,6 +55,7 @@ class Choice:
     rivals: tuple[Rival, ...]
     serial: Prediction | None  # on one device, where it fits there
     devices: int  # that were on offer
+    left: float = 0.0  # by how much a plan that was not simulated could be faster at most, where the search ended before it was sure
 
     @property
     def efficiency(self) -> float | None:
@@ -67,6 +71,7 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: 
     """The best plan on these devices or fewer of them; with `use_all`, on all. Refuses a model that fits no plan."""
     found = Search(Predictor(units, cluster), use_all=use_all, tolerance=tolerance)
     best = found.chosen()
+    left = found.left
     kinds: tuple[Wanted, ...] = (_serial, _replicas, _stages, _both)
     of_kind = [found.rival(kind) for kind in kinds]
     # By the model's own account nothing on fewer devices may beat what is chosen.
@@ -85,9 +90,10 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: 
         if rival.plan != best.plan:
             shown.setdefault(rival.plan, rival)
     ordered = sorted(shown.values(), key=lambda rival: math.inf if rival.prediction is None else rival.prediction.seconds)
-    return Choice(
-        best, _reason(best, ordered, cluster.devices, use_all=use_all), tuple(ordered), of_kind[0] or found.serial(), cluster.devices
-    )
+    why = _reason(best, ordered, cluster.devices, use_all=use_all)
+    if left:
+        why += f" ({MOST_SIMULATED} plans were simulated; one that was not could be faster by {left:.1%} at most)"
+    return Choice(best, why, tuple(ordered), of_kind[0] or found.serial(), cluster.devices, left)
 
 
 def describe(plan: Plan) -> str:
@@ -120,6 +126,7 @@ class Search:
         self._shared_out, self._least = cache(predictor.shared_out), cache(predictor.least)
         self._bound, self._predict = cache(predictor.bound), cache(predictor.predict)
         self.misfits: dict[Plan, None] = {}
+        self.left = 0.0  # of the last `best`: by how much a plan that was not simulated could be better at most
 
     def rival(self, wanted: Wanted) -> Prediction | None:
         """The best of the plans that are wanted, or one that is near it: only shown beside the chosen one."""
@@ -166,6 +173,8 @@ class Search:
                 found = self._predict(plan)
                 if (score := _score(found.seconds, plan, gain)) < limit:
                     best, limit = found, score
+        sure = not heap or heap[0][0] * (1 + self.tolerance) >= limit
+        self.left = 0.0 if sure else limit / heap[0][0] - 1
         return best
 
     def _cuts(self, plan: Plan) -> list[tuple[int, ...]]:
@@ -216,7 +225,7 @@ class Search:
         """The best of all plans, where more devices must pay; refuses a model that fits no plan, and says what would make it fit."""
         try:
             self.check_room()
-            best = self.best(_any, gain=GAIN_PER_DOUBLING)
+            best = self.best(_any, gain=GAIN_PER_DOUBLING, most=MOST_SIMULATED)
             if best is None:
                 raise self.nothing()
         except NoFit as error:
