@@ -327,8 +327,30 @@ def test_a_probe_leaves_no_trace_in_what_it_warns_of() -> None:
     grads: list[Tensor] = []
     watched = model(PerFrame())
     watched.encoder.out.weight.register_hook(grads.append)  # type: ignore[union-attr, operator]
+    watched.encoder.out.register_full_backward_hook(lambda module, given, out: grads.append(out[0]))  # type: ignore[union-attr, operator]
     step(watched, SERIAL)
-    assert len(grads) == 1
+    assert len(grads) == 2
+
+
+def test_what_is_compiled_is_probed_as_it_is_written() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    encoder = torch.compile(OverTime(nn.Conv1d(FEATURES, FEATURES, 3, padding=1)), backend=backend)
+    made = model(encoder)  # type: ignore[arg-type]
+    trainer = cw.Trainer(made, {"optimizer": "sgd", "lr": 0.1}, plan=CHUNKS)
+    with pytest.raises(PlanError, match=r"encoder.*\(Conv1d\) gives another result at a step"):
+        check_splits(trainer.stage, trainer.plan, batch(), random.key(1), trainer.mesh)
+    assert not graphs
+
+
+def test_what_cannot_be_run_in_parts_is_left_to_its_own_step() -> None:
+    lazy = model(nn.Sequential(nn.LazyLinear(FEATURES), Each(cached, table=None, last=None)))
+    lazy.encoder(batch().inputs)  # as torch wants it, before an optimizer is made
+    step(lazy, CHUNKS)
 
 
 def test_the_step_that_follows_is_the_one_that_would_have_been(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,6 +358,7 @@ def test_the_step_that_follows_is_the_one_that_would_have_been(monkeypatch: pyte
     for probed in (True, False):
         if not probed:
             monkeypatch.setattr("carrywave.train.trainer.check_splits", lambda *args, **options: None)
+        torch.manual_seed(1)
         made = model(PerFrame())
         trainer = cw.Trainer(made, {"lr": 0.1}, plan=CHUNKS)
         losses = [float(trainer.step(batch())) for _ in range(3)]

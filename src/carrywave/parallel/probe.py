@@ -192,12 +192,15 @@ def piecewise(module: Any, path: str) -> Run:
 
 def probe(run: Run, root: nn.Module, path: str, sample: Sample, axes: Sequence[Axis]) -> list[Finding]:
     """What is found, the plainest first; nothing where the module cannot be run like this: its own step will say why."""
-    few = sum(parameter.numel() for parameter in root.parameters()) <= DOUBLE_UP_TO
-    own = next((p.dtype for p in root.parameters() if p.is_floating_point()), torch.float32)
-    for dtype in dict.fromkeys([torch.float64, own] if few else [own]):
-        tolerances = IN_DOUBLE if dtype == torch.float64 else AS_IT_IS
-        with suppress(Exception), _untouched(root, sample.x.device, dtype) as kept:
-            return _Probe(run, root, path, sample.to(dtype), kept, tolerances).findings(axes)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
+        return []  # compiled as it is, for its own dtypes
+    with suppress(Exception):  # a lazy module has no numbers yet
+        few = sum(parameter.numel() for parameter in root.parameters()) <= DOUBLE_UP_TO
+        own = next((p.dtype for p in root.parameters() if p.is_floating_point()), torch.float32)
+        for dtype in dict.fromkeys([torch.float64, own] if few else [own]):
+            tolerances = IN_DOUBLE if dtype == torch.float64 else AS_IT_IS
+            with suppress(Exception), _untouched(root, sample.x.device, dtype) as kept:
+                return _Probe(run, root, path, sample.to(dtype), kept, tolerances).findings(axes)
     return []
 
 
@@ -417,7 +420,8 @@ def _untouched(root: nn.Module, device: torch.device, dtype: torch.dtype) -> Ite
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
-        with warnings.catch_warnings():
+        # Eager: a compiler would be asked for shapes and dtypes that do not come again, and give up on a module after some.
+        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
             kept.copy_tensors(dtype)
             yield kept

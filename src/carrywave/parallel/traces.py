@@ -35,9 +35,14 @@ class Kept:
         self._dtype: torch.dtype | None = None
 
     def copy_tensors(self, dtype: torch.dtype) -> None:
-        """From here on the modules hold copies of their parameters and buffers, numbers in this dtype; tied ones stay tied."""
+        """From here on the modules hold copies of their parameters and buffers, numbers in this dtype; tied ones stay tied.
+
+        Hooks on gradients see nothing meanwhile: those of parameters stay with the originals, and those of modules are put away.
+        """
         self._dtype = dtype
         for module in self._modules:
+            module._backward_hooks.clear()
+            module._backward_pre_hooks.clear()
             for store in (module._parameters, module._buffers):
                 for name, tensor in store.items():
                     if tensor is not None:
