@@ -126,13 +126,16 @@ def test_nothing_changes_by_itself() -> None:
         assert trainer.capture.watch.version() == version
 
 
-def test_requires_grad_is_looked_at() -> None:
-    watch = Watch(made := model())
-    before = watch.version()
-    made.lstm.weight_hh_l0.requires_grad_(False)  # type: ignore[union-attr]
-    assert watch.version() != before
-    made.lstm.weight_hh_l0.requires_grad_(True)  # type: ignore[union-attr]
-    assert watch.version() == before
+def test_what_is_frozen_and_thawed_is_followed() -> None:
+    both = pair()
+    for number in range(9):
+        for each in both:
+            each.model.lstm.weight_hh_l0.requires_grad_(not 3 <= number < 6)  # type: ignore[union-attr]
+        losses = [float(each.step(batch(number))) for each in both]
+        assert losses[0] == losses[1], number
+    assert replays(both[0]) >= 5
+    for (name, own), (_, other) in zip(both[0].named, both[1].named, strict=True):
+        assert torch.equal(own, other), name
 
 
 def test_many_states_are_not_remembered_for_ever() -> None:

@@ -32,7 +32,10 @@ def _ours(module: nn.Module) -> bool:
 
 
 class Watch:
-    """Says whether anything has changed, in some microseconds. `strict`: user code of any kind is not to be recorded."""
+    """Says whether anything has changed, in some microseconds. `strict`: user code of any kind is not to be recorded.
+
+    Which parameters are trained is not looked at: who trains them follows that, and begins anew.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, strict: bool = True) -> None:
         self._model, self._optimizer, self._strict = model, optimizer, strict
@@ -47,7 +50,7 @@ class Watch:
         if (
             all(map(operator.is_, [each.get(name) for each, name in self._places], self._values))
             and [len(each) for each in self._sizes] == self._lengths
-            and [(each.requires_grad, each.data_ptr()) for each in self._tensors] == self._facts
+            and [each.data_ptr() for each in self._tensors] == self._addresses
         ):
             return self._version
         self._look()
@@ -65,8 +68,8 @@ class Watch:
         self._sizes = [*own, *(getattr(module, name) for module in modules for name in (*_HOOKS, "_modules"))]
         self._lengths = [len(each) for each in self._sizes]
         self._tensors: list[Tensor] = [tensor for store in stores for tensor in store.values() if tensor is not None]
-        self._facts = [(each.requires_grad, each.data_ptr()) for each in self._tensors]
-        found = (*map(_hashable, self._values), *self._lengths, *self._facts)
+        self._addresses = [each.data_ptr() for each in self._tensors]
+        found = (*map(_hashable, self._values), *self._lengths, *self._addresses)
         if len(self._known) > MOST:
             self._known.clear()
         self._next += 1
