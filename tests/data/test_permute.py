@@ -58,3 +58,38 @@ def test_short_windows_stay_within_their_bounds(steps: int) -> None:
     lengths = varied_steps(steps, seed=0, epoch=0, first=0, count=2_000)
     assert lengths.min() == min(5, steps)
     assert lengths.max() <= steps + 20
+
+
+@pytest.mark.parametrize("varied", ["seed", "epoch"])
+def test_all_orders_of_few_are_equally_likely(varied: str) -> None:
+    """Of consecutive seeds and of consecutive epochs: 24 orders of four, 4,800 times."""
+    place = {"seed": 0, "epoch": 0, "site": MEMBERS}
+    orders = [tuple(permutation(4, **{**place, varied: number}).tolist()) for number in range(4_800)]
+    counts = np.unique(orders, axis=0, return_counts=True)[1]
+    assert len(counts) == 24
+    chi_square = float(((counts - 200) ** 2 / 200).sum())
+    assert abs(chi_square - 23) < 5 * np.sqrt(46)  # 23 degrees of freedom: a deviation of sqrt(46); five of them
+
+
+def test_orders_of_many_forget_where_things_stood() -> None:
+    """Each epoch against the order of the data and against the epoch before it: ranks, neighbours, and what stays in place."""
+    count, epochs = 10_000, 40
+    orders = [permutation(count, seed=7, epoch=epoch, site=MEMBERS) for epoch in range(epochs)]
+    deviation = (count - 1) * (count + 1) / 12
+    centred = [order - (count - 1) / 2 for order in orders]
+    staying, following = 0, 0
+    for before, after in zip([np.arange(count) - (count - 1) / 2, *centred], centred, strict=False):
+        assert abs((before * after).mean() / deviation) < 4.5 / np.sqrt(count)  # 40 epochs: one in 3,500 by chance
+        staying += int((before == after).sum())
+    for order in orders:
+        following += int((np.diff(order) == 1).sum())
+    # Both are on average one an epoch: 40 events, whose deviation is their root; five of them.
+    assert abs(staying - epochs) < 5 * np.sqrt(epochs)
+    assert abs(following - epochs) < 5 * np.sqrt(epochs)
+    # Where an item comes is uniform over the epoch: first, second, … tenth part, for 10 parts of the data.
+    parts = np.zeros((10, 10))
+    for order in orders:
+        np.add.at(parts, (np.arange(count) * 10 // count, order * 10 // count), 1)
+    expected = count * epochs / 100
+    chi_square = float(((parts - expected) ** 2 / expected).sum())
+    assert abs(chi_square - 81) < 5 * np.sqrt(162)  # rows and columns are full: 81 degrees of freedom

@@ -70,7 +70,7 @@ __device__ __forceinline__ void drop(
             Group<GROUP> written;
 #pragma unroll
             for (int each = 0; each < GROUP; each++) {
-                u32 bits = mix(mix(a ^ mix(unit + each + 0x9E3779B9u)) + b);
+                u32 last = mix(unit + each + 0x9E3779B9u), bits = mix(mix(a ^ last) * (last | 1) + b);
                 float by = (int)bits >= threshold ? scale : 0.0f;
                 written.each[each] = times(x ? read[n].each[each] : (Number)ONE, by);
             }

@@ -18,12 +18,12 @@ Fused = Callable[..., Tensor]
 _MIX = "#define CARRYWAVE_MIX(v) v ^= v >> 16; v *= 0x85EBCA6Bu; v ^= v >> 13; v *= 0xC2B2AE35u; v ^= v >> 16;"
 _FUNCTION = """
 template <typename T> T carrywave_bits_{count}({arguments}) {{
-    unsigned int a = (unsigned int)first, b = (unsigned int)second, x;
+    unsigned int a = (unsigned int)first, b = (unsigned int)second, c, x;
     {mix}
     {absorbed}
-    x = (unsigned int)w{count} + 0x9E3779B9u; CARRYWAVE_MIX(x)
-    x ^= a; CARRYWAVE_MIX(x)
-    x += b; CARRYWAVE_MIX(x)
+    c = (unsigned int)w{count} + 0x9E3779B9u; CARRYWAVE_MIX(c)
+    x = a ^ c; CARRYWAVE_MIX(x)
+    x = x * (c | 1) + b; CARRYWAVE_MIX(x)
     #undef CARRYWAVE_MIX
     return (T)x;
 }}

@@ -7,10 +7,13 @@ All arithmetic is on 32-bit words, wrapping, and any kernel can repeat it:
     absorb(a, b, w): a = mix((a ^ w) * 0x9E3779B1 + b);  b = mix(a ^ b ^ 0x7F4A7C15)        (b uses the new a)
     fold(key, site): absorb(a, b, site)
     bits(key, coordinates w_1 … w_n):
-        a, b = key;  for w in w_1 … w_(n-1): absorb(a, b, w);   bits = mix(mix(a ^ mix(w_n + 0x9E3779B9)) + b)
+        a, b = key;  for w in w_1 … w_(n-1): absorb(a, b, w);   c = mix(w_n + 0x9E3779B9)
+        bits = mix(mix(a ^ c) * (c | 1) + b)
 
-Coordinates count modulo 2**32. `absorb` is a bijection of (a, b) for each word, and `bits` one of its last coordinate, so
-nothing is lost on the way. As an int32 the result is uniform; `uniform` is (bits >> 8) + 2**23, over 2**24.
+Coordinates count modulo 2**32. `absorb` is a bijection of (a, b) for each word, so nothing is lost on the way. Without the factor c | 1
+no word would come twice along the last coordinate, and words would come twice doubly often along the one before it, where b is a
+mix of a: swapping the two summands would be another place. As an int32 the result is uniform; `uniform` is (bits >> 8) + 2**23, over
+2**24. docs/randomness.md says how all this was tested.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ def _bits(first: Tensor, second: Tensor, *coords: Tensor) -> Tensor:
     last = _mix_(coords[-1] + _LAST)
     # Only what follows runs at full size, so it reuses one buffer.
     words = torch.bitwise_xor(first, last)
-    return _mix_(_mix_(words).add_(second))
+    return _mix_(_mix_(words).mul_(last | 1).add_(second))
 
 
 def _on_host(*tensors: Tensor) -> bool:
@@ -122,10 +125,12 @@ def _bits_on_host(key: Tensor, coords: Sequence[Tensor]) -> Tensor:
             first, second = _absorb_few(first, second, _words_of(coord))
         last = _mix_few(_words_of(coords[-1]) + _u32(_LAST))
         if math.prod(shape) <= _FEW:
-            words = np.asarray(_mix_few(_mix_few(first ^ last) + second))
-            return torch.from_numpy(words.view(np.int32)).reshape(shape)
-    words_, first_, second_ = (torch.from_numpy(np.asarray(each).view(np.int32)) for each in (last, first, second))
-    return _mix_(_mix_(torch.bitwise_xor(first_, words_)).add_(second_)).reshape(shape)
+            words = _mix_few(first ^ last)
+            words *= last | _u32(1)
+            words += second
+            return torch.from_numpy(np.asarray(_mix_few(words)).view(np.int32)).reshape(shape)
+    last_, first_, second_ = (torch.from_numpy(np.asarray(each).view(np.int32)) for each in (last, first, second))
+    return _mix_(_mix_(torch.bitwise_xor(first_, last_)).mul_(last_ | 1).add_(second_)).reshape(shape)
 
 
 def uniform(key: Tensor, *coords: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,0 +1,152 @@
+"""How good the keyed numbers are: how often words come again, whether masks are related, and the program that feeds batteries.
+
+docs/randomness.md holds what large batteries found. Keys are fixed here, so a test that has passed once passes again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from carrywave.data.permute import draw_words
+from carrywave.kernels import fused_random, random
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(65536, 1, 64), (64, 1, 65536), (1, 64, 65536), (1, 65536, 64), (2048, 2048, 1), (2048, 1, 2048), (1, 2048, 2048)],
+    ids=["times", "units-of-times", "units-of-lanes", "lanes", "times-and-lanes", "times-and-units", "lanes-and-units"],
+)
+def test_words_come_again_as_often_as_chance_has_it(shape: tuple[int, int, int]) -> None:
+    """In a plane, or among those that differ by the longest side alone: a permutation would show none, a symmetry too many."""
+    together = max(shape) if max(shape) == 65536 else math.prod(shape)
+    again, expected = 0, 0.0
+    for seed in range(4 if together == 65536 else 1):
+        key = random.fold(random.key(seed), random.site("lstm.l0.dropout"))
+        time, lane, unit = (torch.arange(size) for size in shape)
+        words = random.bits(key, time[:, None, None], lane[:, None], unit).numpy()
+        words = np.sort(np.moveaxis(words, shape.index(max(shape)), -1).reshape(-1, together), axis=-1)
+        again += int((words[:, 1:] == words[:, :-1]).sum())
+        expected += len(words) * together * (together - 1) / 2 / 2**32
+    assert abs(again - expected) < 5 * math.sqrt(expected)  # a count of rare events: its deviation is its root
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_masks_of_neighbours_are_unrelated(p: float) -> None:
+    """Rows of units at distance 1, 2 and 3 in step, layer, time and lane: their covariances have mean 0 and the spread of chance."""
+    steps, layers, times, lanes, units = 6, 4, 8, 8, 256
+    masks = torch.empty(steps, layers, times, lanes, units, dtype=torch.float64)
+    for step, layer in product(range(steps), range(layers)):
+        key = random.fold(random.key(1, 0, step), random.site(f"lstm.l{layer}.dropout"))
+        coords = torch.arange(times)[:, None, None], torch.arange(lanes)[:, None], torch.arange(units)
+        masks[step, layer] = random.keep(key, p, *coords, dtype=torch.float64) > 0
+    standard = (masks - (1 - p)) / math.sqrt(p * (1 - p))
+    fourth = ((1 - 3 * p * (1 - p)) / (p * (1 - p))) ** 2  # of a product of two such numbers
+    for dim, distance in product(range(4), (1, 2, 3)):
+        length = standard.shape[dim] - distance
+        pairs = (standard.narrow(dim, 0, length) * standard.narrow(dim, distance, length)).sum(-1).flatten() / math.sqrt(units)
+        # 72 comparisons: 4.5 deviations happen to one of them by chance once in 2,000 times.
+        where = f"dimension {dim}, distance {distance}"
+        assert abs(pairs.sum().item()) < 4.5 * math.sqrt(len(pairs)), where
+        spread = math.sqrt((2 + (fourth - 3) / units) / len(pairs))
+        assert abs(pairs.square().mean().item() - 1) < 4.5 * spread, where
+
+
+@pytest.fixture(scope="module")
+def stream() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("random_stream", SCRIPTS / "random_stream.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def program(stream: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which(os.environ.get("CC", "cc")) is None:
+        pytest.skip("needs a C compiler")
+    built: Path = stream.build(tmp_path_factory.mktemp("program"))
+    return built
+
+
+def places(order: str) -> Iterator[dict[str, int]]:
+    """All places in the order in which the program goes through them."""
+    loops = [(name, int(size)) for name, size in (loop.split("=") for loop in order.split(","))]
+    for index in product(*(range(size) for _, size in reversed(loops))):
+        yield dict(zip((name for name, _ in reversed(loops)), index, strict=True))
+
+
+def test_the_program_for_batteries_writes_our_words(stream: ModuleType, program: Path) -> None:
+    """Written in C from the documentation, it agrees in every order that batteries get; in small sizes, so that all coordinates move."""
+    keys = stream.keys(1, 3)
+    for name, order in stream.ORDERS.items():
+        names = order.coordinates.split(",")
+        small = ",".join(f"{loop.split('=')[0]}={3 - place % 2}" for place, loop in enumerate(order.order.split(",")))
+        run = subprocess.run([program, *order._replace(order=small)], input=keys, stdout=subprocess.PIPE, check=True)
+        expected = np.concatenate([drawn(order.function, names, place) for place in places(small)])
+        assert run.stdout == packed(expected, order.part).tobytes(), name
+
+
+def drawn(function: str, names: list[str], place: dict[str, int]) -> np.ndarray:
+    if function == "order":
+        seed, epoch, site, index = (place.get(name, 0) for name in names)
+        return draw_words(seed, epoch, site, np.array([index])).view(np.uint32)
+    key = random.key(1, 0, place.get("key", 0))
+    values = [random.site(f"lstm.l{place.get(name, 0)}.dropout") if name == "layer" else place.get(name, 0) for name in names[1:]]
+    if names[1] in ("layer", "site"):
+        key, values = random.fold(key, values[0]), values[1:]
+    return random.bits(key, *(torch.tensor([value]) for value in values)).numpy().view(np.uint32)
+
+
+def packed(words: np.ndarray, part: str) -> np.ndarray:
+    ones = np.unpackbits(words.view(np.uint8), bitorder="little").reshape(-1, 32)
+    if part == "reversed":
+        taken = ones[:, ::-1]
+    else:
+        shift, width = (int(number) for number in part.split(":"))
+        taken = ones[:, shift : shift + width]
+    whole = taken.size // 32 * 32  # what does not fill a word is not written
+    return np.packbits(taken.reshape(-1)[:whole], bitorder="little").view(np.uint32)
+
+
+HOST = """
+#include <cstdio>
+{code}
+int main() {{ unsigned int w[5]; while (fread(w, 4, 5, stdin) == 5) {{ int x = {call}; fwrite(&x, 4, 1, stdout); }} }}
+"""
+
+
+def test_the_text_of_the_cuda_function_draws_our_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is compiled for CUDA, compiled for this machine: the bits are equal where there is no GPU to ask."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    words = torch.randint(-(2**31), 2**31 - 1, (200, 5), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+
+    def host(code: str, call: str) -> Tensor:
+        (tmp_path / "host.cpp").write_text(HOST.format(code=code, call=call))
+        subprocess.run(["c++", "-O1", "-o", tmp_path / "host", tmp_path / "host.cpp"], check=True)
+        run = subprocess.run([tmp_path / "host"], input=words.numpy().tobytes(), stdout=subprocess.PIPE, check=True)
+        return torch.frombuffer(bytearray(run.stdout), dtype=torch.int32)
+
+    compiled: list[str] = []
+    monkeypatch.setattr(torch.cuda.jiterator, "_create_jit_fn", compiled.append)
+    fused_random._compile(3)
+    found = host(compiled[0], "carrywave_bits_3<int>(w[0], w[1], w[2], w[3], w[4])")
+    assert torch.equal(found, torch.stack([random.bits(row[:2], *row[2:]) for row in words]))
+    found = host(fused_random._FOLD, "carrywave_fold<int>(w[0], w[1], w[2], w[3] & 1)")
+    assert torch.equal(found, torch.stack([random.fold(row[:2], int(row[2]))[int(row[3]) & 1] for row in words]))
