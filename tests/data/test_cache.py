@@ -21,7 +21,7 @@ from carrywave.errors import DataError
 CODEC = Codec("language", "text", "char", ("a", "b"), size=2)
 
 
-def build(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+def build(new: NewArray) -> cache.Entry:
     inputs = new(np.uint8, None)
     inputs.append(np.array([0, 1, 1], np.uint8))
     inputs.append(np.array([0], np.uint8))
@@ -30,7 +30,7 @@ def build(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
     unused.close()
     flat = inputs.close()
     train = Sequences(flat, np.array([0]), np.array([3]), labels=np.array([7]), names=("x",))
-    return {"train": train, "valid": Sequences(flat, np.array([3]), np.array([1]), warm=np.array([0]))}, CODEC
+    return cache.Entry({"train": train, "valid": Sequences(flat, np.array([3]), np.array([1]), warm=np.array([0]))}, CODEC, ("a note",))
 
 
 def refuse(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
@@ -128,7 +128,7 @@ def test_the_loser_of_a_race_uses_the_winners_entry(tmp_path: Path) -> None:
         cache.fetch(tmp_path, "k", build)  # another process is faster
         inputs = new(np.uint8, None)
         inputs.append(np.array([9, 9], np.uint8))
-        return {"train": Sequences(inputs.close(), np.array([0]), np.array([2]))}, CODEC
+        return cache.Entry({"train": Sequences(inputs.close(), np.array([0]), np.array([2]))}, CODEC)
 
     assert cache.fetch(tmp_path, "k", slow).parts["train"].inputs.tolist() == [0, 1, 1, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["k"]

@@ -83,14 +83,14 @@ def test_regression_targets_are_standardised_and_restored(tmp_path: Path) -> Non
 
 def test_words_of_text_have_no_end_token_outside_language(tmp_path: Path) -> None:
     data, codec = run(tmp_path, [{"text": "a b\na", "label": 1}], spec("classification", tokens="word"))
-    assert (codec.vocabulary, data.inputs.tolist()) == (("a", "b"), [0, 1, 0])
+    assert (codec.vocabulary, data.inputs.tolist()) == (("a", "b", "<unk>"), [0, 1, 0])
 
 
 def test_tagging_ignores_null_and_minus_hundred(tmp_path: Path) -> None:
     data, codec = run(
         tmp_path, [{"tokens": ["x", "y", "x"], "labels": ["N", None, -100]}, {"tokens": ["y"], "labels": ["V"]}], spec("tagging")
     )
-    assert (codec.kind, codec.vocabulary, codec.labels) == ("word", ("x", "y"), ("N", "V"))
+    assert (codec.kind, codec.vocabulary, codec.labels) == ("word", ("x", "y", "<unk>"), ("N", "V"))
     assert data.tags is not None
     assert (data.inputs.tolist(), data.tags.tolist()) == ([0, 1, 0, 1], [0, -100, -100, 1])
 
@@ -105,7 +105,7 @@ def test_number_tokens_are_used_as_they_are(tmp_path: Path) -> None:
 def test_language_rows_are_sequences_or_one_stream(tmp_path: Path) -> None:
     rows = [{"text": "a b"}, {"text": "b"}]
     data, codec = run(tmp_path, rows, spec("language", tokens="word"))
-    assert codec.vocabulary == ("<eos>", "b", "a")
+    assert codec.vocabulary == ("<eos>", "b", "a", "<unk>")
     assert (data.inputs.tolist(), data.starts.tolist(), data.lengths.tolist()) == ([2, 1, 0, 1, 0], [0, 3], [3, 2])
     data, _ = run(tmp_path, [*rows, {"text": ""}], spec("language", tokens="word"), join=True)
     assert (data.inputs.tolist(), data.starts.tolist(), data.lengths.tolist()) == ([2, 1, 0, 1, 0, 0], [0], [6])
@@ -206,7 +206,7 @@ def test_unknown_token_names_file_and_line(tmp_path: Path) -> None:
 def test_invalid_utf8_line_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "\xff", "label": 1}')
     rows = open_rows(find(str(tmp_path / "d.jsonl"), field="x"), numeric_label=False)
-    with pytest.raises(DataError, match=r"d\.jsonl:1: the line is not JSON"):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: byte 10 of the line is not valid utf-8; convert the file to utf-8, from Latin-1 with: iconv"):
         list(rows)
 
 

@@ -110,7 +110,7 @@ def test_labels_as_tensors() -> None:
     assert tagging.train.tags.tolist() == [0, 1, -100, 0]
     words = from_python([(["a", "b"], ["N", None]), (["b"], ["V"])], spec("tagging"))
     assert words.train.tags is not None
-    assert (words.codec.vocabulary, words.train.tags.tolist()) == (("b", "a"), [0, -100, 1])
+    assert (words.codec.vocabulary, words.train.tags.tolist()) == (("b", "a", "<unk>"), [0, -100, 1])
 
 
 @pytest.mark.parametrize("make", [lambda ids: ids, np.array, torch.tensor, lambda ids: np.array(ids, np.uint8)])

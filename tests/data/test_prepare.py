@@ -150,9 +150,9 @@ def test_damaged_cache_is_refused(tmp_path: Path) -> None:
 
 def test_bad_file_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
-    (tmp_path / "b.txt").write_text("the zebra\n")
-    with pytest.raises(DataError, match=r"b\.txt:1: token 'zebra' is not in the vocabulary"):
-        prepare(spec(tmp_path, train="a.txt", valid="b.txt", tokens="word"))
+    (tmp_path / "b.txt").write_text("the ¤\n")
+    with pytest.raises(DataError, match=r"b\.txt:1: token '¤' is not in the vocabulary"):
+        prepare(spec(tmp_path, train="a.txt", valid="b.txt", tokens="char"))
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -155,7 +155,7 @@ def test_text_times_in_order_are_kept(tmp_path: Path) -> None:
 BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("", {}, r"t\.csv is empty"),
     ("date,a\n", {}, "is empty; give a table with at least one row"),
-    ("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n", {}, "row 2, column a is 'x', not a finite number .*; fill the gap"),
+    ("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n", {}, "row 2, column a is 'x', which is text and not a finite number; correct it"),
     ("date,a\n2024-01-01,1\n2024-01-02,\n2024-01-03,2\n", {}, "row 2, column a is empty or NaN, not a finite number"),
     ("date,a\n2024-01-01,1\n2024-01-02,nan\n", {}, "row 2, column a is .*, not a finite number"),
     ("date,a\n2024-01-01,inf\n2024-01-02,1\n", {}, "row 1, column a is inf"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_words_equal_the_naive_reading(tmp_path_factory: pytest.TempPathFactory,
     file = source(tmp_path_factory.getbasetemp(), text.encode(), block_bytes)
     codec = learn_stream(file, spec(tokens="word"), "language")
     words = naive_words(text)
-    assert list(codec.vocabulary) == by_frequency(words)
+    assert list(codec.vocabulary) == [*by_frequency(words), "<unk>"]
     tokens = encode_stream(file, codec, MemoryAppender)
     assert [codec.vocabulary[token] for token in tokens] == words
 
@@ -108,8 +109,18 @@ def test_empty_file_is_refused(tmp_path: Path, tokens: str) -> None:
 @pytest.mark.parametrize(("kind", "token"), [("char", "'x'"), ("word", "'bx'")])
 def test_unknown_token_is_refused_with_its_line(tmp_path: Path, kind: str, token: str, block_bytes: int) -> None:
     codec = learn_stream(source(tmp_path, b"a b\na ab\n"), spec(tokens=kind), "language")
+    if kind == "word":  # as it was read before words had <unk>
+        codec = replace(codec, vocabulary=codec.vocabulary[:-1], size=codec.size - 1)
     with pytest.raises(DataError, match=rf"t\.txt:3: token {token} is not in the vocabulary .*; train with data\.min_count=2"):
         encode_stream(source(tmp_path, b"a\n\na b bx\n", block_bytes), codec, MemoryAppender)
+
+
+def test_an_unknown_word_is_unk_and_an_unknown_character_is_not(tmp_path: Path) -> None:
+    words = learn_stream(source(tmp_path, b"a b\na ab\n"), spec(tokens="word"), "language")
+    assert words.vocabulary == ("<eos>", "a", "ab", "b", "<unk>")
+    assert encode_stream(source(tmp_path, b"a zebra\n"), words, MemoryAppender).tolist() == [1, 4, 0]
+    assert learn_stream(source(tmp_path, b"a <unk> a\n"), spec(tokens="word"), "language").vocabulary == ("a", "<eos>", "<unk>")
+    assert "<unk>" not in learn_stream(source(tmp_path, b"a b\n"), spec(tokens="char"), "language").vocabulary
 
 
 def test_limited_vocabulary_has_unk(tmp_path: Path) -> None:

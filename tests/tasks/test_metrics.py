@@ -75,35 +75,31 @@ def test_regression_by_hand() -> None:
     assert errors.values() == pytest.approx({"mae": (1 + 2 + 3) / 3, "rmse": math.sqrt((1 + 4 + 9) / 3)}, rel=1e-15)
 
 
-def forecasts() -> tuple[Tensor, Tensor, Tensor]:
-    out_TBHC, target_TBHC, naive_TBHC = random(4, 3, 2, 2), random(4, 3, 2, 2, seed=2), random(4, 3, 2, 2, seed=3)
+def forecasts() -> tuple[Tensor, Tensor]:
+    out_TBHC, target_TBHC = random(4, 3, 2, 2), random(4, 3, 2, 2, seed=2)
     target_TBHC[1, 2] = NAN
     target_TBHC[0, 0, 1, 0] = NAN
-    naive_TBHC[3, 1, 0] = NAN
-    return out_TBHC, target_TBHC, naive_TBHC
+    return out_TBHC, target_TBHC
 
 
 def test_forecasting_by_hand() -> None:
-    out_TBHC, target_TBHC, naive_TBHC = forecasts()
+    out_TBHC, target_TBHC = forecasts()
     scale_C = torch.tensor([0.5, 2.0])
     errors = Errors(2, 2, scale_C=scale_C)
     for lane in range(3):  # lane by lane: the sums must not care
-        errors.update(out_TBHC[:, lane : lane + 1], target_TBHC[:, lane : lane + 1], naive_TBHC[:, lane : lane + 1])
-    absolute, square, scaled, naive = [], [], [], []
-    for o, t, n, c in zip(out_TBHC.flatten(), target_TBHC.flatten(), naive_TBHC.flatten(), [0, 1] * 24, strict=True):
+        errors.update(out_TBHC[:, lane : lane + 1], target_TBHC[:, lane : lane + 1])
+    absolute, square, scaled = [], [], []
+    for o, t, c in zip(out_TBHC.flatten(), target_TBHC.flatten(), [0, 1] * 24, strict=True):
         if not t.isnan():
             gap = (o - t).abs().item()
             absolute.append(gap)
             square.append(gap * gap)
             scaled.append(gap / scale_C[c].item())
-            if not n.isnan():
-                naive.append((n - t).abs().item())
     assert len(absolute) == 48 - 4 - 1
     wanted = {
         "mae": sum(absolute) / len(absolute),
         "rmse": math.sqrt(sum(square) / len(square)),
         "mase": sum(scaled) / len(scaled),
-        "naive_mae": sum(naive) / len(naive),
     }
     assert errors.values() == pytest.approx(wanted, rel=1e-13)  # float64, summed in another order
 
@@ -112,15 +108,22 @@ def test_a_column_without_a_scale_has_no_mase() -> None:
     errors = Errors(1, 2, scale_C=torch.tensor([0.0, 2.0]))
     errors.update(torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 0.0]]))
     assert errors.values()["mase"] == 0.5
+    none = Errors(1, 1, scale_C=torch.tensor([0.0]))
+    none.update(torch.tensor([[1.0]]), torch.tensor([[0.0]]))
+    assert "mase" not in none.values()
 
 
-def test_quantiles() -> None:
-    errors = Errors(1, 1, quantiles=(0.1, 0.4, 0.9))
+@pytest.mark.parametrize("middle", [0.4, 0.5])
+def test_quantiles(middle: float) -> None:
+    errors = Errors(1, 1, quantiles=(0.1, middle, 0.9))
     out_TBHCQ = torch.tensor([[-1.0, 0.0, 1.0]] * 4).reshape(4, 1, 1, 1, 3)
     target_TBHC = torch.tensor([-2.0, -0.5, 0.0, NAN]).reshape(4, 1, 1, 1)
     errors.update(out_TBHCQ, target_TBHC)
-    wanted = {"mae": 2.5 / 3, "rmse": math.sqrt(4.25 / 3), "coverage_0.1": 1 / 3, "coverage_0.4": 1.0, "coverage_0.9": 1.0}
-    assert errors.values() == pytest.approx(wanted, rel=1e-15)  # the point forecast is the quantile nearest to the median
+    below = (0.9 * 1 + 0.1 * 0.5 + 0.1 * 1) + (1 - middle) * 2.5 + 0.1 * (3 + 1.5 + 1)
+    wanted = {"pinball": below / 9, "coverage_0.1": 1 / 3, f"coverage_{middle:g}": 1.0, "coverage_0.9": 1.0}
+    # Only the median is a point forecast; an outer quantile is wrong by design.
+    point = {"mae": 2.5 / 3, "rmse": math.sqrt(4.25 / 3)} if middle == 0.5 else {}
+    assert errors.values() == pytest.approx(wanted | point, rel=1e-13)  # quantiles are rounded to binary
 
 
 def test_half_precision_outputs_are_compared_with_whole_targets() -> None:
@@ -133,7 +136,7 @@ def filled(metric: metrics.Metric, seed: int) -> metrics.Metric:
     if isinstance(metric, Confusion):
         metric.update(random(7, 3, seed=seed), torch.arange(7) % 3)
     else:
-        metric.update(random(5, 2, 2, 3, seed=seed), random(5, 2, 2, seed=seed + 9), random(5, 2, 2, seed=seed + 5))
+        metric.update(random(5, 2, 2, 3, seed=seed), random(5, 2, 2, seed=seed + 9))
     return metric
 
 
@@ -174,19 +177,19 @@ def test_each_task_has_its_metric() -> None:
 @pytest.mark.parametrize("quantiles", [None, (0.2, 0.5, 0.8)])
 def test_updates_do_not_wait_for_the_device(quantiles: tuple[float, ...] | None) -> None:
     out = random(5, 2, 2, 2, *([3] if quantiles else []))
-    target, baseline = random(5, 2, 2, 2, seed=2), random(5, 2, 2, 2, seed=3)
+    target = random(5, 2, 2, 2, seed=2)
     target[1, 1] = NAN
     logits, tags = random(5, 2, 3), torch.arange(10).reshape(5, 2) % 3
-    moved = [tensor.cuda() for tensor in (out, target, baseline, logits, tags)]
+    moved = [tensor.cuda() for tensor in (out, target, logits, tags)]
     errors, confusion = Errors(2, 2, quantiles, device="cuda"), Confusion(3, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        errors.update(*moved[:3])
-        confusion.update(moved[3], moved[4])
+        errors.update(*moved[:2])
+        confusion.update(moved[2], moved[3])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     there, here = Errors(2, 2, quantiles), Confusion(3)
-    there.update(out, target, baseline)
+    there.update(out, target)
     here.update(logits, tags)
     assert errors.values() == pytest.approx(there.values(), rel=1e-13)  # float64, summed in another order
     assert confusion.values() == here.values()

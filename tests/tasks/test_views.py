@@ -60,8 +60,27 @@ def test_naive_error_and_scale_by_hand() -> None:
     data = Sequences(values, np.array([0]), np.array([6]))
     spec = DataSpec(horizon=1, season=1)
     changes = np.abs(np.diff(values[:, 0]))
-    assert views.naive_error(data, spec, np.array([0])).tolist() == [changes.mean()]
+    errors = views.naive_errors(data, spec, np.array([0]))
+    assert (errors.absolute.tolist(), errors.square.tolist(), errors.pinball) == ([changes.mean()], [(changes**2).mean()], None)
     assert views.naive_scale(data, 2, np.array([0])).tolist() == [np.abs(values[2:] - values[:-2]).mean()]
+
+
+def test_naive_pinball_and_origins_without_a_season() -> None:
+    values = np.array([[0.0], [1.0], [4.0], [9.0], [16.0], [25.0]], dtype=np.float32)
+    data = Sequences(values, np.array([0]), np.array([6]))
+    errors = views.naive_errors(data, DataSpec(horizon=1, season=3, quantiles=(0.1, 0.7)), np.array([0]))
+    # Origins 0 and 1 have no season before them: the last value stands in. 2, 3 and 4 forecast rows 0, 1 and 2.
+    changes = np.array([1, 3, 9 - 0, 16 - 1, 25 - 4])
+    assert errors.pinball is not None
+    np.testing.assert_allclose(errors.pinball, [(0.1 + 0.7) / 2 * changes.mean()], rtol=1e-15)
+    assert (errors.origins, errors.without_season) == (5, 2)
+
+
+def test_a_column_that_never_changes_has_no_scale() -> None:
+    values = np.array([[3.0, 0.0], [3.0, 1.0], [3.0, 4.0]], dtype=np.float32)
+    data = Sequences(values, np.array([0]), np.array([3]))
+    assert views.naive_scale(data, 1, np.array([0, 1])).tolist() == [0.0, 2.0]
+    assert views.naive_scale(data, 5, np.array([0, 1])).tolist() == [0.0, 0.0]
 
 
 def test_with_seasons_a_forecaster_reads_the_change_too() -> None:

@@ -113,11 +113,14 @@ def evaluate(
     check_writable(json_file)
     start_workers(devices, device.value)
     with leaving_at_once():
+        from carrywave.tasks.doubts import worse_than_naive
         from carrywave.train.saved import evaluate_run
 
     row = evaluate_run(run, data, device.value)
     if is_first():
         typer.echo(row_line(row))
+        if (verdict := worse_than_naive(row)) is not None:
+            typer.echo(verdict)
     _write_rows(json_file, [row])
 
 

@@ -28,14 +28,13 @@ from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 
-FORMAT = 2  # part of every key: entries of another format are other entries
+FORMAT = 3  # part of every key: entries of another format are other entries
 ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "warm")
 STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT = "manifest.json", "content.json"
 PLAIN_NAME = re.compile(r"[a-z0-9]+\.(npy|json)")
 
 Parts = dict[str, Sequences]
-Build = Callable[[NewArray], tuple[Parts, Codec]]
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,10 @@ class Entry:
 
     parts: Parts
     codec: Codec
+    notes: tuple[str, ...] = ()  # what a person should know of how it was read
+
+
+Build = Callable[[NewArray], Entry]
 
 
 def folder(asked: str | None) -> Path:
@@ -86,8 +89,9 @@ def _write(where: Path, place: Path, build: Build) -> None:
             return array
 
     try:
-        parts, codec = build(Named)
-        content = {"codec": codec.to_json(), "parts": {part: _layout(draft, part, value, names) for part, value in parts.items()}}
+        built = build(Named)
+        layouts = {part: _layout(draft, part, value, names) for part, value in built.parts.items()}
+        content = {"codec": built.codec.to_json(), "parts": layouts, "notes": built.notes}
         (draft / CONTENT).write_text(json.dumps(content))
         _seal(draft, content)
         _publish(draft, place)
@@ -179,7 +183,7 @@ def _open(place: Path) -> Entry:
         content = json.loads((place / CONTENT).read_text())
         arrays = {name: open_array(place / name) for name in files if name.endswith(".npy")}
         parts = {part: _sequences(layout, arrays) for part, layout in content["parts"].items()}
-        return Entry(parts, Codec.from_json(content["codec"]))
+        return Entry(parts, Codec.from_json(content["codec"]), tuple(str(note) for note in content["notes"]))
 
 
 def _sequences(layout: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sequences:

@@ -26,6 +26,7 @@ SINGLE: dict[str, Any] = {
     "size": int,
     "time": str | None,
     "series": str | None,
+    "frequency": str | None,
 }
 MANY: dict[str, Any] = {
     "vocabulary": str,
@@ -62,6 +63,8 @@ class Codec:
     stds: tuple[tuple[float, ...], ...] = ()
     time: str | None = None
     series: str | None = None
+    frequency: str | None = None  # how far apart times are; None: not known
+    own_scale: bool = False  # each sequence, or series, is shifted and scaled by its own mean and deviation
 
     def to_json(self) -> str:
         """The codec as JSON."""
@@ -85,6 +88,8 @@ class Codec:
 
     def problem(self) -> str | None:
         """What contradicts itself in a codec that comes from a file."""
+        if not isinstance(self.own_scale, bool):
+            return f"own_scale is {self.own_scale!r:.40}"
         for name, kind in SINGLE.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):

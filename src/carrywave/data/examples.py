@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from carrywave.data import fields, vocabulary
 from carrywave.data.arrays import Appender, NewArray, token_dtype
 from carrywave.data.codec import Codec, first_unknown, unknown_token
-from carrywave.data.moments import Moments, standardise
+from carrywave.data.moments import Moments, own_scale, standardise
 from carrywave.data.rows import Row, Rows
 from carrywave.data.sequences import Sequences
 from carrywave.data.tokens import Ids, Words
@@ -24,6 +24,7 @@ from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
 Held = NDArray[np.bool_]
+TARGETS = {"classification": "label", "regression": "label", "tagging": "labels"}  # the field that holds what is learned
 
 
 @dataclasses.dataclass
@@ -111,7 +112,7 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         words, bpe, size = vocabulary.learn(spec.data.tokens, seen.texts(), spec.data)
         known = {"kind": spec.data.tokens, "vocabulary": words, "bpe": bpe, "size": size}
     elif content == "tokens" and isinstance(fields.tokens_of(first[1], where), list):
-        words = vocabulary.choose(vocabulary.count_words(seen.words()), spec.data)
+        words = vocabulary.choose(vocabulary.count_words(seen.words()), spec.data, words=True)
         known = {"kind": "word", "vocabulary": words, "size": len(words)}
     elif content == "tokens":
         if spec.data.vocabulary is not None or spec.data.min_count > 1:
@@ -123,12 +124,24 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
     else:
         seen.steps()
         width = seen.columns or 0
-        mean, std = seen.features.scale(wanted=spec.data.standardize, columns=width)
-        known = {"columns": tuple(str(number) for number in range(width)), "mean": mean, "std": std}
+        own = spec.data.standardize == "sequence"
+        mean, std = seen.features.scale(wanted=spec.data.standardize is True, columns=width)
+        known = {"columns": tuple(str(number) for number in range(width)), "mean": mean, "std": std, "own_scale": own}
     if spec.task == "regression":
-        known["target_mean"], known["target_std"] = seen.targets.scale(wanted=spec.data.standardize, columns=seen.outputs or 0)
+        known["target_mean"], known["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
     kind = next(iter(seen.labels.values()), "string")  # they are all of one kind
     return Codec(spec.task, content, labels=_in_order(seen.labels, rows, spec), label_kind=kind, **known)
+
+
+def not_read(rows: Rows, codec: Codec) -> tuple[str, ...]:
+    """A line on the fields of the first row that are not read, where there are any."""
+    first = next(iter(rows), None)
+    wanted = {codec.field: 0, TARGETS.get(codec.task, ""): 0}
+    others = [] if first is None else [str(name) for name in first[1] if name not in wanted]
+    if not others:
+        return ()
+    shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    return (f"{rows.name}: reads {' and '.join(name for name in wanted if name)}; not read: {shown}",)
 
 
 def _in_order(labels: dict[str, str], rows: Rows, spec: Spec) -> tuple[str, ...]:
@@ -207,7 +220,8 @@ class _Writer:
         """What the model reads of a row: tokens [steps], or numbers [steps, features]."""
         codec = self.codec
         if codec.kind is None:
-            return standardise(fields.steps_of(row, where, len(codec.columns)), codec.mean, codec.std)
+            matrix = fields.steps_of(row, where, len(codec.columns))
+            return standardise(matrix, *(own_scale(matrix) if codec.own_scale else (codec.mean, codec.std)))
         if codec.field == "text":
             text = ended(fields.text_of(row, where), codec.task, codec.kind)
             return self._known(codec.tokens.ids(text), where, lambda place: codec.tokens.name(text, place))

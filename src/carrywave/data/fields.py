@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from carrywave.data.frames import is_column, is_frame, plain_column, plain_frame
 from carrywave.data.moments import unusable
 from carrywave.data.rows import Row
 from carrywave.errors import DataError
@@ -176,10 +177,19 @@ def target_of(row: Row, where: str, outputs: int | None) -> Matrix:
 
 
 def as_plain(value: Any) -> Any:
-    """Tensors as arrays, tuples and arrays of objects as lists; all else as it is. Duck-typed, so that torch need not be there."""
+    """Tensors, columns and frames as arrays, tuples and arrays of objects as lists; all else as it is.
+
+    Always by position: the index of a column says nothing of where a value stands. Duck-typed, so that torch need not be there.
+    """
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         return (value.float() if value.dtype.is_floating_point and value.dtype.itemsize < 4 else value).numpy()
+    if is_frame(value):
+        return plain_frame(value)
+    if is_column(value):
+        return plain_column(value)
+    if isinstance(value, np.ma.MaskedArray) and value.mask.any():
+        return value.tolist()  # None where a value is masked
     if isinstance(value, np.ndarray) and value.dtype.kind in "OUT":
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value

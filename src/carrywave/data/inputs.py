@@ -13,20 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from carrywave.data import examples, series
 from carrywave.data.arrays import MemoryAppender
-from carrywave.data.cache import ARRAYS
+from carrywave.data.cache import ARRAYS, Entry
 from carrywave.data.codec import Codec
-from carrywave.data.fields import as_plain, steps_of
+from carrywave.data.columns import Choice
+from carrywave.data.fields import FIELDS, as_plain, steps_of
+from carrywave.data.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of
 from carrywave.data.parts import held_out
 from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, prepare, read, table_of_file
 from carrywave.data.rows import BATCH_ROWS, Row, Rows
 from carrywave.data.sequences import Sequences
 from carrywave.data.source import COMPRESSIONS, FORMATS
-from carrywave.data.table import Choice, Table, arrange
+from carrywave.data.table import Table, arrange
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -52,10 +53,10 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
         return prepare(naming(data, spec), codec=codec)
     if spec.task == "forecasting":
         openers = {part: _table_opener(value, part, spec) for part, value in given.items()}
-        found, codec = series.build(openers, spec, MemoryAppender, codec=codec)
+        found = series.build(openers, spec, MemoryAppender, codec=codec)
     else:
-        found, codec = _examples({part: _rows(value, part, spec) for part, value in given.items()}, spec, codec)
-    return bundle(found, codec, _fingerprint(found, codec), lambda _: None)
+        found = _examples({part: _rows(value, part, spec) for part, value in given.items()}, spec, codec)
+    return bundle(found, _fingerprint(found.parts, found.codec), lambda _: None)
 
 
 def naming(data: Any, spec: Spec) -> Spec:
@@ -118,7 +119,7 @@ def _by_part(data: Any) -> dict[str, Any]:
     return {PARTS[name]: value for name, value in data.items() if value is not None}
 
 
-def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None) -> tuple[dict[str, Sequences], Codec]:
+def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None) -> Entry:
     share = 0.0 if "valid" in rows else spec.data.share
     held = held_out(rows["train"].count() if share else 0, share, spec.train.seed)
     codec = codec or examples.learn(rows["train"], spec, held)
@@ -126,7 +127,7 @@ def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None) -> tuple[d
     for part, value in rows.items():
         join = spec.task == "language" and spec.streams and value.join
         found[part] = examples.encode(value, codec, MemoryAppender, labelled=True, join=join)
-    return hold_out(found, spec, share, held, "train"), codec
+    return Entry(hold_out(found, spec, share, held, "train"), codec, examples.not_read(rows["train"], codec))
 
 
 @dataclass(frozen=True)
@@ -175,14 +176,21 @@ class FrameRows:
         return f"{self.name} item {number}"
 
 
+def as_rows(data: Any, part: str) -> Rows | None:
+    """The rows of a frame; None for anything else."""
+    if (rows := rows_of(data) if is_frame(data) else None) is not None:
+        return ItemRows(part, len(rows), rows.__getitem__, join=True)
+    frame = as_table(data, part)
+    return None if frame is None else FrameRows(part, frame.table)
+
+
 def _rows(data: Any, part: str, spec: Spec) -> Rows:
     """Any object as rows with the fields of a JSON line."""
     if isinstance(data, str):
         texts = [data] if spec.streams else [line for line in data.split("\n") if line.strip()]
         return ItemRows(part, len(texts), lambda number: {"text": texts[number]}, join=spec.streams)
-    table = _frame(data)
-    if table is not None:
-        return FrameRows(part, table)
+    if not is_column(data) and (frame := as_rows(data, part)) is not None:
+        return frame
     if isinstance(data, tuple):
         return _pairs(data, part, spec)
     plain = as_plain(data)
@@ -206,11 +214,25 @@ def _is_flat(plain: Any) -> bool:
 def _pairs(data: tuple[Any, ...], part: str, spec: Spec) -> Rows:
     if len(data) != 2:
         raise DataError(f"{part} is a tuple of {len(data)}; give a pair (inputs, targets), or a list of sequences")
-    inputs, targets = as_plain(data[0]), as_plain(data[1])
+    inputs, targets = (_side(value, f"{part}: the {name}") for value, name in zip(data, ("inputs", "targets"), strict=True))
     if not hasattr(inputs, "__len__") or not hasattr(targets, "__len__") or len(inputs) != len(targets):
         sizes = [len(value) if hasattr(value, "__len__") else type(value).__name__ for value in (inputs, targets)]
         raise DataError(f"{part}: {sizes[0]} inputs for {sizes[1]} targets; give one target for each input")
     return ItemRows(part, len(inputs), lambda number: _row((inputs[number], targets[number]), f"{part} item {number}", spec))
+
+
+def _side(value: Any, what: str) -> Any:
+    """The items of one side of a pair. A frame of one column is that column; one of several gives a row of numbers for each item."""
+    if not is_frame(value):
+        return as_plain(value)
+    columns = dict(columns_of(value))
+    content = [name for name in FIELDS if name in columns]
+    if len(columns) == 1 or content:
+        return plain_column(columns[content[0]] if content else next(iter(columns.values())))
+    rows = as_plain(value)
+    if not isinstance(rows, np.ndarray):
+        raise DataError(f"{what} are a frame whose columns ({', '.join(list(columns)[:6])}) are not all numbers; give one column of it")
+    return rows
 
 
 def _row(item: Any, where: str, spec: Spec) -> Row:
@@ -243,34 +265,16 @@ def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], 
     """Reads series by the spec, or as the codec of the training data says."""
 
     def open_table(codec: Codec | None) -> Table:
-        choice = (
-            Choice(spec.data.columns, spec.data.time, spec.data.series)
-            if codec is None
-            else Choice(codec.columns, codec.time, codec.series)
-        )
-        table = _frame(data)
-        if table is not None:
-            return arrange(table, part, choice)
+        choice = Choice.of(spec.data, codec)
+        frame = as_table(data, part)
+        if frame is not None:
+            return arrange(frame.table, part, choice, index=frame.index)
         plain = as_plain(data)
         if (isinstance(plain, np.ndarray) and plain.ndim < 3) or _is_flat(plain):
             return series.choose_columns(series.from_matrices([steps_of({"steps": plain}, part, None)], part), choice.columns)
         return series.choose_columns(series.from_rows(_rows(data, part, spec)), choice.columns)
 
     return open_table
-
-
-def _frame(data: Any) -> Any:
-    """A frame as an Arrow table, or None for anything else."""
-    if hasattr(data, "to_frame"):  # a single column of pandas or polars
-        data = data.to_frame()
-    if isinstance(data, pa.Table):
-        return data
-    if hasattr(data, "__arrow_c_stream__") or (hasattr(data, "columns") and hasattr(data, "reset_index")):
-        table = pa.Table.from_pandas(data) if hasattr(data, "reset_index") else pa.table(data)
-        # An unnamed index of pandas is kept if it holds times; as plain numbers it only counts the rows.
-        rows = [name for name in table.column_names if name.startswith("__index_level_") and not pa.types.is_temporal(table[name].type)]
-        return table.drop_columns(rows)
-    return None
 
 
 def _fingerprint(found: dict[str, Sequences], codec: Codec) -> str:

@@ -50,6 +50,13 @@ class Moments:
         return tuple(float(value) for value in self._mean), tuple(float(value) for value in std)
 
 
+def own_scale(rows: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(mean, std) of the columns of one sequence."""
+    moments = Moments()
+    moments.add(rows)
+    return moments.scale(wanted=True, columns=rows.shape[1])
+
+
 def standardise(rows: NDArray[Any], mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
     """Shifted and scaled in float64, so that large offsets lose nothing, then float32."""
     scaled: NDArray[np.float32] = ((rows - np.array(mean)) / np.array(std)).astype(np.float32)

@@ -13,10 +13,11 @@ import numpy as np
 from carrywave.data import cache, examples, parts, series, text
 from carrywave.data.arrays import MemoryAppender, NewArray
 from carrywave.data.codec import Codec
+from carrywave.data.columns import Choice
 from carrywave.data.rows import open_rows
 from carrywave.data.sequences import Sequences
 from carrywave.data.source import Source, find
-from carrywave.data.table import Choice, Table, arrange, read_table
+from carrywave.data.table import Table, arrange, read_table
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
@@ -32,6 +33,7 @@ READING = (
     "targets",
     "time",
     "series",
+    "frequency",
     "horizon",
     "season",
     "context",
@@ -50,6 +52,7 @@ class Prepared:
     codec: Codec
     facts: DataFacts
     fingerprint: str  # of the files' content and of how they are read
+    notes: tuple[str, ...] = ()  # what a person should know of how it was read
 
 
 def _silent(_: str) -> None:
@@ -69,20 +72,21 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
     key = _key(spec, sources, codec)
     place = cache.folder(spec.data.cache)
 
-    def build(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
+    def build(new: NewArray) -> cache.Entry:
         note(f"reading {', '.join(source.name for source in sources.values())} into the cache {place / key}")
         return _build(spec, sources, new, codec)
 
     entry = cache.fetch(place, key, build)
-    return bundle(entry.parts, entry.codec, key, note)
+    return bundle(entry, key, note)
 
 
-def bundle(found: dict[str, Sequences], codec: Codec, fingerprint: str, note: Callable[[str], None]) -> Prepared:
+def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) -> Prepared:
     """Parts with their codec and facts; each part's fingerprint says which part of what it is."""
-    if "valid" not in found:
+    if "valid" not in found.parts:
         note("nothing is held out to validate on")
-    marked = {part: replace(value, fingerprint=f"{fingerprint}:{part}") for part, value in found.items()}
-    return Prepared(marked["train"], marked.get("valid"), marked.get("test"), codec, codec.facts(marked["train"]), fingerprint)
+    marked = {part: replace(value, fingerprint=f"{fingerprint}:{part}") for part, value in found.parts.items()}
+    facts = found.codec.facts(marked["train"])
+    return Prepared(marked["train"], marked.get("valid"), marked.get("test"), found.codec, facts, fingerprint, found.notes)
 
 
 def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
@@ -90,12 +94,12 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     source = find(str(path), field=part, format=spec.data.format)
     _check_format(source, spec, labelled=labelled)
 
-    def build(new: NewArray) -> tuple[dict[str, Sequences], Codec]:
-        return {part: _encode(source, codec, spec, new, labelled=labelled, part=part)}, codec
+    def build(new: NewArray) -> cache.Entry:
+        return cache.Entry({part: _encode(source, codec, spec, new, labelled=labelled, part=part)}, codec)
 
     key = _hash(["read", cache.FORMAT, source.digest(), source.format, codec.to_json(), spec.streams, spec.data.horizon, labelled, part])
     if source.path is None or source.path.stat().st_size <= SMALL_BYTES:
-        found = build(MemoryAppender)[0][part]
+        found = build(MemoryAppender).parts[part]
     else:
         found = cache.fetch(cache.folder(spec.data.cache), key, build).parts[part]
     return replace(found, fingerprint=f"{key}:{part}")
@@ -153,10 +157,11 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec | None) -> tuple[dict[str, Sequences], Codec]:
+def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec | None) -> cache.Entry:
     if spec.task == "forecasting":
         return series.build({part: _table_opener(source, spec) for part, source in sources.items()}, spec, new, codec=codec)
     train, share = sources["train"], 0.0 if "valid" in sources else spec.data.share
+    notes: tuple[str, ...] = ()
     if _is_stream(train, spec):
         codec = codec or text.learn_stream(train, spec.data, spec.task)
         held = np.zeros(0, np.bool_)
@@ -164,8 +169,9 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
         rows = open_rows(train, numeric_label=spec.task == "regression")
         held = parts.held_out(rows.count() if share else 0, share, spec.train.seed)
         codec = codec or examples.learn(rows, spec, held)
+        notes = examples.not_read(rows, codec)
     found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
-    return hold_out(found, spec, share, held, train.name), codec
+    return cache.Entry(hold_out(found, spec, share, held, train.name), codec, notes)
 
 
 def hold_out(found: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:
@@ -200,11 +206,7 @@ def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]
     """Reads a table by the spec, or as the codec of the training data says."""
 
     def open_table(codec: Codec | None) -> Table:
-        choice = (
-            Choice(spec.data.columns, spec.data.time, spec.data.series)
-            if codec is None
-            else Choice(codec.columns, codec.time, codec.series)
-        )
+        choice = Choice.of(spec.data, codec)
         if source.format == "jsonl":
             return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice.columns)
         return arrange(read_table(source), source.name, choice)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 
-from carrywave.data.source import Source
+from carrywave.data.source import Source, to_utf8
 from carrywave.errors import DataError
 
 Row = dict[str, Any]
@@ -62,7 +62,9 @@ class JsonRows:
     def _parse(self, number: int, line: bytes) -> Row:
         try:
             row = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; {to_utf8(self.name)}") from error
+        except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
             raise DataError(
                 f"{self.where(number)}: the line is not JSON ({str(error)[:100]}); write one object on each line: {EXAMPLE}"
             ) from error
@@ -100,7 +102,7 @@ class LineRows:
                     yield number, {"text": line.decode().rstrip("\r")}
                 except UnicodeDecodeError as error:
                     raise DataError(
-                        f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; convert the file to utf-8"
+                        f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; {to_utf8(self.name)}"
                     ) from error
 
     def count(self) -> int:
@@ -155,17 +157,31 @@ class CsvRows:
         return self.source.name
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
-        # Everything is text unless the task wants numbers: guessing from the first block would read "007" as 7.
-        types = {"text": pa.string(), "label": pa.float64() if self.numeric_label else pa.string()}
+        # Everything is text: guessing from the first block would read "007" as 7, and be wrong about the next.
+        types = {"text": pa.string(), "label": pa.string()}
+        delimiter = self.source.separator()
+        self.source.check_utf8()
         with self.source.open() as stream:
             reader = self.source.guard(
                 lambda: pa_csv.open_csv(
                     stream,
-                    parse_options=pa_csv.ParseOptions(delimiter="\t" if self.source.tabs else ",", newlines_in_values=True),
+                    parse_options=pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
                     convert_options=pa_csv.ConvertOptions(column_types=types),
                 )
             )
-            yield from _batches(iter(reader), self.source)
+            for number, row in _batches(iter(reader), self.source):
+                yield number, row | {"label": self._number(number, row["label"])} if self.numeric_label and "label" in row else row
+
+    def _number(self, number: int, label: str | None) -> float | None:
+        """The label of regression, an empty one as none."""
+        if label is None or not label.strip():
+            return None
+        try:
+            return float(label)
+        except ValueError:
+            raise DataError(
+                f"{self.where(number)}, column label is {label!r:.40}, which is text and not a number; correct it, or remove the row"
+            ) from None
 
     def count(self) -> int:
         """Rows."""

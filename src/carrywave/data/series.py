@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.arrays import NewArray
+from carrywave.data.cache import Entry
 from carrywave.data.codec import Codec
 from carrywave.data.fields import steps_of
-from carrywave.data.moments import Moments, standardise
+from carrywave.data.moments import Moments, own_scale, standardise
 from carrywave.data.rows import Rows
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.table import Table
@@ -101,8 +102,9 @@ def learn(table: Table, train: Span, spec: Spec) -> Codec:
     moments = Moments()
     for start, length in zip(train.starts, train.lengths, strict=True):
         moments.add(table.values[int(start) : int(start + length)])
-    mean, std = moments.scale(wanted=spec.data.standardize, columns=len(table.columns))
-    own = _own_scales(table, train) if spec.data.standardize and len(table.names) > 1 else {}
+    scaled, by_series = spec.data.standardize, spec.data.standardize == "sequence"
+    mean, std = moments.scale(wanted=bool(scaled), columns=len(table.columns))
+    own = _own_scales(table, train) if scaled and (by_series or len(table.names) > 1) else {}
     places = tuple(table.columns.index(target) for target in targets)
     return Codec(
         spec.task,
@@ -115,20 +117,16 @@ def learn(table: Table, train: Span, spec: Spec) -> Codec:
         target_std=tuple(std[place] for place in places),
         time=table.time,
         series=table.series,
+        frequency=spec.data.rhythm or table.frequency,
+        own_scale=by_series,
         **own,
     )
 
 
 def _own_scales(table: Table, train: Span) -> dict[str, Any]:
     """Mean and deviation of every series by itself: one may count in thousands, another in units."""
-    scales = [_scale_of(table.values[start : start + length]) for start, length in zip(train.starts, train.lengths, strict=True)]
+    scales = [own_scale(table.values[start : start + length]) for start, length in zip(train.starts, train.lengths, strict=True)]
     return {"names": table.names, "means": tuple(mean for mean, _ in scales), "stds": tuple(std for _, std in scales)}
-
-
-def _scale_of(rows: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    moments = Moments()
-    moments.add(rows)
-    return moments.scale(wanted=True, columns=rows.shape[1])
 
 
 def scales(table: Table, codec: Codec) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
@@ -141,7 +139,7 @@ def scales(table: Table, codec: Codec) -> list[tuple[tuple[float, ...], tuple[fl
         return [(codec.mean, codec.std)] * len(table.names)
     known = dict(zip(codec.names, zip(codec.means, codec.stds, strict=True), strict=True))
     return [
-        known[name] if name in known else _scale_of(table.values[start : start + length])
+        known[name] if name in known else own_scale(table.values[start : start + length])
         for name, start, length in zip(table.names, table.starts, table.lengths, strict=True)
     ]
 
@@ -160,9 +158,7 @@ def sequences(inputs: NDArray[Any], span: Span, table: Table) -> Sequences:
     return Sequences(inputs, span.starts, span.lengths, warm=span.warm if span.warm.any() else None, names=table.names)
 
 
-def build(
-    tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: NewArray, *, codec: Codec | None
-) -> tuple[dict[str, Sequences], Codec]:
+def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
     """The parts of forecasting data: train's own table, and one more for each file of its own."""
     table = tables["train"](codec)
     cut = spans(table, spec, valid_file="valid" in tables, test_file="test" in tables)
@@ -171,10 +167,13 @@ def build(
     codec = codec or learn(table, cut["train"], spec)
     inputs = encode(table, codec, new)
     parts = {part: sequences(inputs, span, table) for part, span in cut.items()}
+    notes = list(table.notes)
     for part, open_table in tables.items():
         if part != "train":
-            parts[part] = read(open_table(codec), codec, spec, new, part=part, labelled=True)
-    return parts, codec
+            other = open_table(codec)
+            notes += other.notes[1:]  # which columns are read is train's to say
+            parts[part] = read(other, codec, spec, new, part=part, labelled=True)
+    return Entry(parts, codec, tuple(notes))
 
 
 def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:

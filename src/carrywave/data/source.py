@@ -36,6 +36,7 @@ FORMATS: dict[str, Format] = {
     ".pq": "parquet",
 }
 BOM = codecs.BOM_UTF8
+SEPARATORS = (";", "\t", "|", ",")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,36 @@ class Source:
                 f"{self.name} cannot be read ({one_line(error)}); check that the file is whole and of the format its name says"
             ) from error
 
+    def separator(self) -> str:
+        """What separates columns: tabs or commas, as the name says; another one in its first line is refused by name."""
+        first = next((line for _, line in self.lines()), b"")
+        ours = "\t" if self.tabs else ","
+        if ours.encode() not in first:
+            others = [mark for mark in SEPARATORS if mark != ours and mark.encode() in first]
+            if others:
+                shown = "tabs" if others[0] == "\t" else f"`{others[0]}`"
+                read = "tabs" if self.tabs else "commas"
+                raise DataError(
+                    f"{self.name}: columns seem separated by {shown}, and are read as separated by {read}; write it with {read}"
+                    + (", or name it .tsv" if others[0] == "\t" else f", or give cw.fit the frame pandas.read_csv(…, sep={others[0]!r})")
+                )
+        return ours
+
+    def check_utf8(self) -> None:
+        """Refuses a file of another encoding, with the line where that shows: Arrow would take such a column for bytes, and say nothing."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            for block in self.blocks():
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as fault:
+            for number, line in self.lines():
+                try:
+                    line.decode()
+                except UnicodeDecodeError as error:
+                    shown = line[max(error.start - 12, 0) : error.end + 12]
+                    raise DataError(f"{self.name}:{number}: {shown!r} is not valid utf-8; {to_utf8(self.name)}") from fault
+
     def texts(self) -> Iterator[str]:
         """The content as blocks of text; a character whose bytes straddle a border is kept whole."""
         pending, offset_bytes = b"", 0
@@ -101,7 +132,7 @@ class Source:
             return codecs.utf_8_decode(data, "strict", final)
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{self.name}: byte {offset_bytes + error.start} is not valid utf-8; convert the file to utf-8, or use data.tokens=byte"
+                f"{self.name}: byte {offset_bytes + error.start} is not valid utf-8; {to_utf8(self.name)}, or use data.tokens=byte"
             ) from error
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
@@ -157,6 +188,11 @@ def builtin_text() -> str:
     """The prose of Python's own language reference, about 460 kB of English."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     return "\n\n".join(topics[key] for key in sorted(topics))
+
+
+def to_utf8(name: object) -> str:
+    """What to do about a file of another encoding."""
+    return f"convert the file to utf-8, from Latin-1 with: iconv -f latin1 -t utf-8 {name} > converted"
 
 
 def one_line(error: BaseException) -> str:

@@ -6,8 +6,6 @@ A table is read whole, since rows must be sorted by series and time; what is tra
 from __future__ import annotations
 
 import datetime as dt
-import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +16,12 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 from numpy.typing import NDArray
 
+from carrywave.data.columns import A_NUMBER, Choice, Roles, naming_column, roles_of
 from carrywave.data.moments import unusable
 from carrywave.data.sequences import Ints
 from carrywave.data.source import Source
+from carrywave.data.times import Place, Times, is_text, read_times, with_frequency
 from carrywave.errors import DataError
-
-TIME_NAMES = ("ds", "date", "datetime", "timestamp", "time")
-SERIES_NAME = "unique_id"
-A_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 
 
 @dataclass(frozen=True)
@@ -40,16 +36,17 @@ class Table:
     names: tuple[str, ...]  # of the series
     time: str | None
     series: str | None
-    last_times: tuple[tuple[Any, ...], ...] = ()  # the last three of each series, as far as there are any
+    times: Times | None = None
+    notes: tuple[str, ...] = ()  # what a person should know of how it was read
 
+    def ahead(self, number: int, count: int) -> list[str | int | float] | None:
+        """The times that come after those of a series; None where there is no telling."""
+        return None if self.times is None else self.times.ahead(int(self.starts[number]), int(self.lengths[number]), count)
 
-@dataclass(frozen=True)
-class Choice:
-    """Which columns play which part; None leaves it to the table."""
-
-    columns: tuple[str, ...] | None = None
-    time: str | None = None
-    series: str | None = None
+    @property
+    def frequency(self) -> str | None:
+        """How far apart its times are, as `data.frequency` has it."""
+        return None if self.times is None or self.times.frequency is None else self.times.frequency.text
 
 
 def read_table(source: Source) -> Any:
@@ -62,90 +59,68 @@ def read_table(source: Source) -> Any:
         )
     if not any(block.strip() for block in source.blocks()):
         raise DataError(f"{source.name} is empty; give a table with a line of column names and rows below it")
-    options = pa_csv.ParseOptions(delimiter="\t" if source.tabs else ",")
+    options = pa_csv.ParseOptions(delimiter=source.separator())
+    source.check_utf8()
     with source.open() as stream:
         return source.guard(lambda: pa_csv.read_csv(stream, parse_options=options))
 
 
-def arrange(table: Any, name: str, choice: Choice) -> Table:
-    """An Arrow table as series sorted by time, its numbers checked."""
+def arrange(table: Any, name: str, choice: Choice, *, index: str | None = None) -> Table:
+    """An Arrow table as series sorted by time, its numbers checked; `index` is the column that was the index of a frame."""
     if len(set(table.column_names)) != len(table.column_names):
         twice = next(column for column in table.column_names if table.column_names.count(column) > 1)
         raise DataError(f"{name}: the column {twice} is there twice; give every column a name of its own")
     if not table.num_rows:
         raise DataError(f"{name} is empty; give a table with at least one row")
-    for wanted, field in ((choice.time, "data.time"), (choice.series, "data.series")):
-        require(table, [wanted] if wanted else [], name, field)
-    series = choice.series or (SERIES_NAME if SERIES_NAME in table.column_names else None)
-    time = choice.time or _find_time(table, series)
-    columns = _numeric_columns(table, name, choice.columns, {time, series})
-    values = np.empty((table.num_rows, len(columns)), np.float64)
-    for place, column in enumerate(columns):
+    roles = roles_of(table, name, choice, index)
+    values = np.empty((table.num_rows, len(roles.columns)), np.float64)
+    for place, column in enumerate(roles.columns):
         values[:, place] = _numbers(table[column], name, column)
-    codes, names = _series_codes(table, series, name)
-    times = None if time is None else _times(table[time], name, time, codes)
-    order = np.argsort(codes, kind="stable") if times is None else np.lexsort((times, codes))
+    codes, names = _series_codes(table, roles.series, name)
+    order, times, notes = _in_time(table, roles, name, choice, codes, names)
     lengths = np.bincount(codes, minlength=len(names)).astype(np.int64)
-    if times is not None:
-        _refuse_twice(table, order, codes, times, names, name, str(time))
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
-    ends = (
-        () if time is None else tuple(_last_times(table[time], order, start, length) for start, length in zip(starts, lengths, strict=True))
+    return Table(name, roles.columns, values[order], starts, lengths, names, roles.time, roles.series, times, (roles.told(name), *notes))
+
+
+def _in_time(
+    table: Any, roles: Roles, name: str, choice: Choice, codes: Ints, names: tuple[str, ...]
+) -> tuple[Ints, Times | None, tuple[str, ...]]:
+    """The order of rows by series and time, the times in that order, and what is to be said of them."""
+    by_series: Ints = np.argsort(codes, kind="stable")
+    if roles.time is None:
+        return by_series, None, ()
+    column = table[roles.time]
+    times = read_times(column, name, roles.time)
+    if times.shape == "other" and is_text(column.type):
+        _refuse_disorder(column, times, name, roles.time, by_series, codes)
+    order: Ints = np.lexsort((times.keys, codes))
+    _refuse_twice(table, order, codes, times, names, name, roles)
+    remedy = (
+        f"give rows as far apart as those of the training data ({choice.frequency})"
+        if choice.trained
+        else "give rows at even steps, set data.frequency, or data.frequency=none to count rows and go without times"
     )
-    return Table(name, columns, values[order], starts, lengths, names, time, series, ends)
-
-
-def _last_times(column: Any, order: Ints, start: int, length: int) -> tuple[Any, ...]:
-    return tuple(column[int(row)].as_py() for row in order[max(start, start + length - 3) : start + length])
-
-
-def require(table: Any, wanted: Sequence[str], name: str, field: str) -> None:
-    """Refuses a column that is not there, and names the nearest ones."""
-    for column in wanted:
-        if column not in table.column_names:
-            near = difflib.get_close_matches(column, table.column_names, n=3, cutoff=0.4) or table.column_names[:8]
-            raise DataError(f"{name} has no column {column!r} ({field}); the nearest are {', '.join(near)}")
-
-
-def _find_time(table: Any, series: str | None) -> str | None:
-    for column in TIME_NAMES:
-        if column in table.column_names:
-            return column
-    return next((column for column in table.column_names if column != series and not _is_numeric(table[column])), None)
-
-
-def _is_numeric(column: Any) -> bool:
-    kind = column.type
-    if pa.types.is_null(kind):
-        return True  # a column of gaps: refused by row, not passed over
-    if _is_text(kind):
-        return bool(pc.any(pc.match_substring_regex(column.cast(pa.string()), A_NUMBER)).as_py())
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind))
-
-
-def _is_text(kind: Any) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
-
-
-def _numeric_columns(table: Any, name: str, chosen: tuple[str, ...] | None, taken: set[str | None]) -> tuple[str, ...]:
-    if chosen is not None:
-        require(table, chosen, name, "data.columns")
-        return chosen
-    columns = tuple(column for column in table.column_names if column not in taken and _is_numeric(table[column]))
-    if not columns:
-        raise DataError(f"{name} has no numeric column besides {', '.join(str(column) for column in taken if column)}; set data.columns")
-    return columns
+    place = Place(name, roles.time, column, order, names, codes[order], remedy)
+    times, gaps = with_frequency(times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place)
+    said = [] if gaps is None else [gaps]
+    if times.shape == "other" and is_text(column.type):
+        said.append(
+            f"{name}: column {roles.time} holds {column[0].as_py()!r}, which is no date that is known, so that forecasts have none; "
+            "write 2024-01-31 or 2024-01-31 23:00:00"
+        )
+    return order, times, tuple(said)
 
 
 def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
     """A column as float64; anything that is not a finite number is refused with its row."""
-    if _is_text(column.type):
-        column = column.cast(pa.string())
+    if is_text(column.type):
+        column = _flat(column.cast(pa.string()))
         wrong = pc.invert(pc.fill_null(pc.match_substring_regex(column, A_NUMBER), False))
-        row = int(np.argmax(wrong.to_numpy(zero_copy_only=False) if isinstance(wrong, pa.Array) else wrong.to_numpy()))
-        raise _bad_value(name, row, label, column[row].as_py())
+        if pc.any(wrong).as_py():
+            row = int(np.argmax(wrong.to_numpy(zero_copy_only=False)))
+            raise _bad_value(name, row, label, column[row].as_py())
+        column = pc.utf8_ltrim(pc.utf8_trim_whitespace(column), "+")  # Arrow reads no plus sign
     try:
         values: NDArray[np.float64] = (
             _flat(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column).cast(pa.float64()).to_numpy(zero_copy_only=False)
@@ -160,7 +135,10 @@ def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
 
 
 def _bad_value(name: str, row: int, column: str, value: Any) -> DataError:
-    shown = "empty or NaN" if value is None else repr(value)
+    if isinstance(value, str) and value.strip():
+        remedy = "correct it, or leave the column out with data.columns"
+        return DataError(f"{name}: row {row + 1}, column {column} is {value!r:.40}, which is text and not a finite number; {remedy}")
+    shown = "empty or NaN" if value is None or isinstance(value, str) else repr(value)
     return DataError(f"{name}: row {row + 1}, column {column} is {shown}, not a finite number (below 1e25); fill the gap or remove the row")
 
 
@@ -181,33 +159,14 @@ def _series_codes(table: Any, series: str | None, name: str) -> tuple[Ints, tupl
     return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), tuple(str(value) for value in coded.dictionary.to_pylist())
 
 
-def _times(column: Any, name: str, label: str, codes: Ints) -> NDArray[Any]:
-    """Numbers that sort as the times do."""
-    flat = _flat(column)
-    if flat.null_count:
-        row = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
-        raise DataError(f"{name}: row {row + 1}, column {label} is empty; give every row its time")
-    if _is_text(flat.type):
-        return _text_times(flat.cast(pa.string()), name, label, codes)
-    if pa.types.is_temporal(flat.type):
-        width = 32 if pa.types.is_date32(flat.type) or pa.types.is_time32(flat.type) else 64
-        flat = flat.cast(pa.int32() if width == 32 else pa.int64())
-    times: NDArray[Any] = flat.to_numpy(zero_copy_only=False)
-    if times.dtype.kind not in "iuf":
-        raise DataError(f"{name}: the column {label} holds {column.type}, which is no time; set data.time to the column of dates")
-    return times
-
-
-def _text_times(column: Any, name: str, label: str, codes: Ints) -> NDArray[Any]:
-    """Times that are neither numbers nor ISO dates are taken only if the rows are in order already: text cannot be sorted as time."""
-    ranks: NDArray[Any] = pc.rank(column, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
-    order = np.argsort(codes, kind="stable")
-    falls = (np.diff(ranks[order]) < 0) & (np.diff(codes[order]) == 0)
+def _refuse_disorder(column: Any, times: Times, name: str, label: str, by_series: Ints, codes: Ints) -> None:
+    """Refuses text that is neither a number nor an ISO date, unless the rows are in order already: it cannot be sorted as time."""
+    falls = (np.diff(times.keys[by_series]) < 0) & (np.diff(codes[by_series]) == 0)
     if falls.any():
-        row = _first_odd(column) or int(order[int(np.argmax(falls)) + 1])
+        odd = _first_odd(column)
+        row = int(by_series[int(np.argmax(falls)) + 1]) if odd is None else odd
         remedy = "write 2024-01-31 23:00:00, or set data.time"
         raise DataError(f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r}, which cannot be put in order; {remedy}")
-    return ranks
 
 
 def _first_odd(column: Any) -> int | None:
@@ -224,11 +183,20 @@ def _is_date(text: str) -> bool:
     return True
 
 
-def _refuse_twice(table: Any, order: Ints, codes: Ints, times: NDArray[Any], names: tuple[str, ...], name: str, label: str) -> None:
-    same = (np.diff(times[order]) == 0) & (np.diff(codes[order]) == 0)
-    if same.any():
-        row = int(order[int(np.argmax(same)) + 1])
-        of = f" of series {names[int(codes[row])]}" if len(names) > 1 else ""
-        raise DataError(
-            f"{name}: row {row + 1}, column {label} is {table[label][row].as_py()} for the second time{of}; keep one row for each time"
-        )
+def _refuse_twice(table: Any, order: Ints, codes: Ints, times: Times, names: tuple[str, ...], name: str, roles: Roles) -> None:
+    """Refuses a time that a series has twice, and says which column may name the series."""
+    same = (np.diff(times.keys[order]).astype(np.int64 if times.keys.dtype.kind == "M" else times.keys.dtype) == 0) & (
+        np.diff(codes[order]) == 0
+    )
+    if not same.any():
+        return
+    row = int(order[int(np.argmax(same)) + 1])
+    of = f" of series {names[int(codes[row])]}" if len(names) > 1 else ""
+    shown = table[roles.time][row].as_py()
+    clock = next((column for column in table.column_names if pa.types.is_time(table[column].type)), None)
+    remedy = "keep one row for each time"
+    if clock is not None:
+        remedy = f"join the columns {roles.time} and {clock} into one, 2024-01-31 23:00:00"
+    elif roles.series is None:
+        remedy = naming_column(table, times.keys, roles) or remedy
+    raise DataError(f"{name}: row {row + 1}, column {roles.time} is {shown} for the second time{of}; {remedy}")

@@ -1,6 +1,6 @@
 """Which tokens there are: counted over the training file, the most frequent first, equal counts in the order of the tokens.
 
-`data.vocabulary` and `data.min_count` limit it, and what falls out becomes <unk>.
+`data.vocabulary` and `data.min_count` limit it, and what falls out becomes <unk>. Words have it in any case.
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ def gather(texts: Iterable[str]) -> Iterator[str]:
         yield "".join(parts)
 
 
-def choose(counts: Mapping[str, int], data: DataSpec) -> tuple[str, ...]:
-    """The vocabulary: tokens by frequency, then by themselves; with <unk> at its end where the spec limits it."""
+def choose(counts: Mapping[str, int], data: DataSpec, *, words: bool) -> tuple[str, ...]:
+    """The vocabulary: tokens by frequency, then by themselves; with <unk> at its end for words, and where the spec limits it.
+
+    No text holds all words that another one may hold, so that there is always a token for those.
+    """
     kept = sorted((token for token, count in counts.items() if count >= data.min_count), key=lambda token: (-counts[token], token))
-    limited = data.vocabulary is not None or data.min_count > 1
+    limited = words or data.vocabulary is not None or data.min_count > 1
     kept = kept[: data.vocabulary]
     if limited and UNKNOWN not in kept:
         kept.append(UNKNOWN)
@@ -61,10 +64,10 @@ def choose(counts: Mapping[str, int], data: DataSpec) -> tuple[str, ...]:
 def learn(kind: str, texts: Iterable[str], data: DataSpec) -> tuple[tuple[str, ...], str | None, int]:
     """(vocabulary, byte-pair tokenizer as JSON, size) learned from texts cut where it does no harm."""
     if kind == "char":
-        vocabulary = choose(count_chars(texts), data)
+        vocabulary = choose(count_chars(texts), data, words=False)
         return vocabulary, None, len(vocabulary)
     if kind == "word":
-        vocabulary = choose(count_words(split_words(text) for text in texts), data)
+        vocabulary = choose(count_words(split_words(text) for text in texts), data, words=True)
         return vocabulary, None, len(vocabulary)
     if kind == "byte":
         if data.vocabulary is not None or data.min_count > 1:

@@ -14,6 +14,7 @@ from carrywave.errors import PlanError
 from carrywave.plan.plan import Plan
 from carrywave.plan.profile import Kind
 from carrywave.plan.shards import REPLICAS, SHARDS
+from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
@@ -151,6 +152,7 @@ class Units:
     @staticmethod
     def of(spec: Spec, facts: DataFacts) -> Units:
         """The units of the model that a spec and its data ask for."""
+        spec = fitted(spec, facts)
         model = spec.model
         encoder = _encoder(spec, facts)
         directions = 2 if model.bidirectional else 1

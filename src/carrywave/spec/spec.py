@@ -5,6 +5,7 @@ Every field that changes the answer lives here; how the work is split lives in `
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,6 +15,14 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 
 BUILTIN_TEXT = "builtin:python-topics"
+WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_DAY = f"(?:{'|'.join(WEEKDAYS)})"
+# As pandas writes them; where a week or a year begins follows from the times themselves.
+FREQUENCY = re.compile(
+    r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
+    rf"|(?P<days>{_DAY}(?: {_DAY})*)"
+    r"|(?P<times>[1-9]\d*)?(?P<unit>us|ms|s|S|sec|min|T|h|H|d|D|b|B|w|W|[MQYA][SE]?)(?:-[A-Z]{3})?"
+)
 
 
 class Section(BaseModel):
@@ -44,6 +53,11 @@ class DataSpec(Section):
     targets: tuple[str, ...] | None = Field(None, description="forecasting: columns to forecast; all that are read if left out")
     time: str | None = Field(None, description="the column of dates: ds, date or the first one that is not a number")
     series: str | None = Field(None, description="the column that names a series in long format: unique_id")
+    frequency: str | Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="forecasting: how far apart times are, as 15min, h, D, B (business days), W, MS or a number; if left out it is told "
+        "from all times; none: rows are counted, and forecasts have no times",
+    )
     horizon: Positive = Field(24, description="forecasting: steps ahead")
     season: Positive = Field(1, description="forecasting: steps in a season, for the seasonal-naive baseline")
     residual: Literal["none", "last", "season"] = Field(
@@ -53,8 +67,16 @@ class DataSpec(Section):
         None, description="forecasting: quantiles to forecast, rising"
     )
     context: Positive | None = Field(None, description="forecasting: rows before a valid or test part that warm up the carry")
-    standardize: bool = Field(True, description="numeric features are shifted and scaled by train's mean and deviation")
+    standardize: bool | Literal["sequence"] = Field(
+        True,
+        description="numeric features are shifted and scaled by train's mean and deviation; sequence: by those of each sequence, or series",
+    )
     cache: str | None = Field(None, description="folder of parsed data; $CARRYWAVE_CACHE or ~/.cache/carrywave if left out")
+
+    @property
+    def rhythm(self) -> str | None:
+        """The frequency as text."""
+        return f"{self.frequency:g}" if isinstance(self.frequency, float) else self.frequency
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -62,6 +84,8 @@ class DataSpec(Section):
             not self.quantiles or any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
         ):
             raise ValueError(f"quantiles must rise, got {list(self.quantiles)}; list them from low to high, each once")
+        if isinstance(self.frequency, str) and self.frequency != "none" and FREQUENCY.fullmatch(self.frequency.strip()) is None:
+            raise ValueError(f"frequency {self.frequency!r} is not known; use for instance 15min, h, D, B, W, MS, a number, or none")
         if self.split is not None:
             if len(self.split) not in (2, 3) or any(part <= 0 for part in self.split):
                 raise ValueError(f"split {list(self.split)} must hold two or three positive parts: train, valid and perhaps test")

@@ -25,8 +25,8 @@ class Metric(Protocol):
     def fits(self, out: object, target: Tensor) -> bool:
         """Whether this is something it can judge: a head of the user's own may put out anything."""
 
-    def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
-        """Add a batch: what the head put out, its targets, and perhaps a baseline's forecast."""
+    def update(self, out: Tensor, target: Tensor) -> None:
+        """Add a batch: what the head put out, and its targets."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The sums themselves, not copies: adding those of all ranks in place gives the metric of the whole."""
@@ -74,7 +74,7 @@ class Confusion:
         return isinstance(out, Tensor) and out.shape == (*target.shape, self.counts_KK.shape[0])
 
     @torch.no_grad()
-    def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
+    def update(self, out: Tensor, target: Tensor) -> None:
         """Add logits [B, K] or [T, B, K] and classes [B] or [T, B]."""
         real = (target != IGNORED).reshape(-1)
         place = (target * self.counts_KK.shape[0] + out.argmax(-1)).reshape(-1)
@@ -99,7 +99,10 @@ class Confusion:
 
 
 class Errors:
-    """Errors of numbers, for each step ahead and column: MAE, RMSE; for forecasts MASE, the baseline's MAE, coverage of quantiles."""
+    """Errors of numbers, for each step ahead and column: MAE, RMSE; for forecasts MASE, and of quantiles their loss and coverage.
+
+    Among quantiles the median is the point forecast. Where 0.5 is not one of them there is none, and MAE, RMSE and MASE are left out.
+    """
 
     def __init__(
         self,
@@ -115,15 +118,15 @@ class Errors:
         self.scale_C = None if scale_C is None else scale_C.to("cpu", torch.float64)  # the seasonal-naive MAE within train, of each column
         zeros_HC = torch.zeros(horizon, outputs, dtype=torch.float64, device=device)
         self.absolute_HC, self.square_HC, self.count_HC = zeros_HC.clone(), zeros_HC.clone(), zeros_HC.clone()
-        self.naive_HC, self.naive_count_HC = zeros_HC.clone(), zeros_HC.clone()
-        self.covered_Q = torch.zeros(len(self.quantiles), dtype=torch.float64, device=device)
+        self.pinball_Q, self.covered_Q = torch.zeros(2, len(self.quantiles), dtype=torch.float64, device=device)
+        self._share_Q = torch.tensor(self.quantiles, dtype=torch.float64, device=device)
 
     def fits(self, out: object, target: Tensor) -> bool:
         """A number for each target, or one for each of its quantiles."""
         return isinstance(out, Tensor) and out.shape == (*target.shape, *([len(self.quantiles)] if self.quantiles else []))
 
     @torch.no_grad()
-    def update(self, out: Tensor, target: Tensor, baseline: Tensor | None = None) -> None:
+    def update(self, out: Tensor, target: Tensor) -> None:
         """Add forecasts [T, B, H, C] or [T, B, H, C, Q] and targets [T, B, H, C], or [B, K] and [B, K]."""
         tail = tuple(self.count_HC.shape)
         target_NHC = target.reshape(-1, *tail)
@@ -133,6 +136,10 @@ class Errors:
             out_NHCQ = out.to(target.dtype).reshape(-1, *tail, len(self.quantiles))
             below_NHCQ = (target_NHC.unsqueeze(-1) <= out_NHCQ) & real_NHC.unsqueeze(-1)
             self.covered_Q += below_NHCQ.flatten(0, -2).sum(0)
+            gap_NHCQ = torch.where(real_NHC.unsqueeze(-1), target_NHC.unsqueeze(-1) - out_NHCQ, 0.0).to(torch.float64)
+            self.pinball_Q += torch.maximum(self._share_Q * gap_NHCQ, (self._share_Q - 1.0) * gap_NHCQ).flatten(0, -2).sum(0)
+            if self._median is None:
+                return
             out_NHC = out_NHCQ[..., self._median]
         else:
             out_NHC = out.to(target.dtype).reshape(-1, *tail)
@@ -140,11 +147,6 @@ class Errors:
         error_NHC = error_NHC if self.unit_C is None else error_NHC * self.unit_C
         self.absolute_HC += error_NHC.abs().sum(0)
         self.square_HC += error_NHC.square().sum(0)
-        if baseline is not None:
-            # The baseline may reach back before the data begins, and is NaN there.
-            gap_NHC = (baseline.reshape(-1, *tail) - target_NHC).to(torch.float64)
-            self.naive_HC += gap_NHC.abs().nansum(0)
-            self.naive_count_HC += (~gap_NHC.isnan()).sum(0)
 
     def tensors(self) -> dict[str, Tensor]:
         """The sums."""
@@ -152,8 +154,7 @@ class Errors:
             "absolute": self.absolute_HC,
             "square": self.square_HC,
             "count": self.count_HC,
-            "naive": self.naive_HC,
-            "naive_count": self.naive_count_HC,
+            "pinball": self.pinball_Q,
             "covered": self.covered_Q,
         }
 
@@ -162,24 +163,27 @@ class Errors:
         _take(self.tensors(), tensors)
 
     def values(self) -> dict[str, float]:
-        """MAE and RMSE; MASE where a scale was given; the baseline's MAE where there was one; coverage of each quantile."""
+        """MAE and RMSE of the point forecast; MASE where a scale was given; the loss and the coverage of quantiles."""
         count = self.count_HC.sum()
-        found = {"mae": _ratio(self.absolute_HC.sum(), count), "rmse": math.sqrt(_ratio(self.square_HC.sum(), count))}
-        if self.scale_C is not None:
-            # A column that never changes within a season has no scale, and no MASE.
-            known_C = self.scale_C > 0
-            scaled_HC = self.absolute_HC.cpu()[:, known_C] / self.scale_C[known_C]
-            found["mase"] = _ratio(scaled_HC.sum(), self.count_HC.cpu()[:, known_C].sum())
-        if self.naive_count_HC.sum().item() > 0:
-            found["naive_mae"] = _ratio(self.naive_HC.sum(), self.naive_count_HC.sum())
+        found: dict[str, float] = {}
+        if not self.quantiles or self._median is not None:
+            found = {"mae": _ratio(self.absolute_HC.sum(), count), "rmse": math.sqrt(_ratio(self.square_HC.sum(), count))}
+            if self.scale_C is not None:
+                # A column that never changes within a season has no scale, and no MASE.
+                known_C = self.scale_C > 0
+                scaled_HC = self.absolute_HC.cpu()[:, known_C] / self.scale_C[known_C]
+                if known_C.any():
+                    found["mase"] = _ratio(scaled_HC.sum(), self.count_HC.cpu()[:, known_C].sum())
+        if self.quantiles:
+            found["pinball"] = _ratio(self.pinball_Q.mean(), count)
         for quantile, covered in zip(self.quantiles, self.covered_Q, strict=True):
             found[f"coverage_{quantile:g}"] = _ratio(covered, count)
         return found
 
     @property
-    def _median(self) -> int:
-        """The quantile that serves as the point forecast: the one nearest to 0.5."""
-        return min(range(len(self.quantiles)), key=lambda number: abs(self.quantiles[number] - 0.5))
+    def _median(self) -> int | None:
+        """The quantile that serves as the point forecast."""
+        return self.quantiles.index(0.5) if 0.5 in self.quantiles else None
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

@@ -35,6 +35,7 @@ class Part:
     data: Sequences
     view: View
     baseline: dict[str, float] = field(default_factory=dict)  # what a forecaster that knows nothing but the season reaches
+    notes: tuple[str, ...] = ()  # what a person should know of it
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,31 @@ class Task:
                 view = views.forecasting(data, self.spec.data, np.array(self.codec.targets))
             case "classification" | "regression":
                 view = views.pooled(data)
-        return Part(name, data, view, self._baseline(data) if name != "train" else {})
+        if self.spec.task != "forecasting" or name == "train":
+            return Part(name, data, view)
+        naive = views.naive_errors(data, self.spec.data, np.array(self.codec.targets))
+        return Part(name, data, view, self._baseline(naive), notes=self._short_of_season(name, naive))
 
-    def _baseline(self, data: Sequences) -> dict[str, float]:
-        if self.spec.task != "forecasting":
-            return {}
-        return {"naive_mae": float(views.naive_error(data, self.spec.data, np.array(self.codec.targets)).mean())}
+    def _baseline(self, naive: views.NaiveErrors) -> dict[str, float]:
+        """The metrics of the seasonal-naive forecast, under the names that ours have."""
+        found: dict[str, float] = {}
+        quantiles = self.spec.data.quantiles
+        if quantiles is None or 0.5 in quantiles:
+            found = {"naive_mae": float(naive.absolute.mean()), "naive_rmse": float(np.sqrt(naive.square.mean()))}
+            scale = np.array(self.scale)
+            if (scale > 0).any():
+                found["naive_mase"] = float((naive.absolute[scale > 0] / scale[scale > 0]).mean())
+        if naive.pinball is not None:
+            found["naive_pinball"] = float(naive.pinball.mean())
+        return found
+
+    def _short_of_season(self, name: str, naive: views.NaiveErrors) -> tuple[str, ...]:
+        season = self.spec.data.season
+        if not naive.without_season or season == 1:
+            return ()
+        many = f"{naive.without_season:,} of {naive.origins:,} forecasts"
+        remedy = f"set data.context={season} or more" if self.spec.data.context else "give it more rows before them"
+        return (f"{name}: {many} have no season of {season} rows before them, and the last value stands in for the naive one; {remedy}",)
 
     def model(self, train: Sequences | None = None) -> Model:
         """The network, with initial weights keyed by the seed. Balanced class weights need the training data."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -113,20 +113,40 @@ def forecasting(data: Sequences, spec: DataSpec, columns: Ints) -> View:
     return replace(series(data, spec), lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
 
 
-def naive_error(data: Sequences, spec: DataSpec, columns: Ints) -> NDArray[np.float64]:
-    """Mean absolute error of the seasonal-naive forecast for each column, over the origins that a forecaster is scored on."""
+@dataclass(frozen=True)
+class NaiveErrors:
+    """How wrong the seasonal-naive forecast is, over the origins that a forecaster is scored on: means for each column."""
+
+    absolute: NDArray[np.float64]  # [columns]
+    square: NDArray[np.float64]
+    pinball: NDArray[np.float64] | None  # averaged over quantiles, each forecast to be the naive one
+    origins: int
+    without_season: int  # origins before which a season of history is not there, so that the last value stands in
+
+
+def naive_errors(data: Sequences, spec: DataSpec, columns: Ints) -> NaiveErrors:
+    """The errors of the seasonal-naive forecast."""
     seasonal = Naive(data, columns, spec.horizon, spec.season, "season")
+    first = FirstRow(data)
     ahead = np.arange(1, spec.horizon + 1)
-    total, count = np.zeros(len(columns)), 0
+    absolute, square, pinball = (np.zeros(len(columns)) for _ in range(3))
+    share_Q = np.array(spec.quantiles or ())
+    count = origins = without = 0
     for rows in _origins(data, spec.horizon):
-        error = np.abs(np.asarray(data.inputs[rows[:, None] + ahead][..., columns], dtype=np.float64) - seasonal(rows))
-        total += error.sum(axis=(0, 1))
-        count += error.shape[0] * error.shape[1]
-    return total / max(count, 1)
+        gap = np.asarray(data.inputs[rows[:, None] + ahead][..., columns], dtype=np.float64) - seasonal(rows)
+        absolute += np.abs(gap).sum(axis=(0, 1))
+        square += (gap**2).sum(axis=(0, 1))
+        for share in share_Q:
+            pinball += np.maximum(share * gap, (share - 1.0) * gap).sum(axis=(0, 1)) / len(share_Q)
+        count += gap.shape[0] * gap.shape[1]
+        origins += len(rows)
+        without += int((rows - first(rows) + 1 < spec.season).sum())
+    count = max(count, 1)
+    return NaiveErrors(absolute / count, square / count, pinball / count if len(share_Q) else None, origins, without)
 
 
 def naive_scale(data: Sequences, season: int, columns: Ints) -> NDArray[np.float64]:
-    """Mean absolute change over one season for each column: what MASE divides by."""
+    """Mean absolute change over one season for each column: what MASE divides by. 0 where a column never changes, or no season is there."""
     total, count = np.zeros(len(columns)), 0
     for start, length in zip(data.starts, data.lengths, strict=True):
         if length <= season:
@@ -134,8 +154,7 @@ def naive_scale(data: Sequences, season: int, columns: Ints) -> NDArray[np.float
         part = np.asarray(data.inputs[start : start + length][:, columns], dtype=np.float64)
         total += np.abs(part[season:] - part[:-season]).sum(axis=0)
         count += length - season
-    scale = total / max(count, 1)
-    return np.where(scale > 0, scale, 1.0)
+    return total / max(count, 1)
 
 
 def _origins(data: Sequences, horizon: int, block: int = 1024) -> list[Ints]:

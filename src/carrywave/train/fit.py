@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from carrywave import __version__, heap
 from carrywave.data.codec import Codec
 from carrywave.data.inputs import from_python, naming
-from carrywave.data.order import SequenceOrder
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.errors import PlanError, SpecError, UserError
 from carrywave.model.holding import fill
@@ -31,21 +30,25 @@ from carrywave.parallel.world import World, exchange, join, leave, pick_device, 
 from carrywave.plan import shards
 from carrywave.plan.plan import Plan
 from carrywave.plan.units import Units
+from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
+from carrywave.tasks.doubts import worse_than_naive
 from carrywave.tasks.task import POOLED, Task
 from carrywave.train import again, begun, causes
 from carrywave.train.compare import Comparison
 from carrywave.train.cost import cost_line
 from carrywave.train.evaluate import order_for
 from carrywave.train.given import check_dtype
-from carrywave.train.keep import Keeper, check_same, go_on, hear, load_parameters, read_weights, take_weights
+from carrywave.train.keep import Keeper, check_same, go_on, hear, load_parameters, read_weights, take_weights, with_batch_of
 from carrywave.train.launch import RESTARTS
-from carrywave.train.loop import Ending, Loop, Parts
+from carrywave.train.loop import Loop, Parts
+from carrywave.train.noted import noted
 from carrywave.train.origin import given_codec, open_folder, refuse_python, weights_file
 from carrywave.train.planning import Given, check_workers, plan_before, plan_run
 from carrywave.train.rate import stops_early
+from carrywave.train.result import Result
 from carrywave.train.run import Elsewhere, Run
 from carrywave.train.saved import codec_of, facts_of, open_run
 from carrywave.train.snapshot import Stored
@@ -57,16 +60,6 @@ Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own,
 
 
 CLASS_WEIGHTS = "head.weights"
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended."""
-
-    run: Path
-    ending: Ending | None  # None: nothing was trained (a dry run)
-    metrics: dict[str, dict[str, float]]  # loss and metrics of the best weights, by part: valid, test
-    model: Any  # the Model, or the user's own module, with the best weights, in evaluation mode
 
 
 @dataclass(frozen=True)
@@ -163,7 +156,7 @@ def fit(
                 prepared = _prepare_in_turn(start)
             else:
                 with together(world, patient=True):
-                    prepared = from_python(data, asked, codec=start.codec)
+                    prepared = from_python(data, start.spec, codec=start.codec)
             result = _train(start, prepared, own, workers=world.size)
         told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
         if again.is_script_worker():
@@ -185,13 +178,16 @@ def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str) ->
     folder = Path(told["run"])
     where = pick_device(device)
     if own is None:
-        return Result(folder, told["ending"], told["metrics"], open_run(folder, device).model)
+        opened = open_run(folder, device)
+        return Result(folder, told["ending"], told["metrics"], opened.model, opened.task)
     saved = Run.open(folder)
     spec = load(folder / "spec.yaml")
-    model = _own_model(own, spec, facts_of(saved, codec_of(saved, spec))[0])
+    codec = codec_of(saved, spec)
+    facts, scale, _, _ = facts_of(saved, codec)
+    model = _own_model(own, spec, facts)
     model.to(where, parameter_dtype(spec.train.precision))
     take_weights(model, saved.weights, str(saved.weights))
-    return Result(folder, told["ending"], told["metrics"], _shown(model))
+    return Result(folder, told["ending"], told["metrics"], _shown(model), Task(spec, codec, facts, scale))
 
 
 def _shown(model: Model | Whole) -> nn.Module:
@@ -225,7 +221,9 @@ def _begin(spec: Spec, world: World, run: Path | None, resume: bool, init: str |
     if world.rank == 0 and (warning := begun.warning()) is not None:
         watch.say(warning)
     codec = None if codec_json is None else Codec.from_json(codec_json)
-    return _Start(spec, world, folder or Elsewhere(Path(path)), None if told is None else hear(world, told), codec, init, watch, before)
+    stored = None if told is None else hear(world, told)
+    spec = spec if stored is None else with_batch_of(spec, stored)
+    return _Start(spec, world, folder or Elsewhere(Path(path)), stored, codec, init, watch, before)
 
 
 def _prepare_in_turn(start: _Start) -> Prepared:
@@ -240,7 +238,7 @@ def _prepare_in_turn(start: _Start) -> Prepared:
 
 
 def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, workers: int, dry_run: bool = False) -> Result:
-    spec, world, watch, folder = start.spec, start.world, start.watch, start.folder
+    spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
         settle(world.device)  # before the first weight is drawn
     with together(world):
@@ -267,18 +265,11 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
         order = order_for(spec, parts.train.view, training=True)
     same(world, {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint} | _flat(spec))
     watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device)))
-    if isinstance(order, SequenceOrder) and order.oversized:
-        watch.say(f"{order.oversized} sequences are longer than batch.tokens={spec.tokens}: each is a batch of its own")
-    if spec.streams and isinstance(model, Whole):
-        name = type(model.module).__name__
-        watch.say(
-            f"a {name} keeps no carry that the trainer knows of: each window of {spec.steps} steps starts anew; in a cw.Model it goes on"
-        )
-    for said in planned.said:
-        watch.say(said)
+    for line in noted(spec, order, model, planned.said, prepared, parts):
+        watch.say(line)
     if dry_run:
         watch.end("dry run: nothing was trained, and no run was written")
-        return Result(folder.path, None, {}, _shown(model))
+        return Result(folder.path, None, {}, _shown(model), task)
     with folder:
         with together(world):
             mesh = Mesh(world, plan)
@@ -352,12 +343,15 @@ def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
     ending = at.ending or loop.run()
     if ending in ("interrupted", "terminated"):
         watch.end(f"{ending} at step {at.step}; go on with: {again_with}")
-        return Result(loop.folder.path, ending, {}, _shown(loop.trainer.model))
+        return Result(loop.folder.path, ending, {}, _shown(loop.trainer.model), loop.task)
     reached = _finish(loop)
     told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
     stopped = " (stopped early)" if ending == "early" else ""
     watch.end(f"{loop.folder.path}: {at.step} steps{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
-    return Result(loop.folder.path, ending, reached, _shown(loop.trainer.model))
+    for part, values in reached.items():
+        if (verdict := worse_than_naive(values)) is not None:
+            watch.say(f"{part}: {verdict}")
+    return Result(loop.folder.path, ending, reached, _shown(loop.trainer.model), loop.task)
 
 
 def _max_steps_reached(loop: Loop) -> bool:

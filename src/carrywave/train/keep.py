@@ -35,6 +35,7 @@ from carrywave.train.writer import Writer
 
 # Of train, when a run is resumed.
 MAY_CHANGE = ("epochs", "max_steps", "early_stop", "evaluate_every", "log_every", "keep", "snapshot_every", "on_nan")
+BATCH = ("batch.lanes", "batch.steps", "batch.tokens")  # chosen to suit the data where they are left out
 AFTER_MISTAKE_SECONDS = 60.0
 AFTER_FAULT_SECONDS = 2.0  # another worker may be gone, and the launcher waits to start anew
 
@@ -231,8 +232,18 @@ def check_same(asked: Spec, snapshot: Stored) -> None:
         else:
             pairs = [(f"{section}.{name}", before[section].get(name), value) for name, value in now[section].items()]
         for name, old, new in pairs:
+            if new is None and name in BATCH:
+                continue  # left out, it stays what it was
             if old != new and name.removeprefix("train.") not in MAY_CHANGE and name != "data.cache":
                 raise RunError(f"the run was started with {name}={old}, not {new}; leave it as it was, or start a new run with --init")
+
+
+def with_batch_of(asked: Spec, snapshot: Stored) -> Spec:
+    """The spec with the batch of a snapshot where it names none: what was chosen to suit the data is not chosen again."""
+    with _sound():
+        before = Spec.model_validate(snapshot.meta["spec"]).batch
+    left_out = {name: getattr(before, name) for name in ("lanes", "steps", "tokens") if getattr(asked.batch, name) is None}
+    return asked.model_copy(update={"batch": asked.batch.model_copy(update=left_out)})
 
 
 @contextmanager

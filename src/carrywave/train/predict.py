@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from carrywave.data.ahead import times_ahead
 from carrywave.data.codec import Codec
+from carrywave.data.fields import as_plain
+from carrywave.data.frames import columns_of, is_frame, plain_column
 from carrywave.data.inputs import file_of, read_python, series_of
 from carrywave.data.sequences import Sequences
 from carrywave.data.series import scales
+from carrywave.data.source import to_utf8
 from carrywave.data.table import Table
 from carrywave.errors import DataError, PlanError, RunError, UserError
 from carrywave.model.model import Model
@@ -48,11 +51,13 @@ def predict(
     seed: int = 1,
     device: str = "auto",
     model: nn.Module | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> list[Row]:
     """Predictions for a file or an object as `fit` takes them, labels not needed; for a language model a prompt, or a list of them.
 
     `model` is the model of a run that was trained with modules of the user's own; its best weights are loaded into it. On the
-    workers that a launcher started, if one did, each predicts its part, and rank 0 returns all of it.
+    workers that a launcher started, if one did, each predicts its part, and rank 0 returns all of it. What is odd about the data,
+    gaps in the times for instance, is a warning, or a line for `note`.
     """
     world = join(device)
     with together(world):
@@ -64,9 +69,16 @@ def predict(
     with together(world, patient=True):
         table = series_of(data, codec, spec) if spec.task == "forecasting" else None
         sequences = read_python(data, codec, spec, labelled=False)
+    if world.rank == 0:
+        for line in () if table is None else table.notes[1:]:  # which columns are read was said in training
+            (note or _warn)(line)
     rows = predictions(saved, sequences, table)
     leave(world)
     return rows
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, stacklevel=3)
 
 
 def _check(saved: Saved, path: Path | str, data: Any, prompt: str | None) -> None:
@@ -88,7 +100,7 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
     kind = "" if output is None else output.suffix.lower()
     if kind not in ("", ".csv", ".json", ".jsonl", ".txt"):
         raise UserError(f"{output}: predictions are written as JSON lines or CSV, not as {kind}; name the file .jsonl or .csv")
-    rows = predict(path, input, prompt=prompt, **how)
+    rows = predict(path, input, prompt=prompt, note=lambda line: print(f"carrywave: {line}", file=sys.stderr), **how)
     if not is_first():
         return rows
     text = _csv(rows) if kind == ".csv" else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -135,7 +147,7 @@ def _prompts(data: Any, prompt: str | None, saved: Saved) -> list[Prompt]:
     if data is None:
         return [("the prompt", prompt or "")]
     file = file_of(data, saved.spec)
-    texts = [data] if isinstance(data, str) else data
+    texts = [data] if isinstance(data, str) else _texts(data)
     found = list(_lines(Path(file))) if file is not None else [(f"prompt {number}", text) for number, text in enumerate(texts)]
     if not found:
         raise DataError(f"{file or 'data'} is empty; give a prompt on each line")
@@ -145,13 +157,24 @@ def _prompts(data: Any, prompt: str | None, saved: Saved) -> list[Prompt]:
     return found
 
 
+def _texts(data: Any) -> Any:
+    """Texts by position; of a frame its column prompt or text, or the only one."""
+    if not is_frame(data):
+        return as_plain(data)
+    columns = dict(columns_of(data))
+    name = next((name for name in ("prompt", "text") if name in columns), next(iter(columns)) if len(columns) == 1 else None)
+    if name is None:
+        raise DataError(f"the frame has the columns {', '.join(list(columns)[:8])}; give it a column named prompt or text")
+    return plain_column(columns[name])
+
+
 def _lines(path: Path) -> Iterator[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}; give a file with a prompt on each line") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text at byte {error.start}; convert it") from error
+        raise DataError(f"{path} is not UTF-8 text at byte {error.start}; {to_utf8(path)}") from error
     for number, line in enumerate(lines, start=1):
         if path.suffix != ".jsonl":
             yield f"{path}:{number}", line
@@ -205,7 +228,7 @@ def _forecasts(saved: Saved, data: Sequences, table: Table) -> Iterator[Row]:
     known = scales(table, codec)
     for number, out in enumerate(_outputs(saved, data)):
         mean, std = (np.array(values)[targets] for values in known[number])
-        times = times_ahead(table.last_times[number], spec.horizon) if table.last_times else None
+        times = table.ahead(number, spec.horizon)
         for step in range(spec.horizon):
             row: Row = {} if codec.series is None else {codec.series: table.names[number]}
             if times is not None:

@@ -1,0 +1,229 @@
+"""The column of times of a table: numbers that sort as they do, how far apart they are, and the times that come next."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from carrywave.data import frequency as frequencies
+from carrywave.data.frequency import Frequency, Keys
+from carrywave.data.sequences import Ints
+from carrywave.errors import DataError
+
+NONE = "none"  # rows count as equally far apart, and nothing is said of their times
+A_MONTH = r"^\s*\d{4}-\d{2}\s*$"
+Shape = Literal["number", "date", "month", "datetime", "other"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of all rows."""
+
+    keys: Keys  # numbers, or datetime64[us], that sort as the times do; ranks of text that is no date
+    shape: Shape  # how they are written
+    zone: str | None = None  # keys then are those of UTC,
+    wall: Keys | None = None  # and these of the clocks there
+    frequency: Frequency | None = None
+
+    def sorted(self, order: Ints) -> Times:
+        """In another order."""
+        return replace(self, keys=self.keys[order], wall=None if self.wall is None else self.wall[order])
+
+    @property
+    def dated(self) -> bool:
+        """Whether they can be calculated with."""
+        return self.shape != "other"
+
+    def ahead(self, start: int, length: int, count: int) -> list[str | int | float] | None:
+        """The times that come after those of a series, which are sorted; None where there is no telling."""
+        if self.frequency is None or not length:
+            return None
+        rows = slice(int(start), int(start + length))
+        by_wall = self.wall is not None and not (isinstance(self.frequency, frequencies.Step) and self.frequency.size < frequencies.DAY)
+        keys = self.wall if by_wall and self.wall is not None else self.keys
+        return [self._written(key, by_wall) for key in self.frequency.ahead(keys[rows], count)]
+
+    def _written(self, key: Any, by_wall: bool) -> str | int | float:
+        if self.shape == "number":
+            value = key.item()
+            return int(value) if isinstance(value, int) or (value.is_integer() and self.keys.dtype.kind in "iu") else value
+        if self.shape == "month":
+            return str(key.astype("datetime64[M]"))
+        moment: dt.datetime = key.astype("datetime64[us]").item()
+        if self.shape == "date" and moment.time() == dt.time():
+            return moment.date().isoformat()
+        if self.zone is None:
+            return moment.isoformat(sep=" ")
+        micros = pa.scalar(moment, pa.timestamp("us"))
+        there = (
+            pc.assume_timezone(micros, self.zone, ambiguous="earliest", nonexistent="latest")
+            if by_wall
+            else pc.assume_timezone(micros, "UTC").cast(pa.timestamp("us", self.zone))
+        )
+        return str(there.as_py().isoformat(sep=" "))
+
+
+def read_times(column: Any, name: str, label: str) -> Times:
+    """The times in a column, without gaps."""
+    flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
+    if flat.null_count:
+        row = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
+        raise DataError(f"{name}: row {row + 1}, column {label} is empty; give every row its time")
+    if is_text(flat.type):
+        return _from_text(flat.cast(pa.string()))
+    if pa.types.is_date(flat.type):
+        return Times(_micros(flat.cast(pa.timestamp("us"))), "date")
+    if pa.types.is_timestamp(flat.type):
+        return _from_timestamps(flat)
+    if pa.types.is_temporal(flat.type):
+        return Times(flat.cast(pa.int32() if pa.types.is_time32(flat.type) else pa.int64()).to_numpy(zero_copy_only=False), "other")
+    if pa.types.is_decimal(flat.type):
+        flat = flat.cast(pa.float64())
+    keys: NDArray[Any] = flat.to_numpy(zero_copy_only=False)
+    if keys.dtype.kind not in "iuf":
+        raise DataError(f"{name}: the column {label} holds {column.type}, which is no time; set data.time to the column of dates")
+    if keys.dtype.kind == "f" and not np.isfinite(keys).all():
+        row = int(np.argmin(np.isfinite(keys)))
+        raise DataError(f"{name}: row {row + 1}, column {label} is {keys[row]}; give every row its time")
+    return Times(keys.astype(np.int64) if keys.dtype.kind == "u" and int(keys.max(initial=0)) < 2**63 else keys, "number")
+
+
+def is_text(kind: Any) -> bool:
+    """Whether an Arrow type holds text."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_dates(column: Any) -> bool:
+    """Whether a column of text holds dates as ISO has them, in every row."""
+    return _parsed(_whole(column).cast(pa.string())) is not None
+
+
+def _whole(column: Any) -> Any:
+    flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    return flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
+
+
+def _parsed(texts: Any) -> Times | None:
+    texts = pc.utf8_trim_whitespace(texts)
+    if pc.all(pc.match_substring_regex(texts, A_MONTH)).as_py():
+        return Times(_micros(pc.binary_join_element_wise(texts, "01", "-").cast(pa.timestamp("us"))), "month")
+    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
+        try:
+            found = texts.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+        if kind.tz is not None:
+            return Times(_micros(found), "datetime", "UTC", _micros(pc.local_timestamp(found)))
+        return Times(_micros(found), "date" if pc.max(pc.utf8_length(texts)).as_py() <= len("2024-01-31") else "datetime")
+    return None
+
+
+def _from_text(texts: Any) -> Times:
+    """Dates where all are; else ranks: text cannot be sorted as time, and is taken only where it is in order already."""
+    parsed = _parsed(texts)
+    ranks: NDArray[Any] = pc.rank(texts, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
+    return parsed if parsed is not None else Times(ranks, "other")
+
+
+def _from_timestamps(moments: Any) -> Times:
+    zone = moments.type.tz
+    try:
+        exact = moments.cast(pa.timestamp("us", zone))
+    except pa.ArrowInvalid:  # nanoseconds that matter: in order, but not calculated with
+        return Times(moments.cast(pa.int64()).to_numpy(zero_copy_only=False), "other")
+    wall = None if zone is None else _micros(pc.local_timestamp(exact))
+    return Times(_micros(exact), "datetime", zone, wall)
+
+
+def _micros(moments: Any) -> Keys:
+    keys: Keys = moments.cast(pa.int64()).to_numpy(zero_copy_only=False).astype("datetime64[us]")
+    return keys
+
+
+def with_frequency(times: Times, codes: Ints, asked: str | None, *, strict: bool, place: Place) -> tuple[Times, str | None]:
+    """Times, sorted by series, with their frequency, and a line about gaps. What is irregular is refused, unless not `strict`."""
+    if asked == NONE or not times.dated:
+        return times, None
+    inside = np.diff(codes) == 0
+    known = None if asked is None else frequencies.parse(asked)
+    if known is not None and (times.shape == "number") != (isinstance(known, frequencies.Step) and not known.timed):
+        what = "numbers" if times.shape == "number" else "dates"
+        raise DataError(f"{place.name}: column {place.label} holds {what}, and data.frequency={asked} is not of such; leave it out")
+    best: tuple[int, Times, Ints] | None = None
+    for keys in (times.keys,) if times.wall is None else (times.wall, times.keys):
+        # On the clocks of a zone days are even and hours are not; by UTC it is the other way round.
+        found = known or frequencies.infer(keys, inside)
+        if found is None:
+            continue
+        units = np.where(inside, found.count(keys[:-1], keys[1:]), 1)
+        off = int((units < 1).sum())
+        score = off * len(keys) + int((units > 1).sum())
+        if best is None or score < best[0]:
+            best = score, replace(times, frequency=found), units
+    if best is None:
+        if strict and inside.any():
+            raise place.irregular(times, inside, None)
+        return times, None
+    _, timed, units = best
+    if (units < 1).any():
+        if strict:
+            raise place.irregular(times, units > 0, timed.frequency)
+        return times, None
+    return timed, place.gaps(times, units, str(timed.frequency.text)) if timed.frequency is not None else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """How messages name a row of the file."""
+
+    name: str  # of the file
+    label: str  # of the column
+    column: Any  # as it stands in the file
+    order: Ints  # the row of each sorted one
+    names: tuple[str, ...]  # of the series
+    codes: Ints  # sorted
+    remedy: str  # for irregular times
+
+    def _shown(self, at: int) -> str:
+        return str(self.column[int(self.order[at])].as_py())
+
+    def _of(self, at: int) -> str:
+        return f" of series {self.names[int(self.codes[at])]}" if len(self.names) > 1 else ""
+
+    def irregular(self, times: Times, even: NDArray[np.bool_], frequency: Frequency | None) -> DataError:
+        """The refusal of times that follow no rhythm, with the first that does not."""
+        if frequency is not None:
+            at = int(np.argmin(even)) + 1
+            fact = f"is {self._shown(at)} after {self._shown(at - 1)}{self._of(at)}, which is no whole number of steps of {frequency.text}"
+            return DataError(f"{self.name}: row {int(self.order[at]) + 1}, column {self.label} {fact}; {self.remedy}")
+        gaps = np.diff(times.keys)
+        inner = gaps[even]
+        values, counts = np.unique(inner, return_counts=True)
+        usual = values[int(np.argmax(counts))]
+        at = int(np.argmax(even & (gaps != usual))) + 1
+        fact = f"{self._shown(at - 1)} is followed by {self._shown(at)}{self._of(at)}"
+        return DataError(
+            f"{self.name}: the times in column {self.label} are irregular, {fact} (row {int(self.order[at]) + 1}); {self.remedy}"
+        )
+
+    def gaps(self, times: Times, units: Ints, frequency: str) -> str | None:
+        """A line about steps that are missing, with the first place."""
+        wide = units > 1
+        if not wide.any():
+            return None
+        at = int(np.argmax(wide)) + 1
+        missing, places = int((units[wide] - 1).sum()), int(wide.sum())
+        where = f"between {self._shown(at - 1)} and {self._shown(at)}{self._of(at)} (row {int(self.order[at]) + 1})"
+        first = f"{where}" if places == 1 else f"at {places:,} places, the first {where}"
+        rows = "row is" if missing == 1 else "rows are"
+        fact = f"{missing:,} {rows} missing in column {self.label} (frequency {frequency})"
+        return f"{self.name}: {fact}, {first}; the rows around a gap count as neighbours, fill it in"

@@ -1,0 +1,88 @@
+"""What makes a run a waste of time without being a mistake: each is one line, said before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data.codec import Codec
+from carrywave.data.order import Order
+from carrywave.data.sequences import Sequences
+from carrywave.data.tokens import UNKNOWN
+from carrywave.spec.spec import Spec
+
+MOST_SEQUENCES, MOST_ROWS = 4096, 1 << 22  # looked at
+FLAT = 0.01  # deviation of a sequence once it is scaled, below which it hardly changes
+MANY_FLAT = 0.1  # share of such sequences that is worth a word
+MANY_UNKNOWN, MANY_UNTRAINED = 0.1, 0.01  # share of <unk> in valid; and where train holds none, so that nothing is learned of it
+
+
+def doubts(spec: Spec, codec: Codec, order: Order, train: Sequences, valid: Sequences | None) -> list[str]:
+    """A line for each."""
+    found = [one_step(spec, order), flat_sequences(spec, codec, train), unknown_tokens(codec, train, valid)]
+    return [line for line in found if line is not None]
+
+
+def one_step(spec: Spec, order: Order) -> str | None:
+    """An epoch of one step."""
+    if -(-order.num_steps(0) // spec.train.accumulate) > 1:
+        return None
+    if order.num_steps(0) > 1:
+        smaller = f"train.accumulate={spec.train.accumulate}"
+    else:
+        smaller = f"batch.lanes={spec.lanes} or batch.steps={spec.steps}" if spec.streams else f"batch.tokens={spec.tokens}"
+    return f"an epoch is a single step, so that {spec.train.epochs} epochs train {spec.train.epochs} steps; make {smaller} smaller"
+
+
+def flat_sequences(spec: Spec, codec: Codec, train: Sequences) -> str | None:
+    """Sequences that are as good as constant once they are scaled by what other sequences are."""
+    if spec.task == "forecasting" or codec.size or codec.own_scale or not codec.columns:
+        return None
+    spread = [float(rows.std(axis=0).max()) for rows in _some(train) if len(rows) > 1]
+    flat = sum(value < FLAT for value in spread)
+    if not spread or flat < MANY_FLAT * len(spread):
+        return None
+    scaled = "once they are scaled" if spec.data.standardize else "as they are"
+    share = f"{flat / len(spread):.0%} of the sequences in train hardly change {scaled} (by less than {FLAT})"
+    return f"{share}; where their size does not matter, set data.standardize=sequence"
+
+
+def unknown_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> str | None:
+    """A valid part that a vocabulary hardly covers."""
+    if UNKNOWN not in codec.vocabulary or valid is None:
+        return None
+    number = codec.vocabulary.index(UNKNOWN)
+    there, learned = _share(valid, number), _share(train, number)
+    if there < (MANY_UNKNOWN if learned else MANY_UNTRAINED):
+        return None
+    why = f"{learned:.1%} of train's" if learned else "and train holds none, so that nothing is learned of it"
+    remedy = "set a larger data.vocabulary, or data.tokens=bpe" if learned else "set data.min_count=2, or data.tokens=bpe"
+    return f"{there:.1%} of valid's tokens are {UNKNOWN}, {why}; {remedy}"
+
+
+def worse_than_naive(values: Mapping[str, object]) -> str | None:
+    """That a forecast is worse than the naive one, and by which of its metrics."""
+    worse = []
+    for name in ("mae", "rmse", "mase", "pinball"):
+        ours, naive = values.get(name), values.get(f"naive_{name}")
+        if isinstance(ours, float) and isinstance(naive, float) and ours > naive:
+            worse.append(f"{name} {ours:.4g} against {naive:.4g}")
+    return f"worse than the naive forecast: {', '.join(worse)}" if worse else None
+
+
+def _some(data: Sequences) -> Iterator[NDArray[np.float64]]:
+    """The rows of sequences, evenly spread, as many as can be looked at in a moment."""
+    rows = 0
+    for number in np.unique(np.linspace(0, len(data) - 1, min(len(data), MOST_SEQUENCES)).astype(np.int64)):
+        start, length = int(data.starts[number]), int(data.lengths[number])
+        yield np.asarray(data.inputs[start : start + min(length, MOST_ROWS)], dtype=np.float64)
+        rows += length
+        if rows >= MOST_ROWS:
+            return
+
+
+def _share(data: Sequences, token: int) -> float:
+    found = [(int((rows == token).sum()), len(rows)) for rows in _some(data)]
+    return sum(count for count, _ in found) / max(sum(total for _, total in found), 1)

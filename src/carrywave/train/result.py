@@ -1,0 +1,52 @@
+"""How a run ended: its folder, what was reached, and the trained model with the way to give it data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from carrywave.data.batch import Batch
+from carrywave.data.inputs import read_python
+from carrywave.data.order import Cursor, Window
+from carrywave.data.stream import build
+from carrywave.tasks.task import Task
+from carrywave.train.loop import Ending
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    `model` has the best weights and is in evaluation mode. It reads what it was trained on: numbers that are standardised
+    (`data.standardize`), texts as token numbers. `batch` makes that of raw data, and `cw.predict(result.run, data)` goes all the way.
+    """
+
+    run: Path
+    ending: Ending | None  # None: nothing was trained (a dry run)
+    metrics: dict[str, dict[str, float]]  # loss and metrics of the best weights, by part: valid, test
+    model: Any  # the Model, or the user's own module
+    task: Task  # its `codec` holds scales, vocabulary and labels
+
+    def batch(self, data: Any) -> Batch:
+        """Raw data, as `cw.fit` and `cw.predict` take it, as the model reads it: scaled, or as tokens; labels are not needed.
+
+        `y, state = result.model(batch.inputs, lengths=batch.lengths)`; inputs are [time, sequence, …], padded, on the model's device.
+        """
+        sequences = read_python(data, self.task.codec, self.task.spec, labelled=False)
+        view = self.task.unlabelled(sequences)
+        count = len(view.lengths)
+        window = Window(
+            steps=int(view.lengths.max()),
+            sequence=np.arange(count),
+            offset=np.zeros(count, np.int64),
+            length=np.asarray(view.lengths, np.int64),
+            fresh=np.ones(count, np.bool_),
+        )
+        batch = build(view, window, Cursor(0, 0))
+        weight = next((p for p in self.model.parameters() if p.is_floating_point()), torch.empty(0))
+        batch = batch.to(weight.device)
+        return replace(batch, inputs=batch.inputs.to(weight.dtype)) if batch.inputs.is_floating_point() else batch
