@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from carrywave.data.times import is_dates
 from carrywave.errors import DataError
 
 NUMBERS = "iufb"  # kinds of NumPy dtypes that hold numbers
@@ -128,7 +129,8 @@ def _with_index(frame: Any) -> tuple[Any, str | None]:
         return frame.reset_index(), str(index.name)
     if getattr(index.dtype, "kind", "O") in NUMBERS:
         return frame.reset_index(drop=True), None
-    name = next(name for name in ("time", "index", "index of the frame") if name not in frame.columns)
+    dates = getattr(index.dtype, "kind", "O") == "M" or is_dates(pa.array(index.astype(str)))
+    name = next(name for name in ("time", "index", "index of the frame")[not dates :] if name not in frame.columns)
     return frame.rename_axis(name).reset_index(), name
 
 

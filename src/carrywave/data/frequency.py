@@ -24,6 +24,7 @@ SAME = {"H": "h", "T": "min", "S": "s", "sec": "s", "d": "D", "w": "W", "b": "B"
 MONTHS = {"M": 1, "Q": 3, "Y": 12, "A": 12}
 BUSINESS = "1111100"
 MOST = 0.5  # of all steps must be single ones; fewer are no rhythm with gaps in it, but no rhythm at all
+DIGITS = 9  # of a step of decimal fractions
 ROUNDING = 1e-6  # of a step: by so much may decimal fractions miss
 
 
@@ -167,9 +168,9 @@ def infer(keys: Keys, inside: NDArray[np.bool_]) -> Frequency | None:
         months = Months(1).count(before, after)
         if (months > 0).all() and _steady(found := Months(int(months.min())), before, after):
             return found
-    # The middle of all steps that round to the shortest: decimal fractions are not exact.
+    # The middle of all steps that are about the shortest, in as many digits as anyone writes: decimal fractions are not exact.
     alike = gaps[gaps <= shortest * (1 + ROUNDING)]
-    step = Step(float(shortest) if timed or keys.dtype.kind in "iu" else float(np.median(alike)), timed)
+    step = Step(float(shortest) if timed or keys.dtype.kind in "iu" else float(f"{np.median(alike):.{DIGITS}g}"), timed)
     if (step.count(before, after) == 1).all():
         return step
     if timed and (days := _weekdays(keys, before, after)) is not None:

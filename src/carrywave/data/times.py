@@ -52,7 +52,8 @@ class Times:
     def _written(self, key: Any, by_wall: bool) -> str | int | float:
         if self.shape == "number":
             value = key.item()
-            return int(value) if isinstance(value, int) or (value.is_integer() and self.keys.dtype.kind in "iu") else value
+            whole = isinstance(value, int) or (value.is_integer() and self.keys.dtype.kind in "iu")
+            return int(value) if whole else float(f"{value:.12g}")  # the sum of decimal fractions is not exact
         if self.shape == "month":
             return str(key.astype("datetime64[M]"))
         moment: dt.datetime = key.astype("datetime64[us]").item()

@@ -1,0 +1,95 @@
+"""Which columns of a table are read, which are not and why; and tables that are not what their name says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carrywave.data.prepare import Prepared, prepare
+from carrywave.errors import DataError
+from carrywave.spec.spec import Spec
+
+
+def run(folder: Path, content: str | bytes, name: str = "t.csv", task: str = "forecasting", **data: Any) -> Prepared:
+    (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    values = {"horizon": 1, "share": 0, "cache": str(folder / "cache"), "train": str(folder / name), **data}
+    return prepare(Spec.model_validate({"task": task, "data": values}))
+
+
+TOLD: list[tuple[str, dict[str, Any], str]] = [
+    ("date,a,b\n2024-01-01,1,2\n2024-01-02,1,2\n", {}, "reads a, b, ordered by date"),
+    (
+        "date,a,place,seen,c\n2024-01-01,1,x,2024-01-01,1 kW\n2024-01-02,1,y,2024-01-02,2 kW\n",
+        {},
+        "reads a, ordered by date; not read: place (text), seen (times), c (text)",
+    ),
+    (",date,a\n0,2024-01-01,1\n1,2024-01-02,1\n", {}, "reads a, ordered by date; not read: '' (an index, it numbers the rows)"),
+    ("Unnamed: 0,a\n7,1\n3,1\n", {}, "reads a; not read: Unnamed: 0 (an index, it numbers the rows)"),
+    (",a\n2024-01-01,1\n2024-01-02,1\n", {}, "reads a, ordered by ''"),
+    ("Store,Date,a\nx,2024-01-01,1\ny,2024-01-02,1\n", {}, "reads a, ordered by Date; not read: Store (text)"),
+    ("place,day,a\nx,2024-01-01,1\ny,2024-01-02,1\n", {}, "reads a, ordered by day; not read: place (text)"),
+    ("code,a\nA,1\nB,1\n17,2\n", {}, "reads a; not read: code (text; 33% of it numbers)"),
+    ("date,a,b\n2024-01-01,1,2\n2024-01-02,1,2\n", {"columns": ["b"]}, "reads b, ordered by date; not read: a (not in data.columns)"),
+    ("shop,day,a\nx,1,1\nx,2,1\ny,1,1\ny,2,1\n", {"series": "shop", "time": "day"}, "reads a, ordered by day, a series for each shop"),
+]
+
+
+@pytest.mark.parametrize(("text", "data", "told"), TOLD)
+def test_what_is_read_is_said(tmp_path: Path, text: str, data: dict[str, Any], told: str) -> None:
+    first, again = run(tmp_path, text, **data), run(tmp_path, text, **data)
+    assert first.notes[0] == f"{tmp_path / 't.csv'}: {told}"
+    assert again.notes == first.notes  # also where the cache has it
+
+
+def test_many_columns_are_cut_short(tmp_path: Path) -> None:
+    names = [f"c{number}" for number in range(20)]
+    rows = ",".join("1" * len(names))
+    assert run(tmp_path, f"{','.join(names)}\n{rows}\n{rows}\n").notes[0].endswith("c5, c6, c7 and 12 more")
+
+
+def test_fields_that_are_not_read_are_said(tmp_path: Path) -> None:
+    row = '{"id": 7, "steps": [1, 2], "label": "a", "source": "x"}\n'
+    found = run(tmp_path, row, "t.jsonl", "classification")
+    assert found.notes == (f"{tmp_path / 't.jsonl'}: reads steps and label; not read: id, source",)
+    assert run(tmp_path, '{"steps": [1, 2], "label": "a"}\n', "u.jsonl", "classification").notes == ()
+
+
+DAYS = ("2024-01-01", "2024-01-02")
+REFUSED: list[tuple[str | bytes, str]] = [
+    ("date,store,a\n" + "".join(f"{day},{store},1\n" for store in "xy" for day in DAYS), "for the second time; set data.series=store"),
+    ("date,store,a\n" + "".join(f"{day},{store},1\n" for store in (1, 2) for day in DAYS), "for the second time; set data.series=store"),
+    (
+        "date,store,item,a\n" + "".join(f"{day},{store},{item},1\n" for store in "xy" for item in "uv" for day in DAYS),
+        "join the columns store and item into one that names each series, and set data.series to it",
+    ),
+    ("date,a\n2024-01-01,1\n2024-01-01,2\n", "for the second time; keep one row for each time"),
+    ("date,time,a\n2024-01-01,00:00:00,1\n2024-01-01,01:00:00,2\n", "join the columns date and time into one"),
+    ("date;a\n2024-01-01;1,5\n2024-01-02;2,5\n", "columns seem separated by `;`, and are read as separated by commas"),
+    ("date\ta\n2024-01-01\t1.5\n", r"columns seem separated by tabs, .* or name it \.tsv"),
+    ("date,ort,a\n2024-01-01,Köln,1\n".encode("latin-1"), r"t\.csv:2: .*K\\xf6ln.* is not valid utf-8; .* iconv -f latin1 -t utf-8 "),
+    ("date,a\n2024-01-01,1\n2024-01-02,n.v.\n2024-01-03,2\n", "row 2, column a is 'n.v.', which is text and not a finite number"),
+    ('date,a\n2024-01-01,"1,200"\n', r"has no numeric column besides date \(a: text\); give numbers"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), REFUSED)
+def test_what_cannot_be_right_is_refused_with_a_remedy(tmp_path: Path, content: str | bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        run(tmp_path, content)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text;label\nab;1\n", "columns seem separated by `;`"),
+        ("text,label\nab,1\nba,high\n", r"row 2, column label is 'high', which is text and not a number; correct it"),
+        ("text,label\nab,\n", "the field label is missing"),
+        ("text,label\nKöln,1\n".encode("latin-1"), r"t\.csv:2: .* is not valid utf-8"),
+    ],
+)
+def test_rows_of_a_csv_file(tmp_path: Path, content: str | bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        run(tmp_path, content, task="regression")

@@ -1,0 +1,144 @@
+"""How far apart times are, told from all of them: every rhythm goes on as it was, gaps are told, and what is irregular is refused."""
+
+from __future__ import annotations
+
+import datetime as dt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from carrywave.data.frequency import parse
+from carrywave.data.inputs import from_python, series_of
+from carrywave.errors import DataError, SpecError
+from carrywave.spec.load import parse as parse_spec
+from carrywave.spec.spec import Spec
+
+
+def spec(**data: Any) -> Spec:
+    return Spec.model_validate({"task": "forecasting", "data": {"share": 0, "horizon": 1, **data}, "batch": {"lanes": 1, "steps": 4}})
+
+
+def ahead(times: Any, count: int = 2, **data: Any) -> tuple[str | None, Any, tuple[str, ...]]:
+    """The frequency, the times ahead of the end, and what is said of gaps."""
+    frame = pd.DataFrame({"date": times, "a": np.arange(len(times), dtype=float)})
+    found = from_python(frame, spec(**data))
+    return found.codec.frequency, series_of(frame, found.codec, spec(**data)).ahead(0, count), found.notes[1:]
+
+
+def days(*texts: str) -> list[dt.date]:
+    return [dt.date.fromisoformat(text) for text in texts]
+
+
+RHYTHMS: dict[str, tuple[Any, str, list[Any]]] = {
+    "numbers": ([1, 3, 5], "2", [7, 9]),
+    "decimals": (np.arange(30) * 0.1, "0.1", [3.0, 3.1]),
+    "hours": (pd.date_range("2024-02-28 20:00", periods=4, freq="h"), "h", ["2024-02-29 00:00:00", "2024-02-29 01:00:00"]),
+    "quarters of an hour": (pd.date_range("2024-01-01", periods=9, freq="15min"), "15min", ["2024-01-01 02:15:00", "2024-01-01 02:30:00"]),
+    "days": (days("2024-02-27", "2024-02-28"), "D", ["2024-02-29", "2024-03-01"]),
+    "weeks": (days("2024-01-01", "2024-01-08", "2024-01-15"), "W", ["2024-01-22", "2024-01-29"]),
+    "a day of the month": (days("2023-11-15", "2023-12-15", "2024-01-15"), "M", ["2024-02-15", "2024-03-15"]),
+    "ends of months": (days("2023-11-30", "2023-12-31", "2024-01-31"), "M", ["2024-02-29", "2024-03-31"]),
+    "the 30th, or the last": (days("2023-12-30", "2024-01-30", "2024-02-29"), "M", ["2024-03-30", "2024-04-30"]),
+    "ends of February": (days("2022-02-28", "2023-02-28", "2024-02-29"), "Y", ["2025-02-28", "2026-02-28"]),
+    "quarters": (days("2023-07-01", "2023-10-01", "2024-01-01"), "Q", ["2024-04-01", "2024-07-01"]),
+    "months as text": (["2023-11", "2023-12", "2024-01"], "M", ["2024-02", "2024-03"]),
+    "dates as text": (["2024-02-27", "2024-02-28"], "D", ["2024-02-29", "2024-03-01"]),
+    "moments as text": (["2024-02-28 22:00", "2024-02-28 23:00"], "h", ["2024-02-29 00:00:00", "2024-02-29 01:00:00"]),
+    "business days": (pd.bdate_range("2024-01-01", periods=12).date, "B", ["2024-01-17", "2024-01-18"]),
+    "business days, to a Friday": (pd.bdate_range("2024-01-01", periods=10).date, "B", ["2024-01-15", "2024-01-16"]),
+    "Sunday to Thursday": (
+        pd.bdate_range("2024-01-01", periods=24, freq="C", weekmask="Sun Mon Tue Wed Thu").date,
+        "Mon Tue Wed Thu Sun",
+        ["2024-02-04", "2024-02-05"],
+    ),
+    # The night of 2024-03-31 is an hour short in Berlin: days are even by its clocks, hours by the sun.
+    "days of a zone": (
+        pd.date_range("2024-03-28", periods=3, freq="D", tz="Europe/Berlin"),
+        "D",
+        ["2024-03-31 00:00:00+01:00", "2024-04-01 00:00:00+02:00"],
+    ),
+    "hours of a zone": (
+        pd.date_range("2024-03-30 22:00", periods=4, freq="h", tz="Europe/Berlin"),
+        "h",
+        ["2024-03-31 03:00:00+02:00", "2024-03-31 04:00:00+02:00"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RHYTHMS)
+def test_times_go_on_as_they_were(kind: str) -> None:
+    times, frequency, expected = RHYTHMS[kind]
+    assert ahead(times) == (frequency, expected, ())
+    assert parse(frequency).text == frequency
+
+
+def test_gaps_are_told_with_their_place_and_change_nothing() -> None:
+    every = pd.date_range("2024-01-01", periods=20).date
+    frequency, times, [said] = ahead(np.delete(every, [16, 18]))  # the last rows are two days apart
+    assert (frequency, times) == ("D", ["2024-01-21", "2024-01-22"])
+    assert "2 rows are missing in column date (frequency D), at 2 places, the first between 2024-01-16 and 2024-01-18 (row 17)" in said
+    business = np.delete(pd.bdate_range("2024-01-01", periods=30).date, 5)
+    frequency, times, [said] = ahead(business)
+    assert (frequency, times) == ("B", ["2024-02-12", "2024-02-13"])
+    assert "1 row is missing in column date (frequency B), between 2024-01-05 and 2024-01-09 (row 6)" in said
+
+
+def test_gaps_of_a_series_among_several() -> None:
+    rows = [("p", day, 1.0) for day in (1, 2, 3, 4)] + [("q", day, 1.0) for day in (1, 2, 4)]
+    frame = pd.DataFrame(rows, columns=["unique_id", "ds", "y"])
+    found = from_python(frame, spec())
+    assert found.codec.frequency == "1"
+    assert "between 2 and 4 of series q (row 7)" in found.notes[1]
+
+
+@pytest.mark.parametrize("times", [days("2024-01-01", "2024-01-02", "2024-01-05", "2024-01-11", "2024-01-13"), [1, 2, 5, 11, 13]])
+def test_irregular_times_are_refused_unless_rows_are_counted(times: list[Any]) -> None:
+    with pytest.raises(DataError, match=r"the times in column date are irregular, .* is followed by .* \(row 3\); .* data.frequency=none"):
+        ahead(times)
+    assert ahead(times, frequency="none") == ("none", None, ())
+
+
+def test_a_frequency_that_is_set_is_checked_and_used() -> None:
+    monday_to_friday = days("2024-01-01", "2024-01-02", "2024-01-03", "2024-01-04", "2024-01-05")
+    assert ahead(monday_to_friday, frequency="B")[1] == ["2024-01-08", "2024-01-09"]
+    assert ahead(monday_to_friday)[1] == ["2024-01-06", "2024-01-07"]
+    with pytest.raises(DataError, match="row 3, column date is 2024-01-06 after 2024-01-05, which is no whole number of steps of B"):
+        ahead(days("2024-01-04", "2024-01-05", "2024-01-06"), frequency="B")
+    with pytest.raises(DataError, match="no whole number of steps of MS"):
+        ahead(days("2024-01-31", "2024-02-29"), frequency="MS")
+    assert ahead([0.0, 1.0, 2.0], frequency=0.5)[1] == [2.5, 3.0]
+    with pytest.raises(DataError, match=r"column date holds numbers, and data\.frequency=D is not of such"):
+        ahead([1, 2, 3], frequency="D")
+
+
+@pytest.mark.parametrize("text", ["fortnight", "0D", "D5", "", "Mon Foo"])
+def test_an_unknown_frequency_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match=r"frequency .* is not known; use for instance 15min"):
+        parse_spec({"task": "forecasting", "data": {"frequency": text}})
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [("W-MON", "W"), ("H", "h"), ("30T", "30min"), ("QS-JAN", "QS"), ("A", "Y"), ("24h", "D"), ("90s", "90s"), ("5", "5")],
+)
+def test_names_as_pandas_has_them(written: str, text: str) -> None:
+    assert parse(written).text == text
+
+
+def test_new_data_must_follow_the_rhythm_of_the_training_data(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"date": pd.bdate_range("2024-01-01", periods=12), "a": np.arange(12.0)})
+    codec = from_python(frame, spec()).codec
+    two = pd.DataFrame({"date": pd.to_datetime(["2024-03-07", "2024-03-08"]), "a": [1.0, 2.0]})
+    assert series_of(two, codec, spec()).ahead(0, 1) == ["2024-03-11 00:00:00"]  # two rows tell nothing of weekends, train does
+    weekend = two.assign(date=pd.to_datetime(["2024-03-08", "2024-03-09"]))
+    with pytest.raises(DataError, match=r"give rows as far apart as those of the training data \(B\)"):
+        series_of(weekend, codec, spec())
+
+
+def test_text_that_is_no_date_has_no_times_ahead_and_that_is_said() -> None:
+    frequency, times, [said] = ahead(["2024/01/01", "2024/01/02", "2024/01/03"])
+    assert (frequency, times) == (None, None)
+    assert "column date holds '2024/01/01', which is no date that is known" in said

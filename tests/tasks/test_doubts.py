@@ -1,0 +1,112 @@
+"""What wastes a run is said in one line, and nothing is said where it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from carrywave.data.inputs import from_python
+from carrywave.data.order import SequenceOrder
+from carrywave.spec.spec import Spec
+from carrywave.tasks.doubts import doubts, flat_sequences, one_step, unknown_tokens, worse_than_naive
+from carrywave.tasks.task import Task
+
+
+def spec(task: str = "classification", *, batch: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **data: Any) -> Spec:
+    return Spec.model_validate({"task": task, "data": {"share": 0, "horizon": 2, **data}, "batch": batch or {}, "train": train or {}})
+
+
+def test_an_epoch_of_one_step() -> None:
+    lengths = np.full(20, 10)
+    asked = spec(batch={"tokens": 4096}, train={"epochs": 7})
+    said = one_step(asked, SequenceOrder(lengths, tokens=4096))
+    assert said == "an epoch is a single step, so that 7 epochs train 7 steps; make batch.tokens=4096 smaller"
+    several = SequenceOrder(lengths, tokens=100)
+    assert one_step(asked, several) is None
+    accumulated = one_step(spec(train={"accumulate": 4}), several)
+    assert accumulated is not None
+    assert accumulated.endswith("make train.accumulate=4 smaller")
+
+
+def waves(count: int = 40) -> tuple[Any, list[int]]:
+    """The same shapes at sizes eight orders of magnitude apart: two kinds of waves."""
+    time = np.arange(16.0)
+    labels = [number % 2 for number in range(count)]
+    return [10.0 ** (number % 9 - 4) * np.sin(time * (1 + label)) for number, label in enumerate(labels)], labels
+
+
+def test_sequences_that_are_flat_once_they_are_scaled() -> None:
+    found = from_python(waves(), spec())
+    said = flat_sequences(spec(), found.codec, found.train)
+    assert said is not None
+    assert said.startswith("70% of the sequences in train hardly change once they are scaled (by less than 0.01);")
+    own = spec(standardize="sequence")
+    scaled = from_python(waves(), own)
+    assert flat_sequences(own, scaled.codec, scaled.train) is None
+    even = ([wave / np.abs(wave).max() for wave in waves()[0]], waves()[1])
+    found = from_python(even, spec())
+    assert flat_sequences(spec(), found.codec, found.train) is None
+
+
+def test_a_vocabulary_that_hardly_covers_valid() -> None:
+    words = spec("language", tokens="word", batch={"lanes": 1, "steps": 4})
+    found = from_python({"train": "a b c d\n" * 20, "valid": "a b x y\n" * 5}, words)
+    said = unknown_tokens(found.codec, found.train, found.valid)
+    fact = "40.0% of valid's tokens are <unk>, and train holds none, so that nothing is learned of it"
+    assert said == f"{fact}; set data.min_count=2, or data.tokens=bpe"
+    limited = spec("language", tokens="word", vocabulary=3, batch={"lanes": 1, "steps": 4})
+    found = from_python({"train": "a b c d\n" * 20 + "e\n", "valid": "a b x y\n" * 5}, limited)
+    said = unknown_tokens(found.codec, found.train, found.valid)
+    assert said is not None
+    assert "of train's; set a larger data.vocabulary" in said
+    covered = from_python({"train": "a b c d\n" * 20, "valid": "a b c\n" * 5}, words)
+    assert unknown_tokens(covered.codec, covered.train, covered.valid) is None
+    assert doubts(words, covered.codec, SequenceOrder(np.full(20, 10), tokens=20), covered.train, covered.valid) == []
+
+
+def test_forecasts_without_a_season_before_them() -> None:
+    asked = spec("forecasting", season=7, split=[0.5, 0.5], context=3)
+    found = from_python(np.arange(40.0)[:, None], asked)
+    task = Task.of(asked, found.codec, found.facts, found.train)
+    assert found.valid is not None
+    part = task.part("valid", found.valid)
+    # Its first origin is the last of 3 rows of context, and from 4 rows later on a season is there.
+    assert part.notes == (
+        "valid: 4 of 19 forecasts have no season of 7 rows before them, and the last value stands in for the naive one; "
+        "set data.context=7 or more",
+    )
+    enough = asked.model_copy(update={"data": asked.data.model_copy(update={"context": 7})})
+    found = from_python(np.arange(40.0)[:, None], enough)
+    assert found.valid is not None
+    assert Task.of(enough, found.codec, found.facts, found.train).part("valid", found.valid).notes == ()
+
+
+@pytest.mark.parametrize("quantiles", [None, (0.1, 0.5), (0.1, 0.9)])
+def test_the_naive_forecast_is_judged_as_ours(quantiles: tuple[float, ...] | None) -> None:
+    values = np.random.default_rng(1).normal(size=(60, 2)).cumsum(axis=0)
+    values[:, 1] = 3.0
+    asked = spec("forecasting", season=2, split=[0.7, 0.3], quantiles=quantiles)
+    found = from_python(values, asked)
+    task = Task.of(asked, found.codec, found.facts, found.train)
+    assert found.valid is not None
+    baseline = task.part("valid", found.valid).baseline
+    point = {"naive_mae", "naive_rmse", "naive_mase"} if quantiles is None or 0.5 in quantiles else set()
+    assert baseline.keys() == point | ({"naive_pinball"} if quantiles else set())
+    assert task.scale[1] == 0.0
+    if point:
+        # The constant column counts in no MASE; the other is forecast by hand.
+        mean, std = found.codec.mean[0], found.codec.std[0]
+        scaled = (values[:, 0] - mean) / std
+        errors = [abs(scaled[origin + ahead] - scaled[origin + ahead - 2]) for origin in range(41, 58) for ahead in (1, 2)]
+        # In float32 from the start, as the model reads them.
+        assert baseline["naive_mae"] == pytest.approx(np.mean(errors) / 2, rel=1e-5)
+        assert baseline["naive_mase"] == pytest.approx(np.mean(errors) / task.scale[0], rel=1e-5)
+
+
+def test_worse_than_naive_is_said() -> None:
+    values = {"mae": 0.5, "naive_mae": 0.4, "rmse": 0.5, "naive_rmse": 0.6}
+    assert worse_than_naive(values) == "worse than the naive forecast: mae 0.5 against 0.4"
+    assert worse_than_naive({"mae": 0.3, "naive_mae": 0.4}) is None
+    assert worse_than_naive({"accuracy": 0.3}) is None
