@@ -163,11 +163,6 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     ),
     "one token": ([*LANGUAGE, "data.valid=bad"], "t", "bad holds 1 token, and a language model needs 2 to have a target; give more"),
     "unknown token": ([*LANGUAGE, "data.valid=bad"], "the cat\nthe ox\n", "bad:2: token 'x' is not in the vocabulary of the training data"),
-    "unknown word": (
-        [*LANGUAGE, "data.tokens=word", "data.valid=bad"],
-        "the cat\nthe ox\n",
-        "bad:2: token 'ox' is not in the vocabulary of the training data; train with data.min_count=2",
-    ),
     "not utf-8": ([*LANGUAGE, "data.train=bad"], b"the \xff", "bad: byte 4 is not valid utf-8; convert the file to utf-8"),
     "negative token": (
         [*LANGUAGE, "data.train=bad", "data.format=jsonl"],

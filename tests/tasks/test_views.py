@@ -76,6 +76,12 @@ def test_naive_pinball_and_origins_without_a_season() -> None:
     assert (errors.origins, errors.without_season) == (5, 2)
 
 
+def test_what_is_the_same_every_season_has_no_scale() -> None:
+    values = (1 + np.sin(np.arange(40) * np.pi / 2))[:, None].astype(np.float32)  # rounded: the seasons differ by traces
+    assert np.abs(np.diff(values[::4, 0])).max() > 0
+    assert views.naive_scale(Sequences(values, np.array([0]), np.array([40])), 4, np.array([0])).tolist() == [0.0]
+
+
 def test_a_column_that_never_changes_has_no_scale() -> None:
     values = np.array([[3.0, 0.0], [3.0, 1.0], [3.0, 4.0]], dtype=np.float32)
     data = Sequences(values, np.array([0]), np.array([3]))

@@ -51,7 +51,9 @@ class DataSpec(Section):
     )
     columns: tuple[str, ...] | None = Field(None, description="columns the model reads; all numeric ones if left out")
     targets: tuple[str, ...] | None = Field(None, description="forecasting: columns to forecast; all that are read if left out")
-    time: str | None = Field(None, description="the column of dates: ds, date or the first one that is not a number")
+    time: str | None = Field(
+        None, description="the column of times: ds, date, datetime, timestamp, time or the first one of dates if left out"
+    )
     series: str | None = Field(None, description="the column that names a series in long format: unique_id")
     frequency: str | Annotated[float, Field(gt=0.0)] | None = Field(
         None,
@@ -139,10 +141,16 @@ class ModelSpec(Section):
 class BatchSpec(Section):
     """How much goes into one batch: streams × window, or a budget of steps for separate sequences."""
 
-    lanes: Positive | None = Field(None, description="contiguous streams that go side by side")
-    steps: Positive | None = Field(None, description="window of back-propagation through time; the carry is kept between windows")
+    lanes: Positive | None = Field(
+        None, description="contiguous streams that go side by side; if left out, as many as suit the data, up to 32"
+    )
+    steps: Positive | None = Field(
+        None, description="window of back-propagation through time; the carry is kept between windows; 64 if left out"
+    )
     vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed); the learning rate follows the length")
-    tokens: Positive | None = Field(None, description="separate sequences: steps in a batch, padding included")
+    tokens: Positive | None = Field(
+        None, description="separate sequences: steps in a batch, padding included; what suits the data if left out"
+    )
     eval_lanes: Positive | None = Field(None, description="streams in evaluation; lanes if left out")
 
     @model_validator(mode="after")

@@ -13,6 +13,9 @@ from carrywave.data.view import View
 from carrywave.spec.spec import DataSpec
 
 
+TRACE = 2.0**-20  # rounding of float32 is sixteen times finer
+
+
 def language(data: Sequences) -> View:
     """Each token but the last of a sequence predicts the one after it."""
     tokens = data.inputs
@@ -147,14 +150,16 @@ def naive_errors(data: Sequences, spec: DataSpec, columns: Ints) -> NaiveErrors:
 
 def naive_scale(data: Sequences, season: int, columns: Ints) -> NDArray[np.float64]:
     """Mean absolute change over one season for each column: what MASE divides by. 0 where a column never changes, or no season is there."""
-    total, count = np.zeros(len(columns)), 0
+    total, sizes, count = np.zeros(len(columns)), np.zeros(len(columns)), 0
     for start, length in zip(data.starts, data.lengths, strict=True):
         if length <= season:
             continue
         part = np.asarray(data.inputs[start : start + length][:, columns], dtype=np.float64)
         total += np.abs(part[season:] - part[:-season]).sum(axis=0)
+        sizes += np.abs(part[season:]).sum(axis=0)
         count += length - season
-    return total / max(count, 1)
+    # Of what is the same every season float32 leaves a trace of change; dividing by it would make nonsense of the rest.
+    return np.where(total > TRACE * sizes, total / max(count, 1), 0.0)
 
 
 def _origins(data: Sequences, horizon: int, block: int = 1024) -> list[Ints]:
