@@ -12,7 +12,6 @@ from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.view import View
 from carrywave.spec.spec import DataSpec
 
-
 TRACE = 2.0**-20  # rounding of float32 is sixteen times finer
 
 
