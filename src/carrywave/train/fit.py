@@ -345,12 +345,12 @@ def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
         watch.end(f"{ending} at step {at.step}; go on with: {again_with}")
         return Result(loop.folder.path, ending, {}, _shown(loop.trainer.model), loop.task)
     reached = _finish(loop)
-    told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
-    stopped = " (stopped early)" if ending == "early" else ""
-    watch.end(f"{loop.folder.path}: {at.step} steps{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
     for part, values in reached.items():
         if (verdict := worse_than_naive(values)) is not None:
             watch.say(f"{part}: {verdict}")
+    told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
+    stopped = " (stopped early)" if ending == "early" else ""
+    watch.end(f"{loop.folder.path}: {at.step} steps{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
     return Result(loop.folder.path, ending, reached, _shown(loop.trainer.model), loop.task)
 
 
