@@ -159,8 +159,8 @@ class Trainer:
             self._check_lanes(batches)
         own = [self.own_part(batch) for batch in batches]
         if not self._probed:
-            self._probed = True
             check_splits(self.stage, self.plan, own[0], keys[0], self.mesh, shards=self.shards is not None)
+            self._probed = True
         if self.keep_state:
             lanes = own[0].lanes.shape[0]
             if self.state is None or _lanes(self.state, lanes) != lanes:
@@ -219,11 +219,11 @@ class Trainer:
         if self._audited:
             yield
             return
-        self._audited = True
         loss: Any = self.model._loss if isinstance(self.model, Whole) else getattr(self.model.head, "loss", None)
         self.stage.audit = Audit(self.model, lambda: loss)
         try:
             yield
+            self._audited = True
         finally:
             self.stage.audit = None
 
