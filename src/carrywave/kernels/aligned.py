@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from carrywave.kernels.casting import EACH, dense_rows, padded_rows
+from carrywave.kernels.derivatives import only_numbers, plain_only
 
 
 def serves(x: Tensor, weight_VI: Tensor) -> bool:
     """Whether it makes a difference: under autocast to half precision on CUDA, where a width is not a multiple of 8."""
     odd = bool(weight_VI.shape[0] % EACH or weight_VI.shape[1] % EACH)
     cast = x.is_cuda and torch.is_autocast_enabled("cuda") and torch.float64 not in (x.dtype, weight_VI.dtype)
-    return odd and cast and not torch.compiler.is_compiling()
+    return odd and cast and not plain_only()
 
 
 def linear(x: Tensor, weight_VI: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -71,8 +71,8 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        only_numbers("a linear layer of carrywave under autocast", "compute without autocast, or use nn.Linear in a head of your own", grad)
         x_NI, w_VI = ctx.saved_tensors
         x_shape, x_dtype, w_dtype, b_dtype = ctx.given
         grad_NV = aligned_rows(grad.reshape(-1, grad.shape[-1]), w_VI.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from carrywave.kernels.blas import ONEDNN_IS_FAST, without_onednn
 from carrywave.kernels.carry import Carry
+from carrywave.kernels.derivatives import traced
 from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
 from carrywave.kernels.weights import Layer, LayerWeights
 
@@ -75,8 +76,9 @@ def _run(x_TBI: Tensor, carry: Carry, weights: Layer) -> tuple[Tensor, Carry]:
     biased = weights[0].b_ih is not None
     flat = _flat(weights, x_TBI)
     h_DBP, c_DBH = carry.h.to(x_TBI.dtype).contiguous(), carry.c.to(x_TBI.dtype).contiguous()
-    # `train` only matters for dropout inside the kernel, which is never used, and for whether cuDNN keeps what backward needs.
-    train = torch.is_grad_enabled()
+    # `train` only matters for dropout inside the kernel, which is never used, and for whether cuDNN keeps what backward needs. What is
+    # written down by a tracer may be run for training later.
+    train = torch.is_grad_enabled() or traced()
     with contextlib.nullcontext() if x_TBI.is_cuda or prefers_onednn(x_TBI, weights) else without_onednn():
         y_TBO, h_DBP, c_DBH = torch.lstm(x_TBI, (h_DBP, c_DBH), flat, biased, 1, 0.0, train, len(weights) == 2, False)
     return y_TBO, Carry(h_DBP, c_DBH)

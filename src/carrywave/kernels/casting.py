@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from carrywave.kernels import nvrtc
+from carrywave.kernels.derivatives import plain_only
 
 HALVES = (torch.bfloat16, torch.float16)
 EACH = 8  # numbers of half precision in 16 bytes
@@ -53,7 +54,7 @@ def _serves(x_NI: Tensor, to_NJ: Tensor) -> bool:
     dense = x_NI.is_contiguous() and x_NI.shape == to_NJ.shape
     small = max(x_NI.stride(0), *to_NJ.shape) < MOST
     readable = x_NI.is_cuda and x_NI.numel() > 0 and x_NI.stride(1) == 1 and small
-    return known and readable and not dense and not torch.compiler.is_compiling()
+    return known and readable and not dense and not plain_only()
 
 
 def _launch(x_NI: Tensor, to_NJ: Tensor) -> Tensor:

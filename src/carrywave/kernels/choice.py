@@ -2,7 +2,8 @@
 
 Backends: `reference` (plain PyTorch, the definition), `aten` (torch's kernels: cuDNN, oneDNN), `manual` (own backward, for the
 CPU) and `persistent` (own kernels, for Hopper GPUs). `auto` takes the fastest that serves. What a backend cannot run goes to
-`aten`; where that is not what was asked for, or means that something is broken, one warning in a process says why.
+`aten`; where that is not what was asked for, or means that something is broken, one warning in a process says why. What every backend
+but the definition gets wrong or refuses goes there: no lanes at all, torch.func and forward mode.
 
 Shapes: T time, B lane, I input, O outputs of all directions.
 """
@@ -14,11 +15,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from carrywave.errors import PlanError
-from carrywave.kernels import aten, manual, nvrtc, persistent, reference, wave
+from carrywave.kernels import aten, derivatives, manual, nvrtc, persistent, reference, wave
 from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.casting import HALVES
 from carrywave.kernels.layout import Wave
@@ -56,12 +56,14 @@ def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     """The backend that runs this layer on x, which has the dtype to compute in. What it does not serve is left to `aten`."""
     name = check(asked)
     forced = name != "auto"
-    name = name if forced else _fastest(x_TBI, layer)
-    if name in ("reference", "aten"):
-        return name
-    # torch.compile cannot look into a backward that is written by hand.
-    if torch.compiler.is_compiling():
+    # torch.compile and tracers cannot look into a backward that is written by hand; nor would they keep a loop over steps short.
+    if name != "reference" and derivatives.traced():
         return "aten"
+    if name == "reference" or x_TBI.shape[1] == 0 or derivatives.transformed():
+        return "reference"
+    name = name if forced else _fastest(x_TBI, layer)
+    if name == "aten":
+        return name
     if name == "manual":
         return "manual" if manual.serves(x_TBI, layer) else "aten"
     why = _failures[0] if _failures else persistent.refusal(x_TBI, layer)
@@ -71,8 +73,11 @@ def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     return "aten" if why else "persistent"
 
 
-def run(asked: str, x_TBI: Tensor, carry: Carry, layer: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
-    """The layer on the backend that is chosen for it: outputs in the dtype of x, the carry in the dtype that it came with."""
+def run(asked: str, x_TBI: Tensor, carry: Carry, layer: Layer, lengths_B: Tensor | None, *, clean: bool = False) -> tuple[Tensor, Carry]:
+    """The layer on the backend that is chosen for it: outputs in the dtype of x, the carry in the dtype that it came with.
+
+    `clean` says that padding holds zeros already, as a layer leaves it.
+    """
     name = choose(asked, x_TBI, layer)
     if name == "persistent":
         try:
@@ -83,7 +88,11 @@ def run(asked: str, x_TBI: Tensor, carry: Carry, layer: Layer, lengths_B: Tensor
             name = "aten"
     compute = x_TBI.dtype
     given = Carry(carry.h.to(compute), carry.c.to(compute))
-    y_TBO, end = BACKENDS[name](x_TBI, given, tuple(direction.to(compute) for direction in layer), lengths_B)
+    weights = tuple(direction.to(compute) for direction in layer)
+    if name == "manual":
+        y_TBO, end = manual.layer(x_TBI, given, weights, lengths_B, clean=clean)
+    else:
+        y_TBO, end = BACKENDS[name](x_TBI, given, weights, lengths_B)
     # The carry keeps its dtype, so that every chunk and window finds the same.
     return y_TBO, Carry(end.h.to(carry.h.dtype), end.c.to(carry.c.dtype))
 

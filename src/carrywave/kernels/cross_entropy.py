@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from carrywave.kernels import nvrtc
+from carrywave.kernels import derivatives, nvrtc
 from carrywave.kernels.aligned import empty_rows
 from carrywave.kernels.casting import HALVES
 
@@ -27,9 +26,16 @@ def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor 
     """The sum, in float32 at least, over the rows whose target is not `ignored`."""
     if weights_V is None and _serves(logits_NV, target_N):
         apply: Any = _Summed.apply
-        total: Tensor | None = _own.tried(lambda: apply(logits_NV, target_N, ignored))
+        # It reads two numbers at a time. The copy is made here, so that what is kept for backward is what was given.
+        in_place = logits_NV.stride(1) == 1 and logits_NV.stride(0) % 2 == 0 and logits_NV.data_ptr() % 4 == 0
+        read_NV = logits_NV if in_place else logits_NV.clone(memory_format=torch.contiguous_format)
+        total: Tensor | None = _own.tried(lambda: apply(read_NV, target_N, ignored))
         if total is not None:
             return total
+    return _plain(logits_NV, target_N, ignored, weights_V)
+
+
+def _plain(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor | None = None) -> Tensor:
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     weights_V = None if weights_V is None else weights_V.to(logits_NV.dtype)
     return functional.cross_entropy(logits_NV, target_N, weight=weights_V, ignore_index=ignored, reduction="sum")
@@ -37,16 +43,13 @@ def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor 
 
 def _serves(logits_NV: Tensor, target_N: Tensor) -> bool:
     """Whether the kernel may be given these; what is amiss with others, torch says."""
-    halves = logits_NV.is_cuda and logits_NV.dtype in HALVES and logits_NV.numel() > 0 and not torch.compiler.is_compiling()
+    halves = logits_NV.is_cuda and logits_NV.dtype in HALVES and logits_NV.numel() > 0 and not derivatives.plain_only()
     return halves and target_N.dtype == torch.int64 and target_N.shape == logits_NV.shape[:1] and target_N.device == logits_NV.device
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, ignored: int) -> Tensor:
-        # It reads two numbers at a time.
-        in_place = logits_NV.stride(1) == 1 and logits_NV.stride(0) % 2 == 0 and logits_NV.data_ptr() % 4 == 0
-        logits_NV = logits_NV if in_place else logits_NV.clone(memory_format=torch.contiguous_format)
         target_N = target_N.contiguous()
         rows, classes = logits_NV.shape
         losses_N, logarithms_N = logits_NV.new_zeros(2, rows, dtype=torch.float32)
@@ -59,9 +62,11 @@ class _Summed(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         logits_NV, target_N, logarithms_N = ctx.saved_tensors
+        if derivatives.beyond_numbers(grad):
+            [again] = derivatives.through(lambda logits: _plain(logits, target_N, ctx.ignored), (logits_NV,), (True,), (grad,))
+            return again, None, None
         rows, classes = logits_NV.shape
         grads_NV = empty_rows(logits_NV.shape, logits_NV)
         scale = grad.to(torch.float32).contiguous()

@@ -5,7 +5,8 @@ of the weights is not. Put off to the end, the second part is one large product 
 many small ones would each read and write all of it; and other stages are not kept waiting. (Splitting a backward like this to
 fill a pipeline's bubble is the idea of "zero bubble" schedules, Qi et al. 2024.)
 
-Only weights that are parameters themselves can be put off: what was made of one (dropped or cast weights) goes through autograd.
+Only weights that are parameters themselves can be put off: what was made of one (dropped or cast weights) goes through autograd. So
+does a gradient that is asked for on the way, as by a penalty within a loss: only `backward` of this module puts off.
 
 Shapes: N rows (time × lane), G outputs, I inputs, E width.
 """
@@ -14,16 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from carrywave.kernels import aligned
+from carrywave.kernels import aligned, derivatives
 from carrywave.kernels.blas import without_onednn
 
 Ready = Callable[[Tensor], None]  # told of each weight whose gradient is whole
@@ -42,6 +42,7 @@ class Deferred:
     """Weight gradients that are owed, by weight, in the order in which backward came to them."""
 
     def __init__(self) -> None:
+        self.open = False  # whether what goes back now is the backward of a step, so that it may be put off
         self._owed: dict[int, _Put] = {}
 
     def product(self, weight_GI: Tensor, grads_NG: Tensor, inputs_NI: Tensor) -> None:
@@ -97,10 +98,25 @@ def deferring(deferred: Deferred | None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """As torch.autograd.backward; the weight gradients of what was run where they are put off are owed afterwards."""
+    current = _CURRENT.get()
+    if current is None:
+        torch.autograd.backward(roots, gradients)
+        return
+    current.open = True
+    try:
+        torch.autograd.backward(roots, gradients)
+    finally:
+        current.open = False
+
+
 def deferred_for(*weights: Tensor) -> Deferred | None:
     """Where to put off the gradients of these weights; None: do not."""
     current = _CURRENT.get()
-    return current if current is not None and all(weight.is_leaf and weight.requires_grad for weight in weights) else None
+    if current is None or derivatives.transformed():
+        return None
+    return current if all(weight.is_leaf and weight.requires_grad for weight in weights) else None
 
 
 def linear(x: Tensor, weight_GI: Tensor, bias_G: Tensor | None = None) -> Tensor:
@@ -131,9 +147,10 @@ class _Linear(torch.autograd.Function):
         return functional.linear(x, weight_GI)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         [x] = ctx.saved_tensors
+        if derivatives.beyond_numbers(grad) or not ctx.deferred.open:
+            return tuple(derivatives.through(functional.linear, (x, ctx.weight_GI), ctx.needs_input_grad, (grad,)))
         ctx.deferred.product(ctx.weight_GI, grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]))
         return grad @ ctx.weight_GI if ctx.needs_input_grad[0] else None, None
 
@@ -146,8 +163,9 @@ class _Rows(torch.autograd.Function):
         return functional.embedding(index, weight_VE)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         [index] = ctx.saved_tensors
+        if derivatives.beyond_numbers(grad) or not ctx.deferred.open:
+            return tuple(derivatives.through(functional.embedding, (index, ctx.weight_VE), ctx.needs_input_grad, (grad,)))
         ctx.deferred.rows(ctx.weight_VE, grad.reshape(-1, grad.shape[-1]), index.reshape(-1))
         return None, None

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from carrywave.kernels import nvrtc, random
+from carrywave.kernels import derivatives, nvrtc, random
 from carrywave.kernels.casting import BLOCK, HALVES, MOST, begin_at_multiples, grid_of
 
 _SOURCE = "dropout.cu"
@@ -72,9 +71,10 @@ class _Dropped(torch.autograd.Function):
         return _launch(x_TBU, x_TBU, key, lanes_B, place)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_TBU: Tensor) -> tuple[Tensor, None, None, None]:
         key, lanes_B = ctx.saved_tensors
+        if derivatives.beyond_numbers(grad_TBU):
+            return grad_TBU * _defined(grad_TBU, key, lanes_B, ctx.place), None, None, None
         return _launch(grad_TBU, grad_TBU, key, lanes_B, ctx.place), None, None, None
 
 
@@ -113,7 +113,7 @@ def _readable(x_TBU: Tensor) -> bool:
 
 def _serves(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, p: float) -> bool:
     """Whether the kernel may be given these, and can be had."""
-    if _own.failures or not x_TBU.is_cuda or x_TBU.dtype not in (torch.float32, *HALVES) or torch.compiler.is_compiling():
+    if _own.failures or not x_TBU.is_cuda or x_TBU.dtype not in (torch.float32, *HALVES) or derivatives.plain_only():
         return False
     known = key.dtype == torch.int32 and key.shape == (2,) and key.device == x_TBU.device
     if lanes_B is not None:

@@ -8,6 +8,7 @@ Shapes: T time, B lane, I input, P output width of a layer, D directions, O = PÂ
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -58,7 +59,7 @@ def lstm(
         return None if key is None or number >= len(places) else multiplier(like_TBU, key, lanes, places[number])
 
     # Backends see one dtype throughout, so the autocast that chose it must not cast within.
-    with torch.autocast(x_TBI.device.type, enabled=False):
+    with torch.autocast(x_TBI.device.type, enabled=False) if is_cast(x_TBI.device.type) else contextlib.nullcontext():
         y_TBO = x_TBI.to(compute)
         wave = choice.wave_of(backend, y_TBO, layers) if norms is None else None
         if wave is not None:
@@ -68,7 +69,7 @@ def lstm(
             if ran is not None:
                 return dropped_after(len(layers) - 1, ran[0]), ran[1]
         for number, (carry, layer) in enumerate(zip(carries, layers, strict=True)):
-            y_TBO, end = choice.run(backend, y_TBO, carry, layer, lengths)
+            y_TBO, end = choice.run(backend, y_TBO, carry, layer, lengths, clean=number > 0)
             ends.append(end)
             norm = None if norms is None else norms[number]
             if norm is not None:
@@ -79,5 +80,11 @@ def lstm(
 
 
 def _dtype(device: str, layers: Sequence[Layer]) -> torch.dtype:
-    """What the layers compute in: autocast's dtype where it is on, else the weights'."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layers[0][0].w_ih.dtype
+    """What the layers compute in: autocast's dtype where it is on, else the weights'. Autocast never makes float64 shorter."""
+    own = layers[0][0].w_ih.dtype
+    return torch.get_autocast_dtype(device) if is_cast(device) and own != torch.float64 else own
+
+
+def is_cast(device: str) -> bool:
+    """Whether autocast is on; torch's meta device knows none."""
+    return device != "meta" and torch.is_autocast_enabled(device)

@@ -3,7 +3,8 @@
 What does not depend on the step before runs over the whole sequence at once: the product with the inputs, the derivative
 of every gate, and all weight gradients, each one matrix product instead of one for each step; where a sequence comes in chunks,
 one for all of them (see `deferred`). A step is left with one product forward and one backward. Padded steps are handled as
-in `aten`: saturated gates pass c through, to the bit, and their gradients are exact zeros.
+in `aten`: saturated gates pass c through, to the bit, and their gradients are exact zeros. Gradients of gradients go through
+`reference`.
 
 Shapes: T time, B lane, I input, H hidden, G = 4H.
 """
@@ -14,30 +15,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from carrywave.kernels import derivatives, reference
 from carrywave.kernels.blas import without_onednn
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.deferred import deferred_for
 from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
-from carrywave.kernels.weights import Layer
+from carrywave.kernels.weights import Layer, LayerWeights
 
 _SATURATED = 1.0e4  # as in `aten`
 
 
-def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
-    """One layer without projection: outputs [T, B, H·D] and the carry at each lane's real end."""
+def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, *, clean: bool = False) -> tuple[Tensor, Carry]:
+    """One layer without projection: outputs [T, B, H·D] and the carry at each lane's real end. `clean`: padding of x holds zeros."""
     wide = torch.promote_types(x_TBI.dtype, torch.float32)
     if wide != x_TBI.dtype:
         # Short numbers are stored short and computed long: most processors lack the instructions, and took 100 times as long.
-        y_TBH, end = layer(x_TBI.to(wide), Carry(carry.h.to(wide), carry.c.to(wide)), tuple(each.to(wide) for each in weights), lengths_B)
+        given, wider = Carry(carry.h.to(wide), carry.c.to(wide)), tuple(each.to(wide) for each in weights)
+        y_TBH, end = layer(x_TBI.to(wide), given, wider, lengths_B, clean=clean)
         return y_TBH.to(x_TBI.dtype), Carry(end.h.to(x_TBI.dtype), end.c.to(x_TBI.dtype))
     apply: Any = _Sequence.apply
     ys, hs, cs = [], [], []
     for direction, each in enumerate(weights):
         bias_G = None if each.b_ih is None or each.b_hh is None else each.b_ih + each.b_hh
         x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)
-        y_TBH, h_BH, c_BH = apply(x, carry.h[direction], carry.c[direction], each.w_ih, each.w_hh, bias_G, lengths_B)
+        y_TBH, h_BH, c_BH = apply(x, carry.h[direction], carry.c[direction], each.w_ih, each.w_hh, bias_G, lengths_B, clean)
         ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
         hs.append(h_BH)
         cs.append(c_BH)
@@ -64,12 +66,16 @@ class _Sequence(torch.autograd.Function):
         w_hh_GH: Tensor,
         bias_G: Tensor | None,
         lengths_B: Tensor | None,
+        clean: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         steps, lanes, inputs = x_TBI.shape
         hidden = w_hh_GH.shape[1]
         real_TB1 = None if lengths_B is None else real_steps(lengths_B, steps)
-        if real_TB1 is not None:
+        # What is kept for backward: where x comes of something, x itself, which a gradient of a gradient goes back to.
+        kept_TBI, ctx.masked = x_TBI, real_TB1 is None or clean or not ctx.needs_input_grad[0]
+        if real_TB1 is not None and not clean:
             x_TBI = torch.where(real_TB1, x_TBI, 0.0)
+            kept_TBI = x_TBI if ctx.masked else kept_TBI
         flat_NI = x_TBI.reshape(steps * lanes, inputs)
         y_TBH, c_TBH, tanh_TBH = (x_TBI.new_empty(steps, lanes, hidden) for _ in range(3))
         with without_onednn():
@@ -99,14 +105,17 @@ class _Sequence(torch.autograd.Function):
             y_TBH.masked_fill_(~real_TB1, 0.0)
             end_BH = last_real(y_TBH, lengths_B, h_BH)
         ctx.weights, ctx.deferred = (w_ih_GI, w_hh_GH), deferred_for(w_ih_GI, w_hh_GH)
-        ctx.save_for_backward(x_TBI, w_ih_GI, w_hh_GH, h_BH, c_BH, gates_TBG, y_TBH, c_TBH, tanh_TBH, lengths_B)
+        ctx.save_for_backward(kept_TBI, h_BH, c_BH, w_ih_GI, w_hh_GH, bias_G, lengths_B, gates_TBG, y_TBH, c_TBH, tanh_TBH)
         ctx.set_materialize_grads(False)
         return y_TBH, end_BH, c_TBH[-1].clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y_TBH: Tensor | None, grad_h_BH: Tensor | None, grad_c_BH: Tensor | None) -> tuple[Tensor | None, ...]:
-        x_TBI, w_ih_GI, w_hh_GH, h_BH, c_BH, gates_TBG, y_TBH, c_TBH, tanh_TBH, lengths_B = ctx.saved_tensors
+        *given, lengths_B, gates_TBG, y_TBH, c_TBH, tanh_TBH = ctx.saved_tensors
+        grads = (grad_y_TBH, grad_h_BH, grad_c_BH)
+        if derivatives.beyond_numbers(*grads):
+            return *derivatives.through(_plain(lengths_B), given, ctx.needs_input_grad[:6], grads), None, None
+        x_TBI, h_BH, c_BH, w_ih_GI, w_hh_GH, _ = given
         steps, lanes, inputs = x_TBI.shape
         hidden = w_hh_GH.shape[1]
         grad_y_TBH, grad_past_BH = _into_outputs(grad_y_TBH, grad_h_BH, lengths_B, tanh_TBH)
@@ -127,14 +136,16 @@ class _Sequence(torch.autograd.Function):
                 if t:
                     dh_BH = torch.addmm(grads_y[t - 1], slopes[t], w_hh_GH)
             grads_NG = slopes_TBG.view(steps * lanes, 4 * hidden)
-            wants_x, wants_h, wants_c, wants_ih, wants_hh, wants_bias, _ = ctx.needs_input_grad
+            wants_x, wants_h, wants_c, wants_ih, wants_hh, wants_bias = ctx.needs_input_grad[:6]
             dx_TBI = (grads_NG @ w_ih_GI).view(steps, lanes, inputs) if wants_x else None
             if wants_h:
                 dh_BH = slopes[0] @ w_hh_GH
                 dh_BH = dh_BH if grad_past_BH is None else dh_BH + grad_past_BH
             dw_ih_GI = dw_hh_GH = None
+            if not ctx.masked:
+                x_TBI = torch.where(real_steps(lengths_B, steps), x_TBI, 0.0)
             flat_NI, past_NH = x_TBI.reshape(steps * lanes, inputs), y_TBH[:-1].view(-1, hidden)
-            if ctx.deferred is not None:
+            if ctx.deferred is not None and ctx.deferred.open:
                 own_ih_GI, own_hh_GH = ctx.weights
                 ctx.deferred.product(own_ih_GI, grads_NG, flat_NI)
                 ctx.deferred.product(own_hh_GH, grads_NG, torch.cat((h_BH, past_NH)))
@@ -144,7 +155,17 @@ class _Sequence(torch.autograd.Function):
                 if dw_hh_GH is not None and steps > 1:
                     dw_hh_GH.addmm_(grads_NG[lanes:].t(), past_NH)
             dbias_G = grads_NG.sum(0) if wants_bias else None
-        return dx_TBI, dh_BH if wants_h else None, dc_BH if wants_c else None, dw_ih_GI, dw_hh_GH, dbias_G, None
+        return dx_TBI, dh_BH if wants_h else None, dc_BH if wants_c else None, dw_ih_GI, dw_hh_GH, dbias_G, None, None
+
+
+def _plain(lengths_B: Tensor | None) -> derivatives.Plain:
+    """One direction over all steps, as it is defined."""
+
+    def run(x_TBI: Tensor, h_BH: Tensor, c_BH: Tensor, w_ih_GI: Tensor, w_hh_GH: Tensor, bias_G: Tensor | None) -> tuple[Tensor, ...]:
+        y_TBH, end = reference.layer(x_TBI, Carry(h_BH[None], c_BH[None]), (LayerWeights(w_ih_GI, w_hh_GH, bias_G),), lengths_B)
+        return y_TBH, end.h[0], end.c[0]
+
+    return run
 
 
 def _into_outputs(

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from carrywave.kernels import recurrence
+from carrywave.kernels import derivatives, recurrence
 from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.layout import Wave
 from carrywave.kernels.recurrence import Dealt
@@ -139,8 +138,10 @@ class _Stack(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y_TBH: Tensor | None, *grad_ends: Tensor | None) -> tuple[Tensor | None, ...]:
+        # What plain operations would need of every layer is not kept: that would be memory which no training step uses.
+        remedy = "build the LSTM with kernel='reference' where a gradient is differentiated again, or many are asked for at once"
+        derivatives.only_numbers("the persistent LSTM kernel", remedy, grad_y_TBH, *grad_ends)
         wave, (steps, lanes, inputs), hidden, spans = ctx.wave, ctx.x_shape, ctx.hidden, ctx.spans
         shape, saved = wave.back, list(ctx.saved_tensors)
         count, of_layer = len(ctx.dtypes), len(_Layer._fields)

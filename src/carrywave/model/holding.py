@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from carrywave.errors import PlanError, UserError
 from carrywave.model.model import Model
 
-_LAYER = re.compile(r"_l(\d+)(_reverse)?(\.|$)")
+_LAYER = re.compile(r"_l(\d+)(_|\.|$)")  # weight_hh_l0, weight_hh_l0_reverse, weight_hh_l0_orig of pruning, norm_l0.weight
 
 
 def unit_of(name: str, units: int) -> int:

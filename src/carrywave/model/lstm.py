@@ -9,22 +9,29 @@ Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projectio
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.weight_norm import WeightNorm
 
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carries, Carry
+from carrywave.kernels.casting import HALVES
 from carrywave.kernels.choice import check
 from carrywave.kernels.dropout import Place, dropped
-from carrywave.kernels.lstm import lstm
+from carrywave.kernels.lstm import is_cast, lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 
 AnyCarry = tuple[Tensor, Tensor] | Carry | Sequence[Carry] | Sequence[tuple[Tensor, Tensor]]
+_SHORT = (torch.float32, *HALVES)  # what autocast goes between
+_MORE = ("locked", "weight_drop", "layer_norm", "learned_carry", "kernel")  # options that nn.LSTM does not have
+_NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # in the order of `LayerWeights`
 
 
 class LSTM(nn.Module):
@@ -50,8 +57,13 @@ class LSTM(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        widths = tuple(hidden_size) if isinstance(hidden_size, Sequence) else (hidden_size,) * num_layers
-        if isinstance(hidden_size, Sequence) and num_layers not in (1, len(widths)):
+        input_size, num_layers, proj_size = _whole(input_size=input_size, num_layers=num_layers, proj_size=proj_size)
+        if isinstance(hidden_size, Sequence):
+            hidden_size = widths = tuple(width for each in hidden_size for width in _whole(hidden_size=each))
+        else:
+            [hidden_size] = _whole(hidden_size=hidden_size)
+            widths = (hidden_size,) * num_layers
+        if isinstance(hidden_size, tuple) and num_layers not in (1, len(widths)):
             raise UserError(f"hidden_size lists {len(widths)} widths for num_layers={num_layers}; give one width for each layer")
         if input_size < 1 or not widths or min(widths) < 1:
             raise UserError(f"input_size={input_size}, hidden_size={hidden_size}, num_layers={num_layers} must all be at least 1")
@@ -62,7 +74,7 @@ class LSTM(nn.Module):
             raise UserError(f"proj_size={proj_size} must be smaller than hidden_size={min(widths)}; 0 means no projection")
         check(kernel)
         self.input_size = input_size
-        self.hidden_size = hidden_size if isinstance(hidden_size, int) else widths
+        self.hidden_size = hidden_size
         self.widths = widths
         self.num_layers = len(widths)
         self.bias = bias
@@ -108,6 +120,17 @@ class LSTM(nn.Module):
         """Width of what a layer gives, both directions together."""
         return (self.proj_size or self.widths[layer]) * self.directions
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return next(self.parameters()).dtype
+
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """The weights of each layer and direction, as nn.LSTM lists them."""
+        each = (weights for layer in range(self.num_layers) for weights in self._parameters_of(layer))
+        return [[tensor for tensor in weights if tensor is not None] for weights in each]
+
     def flatten_parameters(self) -> None:
         """Nothing: weights are laid out for a kernel when it runs. It is here because programs call nn.LSTM's."""
 
@@ -123,7 +146,7 @@ class LSTM(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | None = None,
         carry: AnyCarry | None = None,
         lengths: Tensor | Sequence[int] | None = None,
         key: Tensor | None = None,
@@ -132,23 +155,26 @@ class LSTM(nn.Module):
         start: int = 0,
         full: bool = False,
         fresh: Tensor | None = None,
+        input: Tensor | None = None,
+        hx: AnyCarry | None = None,
     ) -> tuple[Tensor, Carry | Carries]:
         """Outputs and the carry at each lane's real end, in nn.LSTM's shapes; a carry for each layer where widths differ.
 
         x is [T, B, I], [B, T, I] with batch_first, or [T, I] without lanes. Lanes that are `fresh` start from the initial
         carry instead of the given one. Without a key, dropout in training takes the scope's, or one from torch's generator.
+        `input` and `hx` are nn.LSTM's names of x and carry.
         """
-        if isinstance(x, PackedSequence):
-            raise UserError("LSTM got a PackedSequence; give it the padded tensor and its lengths: lstm(x, lengths=lengths)")
-        if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
-            raise UserError(f"LSTM got x of shape {list(x.shape)}; it needs [time, lane, {self.input_size}] or [time, {self.input_size}]")
+        x = self._checked(_either("x", x, "input", input))
+        carry = _either("carry", carry, "hx", hx)
         batched = x.dim() == 3
         x_TBI = x[:, None] if not batched else x.transpose(0, 1) if self.batch_first else x
         steps, count = x_TBI.shape[:2]
-        if steps == 0 or count == 0:
-            raise UserError(f"LSTM got x of shape {list(x.shape)}; it needs at least one step and one lane")
+        if steps == 0:
+            raise UserError(f"LSTM got x of shape {list(x.shape)}; it needs at least one step")
         lengths_B = None if lengths is None else self._lengths(lengths, steps, count, x.device)
         given = self.initial(count, x.dtype, x.device) if carry is None else self.split(carry, count, batched=batched)
+        if carry is not None:
+            _check_dtypes(given, x)
         y_TBO, ends = self.run(x_TBI, given, lengths=lengths_B, fresh=fresh, lanes=lanes, start=start, key=key, full=full)
         y = y_TBO[:, 0] if not batched else y_TBO.transpose(0, 1) if self.batch_first else y_TBO
         ends = ends if batched else tuple(Carry(end.h[:, 0], end.c[:, 0]) for end in ends)
@@ -169,6 +195,10 @@ class LSTM(nn.Module):
     ) -> tuple[Tensor, Carries]:
         """Some layers (all, if left out), time first, from one carry for each of them. See `kernels.lstm.lstm`."""
         layers = range(self.num_layers) if layers is None else layers
+        # A trainer does not come by way of the module's hooks, by which torch makes pruned and normed weights anew.
+        for hook in self._forward_pre_hooks.values():
+            if isinstance(hook, (BasePruningMethod, WeightNorm)):
+                hook(self, ())
         if fresh is not None:
             carries = self.reset(carries, fresh, layers)
         sites = [random.site(f"{self.path}.l{layer}.dropout") for layer in layers if layer < self.num_layers - 1]
@@ -212,7 +242,7 @@ class LSTM(nn.Module):
         self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None, layers: range | None = None
     ) -> Carries:
         """The carry at the start of a sequence, for so many lanes: zero, or learned."""
-        like = self.get_parameter("weight_ih_l0")
+        like = next(self.parameters())  # not by name: what is pruned or parametrized is no parameter any more
         carries = []
         for layer in range(self.num_layers) if layers is None else layers:
             shapes = (self.directions, lanes, self.proj_size or self.widths[layer]), (self.directions, lanes, self.widths[layer])
@@ -266,18 +296,38 @@ class LSTM(nn.Module):
         return Carry(torch.cat([carry.h for carry in carries]), torch.cat([carry.c for carry in carries]))
 
     def extra_repr(self) -> str:
-        parts = [f"{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}"]
-        for name in ("dropout", "bidirectional", "proj_size", "locked", "weight_drop", "layer_norm", "learned_carry"):
-            if getattr(self, name):
-                parts.append(f"{name}={getattr(self, name)}")
+        usual = {"num_layers": 1, "bias": True, "kernel": "auto"}
+        parts = [f"{self.input_size}, {self.hidden_size}"]
+        for name in ("proj_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", *_MORE):
+            if getattr(self, name) != usual.get(name, False):
+                parts.append(f"{name}={getattr(self, name)!r}")
         return ", ".join(parts)
 
     def _suffixes(self, layer: int) -> tuple[str, ...]:
         return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
 
     def _parameters_of(self, layer: int) -> Layer:
-        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-        return tuple(LayerWeights(*[getattr(self, name + suffix, None) for name in names]) for suffix in self._suffixes(layer))  # type: ignore[arg-type]
+        return tuple(LayerWeights(*[getattr(self, name + suffix, None) for name in _NAMES]) for suffix in self._suffixes(layer))  # type: ignore[arg-type]
+
+    def _checked(self, x: Tensor | None) -> Tensor:
+        """x, if it is what the layers read."""
+        if isinstance(x, PackedSequence):
+            raise UserError(
+                "LSTM got a PackedSequence, in whose place it takes lengths; x, lengths = pad_packed_sequence(packed), "
+                "and lstm(x, lengths=lengths)"
+            )
+        if not isinstance(x, Tensor):
+            raise UserError(f"LSTM got x as a {type(x).__name__}; give it a tensor [time, lane, {self.input_size}]")
+        if x.is_nested:
+            raise UserError("LSTM got a nested tensor; give it the padded one, x.to_padded_tensor(0.0), and lengths")
+        if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
+            form = f"[lane, time, {self.input_size}]" if self.batch_first else f"[time, lane, {self.input_size}]"
+            raise UserError(f"LSTM got x of shape {list(x.shape)}; it needs {form} or [time, {self.input_size}]")
+        own = self.dtype
+        if x.dtype != own and not (x.dtype in _SHORT and own in _SHORT and is_cast(x.device.type)):
+            remedy = f"convert it, x.to({own})" + (", or the LSTM" if x.is_floating_point() else "; tokens go through an embedding first")
+            raise UserError(f"LSTM got x in {x.dtype}, and its weights are in {own}; {remedy}")
+        return x
 
     def _lengths(self, lengths: Tensor | Sequence[int], steps: int, count: int, device: torch.device) -> Tensor:
         lengths_B = torch.as_tensor(lengths)
@@ -291,3 +341,28 @@ class LSTM(nn.Module):
                 f"lengths go from {int(lengths_B.min())} to {int(lengths_B.max())}; they must lie between 0 and the {steps} steps of x"
             )
         return lengths_B.to(device=device, dtype=torch.int64)
+
+
+def _check_dtypes(carries: Carries, x: Tensor) -> None:
+    """A carry has the dtype of x; beside x of half precision it may be float32, and autocast mixes them at will."""
+    mixed = _SHORT if is_cast(x.device.type) else (torch.float32,) if x.dtype in HALVES else ()
+    for part in (part for carry in carries for part in carry):
+        if part.dtype != x.dtype and not (part.dtype in mixed and x.dtype in _SHORT):
+            raise UserError(f"LSTM got a carry in {part.dtype} beside x in {x.dtype}; convert both of its parts, h.to({x.dtype})")
+
+
+def _whole(**sizes: int) -> tuple[int, ...]:
+    """The sizes as Python's own whole numbers: a count of numpy's or of a tensor is one too."""
+    for name, size in sizes.items():
+        try:
+            operator.index(size)
+        except TypeError:
+            raise UserError(f"{name}={size!r} must be a whole number") from None
+    return tuple(operator.index(size) for size in sizes.values())
+
+
+def _either(name: str, given: Any, other_name: str, other: Any) -> Any:
+    """An argument that goes by two names."""
+    if given is not None and other is not None:
+        raise UserError(f"LSTM got {name} and {other_name}, two names of one argument; give one of them")
+    return other if given is None else given

@@ -56,7 +56,7 @@ class Stage(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters."""
-        return self.lstm.get_parameter("weight_ih_l0").dtype
+        return self.lstm.dtype
 
     def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
         """The state before the first chunk: initial carries of this stage's layers, and the head's accumulator."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.kernels import deferred
 from carrywave.kernels.deferred import Deferred, deferring
 from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
@@ -260,7 +261,7 @@ class _Run:
                 with torch.enable_grad(), self._cast(task):
                     loss_sum, count = self.stage.loss(y, State(()), batch.targets[first:end], self._chunk(task))
                 if loss_sum.requires_grad:
-                    torch.autograd.backward(loss_sum, None if job.scale is None else job.scale.to(loss_sum.dtype))
+                    deferred.backward([loss_sum], [None if job.scale is None else job.scale.to(loss_sum.dtype)])
             self.sums[self.owner[task.slice], :2] += torch.stack([loss_sum.detach().double(), count.detach().double()])
         self._hand_on(task, torch.zeros_like(y) if y.grad is None else y.grad.contiguous())
 
@@ -299,7 +300,7 @@ class _Run:
         if task == self.last_backward and self.reducer is not None:
             self.reducer.arm(None if self.deferred is None else self.deferred.owes)
         if roots:
-            torch.autograd.backward(roots, gradients)
+            deferred.backward(roots, gradients)
         if task.chunk > 0:
             self.handed_back[task.slice] = [tensor.grad for tensor in flatten(kept.entered)]
         if self.place > 0:

@@ -1,0 +1,224 @@
+"""Gradients of gradients, and derivatives by other ways than backward: those of the definition, on every path of the CPU. float64.
+
+Shapes: T time, B lane, I input, H hidden, V classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.nn import functional
+
+from carrywave.errors import UserError
+from carrywave.kernels import aligned, aten, choice, cross_entropy, deferred, derivatives, dropout, manual, nvrtc, random, reference
+from carrywave.kernels.carry import Carry
+from carrywave.kernels.deferred import Deferred, deferring
+from carrywave.kernels.dropout import Place
+from carrywave.kernels.lengths import real_steps
+from carrywave.kernels.weights import LayerWeights
+
+DOUBLE = torch.float64
+LENGTHS = torch.tensor([3, 0, 2])
+# Both are the same sums of some dozen terms, in another order.
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def made(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=DOUBLE, requires_grad=True)
+
+
+def tensors(directions: int = 1, *, bias: bool = True) -> list[Tensor]:
+    """x, h, c, and the weights of each direction, of 2 units for 2 numbers."""
+    shapes: list[tuple[int, ...]] = [(3, 3, 2), (directions, 3, 2), (directions, 3, 2)]
+    return [made(*shape, seed=n) for n, shape in enumerate(shapes + [(8, 2), (8, 2), *([(8,), (8,)] if bias else [])] * directions)]
+
+
+def run(layer: Callable[..., Any], lengths: Tensor | None, directions: int, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    x, h, c, *rest = given
+    count = len(rest) // directions
+    weights = tuple(LayerWeights(*rest[first : first + count]) for first in range(0, len(rest), count))
+    y, end = layer(x, Carry(h, c), weights, lengths)
+    return y, end.h, end.c
+
+
+def penalty(out: tuple[Tensor, ...], given: list[Tensor]) -> list[Tensor]:
+    """The gradients of the squares of all gradients of a number that is linear in the outputs, as gradient penalties are."""
+    first = torch.autograd.grad(sum(part.sum() for part in out), given, create_graph=True)  # type: ignore[arg-type]
+    return list(torch.autograd.grad(sum(each.square().sum() for each in first), given))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["full", "lengths"])
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("layer", [manual.layer, aten.layer], ids=["manual", "aten"])
+def test_a_gradient_penalty_is_that_of_the_definition(layer: Any, directions: int, lengths: Tensor | None) -> None:
+    given = tensors(directions)
+    expected = penalty(run(reference.layer, lengths, directions, tuple(given)), given)
+    got = penalty(run(layer, lengths, directions, tuple(given)), given)
+    assert all(bool((each != 0).any()) for each in expected)
+    torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([2, 0])], ids=["full", "lengths"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_second_derivatives_agree_with_differences(bias: bool, lengths: Tensor | None) -> None:
+    x, h, c, *weights = tensors(bias=bias)
+    given = tuple(each.detach().requires_grad_() for each in (x[:2, :2], h[:, :2], c[:, :2], *weights))
+    assert gradcheck(lambda *each: run(manual.layer, lengths, 1, each), given, fast_mode=True)
+    assert gradgradcheck(lambda *each: run(manual.layer, lengths, 1, each), given, fast_mode=True)
+
+
+def test_padding_that_is_no_number_stays_out_of_second_derivatives() -> None:
+    given = tensors()
+    clean = penalty(run(manual.layer, LENGTHS, 1, tuple(given)), given)
+    given[0] = torch.where(real_steps(LENGTHS, 3), given[0].detach(), torch.nan).requires_grad_()
+    torch.testing.assert_close(penalty(run(manual.layer, LENGTHS, 1, tuple(given)), given), clean, **TOLERANCE)
+
+
+def test_inputs_that_were_made_of_each_other_count_once() -> None:
+    x, h, c, w_ih, w_hh, *_ = tensors()
+
+    def total(layer: Any) -> Tensor:
+        # The first carry is made of x, and one weight of the other.
+        y, end_h, end_c = run(layer, None, 1, (x, h * x[:1, :, :2], c, w_ih, w_ih[:, :2] * w_hh))
+        return y.square().sum() + end_h.sum() + end_c.sum()
+
+    def second(layer: Any) -> list[Tensor]:
+        first = torch.autograd.grad(total(layer), [x, w_ih], create_graph=True)
+        return list(torch.autograd.grad(sum(each.square().sum() for each in first), [x, h, c, w_ih, w_hh]))  # type: ignore[arg-type]
+
+    torch.testing.assert_close(second(manual.layer), second(reference.layer), **TOLERANCE)
+
+
+def test_third_derivatives_and_products_with_the_hessian() -> None:
+    given = tensors()
+    along = [torch.ones_like(each) for each in given]
+    found = []
+    for layer in (reference.layer, manual.layer):
+        totals = run(layer, None, 1, tuple(given))
+        first = torch.autograd.grad(sum(part.sum() for part in totals), given, create_graph=True)  # type: ignore[arg-type]
+        second = torch.autograd.grad(first, given, along, create_graph=True)
+        found.append([*second, *torch.autograd.grad(second, given, along)])
+    torch.testing.assert_close(found[1], found[0], **TOLERANCE)
+
+
+def test_many_gradients_at_once() -> None:
+    given = tensors()
+    y, _, _ = run(manual.layer, LENGTHS, 1, tuple(given))
+    many = torch.randn(4, *y.shape, dtype=DOUBLE)
+    batched = torch.autograd.grad(y, given, many, is_grads_batched=True, retain_graph=True)
+    one_by_one = zip(*(torch.autograd.grad(y, given, each, retain_graph=True) for each in many), strict=True)
+    torch.testing.assert_close(list(batched), [torch.stack(each) for each in one_by_one], **TOLERANCE)
+
+
+def test_an_ordinary_backward_does_not_go_through_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "layer", None)
+    given = tensors()
+    y, _, _ = run(manual.layer, LENGTHS, 1, tuple(given))
+    y.sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func.jvp itself
+def test_what_is_looked_at_from_outside_runs_on_plain_operations() -> None:
+    x, layer = made(3, 2, 2), (LayerWeights(made(8, 2), made(8, 2, seed=1)),)
+    usual = choice.choose("auto", x, layer)
+    assert usual != "reference"
+    chosen = []
+
+    def seen(each: Tensor) -> Tensor:
+        chosen.append(choice.choose("auto", x, layer))
+        return each.sum()
+
+    torch.func.grad(seen)(torch.zeros(2))
+    torch.func.vmap(seen)(torch.zeros(2, 2))
+    torch.func.jvp(seen, (torch.zeros(2),), (torch.zeros(2),))
+    with forward_ad.dual_level():
+        seen(torch.zeros(2))
+    assert chosen == ["reference"] * 4
+    assert choice.choose("auto", x[:, :0], layer) == "reference"
+    assert choice.choose("auto", x, layer) == usual
+
+
+def test_a_put_off_gradient_is_no_hidden_part_of_one_that_a_loss_asks_for() -> None:
+    weight, table, index = made(4, 3), made(5, 3, seed=2), torch.tensor([[0, 4], [4, 1]])
+    cells = [made(8, 3, seed=3), made(8, 2, seed=4)]
+    zero = Carry(torch.zeros(1, 2, 2, dtype=DOUBLE), torch.zeros(1, 2, 2, dtype=DOUBLE))
+
+    def loss(again: bool, embedding: Any, linear: Any, layer: Any) -> Tensor:
+        rows = embedding(index, table)
+        y, _ = layer(rows, zero, (LayerWeights(*cells),), None)
+        out = linear(rows, weight).square().sum() + y.sum()
+        [slope] = torch.autograd.grad(out, rows, create_graph=again, retain_graph=True)
+        [of_table] = torch.autograd.grad(out, table, create_graph=again, retain_graph=True)
+        return out + slope.square().sum() + of_table.square().sum()
+
+    for again in (False, True):
+        leaves = [weight, table, *cells]
+        expected = torch.autograd.grad(loss(again, functional.embedding, functional.linear, reference.layer), leaves)
+        owed = Deferred()
+        with deferring(owed):
+            total = loss(again, deferred.embedding, deferred.linear, manual.layer)
+            assert not any(owed.owes(each) for each in leaves)
+            deferred.backward([total], [None])
+            assert all(owed.owes(each) for each in leaves)
+        owed.pay()
+        torch.testing.assert_close([each.grad for each in leaves], list(expected), **TOLERANCE)
+        for each in leaves:
+            each.grad = None
+
+
+def test_cross_entropy_of_the_own_kernel_goes_through_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its forward stands in for the kernel; what is kept, and backward, are its own.
+    def launched(name: str, like: Tensor) -> Any:
+        def run(_grid: Any, _block: Any, logits: Tensor, target: Tensor, losses: Tensor, *_: Any) -> None:
+            assert name == "score_forward"
+            losses.copy_(functional.cross_entropy(logits, target, ignore_index=-100, reduction="none"))
+
+        return run
+
+    monkeypatch.setattr(cross_entropy, "_kernel", launched)
+    monkeypatch.setattr(nvrtc, "available", lambda: "")
+    monkeypatch.setattr(cross_entropy, "_serves", lambda *_: True)
+    target = torch.tensor([1, -100, 4])
+    for width in (5, 6):  # rows that it reads in place, and rows that it copies first
+        logits = made(3, width)
+
+        def second(total: Tensor, logits: Tensor) -> Tensor:
+            [first] = torch.autograd.grad(total, logits, create_graph=True)
+            [found] = torch.autograd.grad(first.square().sum(), logits)
+            return found
+
+        expected = second(functional.cross_entropy(logits, target, ignore_index=-100, reduction="sum"), logits)
+        torch.testing.assert_close(second(cross_entropy.summed(logits, target, -100), logits), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_dropout_of_the_own_kernel_goes_through_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, place, x = random.key(3), Place(7, 0.5), made(3, 2, 4)
+    mask = dropout._defined(x.detach(), key, None, place)
+    monkeypatch.setattr(dropout, "_launch", lambda given, *_: given * mask)
+    monkeypatch.setattr(dropout, "_serves", lambda *_: True)
+    assert gradgradcheck(lambda each: dropout.dropped(each, key, None, place).sin(), x)
+    [first] = torch.autograd.grad(dropout.dropped(x, key, None, place).square().sum(), x, create_graph=True)
+    [second] = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 2.0 * mask * mask, rtol=0, atol=0)
+
+
+def test_a_linear_layer_under_autocast_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = (each.detach().float().requires_grad_() for each in (made(3, 2), made(5, 2)))
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
+    aligned.linear(x, weight, None).sum().backward()  # type: ignore[no-untyped-call]
+    y = aligned.linear(x, weight, None)
+    with pytest.raises(UserError, match="linear layer of carrywave under autocast has no second derivative; compute without autocast"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_no_gradient_leaves_none() -> None:
+    x, weight = made(2, 3), made(4, 3)
+    assert derivatives.through(functional.linear, (x, weight), (True, True), (None,)) == [None, None]
+    found = derivatives.through(functional.linear, (x, weight), (False, True), (torch.ones(2, 4, dtype=DOUBLE),))
+    assert found[0] is None
+    torch.testing.assert_close(found[1], x.detach().sum(0).expand(4, 3), **TOLERANCE)

@@ -1,0 +1,307 @@
+"""What users of torch.nn.LSTM do with it, done with ours beside it: the same numbers, or a refusal in our words. float64.
+
+Shapes: T time, B lane.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.functional import hessian, hvp, jacobian, jvp
+from torch.func import functional_call
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+
+import carrywave as cw
+from carrywave.errors import UserError
+
+DOUBLE = torch.float64
+# torch's own transforms of a graph that is the same but for the order of sums.
+TOLERANCE = {"rtol": 1e-8, "atol": 1e-11}
+JIT = "ignore:.torch.jit.*is deprecated"  # said by torch about itself
+
+Kind = Callable[..., Any]
+
+
+def numbers(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def made(kind: Kind, *sizes: int, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(*sizes, **{"dtype": DOUBLE, **options})
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: each.detach() for name, each in module.named_parameters()}
+
+
+def gradient_penalty(kind: Kind) -> Any:
+    lstm, x, h, c = made(kind, 2, 3, 2), numbers(4, 2, 2), numbers(2, 2, 3, seed=2), numbers(2, 2, 3, seed=3)
+    leaves = [x.requires_grad_(), h.requires_grad_(), c.requires_grad_(), *lstm.parameters()]
+    y, (last_h, last_c) = lstm(x, (h, c))
+    first = torch.autograd.grad(y.sum() + last_h.sum() + last_c.sum(), leaves, create_graph=True)
+    return torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+
+
+def of_functional(kind: Kind) -> Any:
+    lstm, x = made(kind, 2, 3), numbers(3, 1, 2)
+
+    def total(x: Tensor) -> Tensor:
+        found: Tensor = lstm(x)[0].sum()
+        return found
+
+    def outputs(x: Tensor) -> Tensor:
+        found: Tensor = lstm(x)[0]
+        return found
+
+    return [hessian(total, x), hvp(total, x, x)[1], jvp(outputs, x, x), jacobian(outputs, x), jacobian(outputs, x, vectorize=True)]
+
+
+def of_func(kind: Kind) -> Any:
+    lstm, x = made(kind, 2, 3, 2, bidirectional=True), numbers(4, 2, 2)
+    y, back = torch.func.vjp(lambda x: lstm(x)[0], x)
+    each = torch.func.grad(lambda given, x: functional_call(lstm, given, (x,))[0].square().sum())(weights_of(lstm), x)
+    jacobians = [make(lambda x: lstm(x)[0])(x) for make in (torch.func.jacrev, torch.func.jacfwd)]
+    return [back(y)[0], torch.func.jvp(lambda x: lstm(x)[0], (x,), (x,)), *jacobians, list(each.values())]
+
+
+def in_forward_mode(kind: Kind) -> Any:
+    lstm, x = made(kind, 2, 3), numbers(4, 2, 2)
+    with forward_ad.dual_level():
+        doubled = {name: forward_ad.make_dual(each, torch.ones_like(each)) for name, each in weights_of(lstm).items()}
+        y, _ = functional_call(lstm, doubled, (forward_ad.make_dual(x, x.cos()),))
+        return list(forward_ad.unpack_dual(y))
+
+
+def called_with_other_weights(kind: Kind) -> Any:
+    lstm = made(kind, 3, 4, 2)
+    return functional_call(lstm, {name: 2.0 * each for name, each in weights_of(lstm).items()}, (numbers(5, 2, 3),))
+
+
+def pruned(kind: Kind) -> Any:
+    lstm, x = made(kind, 3, 4, 2), numbers(5, 2, 3)
+    for name in ("weight_ih_l0", "weight_hh_l1"):
+        prune.l1_unstructured(lstm, name, 0.5)
+    y, carry = lstm(x)
+    y.sum().backward()
+    gradients = [lstm.weight_ih_l0_orig.grad, lstm.weight_hh_l1_orig.grad]
+    prune.remove(lstm, "weight_ih_l0")
+    return [y, carry, gradients, lstm(x)]
+
+
+def parametrized(kind: Kind) -> Any:
+    lstm, x = made(kind, 3, 4, 2), numbers(5, 2, 3)
+    weight_norm(lstm, "weight_ih_l0")
+    y, carry = lstm(x)
+    y.sum().backward()
+    gradients = [each.grad for each in lstm.parameters()]
+    parametrize.remove_parametrizations(lstm, "weight_ih_l0")
+    return [y, carry, gradients, lstm(x)]
+
+
+def weights_put_in_by_hand(kind: Kind) -> Any:
+    lstm = made(kind, 3, 4)
+    raw = nn.Parameter(lstm.weight_ih_l0.detach())
+    del lstm._parameters["weight_ih_l0"]
+    lstm.weight_ih_l0 = raw * 2.0
+    y, _ = lstm(numbers(5, 2, 3))
+    y.sum().backward()
+    return [y, raw.grad]
+
+
+def an_empty_batch(kind: Kind) -> Any:
+    found = []
+    for options in ({"num_layers": 2}, {"bidirectional": True, "proj_size": 2, "batch_first": True}):
+        lstm = made(kind, 3, 4, **options)
+        y, (h, c) = lstm(numbers(5, 0, 3) if "num_layers" in options else numbers(0, 5, 3))
+        (y.sum() + h.sum() + c.sum()).backward()
+        found.append([y, h, c, [each.grad for each in lstm.parameters()]])
+    return found
+
+
+def copies(kind: Kind) -> Any:
+    lstm, file = made(kind, 3, 4, 2), io.BytesIO()
+    torch.save(lstm, file)
+    file.seek(0)
+    others = [copy.deepcopy(lstm), pickle.loads(pickle.dumps(lstm)), torch.load(file, weights_only=False)]
+    return [each(numbers(5, 2, 3)) for each in others]
+
+
+def names(kind: Kind) -> Any:
+    lstm, x, carry = made(kind, 3, 4, 2, bidirectional=True, proj_size=2), numbers(5, 2, 3), (numbers(4, 2, 2), numbers(4, 2, 4))
+    attributes = [
+        getattr(lstm, name) for name in ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "proj_size")
+    ]
+    lstm.flatten_parameters()
+    return [lstm(input=x), lstm(x, hx=carry), lstm(input=x, hx=carry), lstm.all_weights, attributes, list(lstm.state_dict())]
+
+
+def precisions(kind: Kind) -> Any:
+    # As bits of their own precision they may differ in the last: so of each only what it is made of, and its dtype.
+    found = [made(kind, 3, 4).to(dtype)(numbers(5, 2, 3).to(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    return [[(part.shape, part.dtype) for part in (y, *carry)] for y, carry in found]
+
+
+def float64_under_autocast(kind: Kind) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return made(kind, 3, 4)(numbers(5, 2, 3))
+
+
+def without_storage(kind: Kind) -> Any:
+    y, (h, c) = made(kind, 3, 4, 2, device="meta")(numbers(5, 2, 3).to("meta"))
+    return [y.shape, y.dtype, h.shape, c.shape]
+
+
+def traced(kind: Kind) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(made(kind, 3, 4, 2), numbers(5, 2, 3)), file)
+    file.seek(0)
+    return torch.jit.load(file)(numbers(5, 2, 3, seed=7))
+
+
+def recomputed(kind: Kind) -> Any:
+    lstm, x = made(kind, 3, 4, 2), numbers(5, 2, 3).requires_grad_()
+    checkpoint(lstm, x, use_reentrant=False)[0].square().sum().backward()
+    return [x.grad, [each.grad for each in lstm.parameters()]]
+
+
+DONE = [
+    gradient_penalty, of_functional, of_func, in_forward_mode, called_with_other_weights, pruned, parametrized, weights_put_in_by_hand,
+    an_empty_batch, copies, names, precisions, float64_under_autocast, without_storage, traced, recomputed,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings(JIT, "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("doing", DONE, ids=lambda each: each.__name__)
+def test_it_does_as_nn_lstm(doing: Callable[[Kind], Any]) -> None:
+    mine, theirs = flat(doing(cw.LSTM)), flat(doing(nn.LSTM))
+    assert len(mine) == len(theirs)
+    for own, expected in zip(mine, theirs, strict=True):
+        if isinstance(expected, Tensor):
+            torch.testing.assert_close(own, expected, **TOLERANCE)
+        else:
+            assert own == expected
+
+
+def flat(value: Any) -> list[Any]:
+    """Whatever was found, in a row, without graphs."""
+    if isinstance(value, (tuple, list)):
+        return [part for each in value for part in flat(each)]
+    return [value.detach() if isinstance(value, Tensor) else value]
+
+
+def test_vmap_goes_where_nn_lstm_does_not() -> None:
+    lstms = [cw.LSTM(2, 3, 2, dtype=DOUBLE) for _ in range(3)]
+    x = numbers(4, 5, 2)
+    torch.testing.assert_close(
+        torch.func.vmap(lambda x: lstms[0](x)[0], 1)(x), torch.stack([lstms[0](each)[0] for each in x.unbind(1)]), **TOLERANCE
+    )
+    stacked, buffers = torch.func.stack_module_state(lstms)  # type: ignore[arg-type]
+    bare = copy.deepcopy(lstms[0]).to("meta")
+    ensemble = torch.func.vmap(lambda given, rest: functional_call(bare, (given, rest), (x,))[0])(stacked, buffers)
+    torch.testing.assert_close(ensemble, torch.stack([each(x)[0] for each in lstms]), **TOLERANCE)
+
+    def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
+        found: Tensor = functional_call(lstms[0], given, (x,))[0].square().sum()
+        return found
+
+    of_each = torch.func.vmap(torch.func.grad(loss), (None, 1))(weights_of(lstms[0]), x)
+    whole = torch.func.grad(loss)(weights_of(lstms[0]), x)
+    torch.testing.assert_close({name: each.sum(0) for name, each in of_each.items()}, whole, **TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", [None, [4, 1]])
+def test_the_hessian_of_the_weights_of_a_stack(lengths: list[int] | None) -> None:
+    found = []
+    for kernel in ("auto", "reference"):
+        lstm = made(cw.LSTM, 2, 2, 2, kernel=kernel, layer_norm=True, dropout=0.5)
+        given, key = weights_of(lstm), torch.tensor([3, 4], dtype=torch.int32)
+
+        def total(w_hh: Tensor, lstm: Any = lstm, given: Any = given, key: Any = key) -> Tensor:
+            y, _ = functional_call(lstm, {**given, "weight_hh_l0": w_hh}, (numbers(4, 2, 2), None, lengths, key))
+            result: Tensor = y.sum()
+            return result
+
+        found.append(hessian(total, given["weight_hh_l0"]))
+    assert bool((found[0] != 0).any())
+    torch.testing.assert_close(found[0], found[1], **TOLERANCE)
+
+
+def refused(doing: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        doing()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64])
+def test_input_of_another_dtype_is_refused_as_by_nn_lstm(dtype: torch.dtype) -> None:
+    x = torch.ones(5, 2, 3).to(dtype)
+    with pytest.raises(ValueError, match="does not match weight dtype"):
+        nn.LSTM(3, 4)(x)
+    message = refused(lambda: cw.LSTM(3, 4)(x))
+    assert message.startswith(f"LSTM got x in {dtype}, and its weights are in torch.float32; convert it, x.to(torch.float32)")
+    assert ("embedding" in message) == (not x.is_floating_point())
+
+
+def test_autocast_takes_what_it_casts_and_nothing_longer() -> None:
+    lstm, x = cw.LSTM(3, 4), torch.randn(5, 2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, carry = lstm(x)
+        assert y.dtype == torch.bfloat16
+        y, _ = lstm(x.bfloat16(), carry)
+        assert y.dtype == torch.bfloat16
+        assert "x in torch.float64" in refused(lambda: lstm(x.double()))
+        assert "x in torch.int64" in refused(lambda: lstm(x.long()))
+        assert "a carry in torch.float64" in refused(lambda: lstm(x, (torch.zeros(1, 2, 4).double(),) * 2))
+
+
+def test_a_carry_of_another_dtype_is_refused() -> None:
+    long, short = (torch.zeros(1, 2, 4, dtype=DOUBLE),) * 2, (torch.zeros(1, 2, 4),) * 2
+    message = refused(lambda: cw.LSTM(3, 4)(torch.randn(5, 2, 3), long))
+    assert message == "LSTM got a carry in torch.float64 beside x in torch.float32; convert both of its parts, h.to(torch.float32)"
+    assert "a carry in torch.float32" in refused(lambda: cw.LSTM(3, 4, dtype=DOUBLE)(numbers(5, 2, 3), short))
+    y, (_, c) = cw.LSTM(3, 4, dtype=torch.bfloat16)(torch.randn(5, 2, 3).bfloat16(), short)  # c is worth more than x
+    assert (y.dtype, c.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_what_it_does_not_take_is_said_with_the_remedy() -> None:
+    lstm, x = cw.LSTM(3, 4, dtype=DOUBLE), numbers(5, 2, 3)
+    packed: Any = pack_padded_sequence(x, [5, 3])
+    assert refused(lambda: lstm(packed)).endswith("x, lengths = pad_packed_sequence(packed), and lstm(x, lengths=lengths)")
+    assert refused(lambda: lstm(input=packed)).startswith("LSTM got a PackedSequence")
+    assert refused(lambda: lstm(x, input=x)) == "LSTM got x and input, two names of one argument; give one of them"
+    assert refused(lambda: lstm(x, (x, x), hx=(x, x))) == "LSTM got carry and hx, two names of one argument; give one of them"
+    assert refused(lambda: lstm(x.numpy())) == "LSTM got x as a ndarray; give it a tensor [time, lane, 3]"
+    assert refused(lstm) == "LSTM got x as a NoneType; give it a tensor [time, lane, 3]"
+    assert refused(lambda: lstm(x[:0])) == "LSTM got x of shape [0, 2, 3]; it needs at least one step"
+    assert "it needs [lane, time, 3]" in refused(lambda: cw.LSTM(3, 4, batch_first=True)(torch.zeros(2, 5, 7)))
+    assert "x.to_padded_tensor" in refused(lambda: lstm(torch.nested.nested_tensor([x[:, 0], x[:2, 0]], layout=torch.jagged)))
+    wrong: Any = 4.0
+    assert refused(lambda: cw.LSTM(3, wrong)) == "hidden_size=4.0 must be a whole number"
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    lstm = cw.LSTM(np.int64(3), np.int32(4), np.int64(2))  # type: ignore[arg-type]
+    assert lstm.hidden_size == 4
+    assert type(lstm.hidden_size) is int
+    assert repr(lstm) == "LSTM(3, 4, num_layers=2)"
+
+
+def test_it_is_shown_as_nn_lstm_is() -> None:
+    for options in ({}, {"num_layers": 2, "bias": False, "batch_first": True, "dropout": 0.5, "bidirectional": True, "proj_size": 2}):
+        assert repr(cw.LSTM(3, 4, **options)) == repr(nn.LSTM(3, 4, **options))  # type: ignore[arg-type]
+    assert repr(cw.LSTM(3, [4, 5], locked=True, kernel="aten")) == "LSTM(3, (4, 5), num_layers=2, locked=True, kernel='aten')"
