@@ -21,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from _emulated import deal, last_state, real_rows
 
+from carrywave.errors import UserError
 from carrywave.kernels import recurrence, reference, wave
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.layout import MULTIPROCESSORS, Shape, Wave, wave_for
@@ -205,6 +206,17 @@ def test_padding_may_hold_anything() -> None:
         results.append([y, *torch.autograd.grad(y.sum(), [each.w_ih for each in layers])])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    x = make(4, 3, 20).requires_grad_()
+    layers = [LayerWeights(make(80, 20), make(80, 20))]
+    y, _ = wave.run(x, (Carry(make(1, 3, 20), make(1, 3, 20)),), layers, [None], None, Wave(SHAPE, 1, 4))
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    with pytest.raises(UserError, match="the persistent LSTM kernel has no second derivative; build the LSTM with kernel='reference'"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(UserError, match="or many are asked for at once"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=torch.float64), is_grads_batched=True)
 
 
 def test_without_gradients_nothing_is_kept() -> None:
