@@ -63,6 +63,15 @@ def test_a_gradient_penalty_is_that_of_the_definition(layer: Any, directions: in
     torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
+def test_onednn_has_second_derivatives_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
+    given = [each.detach().float().requires_grad_() for each in tensors()]
+    given[0] = made(aten.LONG_STEPS, 3, 2).detach().float().requires_grad_()
+    expected = penalty(run(reference.layer, None, 1, tuple(given)), given)
+    got = penalty(run(aten.layer, None, 1, tuple(given)), given)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-2)  # float32, sums of thousands of terms of up to 1e2
+
+
 @pytest.mark.parametrize("lengths", [None, torch.tensor([2, 0])], ids=["full", "lengths"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_second_derivatives_agree_with_differences(bias: bool, lengths: Tensor | None) -> None:

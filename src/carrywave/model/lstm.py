@@ -123,7 +123,7 @@ class LSTM(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters."""
-        return next(self.parameters()).dtype
+        return self._any_parameter.dtype
 
     @property
     def all_weights(self) -> list[list[Tensor]]:
@@ -242,7 +242,7 @@ class LSTM(nn.Module):
         self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None, layers: range | None = None
     ) -> Carries:
         """The carry at the start of a sequence, for so many lanes: zero, or learned."""
-        like = next(self.parameters())  # not by name: what is pruned or parametrized is no parameter any more
+        like = self._any_parameter
         carries = []
         for layer in range(self.num_layers) if layers is None else layers:
             shapes = (self.directions, lanes, self.proj_size or self.widths[layer]), (self.directions, lanes, self.widths[layer])
@@ -302,6 +302,12 @@ class LSTM(nn.Module):
             if getattr(self, name) != usual.get(name, False):
                 parts.append(f"{name}={getattr(self, name)!r}")
         return ", ".join(parts)
+
+    @property
+    def _any_parameter(self) -> Tensor:
+        """For its dtype and device. Not one by name: what is pruned or parametrized is no parameter any more."""
+        own = next((each for each in self._parameters.values() if each is not None), None)
+        return next(self.parameters()) if own is None else own
 
     def _suffixes(self, layer: int) -> tuple[str, ...]:
         return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
