@@ -203,7 +203,8 @@ def test_recomputation_keeps_what_the_planner_counts(chunk_steps: int, monkeypat
     def looking(self: pipeline._Run, task: Task) -> None:
         if not seen:
             assert len(self.kept) == chunks
-            held = [t for kept in self.kept.values() for t in (kept.y, kept.root, *flatten(kept.entered), *flatten(kept.left))]
+            states = [state for kept in self.kept.values() for state in (kept.entered, kept.left) if state is not None]
+            held = [t for kept in self.kept.values() for t in (kept.y, kept.root)] + [t for state in states for t in flatten(state)]
             storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t is not None}
             seen.append(sum(storages.values()) + lanes * steps * 8)  # and the tokens, of which chunks are views
         backward(self, task)
