@@ -192,7 +192,7 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         "DataError: data.train",
         "RunError: ",
         "WorkerError: rank 2 has train.lr 0.125, rank 0 has 0.02; start every worker with the same command, files and versions",
-        "UserError: rank 1 was given another batch than rank 0; give every worker the same whole batch, it takes its own lanes",
+        "WorkerError: rank 1 was given another batch than rank 0 (step 1 of the trainer); give every worker the same whole batch",
         "PlanError: encoder (Mixing) gives another result for a lane when it is given other lanes beside it; make it work lane by lane",
         "PlanError: encoder (Mixing) gives another result at a step when it is given other steps beside it; make it work step by step",
         "Diverged: ",
