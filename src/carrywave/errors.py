@@ -1,4 +1,4 @@
-"""Errors that a user can act on: each says the fact and the remedy, and becomes one line and exit code 2."""
+"""Errors that a user can act on: each says the fact and the remedy, and becomes one line and exit code 2. One is nobody's mistake."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ class Diverged(RunError):
 
 class WorkerError(UserError):
     """The workers cannot start, find each other or agree."""
+
+
+class ContactLost(RuntimeError):
+    """Another worker has gone, or does not answer: no mistake of this one, so that a launcher may start them again. The command line
+    prints one line and exits with 1."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank  # whom contact was lost with, where that is known
 
 
 class _Asked:

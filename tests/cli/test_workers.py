@@ -12,7 +12,7 @@ import typer
 from carrywave.cli import workers
 from carrywave.cli.exits import with_exit_codes
 from carrywave.cli.workers import Elastic, start_workers
-from carrywave.errors import DataError, PlanError, WorkerError
+from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
 from carrywave.parallel import world
 from carrywave.parallel.launched import is_first
 from carrywave.spec.spec import PlanSpec
@@ -170,9 +170,9 @@ def shared(error: DataError) -> DataError:
         ("1", KeyboardInterrupt(), 130, ""),
         (
             "1",
-            RuntimeError("Connection closed by peer"),
+            ContactLost("contact with rank 0 was lost", 0),
             1,
-            "carrywave: rank 1: contact with another worker was lost; its own message says why\n",
+            "carrywave: rank 1: contact with rank 0 was lost\n",
         ),
     ],
 )

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from carrywave.errors import DataError, SpecError, WorkerError
+from carrywave.errors import ContactLost, DataError, SpecError, WorkerError
 from carrywave.parallel import world
+from carrywave.parallel.contact import lost
 from carrywave.parallel.meeting import open_store
-from carrywave.parallel.world import World, check_gpus, exchange, join, leave, lost, pick_device, same, tell_once, together
+from carrywave.parallel.world import World, check_gpus, exchange, join, leave, pick_device, same, tell_once, together
 
 VARIABLES = (
     "RANK",
@@ -72,6 +73,32 @@ def test_a_launched_world_of_one_needs_no_group(monkeypatch: pytest.MonkeyPatch)
     launcher(monkeypatch, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
     assert join("cpu") == ALONE
     assert not dist.is_initialized()
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A host of two GPUs, as torch tells of it; the current one is to be set."""
+    current = [1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    return current
+
+
+def test_cuda_without_a_number_is_the_current_one_for_good(gpus: list[int]) -> None:
+    found = [pick_device("cuda"), pick_device("auto"), World.alone(torch.device("cuda")).device]
+    gpus[0] = 0
+    assert found == [torch.device("cuda", 1)] * 3
+    assert pick_device("cuda", local_rank=3) == torch.device("cuda", 1)  # the launcher's word
+
+
+def test_the_number_of_a_gpu_counts(gpus: list[int]) -> None:
+    assert pick_device("cuda:0", local_rank=1) == torch.device("cuda", 0)
+    with pytest.raises(SpecError, match="there is no device cuda:2: this host has 2 GPUs, from cuda:0; use one of them"):
+        pick_device("cuda:2")
+    for name in ("cuda:", "cuda:x", "cpu:0"):
+        with pytest.raises(SpecError, match="is not one of auto, cpu and cuda"):
+            pick_device(name)
 
 
 def test_a_device_that_is_not_known_is_refused() -> None:
@@ -152,7 +179,9 @@ def test_a_group_that_is_there_is_used_and_left_alone(monkeypatch: pytest.Monkey
     [
         RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:47012: Connection reset by peer"),
         RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2"),
-        RuntimeError("Timed out waiting 1800000ms for recv operation to complete"),
+        RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"),
+        RuntimeError("Timeout waiting for key: here/1 after 200 ms"),
+        ContactLost("contact with rank 1 was lost"),
         dist.DistNetworkError("Failed to recv, got 0 bytes"),
         dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
     ],
@@ -163,7 +192,16 @@ def test_lost_contact_is_known(error: Exception) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("Connection closed by peer"), RuntimeError("shape '[2]' is invalid"), KeyboardInterrupt(), OSError(28, "No space left")],
+    [
+        ValueError("Connection closed by peer"),
+        RuntimeError("shape '[2]' is invalid"),
+        KeyboardInterrupt(),
+        OSError(28, "No space left"),
+        ConnectionRefusedError(111, "Connection refused"),  # of a data base that the user reads from
+        BrokenPipeError(32, "Broken pipe"),
+        RuntimeError("the data base answered: connection reset by peer"),
+        TimeoutError("timed out after 5 s"),
+    ],
 )
 def test_a_failure_of_our_own_is_no_lost_contact(error: BaseException) -> None:
     assert not lost(error)

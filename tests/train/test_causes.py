@@ -58,9 +58,10 @@ def test_a_worker_without_a_word_keeps_its_exit_code() -> None:
 
 
 def test_lost_contact_alone() -> None:
-    end = of([1, 1], cause(0, "lost"), cause(1, "lost"))
-    assert end.code == 1
-    assert end.message.startswith("contact with the other workers was lost")
+    """What a worker says of it, and of two the one that knows whom."""
+    end = of([1, 1], cause(0, "lost", 1.0), cause(1, "lost", 2.0, peer=2))
+    assert (end.code, end.message, end.died, end.lost, end.peer) == (1, "lost 1", True, True, 2)
+    assert not of([1, 1], cause(0, "lost"), cause(1, "fault")).lost
 
 
 def test_a_signal_that_was_passed_on() -> None:

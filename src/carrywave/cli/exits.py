@@ -99,11 +99,16 @@ def _mistake(error: Exception) -> str | None:
 def _say(code: int, message: str, error: BaseException | None = None) -> None:
     """The message to where it is said once, with the traceback of a fault of our own."""
     world = sys.modules.get("carrywave.parallel.world")  # not imported here, since it loads torch: without it no contact is to be lost
-    is_lost = code == FAULT and error is not None and world is not None and world.lost(error)
+    contact = sys.modules.get("carrywave.parallel.contact")
+    is_lost = code == FAULT and error is not None and contact is not None and contact.lost(error)
+    peer: int | None = None
+    if is_lost and contact is not None:
+        said = contact.of(error)
+        message, peer = str(said), said.rank
     folder = causes.folder()
     if folder is not None:
         kind: causes.Kind = "lost" if is_lost else "fault" if code == FAULT else "user"
-        causes.leave(folder, kind, code, message, error, with_trace=code == FAULT)
+        causes.leave(folder, kind, code, message, error, with_trace=code == FAULT, peer=peer)
         return
     kept: Path | None = None
     rank = os.environ.get("RANK", "") if os.environ.get("WORLD_SIZE", "1") != "1" else ""
@@ -118,7 +123,7 @@ def _say(code: int, message: str, error: BaseException | None = None) -> None:
         world.tell_once(error, int(rank), lambda: note(message))
     elif is_lost and world is not None:
         if world.first_to_tell():
-            note(f"rank {rank}: contact with another worker was lost; its own message says why{more}")
+            note(f"rank {rank}: {message}{more}")
     else:
         note(f"rank {rank}: {message}{more}")
     if code == FAULT and not is_lost and error is not None and kept is None:

@@ -131,7 +131,7 @@ def _gpus(device: str, *, needed: bool) -> int:
 
         from carrywave.parallel.world import pick_device
 
-    return torch.cuda.device_count() if pick_device(device).type == "cuda" else 0
+    return torch.cuda.device_count() if pick_device(device, 0).type == "cuda" else 0
 
 
 def _check_plan(plan: PlanSpec, workers: int) -> None:

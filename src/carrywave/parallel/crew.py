@@ -50,9 +50,9 @@ def start(
         if failed:
             # Of several that fail at once, one is the cause, and the others only miss it.
             last = {rank: (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank in failed}
-            from carrywave.parallel.world import lost
+            from carrywave.parallel.contact import sounds_lost
 
-            cause = min(failed, key=lambda rank: lost(RuntimeError(last[rank])))
+            cause = min(failed, key=lambda rank: sounds_lost(last[rank]))
             raise RunError(
                 f"worker {cause} of {name or module} ended with exit code {crew[cause].returncode}: {last[cause] or 'it said nothing'}"
             )

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from carrywave.parallel import contact
 from carrywave.parallel.world import World, exchange
 
 Named = Mapping[str, Tensor]
 
 
+@contact.kept
 def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
     """On rank 0 the tensors of every rank, by rank; on all others nothing."""
     if world.size == 1:
@@ -36,6 +38,7 @@ def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
     return found
 
 
+@contact.kept
 def spread(world: World, tensors: Named | None) -> dict[str, Tensor]:
     """The tensors of rank 0, on every rank, in host memory (on rank 0 as they are)."""
     if world.size == 1:

@@ -7,12 +7,14 @@ clipping are one factor in the end.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 BUCKET_BYTES = 8 << 20
 
@@ -122,9 +124,14 @@ class Reducer:
             for run in _runs(list(reversed(each.parameters)), bucket_bytes):
                 self.buckets.append(_Bucket(each.group, run, each.early, self.local, self.unreached))
         self._of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._added)  # type: ignore[no-untyped-call]
+        hook = _weakly(self)
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for bucket in self.buckets
+            for parameter in bucket.parameters
+        ]
+        # The parameters are the user's and outlive this: what hangs on them goes with it.
+        weakref.finalize(self, _remove, handles).atexit = False
 
     def begin(self) -> None:
         """Before the first backward of an optimizer step, when there are no gradients."""
@@ -178,6 +185,23 @@ class Reducer:
             for parameter, _ in list(bucket.missing.values()):
                 bucket.take(parameter)
             bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+
+
+def _weakly(reducer: Reducer) -> Callable[[Tensor], None]:
+    """A hook that does not keep the reducer."""
+    found = weakref.ref(reducer)
+
+    def added(parameter: Tensor) -> None:
+        reducer = found()
+        if reducer is not None:
+            reducer._added(parameter)
+
+    return added
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _nothing(parameter: Tensor) -> bool:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
-import torch
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from carrywave.errors import UserError, WorkerError
+from carrywave.parallel import quiet
 
 START_SECONDS = 60.0
 
@@ -87,7 +90,8 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
 
     def make() -> None:
         try:
-            made.append(TCPStore(address, port, None, first, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True))
+            with quiet.silent():
+                made.append(TCPStore(address, port, None, first, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True))
         except RuntimeError as error:
             made.append(error)
 
@@ -120,10 +124,9 @@ def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError
         time.sleep(0.1)
 
 
-def everyone(store: Store, rank: int, size: int, device: torch.device, seconds: float) -> list[dict[str, str]]:
+def everyone(store: Store, rank: int, size: int, said: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
     """Say that this worker is there, wait for the others, and return what each said of itself."""
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    store.set(_here(rank), json.dumps({"host": socket.gethostname(), "gpu": gpu}))
+    store.set(_here(rank), json.dumps(dict(said)))
     deadline = time.monotonic() + seconds
     awaited = 0
     try:
@@ -169,3 +172,37 @@ def short(value: str | None) -> str:
     if value is None:
         return "nothing"
     return value if len(value) <= 60 else f"{value[:57]}…"
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, without the place in torch's source where it was raised."""
+    line = str(error).strip().partition("\n")[0]
+    return short(re.sub(r"^\[[^]]*\.\w+:\d+\]\s*", "", line).rstrip(".") or type(error).__name__)
+
+
+def identity(pid: int) -> dict[str, str | int]:
+    """What tells a process from all others, here and elsewhere, and from a later one of the same number."""
+    try:
+        born = _stat(pid)[19]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        space = os.readlink(f"/proc/{pid}/ns/pid")
+    except (OSError, IndexError):
+        return {"host": socket.gethostname(), "pid": pid, "born": f"unknown to {os.getpid()}", "boot": "", "space": ""}
+    return {"host": socket.gethostname(), "pid": pid, "born": born, "boot": boot, "space": space}
+
+
+def is_gone(known: Mapping[str, Any]) -> bool:
+    """Whether a process, by its identity, is one of this host that has ended."""
+    own = identity(os.getpid())
+    if not own["boot"] or any(own[name] != known.get(name) for name in ("boot", "space")):
+        return False
+    try:
+        words = _stat(known["pid"])
+        return words[0] in "ZX" or words[19] != known["born"]
+    except (OSError, IndexError):
+        return True
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux tells of a process, from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

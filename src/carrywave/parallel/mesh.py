@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from carrywave.data.stream import Share
 from carrywave.errors import PlanError
 from carrywave.kernels import persistent
+from carrywave.parallel import contact, groups
 from carrywave.parallel.transport import Channel, GroupLinks, Links, OrderedLinks, takes_order
-from carrywave.parallel.world import World
+from carrywave.parallel.world import World, exchange
 from carrywave.plan.messages import Line, lines
 from carrywave.plan.plan import Plan
 
@@ -55,13 +55,12 @@ class Mesh:
     def replicas_of(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the workers of these stages in all replicas; None where that is this worker alone.
 
-        Groups of several stages are made anew: every worker must ask for the same ones in the same order.
+        Every worker must ask for the same groups of several stages in the same order.
         """
         if len(stages) == 1:
             return self._replicas
         ranks = [replica * self.plan.stages + stage for replica in range(self.plan.replicas) for stage in stages]
-        group: dist.ProcessGroup = dist.new_group(ranks)
-        return group
+        return groups.group(ranks, "replicas")
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add up over all workers, in place: the same bits on each."""
@@ -69,11 +68,14 @@ class Mesh:
             dist.all_reduce(tensor)
         return tensor
 
+    @contact.kept
     def _connect(self) -> None:
         plan, world = self.plan, self.world
-        kind = "cuda" if world.backend == "nccl" else "cpu"
-        mesh = init_device_mesh(kind, (plan.replicas, plan.stages), mesh_dim_names=("replica", "stage"))
-        self._replicas = mesh.get_group("replica") if plan.replicas > 1 else None
+        groups.agree(lambda text: exchange(world, text))
+        if plan.replicas > 1:
+            for stage in range(plan.stages):
+                group = groups.group(range(stage, world.size, plan.stages), "replicas")
+                self._replicas = group if stage == self.stage else self._replicas
         if plan.stages == 1:
             return
         if world.backend == "nccl":
@@ -81,8 +83,9 @@ class Mesh:
             persistent.stand_aside("stages over NCCL may need its multiprocessors")
         known = lines(plan.stages, share_head=plan.shares_head)
         if takes_order(world.backend):
-            first = self.replica * plan.stages
-            ordered = OrderedLinks(mesh.get_group("stage"), range(first, first + plan.stages), self.device)
+            ranks = [range(replica * plan.stages, (replica + 1) * plan.stages) for replica in range(plan.replicas)]
+            own = [groups.group(each, "messages") for each in ranks][self.replica]
+            ordered = OrderedLinks(own, ranks[self.replica], self.device)
             ordered.greet(self.stage, known)
             self.links = ordered
             return
@@ -93,7 +96,7 @@ class Mesh:
         for replica in range(plan.replicas):
             for line in known:
                 sender, receiver = (replica * plan.stages + stage for stage in line[1:])
-                group = dist.new_group([min(sender, receiver), max(sender, receiver)])
+                group = groups.group([min(sender, receiver), max(sender, receiver)], f"{line.phase} {sender}>{receiver}")
                 if world.rank in (sender, receiver):
                     sends = world.rank == sender
                     channels[line] = Channel(group, receiver if sends else sender)

@@ -13,19 +13,18 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from carrywave.parallel import heartbeat
-from carrywave.parallel.meeting import seconds_of
+from carrywave.parallel.cause import folder, leave
+from carrywave.parallel.meeting import identity, seconds_of
 from carrywave.parallel.world import TIMEOUT_SECONDS, World, shared_store
 
 FAULT = 1  # the exit code of one that gives up
@@ -83,7 +82,7 @@ class _Watch:
     def talk(self, over: threading.Event) -> None:
         """Count in the store, and read what the other has counted."""
         try:
-            self.store.set(f"who/{self.rank}", json.dumps(_identity(os.getpid())))
+            self.store.set(f"who/{self.rank}", json.dumps(identity(os.getpid())))
             while not over.wait(self.every_seconds):
                 self.count += 1
                 self.store.set(f"beat/{self.rank}", json.dumps([self.count, heartbeat.is_training()]))
@@ -118,23 +117,18 @@ class _Watch:
     def _give_up(self, rank: int | None, seconds: float) -> None:
         """The rank fell silent; None: the launcher, which keeps the store."""
         known = None if rank is None else self.known.get(rank)
-        if known is not None and rank != self.rank and known == _identity(known["pid"]):  # this host's, and still the same process
+        if known is not None and rank != self.rank and known == identity(known["pid"]):  # this host's, and still the same process
             with suppress(OSError):
                 os.kill(known["pid"], signal.SIGKILL)
         where = "" if known is None else f" on {known['host']}"
-        who = "the store of the launcher" if rank is None else f"rank {rank}{where}"
-        said = f"{who} gave no sign of life for {seconds:.0f} s (stopped?)"
+        met = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        who = f"{met}, where the workers met," if rank is None else f"rank {rank}{where}"
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        said = f"{who} gave no sign of life for {seconds:.0f} s, since {since} (stopped, or out of reach?)"
         # From a thread: the main one waits for a message that will not come.
-        print(f"carrywave: rank {self.rank}: {said}", file=sys.stderr, flush=True)
+        where_told = folder()
+        if where_told is not None:
+            leave(where_told, "lost", FAULT, said, peer=rank)
+        else:
+            print(f"carrywave: rank {self.rank}: {said}", file=sys.stderr, flush=True)
         os._exit(FAULT)
-
-
-def _identity(pid: int) -> dict[str, str | int]:
-    """What tells a process from all others, here and elsewhere, and from a later one of the same number."""
-    try:
-        born = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        space = os.readlink(f"/proc/{pid}/ns/pid")
-    except (OSError, IndexError):
-        return {"host": socket.gethostname(), "pid": pid, "born": f"unknown to {os.getpid()}", "boot": "", "space": ""}
-    return {"host": socket.gethostname(), "pid": pid, "born": born, "boot": boot, "space": space}

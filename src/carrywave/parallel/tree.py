@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from carrywave.parallel import groups
 from carrywave.parallel.gradients import by_dtype
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.shards import partners
@@ -42,7 +43,7 @@ def pairs_of(mesh: Mesh) -> list[dist.ProcessGroup]:
                 partner = partners(replica, plan.replicas)[level]
                 if replica < partner:
                     ranks = [at * plan.stages + stage for at in (replica, partner)]
-                    group = dist.new_group(ranks)
+                    group = groups.group(ranks, "pairs")
                     if mesh.world.rank in ranks:
                         own[level] = group
     return list(own.values())
@@ -53,7 +54,7 @@ def group_of(mesh: Mesh, stages: Sequence[int]) -> dist.ProcessGroup | None:
     own: dist.ProcessGroup | None = None
     for replica in range(mesh.plan.replicas):
         ranks = [replica * mesh.plan.stages + stage for stage in stages]
-        group = dist.new_group(ranks)
+        group = groups.group(ranks, "stages")
         own = group if mesh.world.rank in ranks else own
     return own
 

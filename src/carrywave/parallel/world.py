@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,33 +23,16 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave import errors
 from carrywave.errors import SpecError, UserError, WorkerError
-from carrywave.parallel import heartbeat
+from carrywave.parallel import contact, groups, heartbeat, quiet
+from carrywave.parallel.interfaces import unreachable
 from carrywave.parallel.launched import launched
-from carrywave.parallel.meeting import everyone, find_store, for_all, number, seconds_of, short, start_seconds
+from carrywave.parallel.meeting import everyone, find_store, for_all, identity, number, reason, seconds_of, short, start_seconds
 
 # A worker that dies is noticed at once, by its closed connections; this is for one that stays silent. Where one worker may work for
 # long while the others wait, they wait in the store (`together(patient=True)`).
 TIMEOUT_SECONDS = 300.0
 PATIENCE_SECONDS = 24 * 3600.0
 SHARE_GPU = "CARRYWAVE_SHARE_GPU"  # 1: several workers may compute on one GPU
-# Parts of what torch, gloo and NCCL say when another process has gone, or does not answer.
-LOSSES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "timed out waiting",
-    "timed out after",
-    "timeout waiting for key",
-    "wait timeout",
-    "socket timeout",
-    "failed to recv",
-    "application timeout caused pair closure",
-    "software caused connection abort",
-    "nccl communicator was aborted",
-    "remote process exited",
-    "watchdog caught collective operation timeout",
-)
 
 
 @dataclass(frozen=True)
@@ -61,11 +45,12 @@ class World:
     local_size: int
     device: torch.device
     backend: str  # how tensors of `device` travel: gloo (through the host's memory), nccl, or "" alone
+    mixed: bool = False  # some workers compute on a GPU, and some do not
 
     @staticmethod
     def alone(device: torch.device) -> World:
         """One process, no messages."""
-        return World(0, 1, 0, 1, device, "")
+        return World(0, 1, 0, 1, settled(device), "")
 
 
 class _Joined:
@@ -78,16 +63,27 @@ class _Joined:
     made_group = False
 
 
+def settled(device: torch.device) -> torch.device:
+    """The device with its number: `cuda` alone is the one that is current now, whatever becomes current later."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:
-    """cpu, cuda, or the GPU where there is one; worker `local_rank` of a host takes the GPU of that number."""
-    if name not in ("auto", "cpu", "cuda"):
+    """cpu, cuda, one GPU by its number (cuda:1), or with `auto` the GPU where there is one. Without a number worker `local_rank` of a host
+    takes the GPU of that number, and one alone the current one."""
+    kind, colon, index = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not index.isdecimal())):
         raise SpecError(f"device {name!r} is not one of auto, cpu and cuda; use one of them")
     there = torch.cuda.is_available()
-    if name == "cuda" and not there:
+    if kind == "cuda" and not there:
         raise SpecError("device cuda was asked for and no GPU can be used; use --device cpu")
-    if name == "cpu" or not there:
+    if kind == "cpu" or not there:
         return torch.device("cpu")
-    return torch.device("cuda") if local_rank is None else torch.device("cuda", local_rank % torch.cuda.device_count())
+    if index:
+        if int(index) >= torch.cuda.device_count():
+            raise SpecError(f"there is no device {name}: this host has {torch.cuda.device_count()} GPUs, from cuda:0; use one of them")
+        return torch.device("cuda", int(index))
+    return settled(torch.device("cuda")) if local_rank is None else torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def join(device: str = "auto") -> World:
@@ -114,29 +110,60 @@ def join(device: str = "auto") -> World:
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
+    quiet.hush()
     _end_with_parent()
     _Joined.store = _Joined.store or find_store(rank, size, start)
     _Joined.times += 1
     store = PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store)
-    there = everyone(store, rank, size, where, start)
+    there = everyone(store, rank, size, {**_self(where), "fault": unreachable(on_gpu=where.type == "cuda")}, start)
+    _check_interfaces(there)
     # One GPU cannot be two ranks of NCCL: where workers share one, or some have none, tensors go through the host's memory.
     gpus = [one["gpu"] for one in there]
     check_gpus(there)
     backend = "nccl" if "" not in gpus and len(set(gpus)) == size else "gloo"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-        store=PrefixStore("group", store),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout),
-    )
+    contact.remember(there)
+    groups.limit(timeout)
+    try:
+        with quiet.silent():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+                store=PrefixStore("group", store),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout),
+            )
+    except (RuntimeError, ValueError, OSError) as error:
+        if contact.lost(error):
+            raise contact.of(error) from None
+        raise WorkerError(
+            f"rank {rank} cannot connect to the others ({reason(error)}); see that they reach each other, and which "
+            "interface is meant (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+        ) from error
     _Joined.made_group = True
     _Joined.waits = PrefixStore("waits", store)
     hosts = [one["host"] for one in there]
-    return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend)
+    return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend, mixed=_mixed(gpus))
 
 
-def check_gpus(there: Sequence[Mapping[str, str]]) -> None:
+def _self(device: torch.device) -> dict[str, Any]:
+    """What this worker says of itself."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return {**identity(os.getpid()), "gpu": gpu}
+
+
+def _mixed(gpus: Sequence[str]) -> bool:
+    return any(gpus) and not all(gpus)
+
+
+def _check_interfaces(there: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse, on all workers alike, where one of them cannot be reached as it was told to be."""
+    faults = [one["fault"] for one in there]
+    for rank, fault in enumerate(faults):
+        if fault:
+            raise for_all(WorkerError(fault if set(faults) == {fault} else f"rank {rank}: {fault}"))
+
+
+def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
     """Refuse workers of one GPU: they would only take turns on it. For trials the environment may allow it."""
     if os.environ.get(SHARE_GPU) == "1":
         return
@@ -159,11 +186,13 @@ def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerErro
 def leave(world: World) -> None:
     """Undo what `join` made. A group that the user made stays, and a second call does nothing."""
     if world.size > 1 and _Joined.made_group and dist.is_initialized():
+        groups.forget()
         dist.destroy_process_group()
         _Joined.made_group = False
         _Joined.waits = None
 
 
+@contact.kept
 def exchange(world: World, text: str) -> list[str]:
     """The texts of all ranks, in their order."""
     if world.size == 1:
@@ -244,14 +273,6 @@ def same(world: World, what: Mapping[str, str]) -> None:
                 )
 
 
-def lost(error: BaseException) -> bool:
-    """Whether an error only says that another worker has gone: the cause is told elsewhere."""
-    if isinstance(error, dist.DistNetworkError):
-        return True
-    message = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(part in message for part in LOSSES)
-
-
 def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
     """Of an error that all workers raise one tells; the others stay until it has, because a launcher ends all after the first."""
     if rank == error.told_by:
@@ -292,8 +313,20 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
         )
     rank, size = dist.get_rank(), dist.get_world_size()
     where = _taken(pick_device(device, local_rank))
-    backend = "" if size == 1 else "nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo"
-    return World(rank, size, local_rank, local_size, where, backend)
+    world = World(rank, size, local_rank, local_size, where, "")
+    if size == 1:
+        return world
+    there = [json.loads(text) for text in exchange(world, json.dumps(_self(where)))]
+    contact.remember(there)
+    mixed = _mixed([one["gpu"] for one in there])
+    if mixed and "cuda:nccl" in config:
+        raise for_all(
+            WorkerError(
+                "some workers compute on a GPU and some do not, and the process group sends from GPUs by NCCL, which the others have not; "
+                'make it with init_process_group("gloo")'
+            )
+        )
+    return replace(world, backend="nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo", mixed=mixed)
 
 
 def _taken(device: torch.device) -> torch.device:

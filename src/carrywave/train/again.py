@@ -96,9 +96,13 @@ def working() -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt):
             causes.leave(where, "user", INTERRUPTED, str(error) or "interrupted", error)
             sys.exit(INTERRUPTED)
-        from carrywave.parallel.world import lost
+        from carrywave.parallel import contact
 
-        causes.leave(where, "lost" if lost(error) else "fault", FAULT, f"{type(error).__name__}: {error}", error, with_trace=True)
+        if contact.lost(error):
+            said = contact.of(error)
+            causes.leave(where, "lost", FAULT, str(said), error, with_trace=True, peer=said.rank)
+        else:
+            causes.leave(where, "fault", FAULT, f"{type(error).__name__}: {error}", error, with_trace=True)
         sys.exit(FAULT)
 
 

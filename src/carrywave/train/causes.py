@@ -6,37 +6,34 @@ A worker that only lost contact with another tells nothing new; one that was kil
 from __future__ import annotations
 
 import json
-import os
 import signal
-import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from carrywave import errors
 from carrywave.errors import UserError
+from carrywave.parallel.cause import FOLDER, Cause, Kind, folder, leave
 
-FOLDER = "CARRYWAVE_CAUSES"  # the variable that names the folder of these files, in workers that `launch.start` started
+__all__ = [
+    "FAULT",
+    "FOLDER",
+    "INTERRUPTED",
+    "MISTAKE",
+    "STOPPED",
+    "Cause",
+    "Ended",
+    "Kind",
+    "ended",
+    "folder",
+    "leave",
+    "read",
+    "run_of",
+    "tell_run",
+]
+
 RUN = "run"  # the file beside them that names the folder of the run
 FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130  # exit codes
-
-Kind = Literal["user", "fault", "lost"]
-
-
-@dataclass(frozen=True)
-class Cause:
-    """The failure of one worker."""
-
-    rank: int
-    kind: Kind
-    code: int
-    message: str
-    error: str = ""  # the class of the error
-    trace: str = ""
-    shared: bool = False  # all workers raise it, and the message names the rank where one is to be named
-    seconds: float = 0.0  # when
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,8 @@ class Ended:
     rank: int | None = field(default=None, compare=False)  # of the worker that failed first, where one did
     died: bool = field(default=False, compare=False)  # of something that may not come again: no mistake, and no end in good order
     logs: Path | None = field(default=None, compare=False)  # the folder with all that the workers said
+    lost: bool = field(default=False, compare=False)  # contact with others was, and nothing else is known here
+    peer: int | None = field(default=None, compare=False)  # with whom, where that is known
 
     def check(self) -> None:
         """The failure as the error it was in the worker; nothing where all is well."""
@@ -61,29 +60,6 @@ class Ended:
         if self.code not in (0, STOPPED):
             more = "" if self.logs is None else f"; full logs: {self.logs}"
             raise RuntimeError(f"{self.message}{more}\n{self.trace}".rstrip())
-
-
-def folder() -> Path | None:
-    """Where this worker leaves its failure; None: nobody would read it."""
-    name = os.environ.get(FOLDER)
-    return Path(name) if name else None
-
-
-def leave(where: Path, kind: Kind, code: int, message: str, error: BaseException | None = None, *, with_trace: bool = False) -> None:
-    """Write the failure of this worker for the process that started it."""
-    cause = Cause(
-        rank=int(os.environ.get("RANK", "0")),
-        kind=kind,
-        code=code,
-        message=message,
-        error="" if error is None else type(error).__name__,
-        trace="".join(traceback.format_exception(error)) if with_trace and error is not None else "",
-        shared=getattr(error, "told_by", None) is not None,
-        seconds=time.time(),
-    )
-    part = where / f"{cause.rank}.part"
-    part.write_text(json.dumps(asdict(cause)), encoding="utf-8")
-    part.replace(where / f"{cause.rank}.json")
 
 
 def tell_run(path: Path) -> None:
@@ -134,7 +110,9 @@ def ended(
             what = f"worker {rank} of {size} ended with exit code {code}; what it printed says why"
             return Ended(code, what, rank=rank, died=code != MISTAKE)
     if causes:
-        return Ended(FAULT, "contact with the other workers was lost; where they run, it is said why", died=True)
+        # Who names the other says more than who does not.
+        first = min(causes.values(), key=lambda cause: (cause.peer is None, cause.seconds))
+        return Ended(FAULT, first.message, rank=first.rank, died=True, lost=True, peer=first.peer)
     if asked is not None and any(code < 0 for code in codes.values()):
         # Before the first step there is nothing to write; ended by us means that there was a second signal.
         return Ended(128 + asked, "ended at once; what was done since the last snapshot is lost" if told_of else "")

@@ -72,6 +72,8 @@ def start(
             outcome = replace(outcome, run=outcome.run or run)
             run = outcome.run
             ended = _with_logs(outcome, signals)
+            if ended.lost and meeting is not None:
+                ended = replace(ended, message=f"{ended.message.partition(';')[0]}{meeting.advice(ended.peer)}")
             if ended.died and signals.asked is None and signals.noted:
                 # It came while nobody was there to take it.
                 signals.asked = signals.noted.pop()
@@ -113,7 +115,7 @@ def _with_logs(outcome: Outcome, signals: Signals) -> Ended:
     """How an attempt ended, with its logs put into the run."""
     ended, run = outcome.ended, outcome.run
     logs = outcome.outputs.publish(run)
-    if logs is None and ended.died and ended.rank is not None and not ended.trace:
+    if logs is None and ended.died and ended.rank is not None and not ended.trace and not ended.lost:
         outcome.outputs.show_errors(ended.rank)
     outcome.outputs.close()
     ended = replace(ended, logs=logs)
@@ -176,8 +178,10 @@ class _Meeting:
     """Hosts tell each other how many workers they start, in a store at the address of the first; their workers meet in the same store."""
 
     def __init__(self, hosts: Hosts, devices: int) -> None:
+        from carrywave.parallel import quiet
         from carrywave.parallel.meeting import open_store, start_seconds
 
+        quiet.hush()
         seconds = start_seconds()
         host, port = hosts.meeting
         count = len(hosts.addresses)
@@ -192,6 +196,8 @@ class _Meeting:
                 )
             time.sleep(POLL_SECONDS)
         each = [int(self.store.get(f"host/{node}")) for node in range(count)]
+        self._node_of = [node for node, here in enumerate(each) for _ in range(here)]  # by rank
+        self._hosts = hosts
         self.first_rank, self.size = sum(each[: hosts.node]), sum(each)
         self.environment = {
             "MASTER_ADDR": host,
@@ -201,6 +207,17 @@ class _Meeting:
         interface = _interface_of(hosts.own_host)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             self.environment["GLOO_SOCKET_IFNAME"] = interface
+
+    def advice(self, rank: int | None) -> str:
+        """Which host that rank is on, and what to do where contact with it was lost."""
+        hosts = self._hosts
+        # Without a rank it was the first host, where all meet; on that one it may be any.
+        nodes = [self._node_of[rank]] if rank is not None else [0] if hosts.node else range(1, len(hosts.names))
+        named = ", ".join(f"{hosts.addresses[node]} ({hosts.names[node]} in TF_CONFIG)" for node in nodes)
+        return (
+            f"; look at {named}: if it has ended, it is said there why; if it has not, see that the hosts reach each other. "
+            "Then start every host again with --resume"
+        )
 
 
 def _interface_of(host: str) -> str | None:

@@ -200,7 +200,8 @@ class Loop:
         self.clock.count(real)
         alone = self.trainer.plan.workers == 1
         # Workers look at the same steps, not by their own clocks, so that all of them leave at the same one.
-        look = self.trainer.device.type == "cpu" or (self.clock.due() if alone else at.step % LOOK_EVERY == 0)
+        at_once = self.trainer.device.type == "cpu" and not self.trainer.mesh.world.mixed
+        look = at_once or (self.clock.due() if alone else at.step % LOOK_EVERY == 0)
         if look:
             self.check()
         if self.clock.due():

@@ -53,7 +53,7 @@ def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Who
     """The place of this process among those that a launcher started; alone where there is none."""
     many = launched()
     if many:
-        world = join("auto" if device is None else torch.device(device).type)
+        world = join(_asked(next(model.parameters()).device if device is None else torch.device(device), given=device is not None))
     elif isinstance(plan, Plan) and plan.workers > 1:
         raise PlanError(
             f"the plan needs {plan.workers} workers, and this is one; start the program with torchrun --nproc-per-node {plan.workers}"
@@ -65,6 +65,13 @@ def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Who
     if many:
         return Mesh(world, plan)
     return Mesh.alone(next(model.parameters()).device if device is None else torch.device(device), plan)
+
+
+def _asked(device: torch.device, *, given: bool) -> str:
+    """What a worker of several asks for: the device that was given, or the GPU that the model is on. A model on the CPU leaves it open."""
+    if device.type == "cuda":
+        return str(device)
+    return device.type if given else "auto"
 
 
 def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:

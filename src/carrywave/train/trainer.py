@@ -21,7 +21,7 @@ from carrywave.model.leaves import Audit
 from carrywave.model.model import Model
 from carrywave.model.state import State
 from carrywave.model.whole import Whole
-from carrywave.parallel import gradients, pipeline
+from carrywave.parallel import contact, gradients, pipeline
 from carrywave.parallel.capture import Capture, Lanes, Parts
 from carrywave.parallel.clock import Clock
 from carrywave.parallel.gradients import Reducer
@@ -146,6 +146,7 @@ class Trainer:
             self._look(result.finite)
         return (result.loss_sum / result.count.clamp(min=1e-30)).to(torch.float32)
 
+    @contact.kept
     def update(self, *batches: Batch) -> StepResult:
         """One optimizer step, with its sums; they last until the next one."""
         if not self.model.training:

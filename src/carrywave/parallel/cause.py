@@ -1,0 +1,63 @@
+"""The failure of one worker, left as a file for the process that started it. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+FOLDER = "CARRYWAVE_CAUSES"  # the variable that names the folder of these files, in workers that `launch.start` started
+
+Kind = Literal["user", "fault", "lost"]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The failure of one worker."""
+
+    rank: int
+    kind: Kind
+    code: int
+    message: str
+    error: str = ""  # the class of the error
+    trace: str = ""
+    shared: bool = False  # all workers raise it, and the message names the rank where one is to be named
+    seconds: float = 0.0  # when
+    peer: int | None = None  # the rank that contact was lost with, where it is known
+
+
+def folder() -> Path | None:
+    """Where this worker leaves its failure; None: nobody would read it."""
+    name = os.environ.get(FOLDER)
+    return Path(name) if name else None
+
+
+def leave(
+    where: Path,
+    kind: Kind,
+    code: int,
+    message: str,
+    error: BaseException | None = None,
+    *,
+    with_trace: bool = False,
+    peer: int | None = None,
+) -> None:
+    """Write the failure of this worker for the process that started it."""
+    cause = Cause(
+        rank=int(os.environ.get("RANK", "0")),
+        kind=kind,
+        code=code,
+        message=message,
+        error="" if error is None else type(error).__name__,
+        trace="".join(traceback.format_exception(error)) if with_trace and error is not None else "",
+        shared=getattr(error, "told_by", None) is not None,
+        seconds=time.time(),
+        peer=peer,
+    )
+    part = where / f"{cause.rank}.part"
+    part.write_text(json.dumps(asdict(cause)), encoding="utf-8")
+    part.replace(where / f"{cause.rank}.json")

@@ -1,0 +1,55 @@
+"""Network interfaces that the environment names for gloo and NCCL, looked at before anybody connects.
+
+So a name that is none is said in words, and on every worker. Torch would say it on the one that has it, while the others wait.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from torch.distributed import ProcessGroupGloo
+
+from carrywave.parallel.meeting import reason
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def unreachable(*, on_gpu: bool) -> str:
+    """Why others cannot connect to this worker, as a sentence with its remedy; nothing where they can."""
+    there = [name for _, name in socket.if_nameindex()]
+    for variable, missing in ((GLOO, _missing_for_gloo(there)), (NCCL, _missing_for_nccl(there) if on_gpu else None)):
+        if missing is not None:
+            return (
+                f"{variable}={os.environ[variable]}: this host has no network interface {missing} "
+                f"(it has {', '.join(there)}); correct it, or unset it"
+            )
+    try:
+        _try_gloo()
+    except (RuntimeError, OSError) as error:
+        named = os.environ.get(GLOO)
+        which = f"through {named} ({GLOO})" if named else "by its own name"
+        return f"no connection can be made to this host {which}: {reason(error)}; set {GLOO} to one of {', '.join(there)}"
+    return ""
+
+
+def _missing_for_gloo(there: list[str]) -> str | None:
+    named = os.environ.get(GLOO, "")
+    return next((name for name in named.split(",") if name not in there), None) if named else None
+
+
+def _missing_for_nccl(there: list[str]) -> str | None:
+    """NCCL takes the beginnings of names; = means a whole one, ^ all others."""
+    named = os.environ.get(NCCL, "")
+    if not named or named.startswith("^"):
+        return None
+    names = named.removeprefix("=").split(",")
+    fits = any(name == each if named.startswith("=") else name.startswith(each) for name in there for each in names)
+    return None if fits else named
+
+
+def _try_gloo() -> None:
+    """What torch will do: it listens for a moment at the address that it would use."""
+    named = os.environ.get(GLOO, "")
+    for name in named.split(",") if named else [""]:
+        ProcessGroupGloo.create_device(interface=name) if name else ProcessGroupGloo.create_default_device()
