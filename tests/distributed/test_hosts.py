@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -155,3 +157,30 @@ def test_train_over_two_hosts(cluster: Cluster) -> None:
     assert [host.returncode for host in ended] == [0, 0], ended
     assert "run: 4 steps" in ended[0].stdout
     assert ended[1].stdout == ""
+    assert [host.stderr for host in ended] == ["", ""]  # none of what torch logs of names that lead nowhere
+
+
+def test_a_link_that_fails_is_told_on_both_hosts(cluster: Cluster) -> None:
+    words = ["-m", "carrywave", "train", "--device", "cpu", "--run", "run", "model.hidden=8", "model.layers=1", "train.epochs=1000"]
+    words += ["batch.lanes=4", "batch.steps=8", "train.snapshot_every=5"]
+    limits = {"CARRYWAVE_HEARTBEAT_SECONDS": "4"}
+    hosts = [cluster.start(node, words, **limits, **tf_config(node, 29756)) for node in range(2)]
+    wire = f"{cluster.hosts[0][-8:]}w"
+    try:
+        deadline = time.monotonic() + 120
+        while not (cluster.folder / "run" / "snapshots" / "last").is_file() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        subprocess.run(["ip", "-n", cluster.hosts[0], "link", "set", wire, "down"], check=True)
+        said = [host.communicate(timeout=120)[1] for host in hosts]
+    finally:
+        subprocess.run(["ip", "-n", cluster.hosts[0], "link", "set", wire, "up"], check=True)
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [1, 1]
+    for node, text in enumerate(said):
+        assert text.count("\n") == 1, text
+        assert re.search(r"^carrywave: .* gave no sign of life for \d+ s, since \d\d:\d\d:\d\d \(stopped, or out of reach\?\); ", text)
+        name = ("worker 0", "chief 0")[node]
+        assert f"; look at {ADDRESSES[1 - node]}:29756 ({name} in TF_CONFIG): if it has ended, it is said there why; " in text
+        assert "Then start every host again with --resume" in text
+    assert "carrywave: rank 1 on node1 gave no sign of life" in said[0]

@@ -144,6 +144,8 @@ from carrywave.parallel.world import exchange, join, together
 def main(how):
     world = join("cpu")
     exchange(world, "")
+    if how == "orphaned" and rank == world.size - 1:
+        os.kill(os.getppid(), signal.SIGKILL)
     if rank == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -151,8 +153,6 @@ def main(how):
             raise ValueError("oops")
         if how == "mistake":
             raise DataError("train.txt is empty; write something into it")
-        if how == "orphaned":
-            os.kill(os.getppid(), signal.SIGKILL)
     if how == "together":
         with together(world):
             if rank == 1:
@@ -189,14 +189,15 @@ def test_one_cause(how: str, code: int, message: str, write: Write, capfd: pytes
 
 
 @pytest.mark.slow
-def test_workers_stop_in_good_order_when_the_process_that_started_them_is_gone(write: Write, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_workers_stop_in_good_order_when_the_process_that_started_them_is_gone(count: int, write: Write, tmp_path: Path) -> None:
     command = [*worker(FAILS, write), "orphaned"]
-    parent = write("parent.py", f"from carrywave.train.launch import start\nstart({command!r}, 2)\n")
+    parent = write("parent.py", f"from carrywave.train.launch import start\nstart({command!r}, {count})\n")
     assert subprocess.run([sys.executable, parent], cwd=tmp_path, timeout=60).returncode == -signal.SIGKILL
     deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("stopped-*"))) < 2 and time.monotonic() < deadline:
+    while len(list(tmp_path.glob("stopped-*"))) < count and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(list(tmp_path.glob("stopped-*"))) == 2
+    assert len(list(tmp_path.glob("stopped-*"))) == count
 
 
 # A script that runs again in its workers.

@@ -113,6 +113,8 @@ def test_a_device_that_is_not_known_is_refused() -> None:
         ({"WORLD_SIZE": 2}, "WORLD_SIZE is set and RANK is not"),
         ({"RANK": 0, "WORLD_SIZE": 2}, "RANK is set and LOCAL_RANK is not; .* SLURM_LOCALID"),
         ({"RANK": "one", "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=one is not a whole number >= 0"),
+        ({"RANK": "٣", "WORLD_SIZE": 4, "LOCAL_RANK": 0}, "RANK=٣ is not a whole number >= 0"),
+        ({"RANK": "9" * 5000, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=9{57}… is not a whole number >= 0"),
         ({"RANK": -1, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=-1 is not a whole number >= 0"),
         ({"RANK": 2, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK=2 does not fit WORLD_SIZE=2"),
         ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, "RANK is set and MASTER_ADDR is not"),
@@ -125,6 +127,10 @@ def test_a_device_that_is_not_known_is_refused() -> None:
         (
             {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": 29500},
             "the host no.such.host.invalid is not known",
+        ),
+        (
+            {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "a" * 300, "MASTER_PORT": 29500},
+            "the host a{57}… is not known",
         ),
     ],
 )
@@ -147,6 +153,35 @@ def test_a_rank_0_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch, list
         free = other.getsockname()[1]
     launcher(monkeypatch, RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free, CARRYWAVE_START_SECONDS=0.2)
     with pytest.raises(WorkerError, match=f"nothing answers at 127.0.0.1:{free} within 0.2 s; start rank 0 there"):
+        join("cpu")
+
+
+def free_port() -> int:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        return int(other.getsockname()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
+def test_an_address_that_is_a_number_is_the_only_one_listened_at() -> None:
+    port = free_port()
+    store = open_store("127.0.0.1", port, True, 5.0)
+    store.set("word", "there")
+    lines = [line.split()[1:4:2] for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    assert [address for address, state in lines if state == "0A" and address.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+    assert open_store("127.0.0.1", port, False, 5.0).get("word") == b"there"
+
+
+def test_an_address_that_only_others_can_use_does_not_keep_the_first_waiting() -> None:
+    """Behind a service's address, say; where it is a mistake, those that stay away are named."""
+    store = open_store("192.0.2.1", free_port(), True, 5.0)
+    store.set("word", "there")
+    assert store.get("word") == b"there"
+
+
+def test_of_many_that_stay_away_some_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launcher(monkeypatch, RANK=0, WORLD_SIZE=99_999_999, LOCAL_RANK=0, CARRYWAVE_STORE=tmp_path / "store", CARRYWAVE_START_SECONDS=0.1)
+    with pytest.raises(WorkerError, match=r"^ranks 1, 2, 3, 4, 5, 6, 7, 8 and others of 99999999 did not show up"):
         join("cpu")
 
 

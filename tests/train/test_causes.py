@@ -64,6 +64,12 @@ def test_lost_contact_alone() -> None:
     assert not of([1, 1], cause(0, "lost"), cause(1, "fault")).lost
 
 
+def test_a_signal_before_the_first_step_of_one_is_no_lost_contact() -> None:
+    """The one that had begun only misses the one that the signal ended."""
+    assert of([1, -15], cause(0, "lost"), asked=15) == Ended(143)
+    assert of([1, 1], cause(0, "lost"), cause(1, "lost"), asked=15).lost
+
+
 def test_a_signal_that_was_passed_on() -> None:
     assert of([-15, -15], asked=15) == Ended(143)
     assert of([-9, -9], asked=2, killed=(0, 1)).code == 130

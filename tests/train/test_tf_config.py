@@ -39,6 +39,7 @@ def test_one_machine_is_no_cluster(environment: dict[str, str]) -> None:
     ("environment", "message"),
     [
         ({"TF_CONFIG": "{cluster"}, "TF_CONFIG is not JSON"),
+        ({"TF_CONFIG": "[" * 100_000}, "TF_CONFIG is not JSON"),
         ({"TF_CONFIG": "[1]"}, "TF_CONFIG is not a JSON object"),
         ({"TF_CONFIG": '{"task": {"type": "worker", "index": 0}}'}, "TF_CONFIG has no cluster"),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, "TF_CONFIG has no task"),

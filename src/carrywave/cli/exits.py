@@ -20,6 +20,7 @@ from typing import ParamSpec
 import typer
 
 from carrywave.errors import UserError
+from carrywave.parallel import environment
 from carrywave.train import begun, causes, logs
 from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, Ended
 
@@ -50,6 +51,7 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
+            environment.check()
             command(*args, **kwargs)
         except UserError as error:
             _say(MISTAKE, str(error), error)

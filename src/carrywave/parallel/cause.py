@@ -33,7 +33,7 @@ class Cause:
 def folder() -> Path | None:
     """Where this worker leaves its failure; None: nobody would read it."""
     name = os.environ.get(FOLDER)
-    return Path(name) if name else None
+    return Path(name) if name and Path(name).is_dir() else None
 
 
 def leave(

@@ -5,6 +5,8 @@ Every worker says in the store that it is there, so that one that stays away is 
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import json
 import os
 import re
@@ -13,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from carrywave.errors import UserError, WorkerError
 from carrywave.parallel import quiet
 
 START_SECONDS = 60.0
+NAMED = 8  # ranks in a message
 
 
 def number(name: str) -> int:
@@ -31,13 +35,9 @@ def number(name: str) -> int:
         given = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
         hint = " (under srun to SLURM_LOCALID)" if name == "LOCAL_RANK" else ""
         raise WorkerError(f"{given} is set and {name} is not; start the workers with torchrun, or set it too{hint}")
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise WorkerError(f"{name}={text} is not a whole number >= 0; correct it, or start the workers with torchrun")
-    return value
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise WorkerError(f"{name}={short(text)} is not a whole number >= 0; correct it, or start the workers with torchrun")
+    return int(text)
 
 
 def start_seconds() -> float:
@@ -78,20 +78,40 @@ def find_store(rank: int, size: int, seconds: float) -> Store:
 
 
 def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore:
-    """The store at an address: the first opens it there, the others find it."""
+    """The store at an address: the first opens it there, the others find it.
+
+    Where the address is a number, the first listens there alone; a name may lead elsewhere for the others, so that it listens on all of
+    its interfaces. It reaches its own store by the shortest way: the address may be one that only the others can use.
+    """
     nobody = WorkerError(f"nothing answers at {address}:{port} within {seconds:g} s; start rank 0 there, or correct the address and port")
     try:
         socket.getaddrinfo(address, port)
-    except socket.gaierror as error:
-        raise WorkerError(f"the host {address} is not known ({error.strerror}); correct the address where rank 0 is") from error
-    if not first:
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "no name of a host"
+        raise WorkerError(f"the host {short(address)} is not known ({why}); correct the address where rank 0 is") from error
+    handle: int | None = None
+    if first:
+        handle = _listen(address, port)
+        address = "127.0.0.1" if handle is None else address
+    else:
         _await_listener(address, port, seconds, nobody)
     made: list[TCPStore | RuntimeError] = []
 
     def make() -> None:
         try:
             with quiet.silent():
-                made.append(TCPStore(address, port, None, first, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True))
+                made.append(
+                    TCPStore(
+                        address,
+                        port,
+                        None,
+                        first,
+                        timedelta(seconds=seconds),
+                        wait_for_workers=False,
+                        multi_tenant=True,
+                        master_listen_fd=handle,
+                    )
+                )
         except RuntimeError as error:
             made.append(error)
 
@@ -104,11 +124,34 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
     if isinstance(made[0], RuntimeError):
         message = str(made[0]).lower()
         if "eaddrinuse" in message or "address already in use" in message:
-            raise WorkerError(
-                f"port {port} on {address} is taken by another program; use a free one (MASTER_PORT, --master-port)"
-            ) from made[0]
+            raise _taken(address, port) from made[0]
         raise nobody from made[0]
     return made[0]
+
+
+def _listen(address: str, port: int) -> int | None:
+    """The handle of a socket that listens at an address given as a number; None where it is a name, or none of this host."""
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return None
+    listener = socket.socket(socket.AF_INET if known.version == 4 else socket.AF_INET6)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise _taken(address, port) from error
+        if error.errno == errno.EACCES:
+            raise WorkerError(f"port {port} may not be opened by this user; use one from 1024 to 65535") from error
+        return None
+    return listener.detach()
+
+
+def _taken(address: str, port: int) -> WorkerError:
+    return WorkerError(f"port {port} on {address} is taken by another program; use a free one (MASTER_PORT, --master-port)")
 
 
 def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError) -> None:
@@ -136,7 +179,7 @@ def everyone(store: Store, rank: int, size: int, said: Mapping[str, Any], second
             elif store.check(["absent"]):
                 raise _absent(json.loads(store.get("absent")), size, seconds)
             elif time.monotonic() > deadline:
-                missing = [other for other in range(awaited, size) if not store.check([_here(other)])]
+                missing = list(islice((other for other in range(awaited, size) if not store.check([_here(other)])), NAMED + 1))
                 store.set("absent", json.dumps(missing))
                 time.sleep(1.0)  # the others read it too, before the store goes with this process
                 raise _absent(missing, size, seconds)
@@ -152,13 +195,15 @@ def _here(rank: int) -> str:
 
 
 def _absent(missing: Sequence[int], size: int, seconds: float) -> UserError:
-    named = [str(rank) for rank in missing]
+    named = [str(rank) for rank in missing[:NAMED]]
+    if len(missing) > NAMED:
+        named.append("others")
     who = f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}"
     error = WorkerError(
         f"{who} of {size} did not show up within {seconds:g} s; start every worker, and see that each reaches rank 0 "
         "(CARRYWAVE_START_SECONDS waits longer)"
     )
-    return for_all(error, told_by=min(set(range(size)) - set(missing), default=0))
+    return for_all(error, told_by=next((rank for rank in range(size) if rank not in missing), 0))
 
 
 def for_all(error: UserError, told_by: int = 0) -> UserError:

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave import errors
 from carrywave.errors import SpecError, UserError, WorkerError
-from carrywave.parallel import contact, groups, heartbeat, quiet
+from carrywave.parallel import contact, environment, groups, heartbeat, quiet
 from carrywave.parallel.interfaces import unreachable
 from carrywave.parallel.launched import launched
 from carrywave.parallel.meeting import everyone, find_store, for_all, identity, number, reason, seconds_of, short, start_seconds
@@ -61,6 +61,7 @@ class _Joined:
     waited = 0
     times = 0  # every join has keys of its own: addresses of an earlier one lead nowhere
     made_group = False
+    watches_parent = False
 
 
 def settled(device: torch.device) -> torch.device:
@@ -76,7 +77,9 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
         raise SpecError(f"device {name!r} is not one of auto, cpu and cuda; use one of them")
     there = torch.cuda.is_available()
     if kind == "cuda" and not there:
-        raise SpecError("device cuda was asked for and no GPU can be used; use --device cpu")
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hint = "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
+        raise SpecError(f"device cuda was asked for and no GPU can be used{hint}; use --device cpu")
     if kind == "cpu" or not there:
         return torch.device("cpu")
     if index:
@@ -88,6 +91,7 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
 
 def join(device: str = "auto") -> World:
     """The world that the launcher's variables describe, with every worker in it; alone where there are none."""
+    environment.check()
     if not launched():
         if dist.is_initialized():  # by the user, without a launcher
             return _of_group(device, dist.get_rank(), dist.get_world_size())
@@ -106,12 +110,12 @@ def join(device: str = "auto") -> World:
             )
         return _of_group(device, local_rank, local_size or size)
     heartbeat.start()
+    _end_with_parent()
     where = _taken(pick_device(device, number("CARRYWAVE_PLACE") if "CARRYWAVE_PLACE" in os.environ else local_rank))
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
     quiet.hush()
-    _end_with_parent()
     _Joined.store = _Joined.store or find_store(rank, size, start)
     _Joined.times += 1
     store = PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store)
@@ -338,8 +342,9 @@ def _taken(device: torch.device) -> torch.device:
 def _end_with_parent() -> None:
     """A worker of a local launch stops in good order when the process that started it is gone: nobody else would end it."""
     parent = os.environ.get("CARRYWAVE_PARENT")
-    if parent is None or _Joined.times:
+    if not parent or _Joined.watches_parent:
         return
+    _Joined.watches_parent = True
 
     def watch() -> None:
         while os.getppid() == int(parent):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
-from carrywave.parallel import heartbeat
+from carrywave.parallel import environment, heartbeat
 from carrywave.parallel.launched import is_first
 from carrywave.train import causes
 from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, Ended
@@ -37,6 +37,7 @@ _results: list[Told | None] = []  # of the calls that this process has begun; No
 
 def begin() -> Told | None:
     """Count a call of `fit`; to be called first in each. What it gave in the process that started this one; None: do the work."""
+    environment.check()
     _results.append(None)
     heartbeat.start()
     if CALL not in os.environ:

@@ -22,6 +22,7 @@ from carrywave.parallel import heartbeat
 from carrywave.train import causes
 from carrywave.train.causes import INTERRUPTED, MISTAKE, STOPPED, Ended
 from carrywave.train.logs import Outputs
+from carrywave.train.stop import let_go_of_terminal, wanted
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # after a mistake: for workers to name it too, then again to end when told to
@@ -39,7 +40,7 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            for number in wanted((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -48,6 +49,8 @@ class Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            let_go_of_terminal()
         self.noted.append(number)
 
 
@@ -132,9 +135,11 @@ class _Watch:
         """Whether it was the second, and all are ended."""
         while self.signals.noted:
             number = self.signals.noted.pop(0)
-            if self.signals.asked is not None:
+            if self.signals.asked is not None and number != signal.SIGHUP:
                 self._end(running)
                 return True
+            if self.signals.asked is not None:
+                continue
             self.signals.asked = number
             for worker in running.values():
                 worker.send_signal(number)

@@ -109,6 +109,8 @@ def ended(
         if code > 0 and code not in (STOPPED, INTERRUPTED) and rank not in causes:
             what = f"worker {rank} of {size} ended with exit code {code}; what it printed says why"
             return Ended(code, what, rank=rank, died=code != MISTAKE)
+    if asked is not None and -asked in codes.values() and not told_of - set(causes):
+        return Ended(128 + asked)  # one was ended by the signal before its first step, and the others only miss it
     if causes:
         # Who names the other says more than who does not.
         first = min(causes.values(), key=lambda cause: (cause.peer is None, cause.seconds))

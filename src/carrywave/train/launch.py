@@ -124,7 +124,7 @@ def _with_logs(outcome: Outcome, signals: Signals) -> Ended:
 
 def _asked_to_stop(ended: Ended, run: Path | None) -> Ended:
     """Asked to stop before the first step of an attempt: where there is a snapshot to go on from, that is a stop as any other."""
-    at_once = ended.code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1) and not ended.message
+    at_once = ended.code in {128 + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)} and not ended.message
     return Ended(STOPPED) if at_once and begun.last_step(run) is not None else ended
 
 
@@ -235,6 +235,6 @@ def _interface_of(host: str) -> str | None:
                     continue
                 if answer[20:24] == address:
                     return name
-    except (OSError, ImportError):
+    except (OSError, UnicodeError, ImportError):
         pass
     return None

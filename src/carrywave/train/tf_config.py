@@ -41,7 +41,7 @@ def read(environment: Mapping[str, str]) -> Hosts | None:
         return None
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WorkerError(f"TF_CONFIG is not JSON ({error}); write it like {EXAMPLE}, or unset it") from error
     cluster, task = _part(config, "cluster"), _part(config, "task")
     if not cluster and not task:

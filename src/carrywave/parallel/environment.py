@@ -1,0 +1,68 @@
+"""Environment variables that cannot be: said in one line before anything reads them, since libraries answer with warnings or tracebacks.
+
+Those that name who a worker is are read, and refused, where it joins the others. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from carrywave.errors import WorkerError
+
+MOST_THREADS = 4096
+
+
+class _Rule(NamedTuple):
+    names: tuple[str, ...]
+    holds: Callable[[str], bool]
+    what: str
+    remedy: str
+
+
+def _threads(text: str) -> bool:
+    # One number for each level of nesting.
+    return all(_whole(part.strip()) and 0 < int(part) <= MOST_THREADS for part in text.split(","))
+
+
+def _whole(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+OWN = "carrywave sets it for the workers that it starts: unset it"
+RULES = (
+    _Rule(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), _threads, f"a number of threads from 1 to {MOST_THREADS}", "correct it, or unset it"),
+    _Rule(
+        ("TORCH_CPP_LOG_LEVEL",),
+        lambda text: text in ("INFO", "WARNING", "ERROR", "FATAL", "0", "1", "2", "3"),
+        "one of INFO, WARNING, ERROR and FATAL",
+        "correct it, or unset it",
+    ),
+    _Rule(
+        ("TORCH_DISTRIBUTED_DEBUG",),
+        lambda text: text.upper() in ("OFF", "INFO", "DETAIL"),
+        "one of OFF, INFO and DETAIL",
+        "correct it, or unset it",
+    ),
+    _Rule(("CARRYWAVE_PARENT", "CARRYWAVE_PLACE", "CARRYWAVE_ATTEMPT", "CARRYWAVE_FIT"), _whole, "a whole number >= 0", OWN),
+    _Rule(("CARRYWAVE_CAUSES", "CARRYWAVE_BEATS"), lambda text: Path(text).is_dir(), "a folder that is there", OWN),
+    _Rule(("CARRYWAVE_FIT_EARLIER",), lambda text: Path(text).is_file(), "a file that is there", OWN),
+    _Rule(
+        ("CARRYWAVE_STORE",),
+        lambda text: Path(text).parent.is_dir() and (not Path(text).exists() or Path(text).is_file()),
+        "a file, or one that can be made",
+        OWN,
+    ),
+)
+
+
+def check() -> None:
+    """Refuse what cannot be. An empty variable is none."""
+    for rule in RULES:
+        for name in rule.names:
+            text = os.environ.get(name, "")
+            if text and not rule.holds(text):
+                shown = text if len(text) <= 60 else f"{text[:57]}…"
+                raise WorkerError(f"{name}={shown} is not {rule.what}; {rule.remedy}")

@@ -1,0 +1,99 @@
+"""Variables that cannot be are refused in one line, before a library complains of them in its own way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from carrywave.errors import WorkerError
+from carrywave.parallel import environment
+from carrywave.parallel.interfaces import unreachable
+
+OWN = "carrywave sets it for the workers that it starts: unset it"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("OMP_NUM_THREADS", "many", "OMP_NUM_THREADS=many is not a number of threads from 1 to 4096; correct it, or unset it"),
+        ("OMP_NUM_THREADS", "0", "OMP_NUM_THREADS=0 is not a number of threads"),
+        ("OMP_NUM_THREADS", "4,", "OMP_NUM_THREADS=4, is not a number of threads"),
+        ("MKL_NUM_THREADS", "9" * 100, f"MKL_NUM_THREADS={'9' * 57}… is not a number of threads"),
+        ("TORCH_CPP_LOG_LEVEL", "loud", "TORCH_CPP_LOG_LEVEL=loud is not one of INFO, WARNING, ERROR and FATAL; "),
+        ("TORCH_DISTRIBUTED_DEBUG", "yes", "TORCH_DISTRIBUTED_DEBUG=yes is not one of OFF, INFO and DETAIL; "),
+        ("CARRYWAVE_PARENT", "x", f"CARRYWAVE_PARENT=x is not a whole number >= 0; {OWN}"),
+        ("CARRYWAVE_FIT", "-1", f"CARRYWAVE_FIT=-1 is not a whole number >= 0; {OWN}"),
+        ("CARRYWAVE_CAUSES", "/no/such", f"CARRYWAVE_CAUSES=/no/such is not a folder that is there; {OWN}"),
+        ("CARRYWAVE_BEATS", "/dev/null", f"CARRYWAVE_BEATS=/dev/null is not a folder that is there; {OWN}"),
+        ("CARRYWAVE_STORE", "/dev/null", f"CARRYWAVE_STORE=/dev/null is not a file, or one that can be made; {OWN}"),
+    ],
+)
+def test_what_cannot_be(name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(WorkerError) as refused:
+        environment.check()
+    assert str(refused.value).startswith(message)
+
+
+def test_what_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (("OMP_NUM_THREADS", "4, 2"), ("MKL_NUM_THREADS", ""), ("TORCH_CPP_LOG_LEVEL", "2"), ("CARRYWAVE_PLACE", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CARRYWAVE_CAUSES", str(tmp_path))
+    monkeypatch.setenv("CARRYWAVE_STORE", str(tmp_path / "store"))
+    environment.check()
+
+
+def test_every_command_refuses_them_before_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    ended = subprocess.run([sys.executable, "-m", "carrywave", "schema"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("carrywave: OMP_NUM_THREADS=many is not a number of threads")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "missing"),
+    [
+        ("GLOO_SOCKET_IFNAME", "nope", "nope"),
+        ("GLOO_SOCKET_IFNAME", "lo,nope", "nope"),
+        ("NCCL_SOCKET_IFNAME", "nope", "nope"),
+        ("NCCL_SOCKET_IFNAME", "=l", "=l"),
+        ("NCCL_SOCKET_IFNAME", "l", None),  # the beginning of a name will do
+        ("NCCL_SOCKET_IFNAME", "^nope", None),
+        ("GLOO_SOCKET_IFNAME", "lo", None),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="loopback is lo")
+def test_interfaces(variable: str, value: str, missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    said = unreachable(on_gpu=True)
+    assert said == "" if missing is None else said.startswith(f"{variable}={value}: this host has no network interface {missing} (it has ")
+
+
+QUIET = """
+import datetime, sys
+import torch
+from torch.distributed import TCPStore
+from carrywave.parallel import quiet
+
+with quiet.silent():
+    try:
+        TCPStore("127.0.0.1", 1, None, False, datetime.timedelta(seconds=0.1), wait_for_workers=False)
+    except RuntimeError:
+        print("raised")
+"""
+
+
+@pytest.mark.parametrize("loud", [False, True], ids=["quiet", "as the user asks"])
+def test_what_torch_logs_of_connections_is_not_shown(loud: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    if loud:
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "WARNING")
+    ended = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "raised\n"
+    assert ("c10d" in ended.stderr) == loud
