@@ -124,6 +124,19 @@ def test_torchrun_over_two_hosts(cluster: Cluster, write: Write) -> None:
     assert cluster.said(4) == [[[rank, 4, rank % 2, 2], names] for rank in range(4)]
 
 
+def test_hosts_whose_names_lead_to_loopback_are_refused(cluster: Cluster, write: Write) -> None:
+    """Gloo would give the other host an address of its own, and both would wait for minutes."""
+    program = write("say.py", SAY)
+
+    def words(node: int) -> list[str]:
+        where = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}", "--master-port=29757"]
+        return ["-m", "torch.distributed.run", *where, program]
+
+    ended = cluster.run(words, lambda node: {})
+    for host in ended:
+        assert "WorkerError: the name of host node0 leads to loopback there, where other hosts cannot reach its rank 0; set" in host.stderr
+
+
 def test_tf_config_over_two_hosts_of_unequal_size(cluster: Cluster, write: Write) -> None:
     write("say.py", SAY)
     program = write("start.py", START)

@@ -10,7 +10,7 @@ import pytest
 
 from carrywave.errors import WorkerError
 from carrywave.parallel import environment
-from carrywave.parallel.interfaces import unreachable
+from carrywave.parallel.interfaces import check_hosts, unreachable
 
 OWN = "carrywave sets it for the workers that it starts: unset it"
 
@@ -73,6 +73,23 @@ def test_interfaces(variable: str, value: str, missing: str | None, monkeypatch:
     monkeypatch.setenv(variable, value)
     said = unreachable(on_gpu=True)
     assert said == "" if missing is None else said.startswith(f"{variable}={value}: this host has no network interface {missing} (it has ")
+
+
+def place(host: str, *, home: bool, fault: str = "") -> dict[str, object]:
+    return {"host": host, "boot": "1", "net": f"of {host}", "fault": fault, "home": home}
+
+
+def test_workers_that_lead_others_to_themselves_are_refused_on_several_hosts() -> None:
+    """They would wait for each other until the limit of a message."""
+    check_hosts([place("a", home=True), place("a", home=True)])
+    check_hosts([place("a", home=False), place("b", home=False)])
+    with pytest.raises(
+        WorkerError, match="the name of host b leads to loopback there, where other hosts cannot reach its rank 1; set"
+    ) as found:
+        check_hosts([place("a", home=False), place("b", home=True)])
+    assert found.value.told_by == 0
+    with pytest.raises(WorkerError, match=r"^rank 1: no; do$"):
+        check_hosts([place("a", home=True), place("a", home=True, fault="no; do")])
 
 
 QUIET = """

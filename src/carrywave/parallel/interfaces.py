@@ -5,12 +5,16 @@ So a name that is none is said in words, and on every worker. Torch would say it
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.distributed import ProcessGroupGloo
 
-from carrywave.parallel.meeting import reason
+from carrywave.errors import WorkerError
+from carrywave.parallel.meeting import for_all, reason
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -31,6 +35,33 @@ def unreachable(*, on_gpu: bool) -> str:
         which = f"through {named} ({GLOO})" if named else "by its own name"
         return f"no connection can be made to this host {which}: {reason(error)}; set {GLOO} to one of {', '.join(there)}"
     return ""
+
+
+def leads_home() -> bool:
+    """Whether gloo would tell the others an address that leads each of them to itself: what this host's own name stands for."""
+    if os.environ.get(GLOO):
+        return False
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None)
+        return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+    except (OSError, UnicodeError, ValueError):
+        return True  # torch then takes loopback too
+
+
+def check_hosts(there: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse, on all workers alike, where one of them cannot be reached: as it was told to be, or by workers elsewhere."""
+    faults = [str(one["fault"]) for one in there]
+    several = len({(one["boot"], one["net"]) for one in there}) > 1
+    for rank, one in enumerate(there):
+        if faults[rank]:
+            raise for_all(WorkerError(faults[rank] if len(set(faults)) == 1 else f"rank {rank}: {faults[rank]}"))
+        if several and one["home"]:
+            raise for_all(
+                WorkerError(
+                    f"the name of host {one['host']} leads to loopback there, where other hosts cannot reach its rank {rank}; "
+                    f"set {GLOO} on it to the interface that they reach (eth0, say)"
+                )
+            )
 
 
 def _missing_for_gloo(there: list[str]) -> str | None:

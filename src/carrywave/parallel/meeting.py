@@ -230,10 +230,11 @@ def identity(pid: int) -> dict[str, str | int]:
     try:
         born = _stat(pid)[19]
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        space = os.readlink(f"/proc/{pid}/ns/pid")
+        space, net = (os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("pid", "net"))
     except (OSError, IndexError):
-        return {"host": socket.gethostname(), "pid": pid, "born": f"unknown to {os.getpid()}", "boot": "", "space": ""}
-    return {"host": socket.gethostname(), "pid": pid, "born": born, "boot": boot, "space": space}
+        host = socket.gethostname()
+        return {"host": host, "pid": pid, "born": f"unknown to {os.getpid()}", "boot": "", "space": "", "net": host}
+    return {"host": socket.gethostname(), "pid": pid, "born": born, "boot": boot, "space": space, "net": net}
 
 
 def is_gone(known: Mapping[str, Any]) -> bool:

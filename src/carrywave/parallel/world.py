@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from carrywave import errors
 from carrywave.errors import SpecError, UserError, WorkerError
 from carrywave.parallel import contact, environment, groups, heartbeat, quiet
-from carrywave.parallel.interfaces import unreachable
+from carrywave.parallel.interfaces import check_hosts, leads_home, unreachable
 from carrywave.parallel.launched import launched
 from carrywave.parallel.meeting import everyone, find_store, for_all, identity, number, reason, seconds_of, short, start_seconds
 
@@ -119,8 +119,8 @@ def join(device: str = "auto") -> World:
     _Joined.store = _Joined.store or find_store(rank, size, start)
     _Joined.times += 1
     store = PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store)
-    there = everyone(store, rank, size, {**_self(where), "fault": unreachable(on_gpu=where.type == "cuda")}, start)
-    _check_interfaces(there)
+    there = everyone(store, rank, size, {**_self(where), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}, start)
+    check_hosts(there)
     # One GPU cannot be two ranks of NCCL: where workers share one, or some have none, tensors go through the host's memory.
     gpus = [one["gpu"] for one in there]
     check_gpus(there)
@@ -157,14 +157,6 @@ def _self(device: torch.device) -> dict[str, Any]:
 
 def _mixed(gpus: Sequence[str]) -> bool:
     return any(gpus) and not all(gpus)
-
-
-def _check_interfaces(there: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse, on all workers alike, where one of them cannot be reached as it was told to be."""
-    faults = [one["fault"] for one in there]
-    for rank, fault in enumerate(faults):
-        if fault:
-            raise for_all(WorkerError(fault if set(faults) == {fault} else f"rank {rank}: {fault}"))
 
 
 def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
