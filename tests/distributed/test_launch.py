@@ -96,7 +96,7 @@ def started(write: Write, tmp_path: Path, worker_text: str) -> subprocess.Popen[
 
 STOPS = """
 got = []
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, lambda number, frame: got.append(number))
 Path(f"there-{rank}").touch()
 while not got:
@@ -107,10 +107,12 @@ sys.exit(130 if signal.SIGINT in got else 75)
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75)])
 def test_a_signal_is_passed_on_once_and_their_end_awaited(number: signal.Signals, code: int, write: Write, tmp_path: Path) -> None:
     process = started(write, tmp_path, STOPS)
     process.send_signal(number)
+    if number != signal.SIGINT:
+        process.send_signal(number)  # its echo
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, "\n")
     assert [(tmp_path / f"got-{rank}").read_text() for rank in range(2)] == [str([int(number)])] * 2

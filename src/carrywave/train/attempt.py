@@ -22,7 +22,7 @@ from carrywave.parallel import heartbeat
 from carrywave.train import causes
 from carrywave.train.causes import INTERRUPTED, MISTAKE, STOPPED, Ended
 from carrywave.train.logs import Outputs
-from carrywave.train.stop import let_go_of_terminal, wanted
+from carrywave.train.stop import ECHO_SECONDS, let_go_of_terminal, wanted
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # after a mistake: for workers to name it too, then again to end when told to
@@ -37,6 +37,7 @@ class Signals:
         self.noted: list[int] = []
         self.asked: int | None = None  # the first
         self._before: dict[int, object] = {}
+        self._last = 0, 0.0  # signal, and when: the same again in the same moment is the same request
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -51,7 +52,10 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             let_go_of_terminal()
-        self.noted.append(number)
+        before, now = self._last, time.monotonic()
+        self._last = number, now
+        if number == signal.SIGINT or number != before[0] or now - before[1] > ECHO_SECONDS:
+            self.noted.append(number)
 
 
 @dataclass(frozen=True)
