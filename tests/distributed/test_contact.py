@@ -141,15 +141,15 @@ MIXED = """
     import json, os, signal
     from pathlib import Path
     from carrywave.errors import Diverged
-    from carrywave.parallel import world
+    from carrywave.train import agreement
     from carrywave.spec.load import load
     from carrywave.train.fit import train
     from carrywave.train.trainer import Trainer
 
     rank = int(os.environ["RANK"])
-    steps, update, said = 0, Trainer.update, world._self
+    steps, update = 0, Trainer.update
     if rank == 1:
-        world._self = lambda device: {**said(device), "gpu": "of another kind"}
+        agreement._kind = lambda device: "cuda of some kind"
 
     def counted(self, *batches):
         global steps

@@ -106,7 +106,7 @@ with quiet.silent():
 """
 
 
-@pytest.mark.parametrize("loud", [False, True], ids=["quiet", "as the user asks"])
+@pytest.mark.parametrize("loud", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quiet", "as the user asks"])
 def test_what_torch_logs_of_connections_is_not_shown(loud: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     if loud:

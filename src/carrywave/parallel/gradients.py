@@ -165,8 +165,6 @@ class Reducer:
         if self._armed and not self._owed(parameter):
             self.ready(parameter)
 
-    _added.is_ours = True  # type: ignore[attr-defined]  # among the hooks of a parameter, which may be the user's
-
     def ready(self, parameter: Tensor) -> None:
         """A gradient is final."""
         if id(parameter) not in self._of:
@@ -196,6 +194,7 @@ def _weakly(reducer: Reducer) -> Callable[[Tensor], None]:
         if reducer is not None:
             reducer._added(parameter)
 
+    added.is_ours = True  # type: ignore[attr-defined]  # among the hooks of a parameter, which may be the user's
     return added
 
 

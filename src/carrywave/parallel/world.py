@@ -45,7 +45,6 @@ class World:
     local_size: int
     device: torch.device
     backend: str  # how tensors of `device` travel: gloo (through the host's memory), nccl, or "" alone
-    mixed: bool = False  # some workers compute on a GPU, and some do not
 
     @staticmethod
     def alone(device: torch.device) -> World:
@@ -146,17 +145,13 @@ def join(device: str = "auto") -> World:
     _Joined.made_group = True
     _Joined.waits = PrefixStore("waits", store)
     hosts = [one["host"] for one in there]
-    return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend, mixed=_mixed(gpus))
+    return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend)
 
 
 def _self(device: torch.device) -> dict[str, Any]:
     """What this worker says of itself."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     return {**identity(os.getpid()), "gpu": gpu}
-
-
-def _mixed(gpus: Sequence[str]) -> bool:
-    return any(gpus) and not all(gpus)
 
 
 def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
@@ -314,15 +309,15 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
         return world
     there = [json.loads(text) for text in exchange(world, json.dumps(_self(where)))]
     contact.remember(there)
-    mixed = _mixed([one["gpu"] for one in there])
-    if mixed and "cuda:nccl" in config:
+    gpus = [bool(one["gpu"]) for one in there]
+    if any(gpus) and not all(gpus) and "cuda:nccl" in config:
         raise for_all(
             WorkerError(
                 "some workers compute on a GPU and some do not, and the process group sends from GPUs by NCCL, which the others have not; "
                 'make it with init_process_group("gloo")'
             )
         )
-    return replace(world, backend="nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo", mixed=mixed)
+    return replace(world, backend="nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo")
 
 
 def _taken(device: torch.device) -> torch.device:

@@ -7,8 +7,9 @@ import json
 from torch import nn
 
 from carrywave.errors import UserError, WorkerError
+from carrywave.parallel.contact import lost
 from carrywave.parallel.meeting import for_all
-from carrywave.parallel.world import World, exchange, lost
+from carrywave.parallel.world import World, exchange
 
 
 class Followed:

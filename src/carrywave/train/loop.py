@@ -200,8 +200,8 @@ class Loop:
         self.clock.count(real)
         alone = self.trainer.plan.workers == 1
         # Workers look at the same steps, not by their own clocks, so that all of them leave at the same one.
-        at_once = self.trainer.device.type == "cpu" and not self.trainer.mesh.world.mixed
-        look = at_once or (self.clock.due() if alone else at.step % LOOK_EVERY == 0)
+        # Where any of them has a GPU, which runs behind, none looks at every step.
+        look = self.trainer.agreement.at_once or (self.clock.due() if alone else at.step % LOOK_EVERY == 0)
         if look:
             self.check()
         if self.clock.due():

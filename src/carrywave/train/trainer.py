@@ -173,6 +173,7 @@ class Trainer:
             self.state = unflatten(left)
         return result
 
+    @contact.kept
     def evaluate(self, batches: Iterable[Batch], observe: pipeline.Observer | None = None) -> float:
         """The mean loss over the real targets of these batches, without dropout or gradients; the same on every worker.
 
