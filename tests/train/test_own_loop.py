@@ -121,6 +121,15 @@ def test_a_parameter_that_was_replaced_is_refused() -> None:
         trainer.step(batch())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_encoder_trains() -> None:
+    net = model()
+    scripted = cw.Model(torch.jit.script(net.encoder), net.lstm, net.head)
+    trainer = cw.Trainer(scripted, SGD)
+    before = float(trainer.step(batch()))
+    assert float(trainer.step(batch())) < before
+
+
 # --- What is not the model's
 
 
