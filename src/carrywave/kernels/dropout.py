@@ -10,6 +10,7 @@ Shapes: T time, B lane, U unit.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -54,6 +55,9 @@ def _defined(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place
     """The definition of the multiplier."""
     steps, count, units = like_TBU.shape
     device = like_TBU.device
+    if torch.compiler.is_dynamo_compiling():
+        multiplier_TBU: Tensor = _whole([steps, count, units], key, lanes_B, *place, like_TBU.dtype)
+        return multiplier_TBU
     key = random.fold(key, place.site)
     lane_B1 = (torch.arange(count, device=device) if lanes_B is None else lanes_B)[:, None]
     unit_U = torch.arange(units, device=device)
@@ -61,6 +65,22 @@ def _defined(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place
         return random.keep(key, place.p, lane_B1, unit_U, dtype=like_TBU.dtype)[None]
     time_T11 = torch.arange(place.start, place.start + steps, device=device)[:, None, None]
     return random.keep(key, place.p, time_T11, lane_B1, unit_U, dtype=like_TBU.dtype)
+
+
+@torch.library.custom_op("carrywave::multiplier", mutates_args=())
+def _whole(
+    shape: Sequence[int], key: Tensor, lanes_B: Tensor | None, site: int, p: float, locked: bool, start: int, dtype: torch.dtype
+) -> Tensor:
+    """The definition as one operation for torch.compile, which would take minutes over the many small ones on words."""
+    return _defined(key.new_empty((), dtype=dtype).expand(*shape), key, lanes_B, Place(site, p, locked, start))
+
+
+@_whole.register_fake
+def _(
+    shape: Sequence[int], key: Tensor, lanes_B: Tensor | None, site: int, p: float, locked: bool, start: int, dtype: torch.dtype
+) -> Tensor:
+    steps, count, units = shape
+    return key.new_empty((1 if locked else steps, count, units), dtype=dtype)
 
 
 class _Dropped(torch.autograd.Function):
