@@ -114,7 +114,7 @@ class BadNumbers:
         """Within it, what an encoder of the user's own puts out is looked at. Ours put out what they are given, or rows of weights."""
         self.entered = []
         encoder = getattr(self.stage, "encoder", None)
-        if not isinstance(encoder, nn.Module) or isinstance(encoder, Embedding | Numbers):
+        if not isinstance(encoder, nn.Module) or isinstance(encoder, Embedding | Numbers | torch.jit.ScriptModule):
             yield
             return
 

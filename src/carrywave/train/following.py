@@ -18,7 +18,13 @@ class Followed:
     def __init__(self, model: nn.Module, world: World) -> None:
         self.world = world
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self.places = [(module._parameters, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
+        self.places = [
+            # A scripted module has a store of another kind, which it makes anew for each look.
+            (module._parameters if isinstance(module._parameters, dict) else {key: p}, key, p)
+            for module in model.modules()
+            for key, p in module._parameters.items()
+            if p is not None
+        ]
         self.flags = self._now()
 
     def changed(self) -> bool:
