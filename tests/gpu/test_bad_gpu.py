@@ -42,6 +42,12 @@ def batch(number: int, *, bad: bool) -> Batch:
     return Batch.of(x_TBF, torch.ones(STEPS, LANES), fresh=torch.full((LANES,), number == 0), step=number)
 
 
+@pytest.fixture(autouse=True)
+def recorded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is a class of the user's own, whose steps are recorded only then."""
+    monkeypatch.setenv("CARRYWAVE_CAPTURE", "1")
+
+
 def trainer(**keys: Any) -> Trainer:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
