@@ -652,7 +652,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 FULL = "No space left on device"
 
 
-@pytest.mark.parametrize("file", ["spec.yaml", "plan.json", "codec.json", "facts.json", "weights.safetensors"])
+@pytest.mark.parametrize("file", ["spec.yaml", "plan.json", "codec.json", "facts.json"])
 def test_no_room_for_a_new_run(file: str, disk: Disk) -> None:
     disk.full(rf"new/\.?{re.escape(file)}")
     assert refused("train", *LANGUAGE, "--run", "runs/new") == (
@@ -660,16 +660,27 @@ def test_no_room_for_a_new_run(file: str, disk: Disk) -> None:
     )
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "timing.jsonl"])
-def test_no_room_for_a_log_line(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_a_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Path.open
 
     def open_full(path: Path, *args: Any, **kwargs: Any) -> Any:
-        return plain(Path("/dev/full") if path.name == file else path, *args, **kwargs)
+        return plain(Path("/dev/full") if path.name == "metrics.jsonl" else path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", open_full)
-    message = f"runs/new/{file} could not be written: {FULL}; free some room or make the folder writable, then go on"
+    message = f"runs/new/metrics.jsonl could not be written: {FULL}; free some room or make the folder writable, then go on"
     assert refused("train", *LANGUAGE, "train.log_every=1", "--run", "runs/new") == message
+
+
+def test_no_room_for_the_first_weights_keeps_the_rows_of_what_was_trained(disk: Disk) -> None:
+    disk.full(r"new/\.?weights")
+    code, err, _ = call("train", *LANGUAGE, "--run", "new")
+    assert one_line(code, err).startswith(f"new/weights.safetensors could not be written: {FULL}; free some room")
+    rows = [json.loads(line) for line in Path("new/metrics.jsonl").read_text().splitlines()]
+    assert [row["split"] for row in rows] == ["train", "valid"]
+    assert not Path("new/owner.json").exists()
+    assert one_line(*call("train", *LANGUAGE, "--run", "new")[:2]) == (
+        "new holds a run that ended before its first snapshot; remove the folder, or use another --run"
+    )
 
 
 def test_no_room_in_a_folder_that_was_empty(disk: Disk, work: Path) -> None:
@@ -761,4 +772,5 @@ def test_a_process_that_may_not_write_large_files(work: Path) -> None:
     words = ["train", *LANGUAGE, "model.hidden=48", "--run", "new"]
     ended = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120)
     assert one_line(ended.returncode, ended.stderr).startswith("new/weights.safetensors could not be written: File too large; ")
-    assert not Path("new").exists()
+    assert Path("new/metrics.jsonl").stat().st_size > 0
+    assert not Path("new/weights.safetensors").exists()

@@ -36,11 +36,15 @@ def written(on: Console) -> str:
 
 def test_a_step_on_one_line() -> None:
     assert step_line(INFO) == "epoch 2/10 step 30/120 loss 2.3457  12,346 tokens/s  waste 1.2%  lr 0.002  ETA 1:23"
-    assert step_line(replace(INFO, phase="valid", loss=None)) == "epoch 2/10 valid step 30/120 12,346 tokens/s  waste 1.2%"
+    assert step_line(replace(INFO, phase="valid", loss=None)) == "epoch 2/10 valid step 30/120 12,346 tokens/s"
+    assert "  12,346 steps/s  " in step_line(replace(INFO, unit="steps"))
 
 
 def test_an_evaluation_on_one_line() -> None:
     assert row_line(ROW) == "valid epoch 2 step 300: loss 1.2346  perplexity 3.4369"
+    assert row_line({"split": "test", "epoch": 2, "step": 300, "weights_step": 200, "loss": 1.5}) == (
+        "test epoch 2 step 300 (weights of step 200): loss 1.5000"
+    )
 
 
 @pytest.mark.parametrize(

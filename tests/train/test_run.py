@@ -47,7 +47,11 @@ def test_names_count_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    Run.create(tmp_path / "empty", "language").write_json("plan.json", {})
+    run = Run.create(tmp_path / "empty", "language")
+    run.write_json("plan.json", {})
+    with pytest.raises(RunError, match=rf"empty is being trained by process {os.getpid()} on .*; use another --run"):
+        Run.create(tmp_path / "empty", "language")
+    run.release()
     with pytest.raises(RunError, match=r"empty is already there and not empty; use --resume .* or another --run"):
         Run.create(tmp_path / "empty", "language")
     (tmp_path / "file").write_text("")
@@ -58,7 +62,7 @@ def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_was_taken_since_is_refused(tmp_path: Path) -> None:
     first, second = Run.create(tmp_path / "x", "language"), Run.create(tmp_path / "x", "language")
     first.write_json("plan.json", {"of": "first"})
-    with pytest.raises(RunError, match="already there"):
+    with pytest.raises(RunError, match="x is being trained by process"):
         second.write_json("plan.json", {"of": "second"})
     assert first.read_json("plan.json") == {"of": "first"}
 
@@ -69,6 +73,8 @@ def test_spec_plan_and_codec(tmp_path: Path) -> None:
     run.write_json("codec.json", {"tokens": ["ä", "\n"]})
     assert (run.path / "spec.yaml").read_text("utf-8") == dump(Spec())
     assert Run.open(run.path).read_json("codec.json") == {"tokens": ["ä", "\n"]}
+    assert files(run.path) == ["codec.json", "owner.json", "spec.yaml"]
+    run.release()
     assert files(run.path) == ["codec.json", "spec.yaml"]
 
 
@@ -177,4 +183,4 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
     monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(RunError, match="No space left on device"):
         getattr(run, act)(values[act])
-    assert files(tmp_path / "x") == []
+    assert files(tmp_path / "x") == ["owner.json"]

@@ -165,11 +165,11 @@ def place(info: StepInfo) -> str:
 
 
 def figures(info: StepInfo, between: str = "  ") -> str:
-    """The figures of a step; the learning rate and the time left only where it trains."""
+    """The figures of a step; padding, the learning rate and the time left only where it trains."""
     parts = [] if info.loss is None else [f"loss {info.loss:.4f}"]
-    parts += [f"{info.tokens_per_second:,.0f} tokens/s", f"waste {info.waste:.1%}"]
+    parts += [f"{info.tokens_per_second:,.0f} {info.unit}/s"]
     if info.phase == "train":
-        parts += [f"lr {info.lr:.3g}", f"ETA {duration(info.eta_seconds)}"]
+        parts += [f"waste {info.waste:.1%}", f"lr {info.lr:.3g}", f"ETA {duration(info.eta_seconds)}"]
     return between.join(parts)
 
 
@@ -187,6 +187,8 @@ def row_line(row: Mapping[str, object]) -> str:
     rest = dict(row)
     head = [str(rest.pop("split", "evaluated"))]
     head += [f"{name} {rest.pop(name)}" for name in ("epoch", "step") if name in rest]
+    if "weights_step" in rest:
+        head.append(f"(weights of step {rest.pop('weights_step')})")
     return f"{' '.join(head)}: {'  '.join(f'{name} {figure(value)}' for name, value in rest.items())}"
 
 

@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
 from carrywave.plan.cluster import Cluster, Placed, reduce_seconds
 from carrywave.plan.cost import Costs
 from carrywave.plan.fit import NOTHING, Seconds
-from carrywave.plan.memory import Load, Memory, Split, most_held, one_slice, stage_memory
+from carrywave.plan.held import Held
 from carrywave.plan.messages import Line
 from carrywave.plan.plan import Plan
 from carrywave.plan.profile import Link, Overheads, Profile
-from carrywave.plan.programs import loads_of, program_of
+from carrywave.plan.programs import program_of
 from carrywave.plan.schedule import Task
 from carrywave.plan.simulate import Timeline, Times, simulate
 from carrywave.plan.units import Shape, Units
@@ -32,25 +31,19 @@ class CostsOf(Protocol):
     def __call__(self, profile: Profile, *, piped: bool, crowd: int) -> Costs: ...
 
 
-class Case:
-    """One plan, up to its cuts, on one shape of batch."""
+class Case(Held):
+    """One plan, up to its cuts, on one shape of batch, on the devices of a cluster."""
 
     def __init__(self, plan: Plan, shape: Shape, units: Units, cluster: Cluster, placed: Placed, costs: CostsOf) -> None:
-        self.plan, self.shape, self.units, self.cluster, self.placed = plan, shape, units, cluster, placed
+        super().__init__(plan, shape, units)
+        self.cluster, self.placed = cluster, placed
         self.kinds = [[costs(profile, piped=plan.stages > 1, crowd=placed.crowd) for profile in kinds] for kinds in placed.profiles]
         self.overheads = _slowest([costs.profile.overheads for kinds in self.kinds for costs in kinds])
         recorded = self.overheads.recorded_seconds if plan.stages == 1 else None
         self.task_seconds = self.overheads.task_seconds if recorded is None else recorded
         self.crowds = [[costs.crowding for costs in kinds] for kinds in self.kinds]
-        lanes = max(1, -(-shape.lanes // plan.replicas))
-        self.lanes = self.units.slices(plan, lanes) * self.units.accumulate
-        self.chunk_steps = shape.steps if self.units.whole or plan.chunk_steps is None else min(plan.chunk_steps, shape.steps)
-        self.chunks = -(-shape.steps // self.chunk_steps)
-        self.counts = (self.chunks,) * len(self.lanes)
-        self.put_off = self.chunks > 1 and not plan.recompute
         # All replicas of a stage meet where their gradients are added up.
         self.lag = max(costs.lag for kinds in self.kinds for costs in kinds) if plan.replicas > 1 else 0.0
-        self.share_head = plan.shares_head and not self.units.pooled
         # Stages on devices of the same kinds are alike; this is the first of them for each.
         first: dict[tuple[int, ...], int] = {}
         self.like = [first.setdefault(tuple(map(id, kinds)), stage) for stage, kinds in enumerate(self.placed.profiles)]
@@ -58,7 +51,6 @@ class Case:
         self._tasks: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
         self._busy: dict[tuple[int, int, int], float] = {}
         self._reduced: dict[tuple[int, int], float] = {}
-        self._memory: dict[tuple[Load, int, int], Memory] = {}
 
     # Work of single tasks.
 
@@ -262,39 +254,6 @@ class Case:
             groups = min(self.plan.stages, self.placed.crowd)
             self._reduced[key] = reduce_seconds(self.cluster, self.placed, workers, num_bytes, groups)
         return self._reduced[key]
-
-    def most_held(self, stage: int) -> Load:
-        """What a stage holds at most; no schedule need be made for it."""
-        if self.plan.stages == 1 or len(self.counts) == 1:
-            return one_slice(self.chunks, put_off=self.put_off)
-        return most_held(self.chunks, len(self.counts), self.plan.stages - 1 - stage, put_off=self.put_off)
-
-    def memory(self, stage: int, first: int, last: int, load: Load | None = None) -> Memory:
-        """The bytes of units [first, last) as this stage, which holds what the schedule says, or this load."""
-        if load is None:
-            # One stage takes batch after batch, slice after slice, and holds one of them at a time.
-            counts = self.counts if self.plan.stages > 1 else self.counts[:1]
-            load = loads_of(self.plan.stages, counts, self.share_head, self.put_off)[stage]
-        first, last = self.units.alike(first, last)
-        key = load, first, last
-        found = self._memory.get(key)
-        if found is None:
-            found = self._memory[key] = stage_memory(self.units, first, last, load, self.split)
-        return found
-
-    @cached_property
-    def split(self) -> Split:
-        """What memory depends on, beside the cuts."""
-        return Split(
-            max(self.lanes),
-            self.chunk_steps,
-            self.shape.steps,
-            sum(self.lanes) // self.units.accumulate,
-            self.put_off,
-            self.plan.recompute,
-            self.share_head,
-            reduced=self.plan.replicas > 1,
-        )
 
 
 def _message(link: Link, num_bytes: int) -> float:

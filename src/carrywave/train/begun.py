@@ -20,7 +20,8 @@ LAUNCH = "CARRYWAVE_LAUNCH"  # the name of the launch, in workers that `launch.s
 ATTEMPT = "CARRYWAVE_ATTEMPT"  # which attempt of it, from 0
 FEWER = "CARRYWAVE_FEWER"  # set where this attempt has fewer workers than the launch began with
 NOTE = "launch.json"
-KEPT = (NOTE, "logs")  # of a run that is begun anew
+OWNER = "owner.json"  # of `owner`: who trains the run
+KEPT = (NOTE, OWNER, "logs")  # of a run that is begun anew
 
 
 class _Call:
@@ -34,6 +35,11 @@ def next_call() -> None:
     """A call that trains a run begins."""
     _Call.number += 1
     _Call.run = None
+
+
+def call() -> int:
+    """The number of the call in hand, from 0."""
+    return _Call.number
 
 
 def works_on(run: Path) -> None:

@@ -29,9 +29,13 @@ class Clock:
         return time.monotonic() - self.last_tick >= TICK_SECONDS
 
     def ticked(self) -> None:
-        """The watcher was told just now."""
-        self.last_tick = time.monotonic()
+        """The watcher was told of a step just now."""
+        self.told()
         self.rate = self.tokens / max(self.last_tick - self.started, 1e-9)
+
+    def told(self) -> None:
+        """The watcher was told of something else: the rate of steps is as it was."""
+        self.last_tick = time.monotonic()
 
     def skip(self, seconds: float) -> None:
         """Leave so many seconds of other work out of the rates."""

@@ -43,15 +43,16 @@ from carrywave.train.evaluate import order_for
 from carrywave.train.given import check_dtype
 from carrywave.train.keep import Keeper, check_same, go_on, hear, load_parameters, read_weights, take_weights, with_batch_of
 from carrywave.train.launch import RESTARTS
-from carrywave.train.loop import Loop, Parts
+from carrywave.train.loop import Loop, Parts, Stopped
 from carrywave.train.noted import noted
-from carrywave.train.origin import given_codec, open_folder, refuse_python, weights_file
+from carrywave.train.origin import given_codec, open_folder, read_alike, reading_of, refuse_python, weights_file
 from carrywave.train.planning import Given, check_workers, plan_before, plan_run
-from carrywave.train.rate import stops_early
+from carrywave.train.progress import ASKED
 from carrywave.train.result import Result
 from carrywave.train.run import Elsewhere, Run
 from carrywave.train.saved import codec_of, facts_of, open_run
 from carrywave.train.snapshot import Stored
+from carrywave.train.stop import Stop
 from carrywave.train.summary import backends, summarize
 from carrywave.train.trainer import Trainer
 from carrywave.train.watch import Silent, Watcher
@@ -93,9 +94,10 @@ def train(
     """
     world = World.alone(pick_device(device)) if dry_run else join(device)
     with _left_at_the_end(world):
-        start = _begin(spec, world, run, resume, init, watch or Silent(), from_files=True)
-        prepared = _prepare_in_turn(start)
-        return _train(start, prepared, None, workers=devices if dry_run and devices else world.size, dry_run=dry_run)
+        start = _begin(spec, world, run, resume, init, watch or Silent(), from_files=True, hold=not dry_run)
+        with start.folder:
+            prepared = _prepare_in_turn(start)
+            return _train(start, prepared, None, workers=devices if dry_run and devices else world.size, dry_run=dry_run)
 
 
 def fit(
@@ -152,12 +154,13 @@ def fit(
             raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; leave devices out")
         with _left_at_the_end(world):
             start = _begin(asked, world, None if run is None else Path(run), resume, init, watch or Silent(), from_files=False)
-            if asked.data.train is not None:
-                prepared = _prepare_in_turn(start)
-            else:
-                with together(world, patient=True):
-                    prepared = from_python(data, start.spec, codec=start.codec)
-            result = _train(start, prepared, own, workers=world.size)
+            with start.folder:
+                if start.spec.data.train is not None:
+                    prepared = _prepare_in_turn(start)
+                else:
+                    with together(world, patient=True):
+                        prepared = from_python(data, start.spec, codec=start.codec)
+                result = _train(start, prepared, own, workers=world.size)
         told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
         if again.is_script_worker():
             again.finish(told)
@@ -195,8 +198,18 @@ def _shown(model: Model | Whole) -> nn.Module:
     return model.module if isinstance(model, Whole) else model
 
 
-def _begin(spec: Spec, world: World, run: Path | None, resume: bool, init: str | None, watch: Watcher, *, from_files: bool) -> _Start:
-    """Open the run: rank 0 looks at the disk, and tells the others what it found."""
+def _begin(
+    spec: Spec,
+    world: World,
+    run: Path | None,
+    resume: bool,
+    init: str | None,
+    watch: Watcher,
+    *,
+    from_files: bool,
+    hold: bool = True,
+) -> _Start:
+    """Open the run: rank 0 looks at the disk, and tells the others what it found. One that goes on is held from here on."""
     folder: Run | None = None
     snapshot: Stored | None = None
     found = ""
@@ -204,26 +217,33 @@ def _begin(spec: Spec, world: World, run: Path | None, resume: bool, init: str |
     begun.next_call()
     # Of a launch over several hosts only some may have been told that this is another attempt.
     restarted = any(int(times) for times in exchange(world, str(begun.attempt())))
-    with together(world, for_all_of_us=True, patient=True):
-        if world.rank == 0:
-            folder, snapshot = open_folder(spec, run, resume, restarted=restarted)
-            causes.tell_run(folder.path)
-            if snapshot is not None:
-                if from_files:
-                    refuse_python(spec, folder)
-                check_same(spec, snapshot)
-                before = plan_before(folder)
-            codec = given_codec(init, folder, snapshot)
-            told = None if snapshot is None else snapshot.told()
-            found = json.dumps([str(folder.path), None if codec is None else codec.to_json(), told])
-    path, codec_json, told = json.loads(exchange(world, found)[0])
-    begun.works_on(Path(path))
-    if world.rank == 0 and (warning := begun.warning()) is not None:
-        watch.say(warning)
-    codec = None if codec_json is None else Codec.from_json(codec_json)
-    stored = None if told is None else hear(world, told)
-    spec = spec if stored is None else with_batch_of(spec, stored)
-    return _Start(spec, world, folder or Elsewhere(Path(path)), stored, codec, init, watch, before)
+    try:
+        with together(world, for_all_of_us=True, patient=True):
+            if world.rank == 0:
+                folder, snapshot = open_folder(spec, run, resume, restarted=restarted, hold=watch.say if hold else None)
+                causes.tell_run(folder.path)
+                if snapshot is not None:
+                    if from_files:
+                        refuse_python(spec, folder)
+                    check_same(spec, snapshot)
+                    before = plan_before(folder)
+                codec = given_codec(init, folder, snapshot)
+                reading = {} if init is None else reading_of(init, spec)
+                told = None if snapshot is None else snapshot.told()
+                found = json.dumps([str(folder.path), None if codec is None else codec.to_json(), told, reading])
+        path, codec_json, told, reading = json.loads(exchange(world, found)[0])
+        begun.works_on(Path(path))
+        if world.rank == 0 and (warning := begun.warning()) is not None:
+            watch.say(warning)
+        codec = None if codec_json is None else Codec.from_json(codec_json)
+        spec = read_alike(spec, reading)
+        stored = None if told is None else hear(world, told)
+        spec = spec if stored is None else with_batch_of(spec, stored)
+        return _Start(spec, world, folder or Elsewhere(Path(path)), stored, codec, init, watch, before)
+    except BaseException:
+        if folder is not None:
+            folder.release()
+        raise
 
 
 def _prepare_in_turn(start: _Start) -> Prepared:
@@ -264,7 +284,7 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
             take_weights(model, weights_file(start.init), start.init, ignored=CLASS_WEIGHTS)
         order = order_for(spec, parts.train.view, training=True)
     same(world, {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint} | _flat(spec))
-    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device)))
+    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units))
     for line in noted(spec, order, model, planned.said, prepared, parts):
         watch.say(line)
     if dry_run:
@@ -289,15 +309,19 @@ def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, worker
             )
         if start.snapshot is not None:
             go_on(loop, start.snapshot, prepared.fingerprint)
-            watch.say(f"going on from step {loop.progress.step} (epoch {loop.progress.epoch + 1})")
-        with together(world):
-            folder.write_spec(spec)
-            folder.write_json("plan.json", asdict(plan) | {"backends": backends(spec, model, plan, order, str(world.device))})
-            folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
-            origin = {"scale": list(task.scale), "own_model": own is not None, "given_codec": start.codec is not None}
-            folder.write_json("facts.json", asdict(prepared.facts) | origin)
+            at = loop.progress
+            at.extend(spec.train)
+            watch.say(f"going on from step {at.step} (epoch {at.epoch + 1})" if loop.trains else at.over(spec.train))
+        if loop.trains:
+            # Of a run that is over, what its files say is what was trained.
+            with together(world):
+                folder.write_spec(spec)
+                folder.write_json("plan.json", asdict(plan) | {"backends": backends(spec, model, plan, order, str(world.device))})
+                folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
+                origin = {"scale": list(task.scale), "own_model": own is not None, "given_codec": start.codec is not None}
+                folder.write_json("facts.json", asdict(prepared.facts) | origin)
         keeper.writer.meet()
-        if spec.train.reproducible and loop.progress.ending is None:
+        if spec.train.reproducible and loop.trains:
             watch.say(cost_line(trainer, loop.loader))
         no_files = own is not None or spec.data.train is None
         workers_too = f" --devices {world.size}" if world.size > 1 else ""
@@ -337,14 +361,16 @@ def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts) -> Model | Whole:
 
 def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
     at = loop.progress
-    longer = at.ending == "done" and at.epoch < loop.spec.train.epochs and not _max_steps_reached(loop)
-    if longer or (at.ending == "early" and not stops_early(loop.spec.train, at.rate)):
-        at.ending = None  # the run is asked to go on for longer than it was
-    ending = at.ending or loop.run()
-    if ending in ("interrupted", "terminated"):
+    with Stop() as stop:
+        loop.stop = stop
+        try:
+            ending = at.ending or loop.run(stop)
+            reached = {} if ending in ASKED else _finish(loop)
+        except Stopped as asked:
+            ending = asked.reason
+    if ending in ASKED:
         watch.end(f"{ending} at step {at.step}; go on with: {again_with}")
         return Result(loop.folder.path, ending, {}, _shown(loop.trainer.model), loop.task)
-    reached = _finish(loop)
     for part, values in reached.items():
         if (verdict := worse_than_naive(values)) is not None:
             watch.say(f"{part}: {verdict}")
@@ -352,11 +378,6 @@ def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
     stopped = " (stopped early)" if ending == "early" else ""
     watch.end(f"{loop.folder.path}: {at.step} steps{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
     return Result(loop.folder.path, ending, reached, _shown(loop.trainer.model), loop.task)
-
-
-def _max_steps_reached(loop: Loop) -> bool:
-    limit = loop.spec.train.max_steps
-    return limit is not None and loop.progress.step >= limit
 
 
 def _finish(loop: Loop) -> dict[str, dict[str, float]]:
@@ -374,7 +395,7 @@ def _finish(loop: Loop) -> dict[str, dict[str, float]]:
         reached["valid"] = dict(loop.progress.best)
     # Also where the training was over before: its last snapshot, to which the logs were cut back, is older than the test.
     if loop.parts.test is not None:
-        reached["test"] = loop.judge(loop.parts.test)
+        reached["test"] = loop.judge(loop.parts.test, weights_step=loop.progress.weights_step)
     if isinstance(trainer.model, Model) and trainer.plan.stages > 1:
         fill(trainer.model, best, trainer.device)
     return reached
@@ -382,10 +403,11 @@ def _finish(loop: Loop) -> dict[str, dict[str, float]]:
 
 def _spec_of(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:
     base: dict[str, Any]
+    # Only what was given: what is left out may still follow from elsewhere.
     if isinstance(spec, Spec):
-        base = spec.model_dump(mode="json")
+        base = spec.model_dump(mode="json", exclude_unset=True)
     elif isinstance(spec, str | Path):
-        base = load(Path(spec), []).model_dump(mode="json")
+        base = load(Path(spec), []).model_dump(mode="json", exclude_unset=True)
     else:
         base = dict(spec or {})
     for name, value in sections.items():

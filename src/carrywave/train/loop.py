@@ -6,11 +6,12 @@ on the clock goes to the watcher and to timing.jsonl only.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from carrywave.data.stream import Loader
 from carrywave.errors import Diverged
 from carrywave.parallel import heartbeat
 from carrywave.parallel.meeting import for_all
-from carrywave.parallel.world import together
+from carrywave.parallel.world import exchange, together
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Part, Task
 from carrywave.train import optimizer as optimizers
@@ -30,40 +31,25 @@ from carrywave.train.bad import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW
 from carrywave.train.clock import Clock
 from carrywave.train.compare import Comparison
 from carrywave.train.evaluate import evaluate
+from carrywave.train.progress import Ending, Progress
 from carrywave.train.run import Run, Value
 from carrywave.train.stop import Reason, Stop
 from carrywave.train.trainer import StepResult, Trainer
 from carrywave.train.watch import StepInfo, Watcher
 
 LOOK_EVERY = 8  # steps between two looks at what a GPU has computed, where several workers train
+ASK_EVERY = 32  # batches of an evaluation between two questions whether any of several workers was asked to stop
 SMALLEST_SCALE = 2.0**-14  # an fp16 loss scale that has been halved down to this finds no gradient that is a number
 
 Row = dict[str, Value]
-Ending = Literal["done", "early"] | Reason
 
 
-@dataclass
-class Progress:
-    """Where the run stands. All of it goes into a snapshot."""
+class Stopped(Exception):
+    """A stop was asked for during an evaluation, which is not waited for: it is made when the run goes on."""
 
-    epoch: int = 0
-    batch: int = 0  # batches done in this epoch: with the epoch, the cursor
-    step: int = 0  # optimizer steps done
-    rate: rates.Rate = field(default_factory=rates.Rate)
-    history: list[float] = field(default_factory=list)  # validation losses
-    judged: int = -1  # the step of the last evaluation
-    best: dict[str, float] | None = None  # metrics of the best evaluation
-    best_step: int = -1  # and its step
-    ending: Ending | None = None
-    lr: float = 0.0
-    skipped: int = 0  # steps, because their numbers were bad
-    in_a_row: int = 0  # of them, up to this step
-    backs: int = 0  # times that the run went back to a snapshot because of them
-
-    @property
-    def shown_epoch(self) -> int:
-        """The epoch in hand, counted from 1; between two epochs, the one that just ended."""
-        return self.epoch + 1 if self.batch else max(self.epoch, 1)
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
 
 
 @dataclass(frozen=True)
@@ -102,55 +88,61 @@ class Loop:
         self._one_bad = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=trainer.device)
         self.cells = [0, 0]  # real and padded steps since the last row
         self.clock = Clock()
+        self.stop: Stop | None = None  # what evaluations look at; None: they are not left
         # Windows of varying length make epochs of varying numbers of them; otherwise one epoch tells of all.
         epochs = spec.train.epochs if spec.batch.vary else 1
         counted = sum(-(-self.order.num_steps(epoch) // spec.train.accumulate) for epoch in range(epochs))
         self.total_steps = min(counted * spec.train.epochs // epochs, spec.train.max_steps or math.inf)
 
-    def run(self) -> Ending:
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything left to train."""
+        return self.progress.trains(self.spec.train)
+
+    def run(self, stop: Stop | None = None) -> Ending:
         """Train to the end, or until a signal asks to stop; the snapshot is written either way."""
+        if stop is None:
+            with Stop() as own:
+                return self.run(own)
         train, at = self.spec.train, self.progress
-        with Stop() as stop:
+        self.stop = stop
+        try:
             if train.on_nan == "back" and at.step == 0:
                 self.save(self, False)  # there is always one to go back to
-            while at.ending is None and at.epoch < train.epochs:
-                asked: Reason | None = None
+            if not self.trains and at.judged != at.step:
+                self._end_here()  # it was stopped in its last evaluation, or is to end before where it stands
+            while self.trains:
                 try:
                     self._epoch(stop)
                     self.check()
                     asked = self._asked(stop)
-                    self.save(self, asked is not None or at.ending is not None or at.epoch >= train.epochs)
+                    self.save(self, asked is not None or not self.trains)
+                    if asked is not None:
+                        return asked
                 except Diverged as error:
                     self._go_back(error)
-                if asked is not None:
-                    return asked
+        except Stopped as asked_meanwhile:
+            at.ending = None  # the evaluation that would have ended it is still to come
+            self.check()
+            self.save(self, True)
+            return asked_meanwhile.reason
         at.ending = at.ending or "done"
         return at.ending
+
+    def _end_here(self) -> None:
+        """The last evaluation of a run, by itself."""
+        self.write_row()
+        self._judge()
+        self.progress.ending = self.progress.ending or "done"
+        self.save(self, True)
 
     def _epoch(self, stop: Stop) -> None:
         """Train from the cursor to the end of its epoch, then evaluate; or to where a stop is asked for."""
         train, at = self.spec.train, self.progress
-        batches = self.loader.batches(Cursor(at.epoch, at.batch))
-        asked: Reason | None = None
-        try:
-            for group in self._groups(batches):
-                self.trainer.votes = stop.votes
-                asked = self._step(group, stop)
-                if train.max_steps is not None and at.step >= train.max_steps:
-                    at.ending = "done"
-                    break
-                if train.evaluate_every and at.step % train.evaluate_every == 0:
-                    self._judge()
-                if at.ending is not None or asked is not None:
-                    break
-                if self._snapshot_due():
-                    self.check()
-                    started = time.monotonic()
-                    self.save(self, False)
-                    if self.compare is not None:
-                        self.compare.skip(time.monotonic() - started)
-        finally:
-            batches.close()
+        if at.step and self._evaluation_due() and at.judged != at.step:
+            self._judge()  # the run was stopped in it
+            self._save_if_due()
+        asked = self._steps(stop) if at.ending is None else None
         finished = at.batch >= self.order.num_steps(at.epoch)
         if asked is not None and not finished and at.ending is None:
             return
@@ -161,6 +153,39 @@ class Loop:
         if finished:
             # Streams start anew with the next epoch: the state of the lanes is not needed beyond it.
             at.epoch, at.batch = at.epoch + 1, 0
+
+    def _steps(self, stop: Stop) -> Reason | None:
+        """The optimizer steps of an epoch from the cursor on; returns why to stop, where that was asked for."""
+        train, at = self.spec.train, self.progress
+        batches = self.loader.batches(Cursor(at.epoch, at.batch))
+        asked: Reason | None = None
+        try:
+            for group in self._groups(batches):
+                self.trainer.votes = stop.votes
+                asked = self._step(group, stop)
+                if train.max_steps is not None and at.step >= train.max_steps:
+                    at.ending = "done"
+                    break
+                if self._evaluation_due():
+                    self._judge()
+                if at.ending is not None or asked is not None:
+                    break
+                self._save_if_due()
+        finally:
+            batches.close()
+        return asked
+
+    def _evaluation_due(self) -> bool:
+        every = self.spec.train.evaluate_every
+        return bool(every and self.progress.step % every == 0)
+
+    def _save_if_due(self) -> None:
+        if self._snapshot_due():
+            self.check()
+            started = time.monotonic()
+            self.save(self, False)
+            if self.compare is not None:
+                self.compare.skip(time.monotonic() - started)
 
     def _snapshot_due(self) -> bool:
         """Within an epoch: every so many steps, and where `best` is to be one. At the end of an epoch there is one anyway."""
@@ -271,9 +296,11 @@ class Loop:
         at = self.progress
         loss = loss_sum / count if count else 0.0
         waste = 1.0 - self.cells[0] / self.cells[1]
+        # Rows of an epoch's end may be of fewer steps than others: each says of how many.
         place: Row = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
         extra: Row = {"skipped": int(skipped)} if self.spec.train.on_nan == "skip" else {}
-        self.folder.write_metrics(place | {"loss": loss, "lr": at.lr, "norm": norm / steps, "waste": waste} | extra)
+        means: Row = {"loss": loss, "lr": at.lr, "norm": norm / steps, "waste": waste, "steps": int(steps), "targets": int(count)}
+        self.folder.write_metrics(place | means | extra)
         seconds, rate = self.clock.lap()
         self.folder.write_timing(place | {"seconds": seconds, "tokens_per_second": rate})
         self.sums = torch.zeros_like(self.sums)
@@ -283,12 +310,13 @@ class Loop:
         """Evaluate, let the schedule and the averaging see the result, keep the best weights, and decide on stopping."""
         at, train = self.progress, self.spec.train
         self.check()
-        at.judged = at.step
         with self.trainer.evaluation_weights():
             if self.parts.valid is None:
                 self._write_weights()
+                at.judged = at.step
                 return
             values = self.judge(self.parts.valid)
+            at.judged = at.step
             loss = values["loss"]
             if not math.isfinite(loss):
                 fact = f"the validation loss is {loss} at step {at.step}"
@@ -308,29 +336,51 @@ class Loop:
     def _write_weights(self) -> None:
         """Rank 0 writes them; weights that are no numbers are refused, which is then everyone's end of the attempt."""
         named = self.trainer.gathered(each_once=True)
-        with together(self.trainer.mesh.world, for_all_of_us=True):
+        heartbeat.rest()  # a disk may be slow
+        with together(self.trainer.mesh.world, for_all_of_us=True, patient=True):
             self.folder.write_weights(named)
+        heartbeat.mark()
 
-    def judge(self, part: Part) -> dict[str, float]:
-        """Evaluate the present weights on one part, and write its row."""
+    def judge(self, part: Part, *, weights_step: int | None = None) -> dict[str, float]:
+        """Evaluate the present weights on one part, and write its row; it names their step where that is not where the run stands."""
         at = self.progress
         started = time.monotonic()
+        tokens = int(part.view.lengths.sum())
 
         def tick(done: int, total: int) -> None:
             heartbeat.mark()
+            self._look(done, total)
             if self.clock.due():
-                self.clock.ticked()
-                self.watch.step(self._info(part.name, done, total, None))
+                self.clock.told()
+                rate = tokens * done / total / max(time.monotonic() - started, 1e-9)
+                self.watch.step(self._info(part.name, done, total, None, rate))
 
         trainer = self.trainer
         values = evaluate(trainer.model, self.task, part, mesh=trainer.mesh, stage=trainer.stage, tick=tick, capture=trainer.capture)
         place: Row = {"split": part.name, "epoch": at.shown_epoch, "step": at.step}
+        if weights_step is not None:
+            place["weights_step"] = weights_step
         self.folder.write_metrics({**place, **values})
         seconds = time.monotonic() - started
         self.folder.write_timing(place | {"seconds": seconds})
         self.watch.evaluated({**place, **values})
         self._skip(seconds)
         return values
+
+    def _look(self, done: int, total: int) -> None:
+        """Leave an evaluation where a stop was asked for: it may take longer than whoever asked will wait. All workers leave at once."""
+        if self.stop is None or done >= total:
+            return
+        world = self.trainer.mesh.world
+        if world.size == 1:
+            reason = self.stop.asked
+        elif done % ASK_EVERY:
+            return
+        else:
+            said = [json.loads(text) for text in exchange(world, json.dumps(self.stop.votes))]
+            reason = self.stop.decided([sum(votes) for votes in zip(*said, strict=True)])
+        if reason is not None:
+            raise Stopped(reason)
 
     def _skip(self, seconds: float) -> None:
         """Leave other work than steps out of their times."""
@@ -343,7 +393,7 @@ class Loop:
         loss = float((result.loss_sum / result.count.clamp(min=1)).item())
         self.watch.step(self._info("train", self.progress.batch, self.order.num_steps(self.progress.epoch), loss))
 
-    def _info(self, phase: str, done: int, total: int, loss: float | None) -> StepInfo:
+    def _info(self, phase: str, done: int, total: int, loss: float | None, rate: float | None = None) -> StepInfo:
         at = self.progress
         return StepInfo(
             epoch=at.shown_epoch,
@@ -351,11 +401,12 @@ class Loop:
             step=done,
             steps=total,
             loss=loss,
-            tokens_per_second=self.clock.rate,
+            tokens_per_second=self.clock.rate if rate is None else rate,
             waste=1.0 - self.cells[0] / self.cells[1] if self.cells[1] else 0.0,
             lr=at.lr,
             eta_seconds=self.clock.eta(at.step, self.total_steps),
             phase=phase,
+            unit="tokens" if self.task.facts.vocabulary else "steps",
         )
 
     def tensors(self) -> dict[str, Tensor]:

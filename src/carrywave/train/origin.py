@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from carrywave.data.codec import Codec
-from carrywave.errors import DataError, RunError
-from carrywave.spec.spec import Spec
+from carrywave.errors import DataError, RunError, SpecError
+from carrywave.spec.load import parse, parse_yaml
+from carrywave.spec.spec import DataSpec, Spec
 from carrywave.train import begun, durable
 from carrywave.train.run import Run
 from carrywave.train.snapshot import Stored, open_stored
 
+# Of data, what a codec decides: where one is given, the spec says what it was learned by.
+LEARNED_BY = ("tokens", "vocabulary", "min_count", "columns", "targets", "time", "series", "standardize")
 
-def open_folder(spec: Spec, run: Path | None, resume: bool, *, restarted: bool = False) -> tuple[Run, Stored | None]:
-    """The folder of a new run, or of one to go on with, and then its last snapshot. Workers that were started again go on by themselves."""
+
+def open_folder(
+    spec: Spec, run: Path | None, resume: bool, *, restarted: bool = False, hold: Callable[[str], None] | None = None
+) -> tuple[Run, Stored | None]:
+    """The folder of a new run, or of one to go on with, and then its last snapshot. Workers that were started again go on by themselves.
+
+    One to go on with is taken for this process, unless it is only to be looked at; `hold` is told what that waits for.
+    """
     if not resume:
         ours = begun.find(run, spec.task) if restarted else None
         if ours is None:
@@ -25,7 +36,13 @@ def open_folder(spec: Spec, run: Path | None, resume: bool, *, restarted: bool =
     if run is None:
         raise RunError("resume needs to know which run to go on with; add --run DIR (in Python, run=...)")
     folder = Run.open(run)
-    return folder, open_stored(folder.snapshots)
+    if hold is not None:
+        folder.hold(hold)
+    try:
+        return folder, open_stored(folder.snapshots)
+    except BaseException:
+        folder.release()
+        raise
 
 
 def refuse_python(spec: Spec, folder: Run) -> None:
@@ -54,6 +71,42 @@ def given_codec(init: str | None, folder: Run, snapshot: Stored | None) -> Codec
     if snapshot is not None and folder.read_json("facts.json").get("given_codec"):
         return Codec.from_json(json.dumps(folder.read_json("codec.json")))
     return None
+
+
+def reading_of(init: str, spec: Spec) -> dict[str, Any]:
+    """How the data of the weights that a run starts from was read, where they come with a codec: that is what the spec records.
+
+    A spec that asks for something else is refused, because nothing of that would be done.
+    """
+    path = weights_file(init)
+    described = durable.read_metadata(path)
+    if "codec" not in described:
+        return {}
+    known = parse_yaml(described.get("spec", ""), str(path))
+    try:
+        theirs = parse(known if isinstance(known, dict) else {}).data.model_dump(mode="json", include=set(LEARNED_BY))
+    except SpecError:
+        return {}  # of another version; the codec stands for itself
+    mine = spec.data.model_dump(mode="json", include=set(LEARNED_BY))
+    for name in LEARNED_BY:
+        if name in spec.data.model_fields_set and mine[name] != theirs[name]:
+            raise RunError(
+                f"data.{name}={_shown(mine[name])}, but the weights of {init} were trained with data.{name}={_shown(theirs[name])}, "
+                f"and data is read as it was there; leave data.{name} out, or leave out --init"
+            )
+    return theirs
+
+
+def read_alike(spec: Spec, reading: Mapping[str, Any]) -> Spec:
+    """The spec with what is given of how data is read."""
+    if not reading:
+        return spec
+    data = DataSpec.model_validate({**spec.data.model_dump(mode="json"), **reading})
+    return spec.model_copy(update={"data": data})
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _init_codec(init: str) -> Codec | None:

@@ -1,7 +1,8 @@
 """A `Run` is a folder: spec, plan, codec, metrics, events, weights, snapshots, logs. It is made at the first write, not before.
 
 `metrics.jsonl` holds nothing that depends on the clock, so that equal runs give equal bytes; what does goes to `timing.jsonl`.
-Both are cut back to the snapshot on resume.
+Both are cut back to the snapshot on resume. While a run is trained its folder has one owner (`owner`), from `hold` or the first
+write to the end of the context.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -19,9 +20,9 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from carrywave.errors import Diverged, RunError, UserError
+from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError
 from carrywave.spec.spec import Spec
-from carrywave.train import begun, durable
+from carrywave.train import begun, durable, owner
 from carrywave.train.snapshot import POINTER, save_weights
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 FIRST = ("split", "epoch", "step", "loss")
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+MADE = ("spec.yaml", "plan.json", "codec.json", "facts.json", METRICS, TIMING, "tb", "snapshots", begun.NOTE)  # before it is trained
 Value = float | int | str | bool | None
 
 
@@ -39,11 +41,12 @@ class Run:
         self.path = path
         self._anew = anew
         self._made = not new
-        self._founded: list[Path] | None = None  # folders that were not there before this run, the innermost first
+        self._founded: list[Path] | None = None  # folders that were not there before this run, the innermost first; None: it is no new one
         self._with_events = events
         self._files: dict[str, IO[bytes]] = {}
         self._events: SummaryWriter | None = None
         self._purge_step: int | None = None
+        self._claim: owner.Claim | None = None
 
     @classmethod
     def create(cls, path: Path | None, task: str, *, events: bool = True) -> Self:
@@ -77,17 +80,41 @@ class Run:
         """The file of the best weights."""
         return self.path / "weights.safetensors"
 
+    def hold(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Take the run for this process, to train it; refused where another does. What waits for an answer says so."""
+        if self._claim is None:
+            with durable.writing(str(self.path)):
+                self._claim = owner.take(self.path, say)
+
+    def release(self) -> None:
+        """Let go of the run."""
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
     def make(self) -> None:
-        """Make the folder, where it is not there yet; every write does so by itself."""
+        """Make the folder, where it is not there yet, and take it; every write does so by itself."""
         if self._made:
+            if self._claim is not None:
+                self._claim.check()
             return
+        founded: list[Path] = []  # folders that are not there yet, the innermost first
         if not self._anew:
             _refuse_occupied(self.path)  # another run may have taken the name since
-            self._founded = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+            founded = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         with durable.writing(str(self.path)):
-            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self.hold()
+            except (OSError, UserError):
+                _remove_empty(founded)
+                raise
             if self._anew:
                 begun.clear(self.path)
+            elif any(entry.name != owner.FILE for entry in self.path.iterdir()):
+                raise RunError(f"{self.path} was filled by another process just now; use another --run")
+            else:
+                self._founded = founded
             begun.note(self.path)
         self._made = True
 
@@ -130,6 +157,8 @@ class Run:
     def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Replace weights.safetensors; the spec and the codec go along in its metadata, so that the file can stand alone."""
         self.make()
+        if self._claim is not None:
+            self._claim.look()
         beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
         metadata = {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
         save_weights(self.weights, parameters, {"format": "pt", **metadata})
@@ -142,7 +171,9 @@ class Run:
         return _size(self.path / METRICS), _size(self.path / TIMING)
 
     def sync(self) -> None:
-        """Bring both logs to the disk; from any thread."""
+        """Bring both logs to the disk, of a run that is still this process's; from any thread."""
+        if self._claim is not None:
+            self._claim.look()
         with durable.writing(str(self.path / METRICS)):
             for name in (METRICS, TIMING):
                 if (self.path / name).is_file():
@@ -178,18 +209,24 @@ class Run:
         try:
             self.close()
         finally:
-            if isinstance(error, UserError | OSError) and not isinstance(error, Diverged):
-                self._withdraw()
+            withdrawn = isinstance(error, UserError | OSError | KeyboardInterrupt) and self._withdraw(error)
+            self.release()
+            if withdrawn:
+                _remove_empty(self._founded or [])
 
-    def _withdraw(self) -> None:
-        """Take back a new run that was refused before it had anything to go on from: the same command can then be given again."""
+    def _withdraw(self, error: BaseException) -> bool:
+        """Take back a new run that was refused before it had anything to go on from: the same command can then be given again.
+
+        What was trained is no less true because of a disk that is full: then the rows that there are stay.
+        """
         if self._founded is None or self.weights.is_file() or (self.snapshots / POINTER).is_file():
-            return
+            return False
+        if _size(self.path / METRICS) and not isinstance(error, DataError | SpecError | PlanError):
+            return False
         with suppress(OSError):  # a folder that cannot be cleared is no reason to hide the error that led here
-            for entry in self.path.iterdir():
-                durable.remove(entry) if entry.is_dir() else entry.unlink()
-            for folder in self._founded:
-                folder.rmdir()
+            for entry in (self.path / name for name in MADE):
+                durable.remove(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+        return True
 
     def _write(self, name: str, text: str) -> None:
         self.make()
@@ -246,10 +283,23 @@ class Elsewhere(Run):
 
 
 def _refuse_occupied(path: Path) -> None:
-    if path.is_dir() and any(path.iterdir()):
-        raise RunError(f"{path} is already there and not empty; use --resume to go on with it, or another --run")
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file, and a run is a folder; use another --run")
+    # A process that was killed at its start may have left its name and no more.
+    if not path.is_dir() or all(entry.name == owner.FILE for entry in path.iterdir()):
+        return
+    there = owner.read(path)
+    if there is not None and not owner.is_gone(there, owner.this_process()):
+        raise RunError(f"{path} is being trained by {there}; use another --run")
+    if (path / "spec.yaml").is_file() and not (path / "snapshots" / POINTER).is_file():
+        raise RunError(f"{path} holds a run that ended before its first snapshot; remove the folder, or use another --run")
+    raise RunError(f"{path} is already there and not empty; use --resume to go on with it, or another --run")
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _size(path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 
 import torch
 
@@ -11,33 +12,30 @@ from carrywave.kernels.choice import in_use
 from carrywave.model.model import Model
 from carrywave.model.whole import Whole
 from carrywave.parallel.precision import HALVES, parameter_dtype
+from carrywave.plan.held import largest_stage
+from carrywave.plan.partition import say
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import show, wavefront
 from carrywave.plan.shards import SHARDS
+from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
 OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors as large as the parameters
 
 
-def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, order: Order, device: str) -> str:
-    """A few lines of plain text."""
+def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, order: Order, device: str, units: Units | None = None) -> str:
+    """A few lines of plain text. `units` are what the planner knows of the model; None for modules of the user's own."""
     parameters = sum(p.numel() for p in model.parameters())
-    widest, lanes = _largest(order)
+    widest = _longest(order)
     per_epoch = order.num_steps(0)
     steps = -(-per_epoch // spec.train.accumulate)
-    size = 8 if spec.train.precision == "fp64" else 4
-    weights = parameters * size
-    copies = OPTIMIZER_COPIES[spec.train.optimizer] + (1 if spec.train.momentum else 0)
-    activations = _activation_bytes(spec, model, facts, widest, lanes, size)
-    total = weights * (2 + copies) + activations
     lines = [
         f"task      {spec.task}: {_data(facts)}",
         f"model     {_network(model, tied=spec.model.tie)}: {parameters:,} parameters",
-        f"memory    about {_bytes(total)}: {_bytes(weights)} weights, {_bytes(weights)} gradients, "
-        f"{_bytes(weights * copies)} optimizer, {_bytes(activations)} activations",
+        f"memory    {_memory(spec, parameters, plan, units)}",
         f"batch     {_batch(spec, order)}; {_whole(spec, plan)}",
-        f"epoch     {per_epoch:,} batches, {steps:,} optimizer steps; {spec.train.epochs} epochs",
+        f"epoch     {_batches(per_epoch)}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
         f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
     ]
     if spec.train.reproducible:
@@ -75,29 +73,34 @@ def _by_layer(names: tuple[str, ...]) -> str:
     return ", ".join(parts)
 
 
-def _largest(order: Order) -> tuple[int, int]:
-    """(steps, lanes) of the largest batch."""
+def _longest(order: Order) -> int:
+    """Steps of the largest batch."""
     if isinstance(order, SequenceOrder):
-        return max(order.shapes(0), key=lambda shape: shape[0] * shape[1])
-    window = order.window(Cursor(0, 0))
-    return window.steps, len(window.length)
+        return max(order.shapes(0), key=lambda shape: shape[0] * shape[1])[0]
+    return order.window(Cursor(0, 0)).steps
 
 
-def _activation_bytes(spec: Spec, model: Model | Whole, facts: DataFacts, steps: int, lanes: int, size: int) -> int:
-    if isinstance(model, Whole):
-        return 0  # what a module of the user's own keeps is not known
-    half = 2 if spec.train.precision in ("bf16", "fp16") else size
-    # Of each step a layer keeps its four gates, cell, output and a dropped copy of it.
-    layers = sum(width * 7 * half * model.lstm.directions for width in model.lstm.widths)
-    outputs = facts.vocabulary * 2 if spec.task == "language" else len(facts.labels) * 2
-    return steps * lanes * (layers + outputs * 4)
+def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None) -> str:
+    """What a worker takes, by the planner's account, so that both say the same; of modules of the user's own, what is known."""
+    if units is None:
+        size = 8 if spec.train.precision == "fp64" else 4
+        weights = parameters * size
+        optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + (1 if spec.train.momentum else 0))
+        return (
+            f"at least {say(2 * weights + optimizer)}: {say(weights)} parameters, {say(weights)} gradients, {say(optimizer)} optimizer; "
+            "what your own modules keep for backward is not known"
+        )
+    held = largest_stage(units, plan)
+    parts = asdict(held)
+    on = "on a worker of the largest stage" if plan.stages > 1 else "on each worker" if plan.replicas > 1 else ""
+    return " ".join(filter(None, ("about", say(held.total), on))) + ": " + ", ".join(f"{say(size)} {name}" for name, size in parts.items())
 
 
 def _data(facts: DataFacts) -> str:
-    what = f"{facts.vocabulary:,} tokens in the vocabulary" if facts.vocabulary else f"{facts.features} features"
-    many = f"{facts.sequences:,} sequences of up to {facts.longest:,} steps, " if facts.sequences > 1 else ""
-    labels = f", {len(facts.labels)} labels" if facts.labels else ""
-    return f"{many}{facts.steps:,} steps in train, {what}{labels}"
+    what = f"{_count(facts.vocabulary, 'token')} in the vocabulary" if facts.vocabulary else _count(facts.features, "feature")
+    many = f"{facts.sequences:,} sequences of up to {_count(facts.longest, 'step')}, " if facts.sequences > 1 else ""
+    labels = f", {_count(len(facts.labels), 'label')}" if facts.labels else ""
+    return f"{many}{_count(facts.steps, 'step')} in train, {what}{labels}"
 
 
 def _network(model: Model | Whole, *, tied: bool) -> str:
@@ -117,29 +120,32 @@ def _network(model: Model | Whole, *, tied: bool) -> str:
 
 def _batch(spec: Spec, order: Order) -> str:
     if spec.streams:
-        return f"{spec.lanes} lanes x {spec.steps} steps{' (varied)' if spec.batch.vary else ''}, carry kept between windows"
+        varied = " (varied)" if spec.batch.vary else ""
+        return f"{_count(spec.lanes, 'lane')} x {_count(spec.steps, 'step')}{varied}, carry kept between windows"
     if isinstance(order, SequenceOrder):
-        return f"{spec.tokens:,} steps, {len(order.shapes(0))} shapes, {order.waste(0):.1%} padding"
-    return f"{spec.tokens:,} steps"
+        return f"{_count(spec.tokens, 'step')}, {_count(len(order.shapes(0)), 'shape')}, {order.waste(0):.1%} padding"
+    return _count(spec.tokens, "step")
 
 
 def _whole(spec: Spec, plan: Plan) -> str:
-    unit = f"{spec.lanes // plan.replicas} lanes" if spec.streams else f"{spec.tokens:,} steps"
+    unit = _count(spec.lanes // plan.replicas, "lane") if spec.streams else _count(spec.tokens, "step")
     times = f"; x {spec.train.accumulate} accumulated" if spec.train.accumulate > 1 else ""
-    return f"{unit} on each of {plan.workers} device{'s' if plan.workers > 1 else ''}{times}"
+    return f"{unit} on each of {_count(plan.workers, 'device')}{times}"
 
 
 def _plan(plan: Plan) -> str:
     if plan == Plan(kernel=plan.kernel):
         return "serial (one device, one chunk)"
-    parts = [f"{plan.replicas} replicas x {plan.stages} stages", f"chunks of {plan.chunk_steps} steps" if plan.chunk_steps else "one chunk"]
-    parts += [f"{plan.slices} slices", "recomputation" if plan.recompute else "no recomputation"]
+    parts = [f"{_count(plan.replicas, 'replica')} x {_count(plan.stages, 'stage')}"]
+    parts += [f"chunks of {_count(plan.chunk_steps, 'step')}" if plan.chunk_steps else "one chunk"]
+    parts += [_count(plan.slices, "slice"), "recomputation" if plan.recompute else "no recomputation"]
     return ", ".join([*parts, *(["head shared"] if plan.shares_head else [])])
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
+def _batches(count: int) -> str:
+    return f"{count:,} batch{'es' * (count != 1)}"
+
+
+def _count(count: int, noun: str) -> str:
+    """`1 feature`, `2 features`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -16,11 +16,12 @@ class StepInfo:
     step: int
     steps: int  # in this epoch, or in this evaluation
     loss: float | None  # nats a target; None where it is not known before the end, as in an evaluation
-    tokens_per_second: float
-    waste: float  # share of padding, 0 … 1
+    tokens_per_second: float  # of the phase in hand
+    waste: float  # share of padding in training, 0 … 1
     lr: float
     eta_seconds: float | None  # of the whole run; None while it cannot be told
     phase: str = "train"  # or valid, test
+    unit: str = "tokens"  # what is counted a second; steps, where they are numbers
 
 
 class Watcher(Protocol):

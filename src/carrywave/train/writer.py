@@ -26,6 +26,7 @@ from torch import Tensor
 
 from carrywave import errors
 from carrywave.errors import RunError, UserError
+from carrywave.parallel import heartbeat
 from carrywave.parallel.meeting import for_all
 from carrywave.parallel.world import World, exchange, together
 from carrywave.train import durable
@@ -120,7 +121,9 @@ class Writer:
         job, self._job = self._job, None
         if job is None or job.thread is None:
             return None
-        with together(self.world, patient=True):  # a disk may be slow
+        if job.thread.is_alive():
+            heartbeat.rest()  # a disk may be slow: that no step is taken meanwhile is no hang
+        with together(self.world, patient=True):
             job.written.wait()
         said = [json.loads(text) for text in exchange(self.world, json.dumps(job.part_failure))]
         failed = [(rank, failure) for rank, failure in enumerate(said) if failure is not None]
@@ -178,7 +181,8 @@ class Writer:
         try:
             if job.ready is not None:
                 job.ready.synchronize()
-            job.draft.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # within the run's folder, which is not made again where it was removed
+            job.draft.mkdir(exist_ok=True)
             files = write_part(job.draft, job.groups)
             if self.world.rank > 0:
                 self._report(job, {"files": {name: file.to_json() for name, file in files.items()}})
