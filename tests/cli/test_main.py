@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import carrywave.benchmarks
 from carrywave.cli.main import app
 from carrywave.errors import DataError
-from carrywave.spec.load import DEFAULT_RUN, dump, load
+from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
 
 Install = Callable[..., None]
@@ -137,7 +137,7 @@ def test_a_dry_run_prints_the_resolved_spec(install: Install) -> None:
     install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done"))
     code, out, _ = call("train", "model.hidden=8", "--dry-run")
     assert code == 0
-    assert out.startswith(dump(load(None, ["model.hidden=8"], base=DEFAULT_RUN)))
+    assert out.startswith(dump(load(None, ["model.hidden=8"])))
 
 
 def test_resume_takes_the_spec_of_the_run(install: Install, tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ import typer
 
 from carrywave.errors import UserError
 from carrywave.parallel import environment
+from carrywave.parallel.launched import launched
 from carrywave.train import begun, causes, logs
-from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, Ended
+from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
+from carrywave.train.watch import printable
 
 P = ParamSpec("P")
 
@@ -43,6 +45,44 @@ def leaving_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGUSR1 before the first step."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.code = 128 + number
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Asked to stop before training begins, the program ends as after Ctrl-C: nothing half-made is left, and it is said.
+
+    Not in a worker, whose launcher knows what it asked for, and not once steps are taken: then the loop sees to it.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if begun.trains():  # a second time: at once
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        raise Terminated(number)
+
+    if launched() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    except Terminated as asked:
+        # A run that goes on has its snapshot still: that is a stop as any other.
+        waiting = begun.last_step(begun.run_in_hand())
+        code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is where it was, at step {waiting}")
+        _say(code, f"stopped by {asked} before the first step; {what}", asked)
+        raise typer.Exit(code) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
@@ -144,4 +184,4 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def note(message: str) -> None:
     """One line on stderr."""
-    print(f"carrywave: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)

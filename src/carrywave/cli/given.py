@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from carrywave.errors import UserError
-from carrywave.spec.load import DEFAULT_RUN
 
 
 class Device(StrEnum):
@@ -20,6 +20,25 @@ class Device(StrEnum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+
+
+class _Flags:
+    """In help, a switch takes no value: nothing is to be written behind it."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(_Flags, TyperCommand):
+    """A command."""
+
+
+class Group(_Flags, TyperGroup):
+    """All commands together."""
 
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes CUDA where there is one.")]
@@ -32,12 +51,6 @@ def spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
     if len(files) > 1:
         raise UserError(f"{files[1]} is a second spec file beside {files[0]}; give one SPEC.yaml, and the rest as key=value")
     return (Path(files[0]) if files else None), [word for word in words if "=" in word]
-
-
-def base(overrides: list[str]) -> dict[str, Any]:
-    """The default run as far as it goes with what is asked for: its streams are not for another task, nor for separate sequences."""
-    other = any(override.startswith(("task=", "batch.tokens=")) for override in overrides)
-    return {section: values for section, values in DEFAULT_RUN.items() if section != "batch" or not other}
 
 
 def check_writable(path: Path | None) -> None:

@@ -14,17 +14,27 @@ from rich.console import Console
 
 from carrywave import __version__
 from carrywave.cli import plan as planning
-from carrywave.cli.exits import leaving_at_once, with_exit_codes
-from carrywave.cli.given import Device, DeviceOption, JsonOption, base, check_writable, plain, replace_file, spec_and_overrides
-from carrywave.cli.show import Recorder, row_line, table_of, watcher_for
-from carrywave.cli.workers import DevicesOption, Elastic, MinDevicesOption, RestartsOption, agreed, devices_that_pay, start_workers
+from carrywave.cli.exits import ending_in_order, leaving_at_once, with_exit_codes
+from carrywave.cli.given import Command, Device, DeviceOption, Group, JsonOption, check_writable, plain, replace_file, spec_and_overrides
+from carrywave.cli.show import PlainWatcher, Recorder, row_line, table_of, watcher_for
+from carrywave.cli.workers import (
+    DevicesOption,
+    Elastic,
+    FewDevicesOption,
+    MinDevicesOption,
+    RestartsOption,
+    agreed,
+    devices_that_pay,
+    start_workers,
+)
 from carrywave.errors import RunError, UserError
 from carrywave.parallel.launched import is_first
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import dump, load
+from carrywave.spec.spec import Spec
 from carrywave.train import begun
 from carrywave.train.causes import INTERRUPTED, STOPPED
-from carrywave.train.watch import Silent
+from carrywave.train.watch import Silent, printable
 
 app = typer.Typer(
     name="carrywave",
@@ -32,6 +42,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    cls=Group,
 )
 
 
@@ -54,7 +65,7 @@ def _common(
     pass
 
 
-@app.command()
+@app.command(cls=Command)
 @with_exit_codes
 def train(
     spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="What to train; nothing: the default.")] = None,
@@ -75,30 +86,47 @@ def train(
         if init is not None:
             raise RunError("--resume goes on with the weights of the run and --init starts from others; give one of the two")
     with agreed(device.value):
-        resolved = load(path, overrides, base=base(overrides))
+        resolved = load(path, overrides)
         check_writable(json_file)
     if devices is None and min_devices is None:
         devices = devices_that_pay(resolved, device.value, run if resume else None)
     workers = start_workers(devices, device.value, resolved.plan_spec, elastic=Elastic(restarts, min_devices), dry_run=dry_run)
     if dry_run and is_first():
-        typer.echo(dump(resolved))
+        typer.echo(dump(resolved), nl=False)
+    with ending_in_order():
+        _train(resolved, run, resume, init, device.value, workers, json_file, dry_run=dry_run)
+
+
+def _train(
+    resolved: Spec,
+    run: Path | None,
+    resume: bool,
+    init: str | None,
+    device: str,
+    workers: int | None,
+    json_file: Path | None,
+    *,
+    dry_run: bool,
+) -> None:
     with leaving_at_once():
         from carrywave.train.fit import train as train_run
 
-    with watcher_for(Console()) if is_first() else nullcontext(Silent()) as display:
+    # A dry run prints a spec: what is said beside it are comments, so that all of it can be used again.
+    shown = PlainWatcher(Console(), before="# ") if dry_run else watcher_for(Console())
+    with shown if is_first() else nullcontext(Silent()) as display:
         watch = Recorder(display)
         how = {} if workers is None else {"devices": workers}
-        result = train_run(resolved, run=run, resume=resume, init=init, device=device.value, watch=watch, dry_run=dry_run, **how)
+        result = train_run(resolved, run=run, resume=resume, init=init, device=device, watch=watch, dry_run=dry_run, **how)
     # What earlier attempts of this launch evaluated is in the run's own rows.
     _write_rows(json_file, watch.rows if not begun.attempt() else _evaluations(result.run))
     if result.ending in ENDINGS:
         raise typer.Exit(ENDINGS[result.ending])
 
 
-app.command()(with_exit_codes(planning.plan))
+app.command(cls=Command)(with_exit_codes(planning.plan))
 
 
-@app.command()
+@app.command(cls=Command)
 @with_exit_codes
 def evaluate(
     run: RunArgument,
@@ -106,7 +134,7 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Data to evaluate on; the run's own test or valid data if left out.")
     ] = None,
     device: DeviceOption = Device.auto,
-    devices: DevicesOption = None,
+    devices: FewDevicesOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Evaluate the best weights of a run."""
@@ -118,13 +146,13 @@ def evaluate(
 
     row = evaluate_run(run, data, device.value)
     if is_first():
-        typer.echo(row_line(row))
+        typer.echo(printable(row_line(row)))
         if (verdict := worse_than_naive(row)) is not None:
             typer.echo(verdict)
     _write_rows(json_file, [row])
 
 
-@app.command()
+@app.command(cls=Command)
 @with_exit_codes
 def predict(
     run: RunArgument,
@@ -137,7 +165,7 @@ def predict(
     temperature: Annotated[float, typer.Option(help="Language: 0 takes the likeliest token, 1 samples as the model says.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Language: keys the sampling.")] = 1,
     device: DeviceOption = Device.auto,
-    devices: DevicesOption = None,
+    devices: FewDevicesOption = None,
 ) -> None:
     """Predict with the best weights of a run; a language model continues a prompt."""
     if not 0 <= temperature < math.inf:
@@ -150,7 +178,7 @@ def predict(
     predict_run(run, input_file, output, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, device=device.value)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_exit_codes
 def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Which benchmark; an unknown name lists them.")],
@@ -169,7 +197,7 @@ def bench(
     _write_rows(json_file, rows)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_exit_codes
 def schema(
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if left out.")] = None,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from carrywave.cli.exits import note
-from carrywave.cli.given import Device, DeviceOption, base, check_writable, plain, replace_file, spec_and_overrides
+from carrywave.cli.given import Device, DeviceOption, check_writable, plain, replace_file, spec_and_overrides
 from carrywave.errors import DataError, PlanError
 from carrywave.plan import shards
 from carrywave.plan.better import balance_text, remedies
@@ -54,7 +54,7 @@ def plan(
 ) -> None:
     """Search the ways to split a spec over devices by predicting them, choose the best, and show it."""
     path, overrides = spec_and_overrides(spec or [])
-    resolved = load(path, overrides, base=base(overrides))
+    resolved = load(path, overrides)
     if devices is not None and cluster is not None:
         raise PlanError("--devices and --cluster both say what there is to train on; give one of the two")
     if devices is not None and devices < 1:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
-from carrywave.train.watch import StepInfo, Watcher
+from carrywave.train.watch import StepInfo, Watcher, printable
 
 Clock = Callable[[], float]
 
@@ -29,8 +29,9 @@ class Display(Watcher, Protocol):
 class PlainWatcher:
     """One line every few seconds of wall time, and one for each evaluation."""
 
-    def __init__(self, console: Console, *, every_seconds: float = PLAIN_SECONDS, clock: Clock = time.monotonic) -> None:
+    def __init__(self, console: Console, *, every_seconds: float = PLAIN_SECONDS, clock: Clock = time.monotonic, before: str = "") -> None:
         self._console = console
+        self._before = before  # stands at the start of every line
         self._every_seconds = every_seconds
         self._clock = clock
         self._next_seconds = float("-inf")
@@ -66,7 +67,8 @@ class PlainWatcher:
 
     def _print(self, text: str) -> None:
         # Not wrapped: a line of a log is one line, however long; and written at once, because people watch logs.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        lines = "\n".join(f"{self._before}{line}" for line in printable(text).split("\n"))
+        self._console.print(lines, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
 
@@ -123,7 +125,7 @@ class RichWatcher:
 
     def say(self, line: str) -> None:
         """Print the line above the bar."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def end(self, line: str) -> None:
         """Take the bar away and print the line."""

@@ -22,7 +22,10 @@ from carrywave.train.launch import RESTARTS, is_worker, start
 from carrywave.train.profiles import gpus
 
 DevicesOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Workers to start on this machine; to train, one for each GPU that pays if left out.")
+    int | None, typer.Option(metavar="N", help="Workers to start on this machine; one for each GPU that pays if left out.")
+]
+FewDevicesOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Workers to start on this machine, which share the work; one if left out.")
 ]
 RestartsOption = Annotated[
     int | None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from carrywave.data import hashes
 from carrywave.data.arrays import FileAppender, NewArray, open_array
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
@@ -135,7 +135,7 @@ def _seal(draft: Path, content: dict[str, Any]) -> None:
             path.unlink()
             continue
         _sync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": hashes.sha256(path)}
     manifest = draft / MANIFEST
     manifest.write_text(json.dumps({"format": FORMAT, "files": files}))
     _sync(manifest)
@@ -160,11 +160,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _open(place: Path) -> Entry:
     with _matching(place):
         files = json.loads((place / MANIFEST).read_text())["files"]
@@ -175,7 +170,7 @@ def _open(place: Path) -> Entry:
                 not PLAIN_NAME.fullmatch(name)
                 or path.is_symlink()
                 or path.stat().st_size != known["bytes"]
-                or _sha256(path) != known["sha256"]
+                or hashes.sha256(path) != known["sha256"]
             ):
                 raise ValueError(name)
         if CONTENT not in files:

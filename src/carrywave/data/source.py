@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from carrywave.data import hashes
 from carrywave.errors import DataError
 from carrywave.spec.spec import BUILTIN_TEXT
 
@@ -58,8 +59,8 @@ class Source:
         """SHA-256 of the bytes as they are stored."""
         if self.path is None:
             return hashlib.sha256(builtin_text().encode()).hexdigest()
-        with self.path.open("rb") as file:
-            return str(self.guard(lambda: hashlib.file_digest(file, "sha256").hexdigest()))
+        path = self.path
+        return str(self.guard(lambda: hashes.sha256(path)))
 
     def open(self) -> Any:
         """A binary stream of the decompressed content."""

@@ -7,14 +7,12 @@ lines into gigabytes) are refused.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -28,24 +26,23 @@ from carrywave.spec.spec import Spec
 OPENED_BY_OVERRIDE = {"plan": "auto", "train.class_weights": "balanced"}  # words that stand for a whole section
 TYPE_ERRORS = ("_type", "literal_error", "int_from_float")
 SHOWN_CHARACTERS = 60
+MOST_BYTES = 1 << 20  # of a spec file
+# Names of files that are no specs, and what else is needed to train on one.
+DATA_FILES = {
+    **dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), "task=forecasting "),
+    **dict.fromkeys((".jsonl", ".ndjson"), "task=classification "),
+}
+COMPRESSED = (".gz", ".zst")
 YAML_TAG = "tag:yaml.org,2002:"
 NUMBER = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
 )
-# What is trained where no spec is given: a small character model on text that ships with Python.
-DEFAULT_RUN: Mapping[str, Any] = MappingProxyType(
-    {
-        "model": {"hidden": 128, "layers": 2, "init": "orthogonal", "forget_bias": 1.0},
-        "batch": {"lanes": 16, "steps": 64},
-        "train": {"lr": 4e-3, "clip": 1.0, "epochs": 3, "schedule": "cosine"},
-    }
-)
 TRUTH = re.compile(r"true|True|TRUE|false|False|FALSE")
 
 
-def load(path: Path | None = None, overrides: Sequence[str] = (), *, base: Mapping[str, Any] = MappingProxyType({})) -> Spec:
-    """The spec in a YAML file (none: the base) with `key=value` overrides on top, validated."""
-    tree = _read(path) if path is not None else copy.deepcopy(dict(base))
+def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
+    """The spec in a YAML file with `key=value` overrides on top, validated. No file is as an empty one: all defaults."""
+    tree = _read(path) if path is not None else {}
     for override in overrides:
         _override(tree, override)
     return parse(tree)
@@ -159,8 +156,18 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    kind = DATA_FILES.get(next((suffix for suffix in reversed(path.suffixes) if suffix.lower() not in COMPRESSED), "").lower())
+    remedy = f"to train on it, leave it out here and add {kind or ''}data.train={path}"
+    if kind and path.exists():
+        raise SpecError(f"{path} is a data file, not a spec; {remedy}")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        if path.is_fifo() and not str(path).startswith("/dev/"):
+            raise SpecError(f"{path} is a pipe, and a spec is read by every worker; write it to a file first")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise SpecError(f"{path} is too large for a spec, which is a few lines of YAML; {remedy}")
+        text = data.decode("utf-8-sig")
     except FileNotFoundError:
         raise SpecError(f"{path} does not exist; give the path of a spec file, or key=value") from None
     except UnicodeDecodeError:
@@ -171,7 +178,7 @@ def _read(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise SpecError(f"{path} holds {_show(tree)}, not a mapping; write keys such as model: {{hidden: 256}}")
+        raise SpecError(f"{path} holds {_show(tree)}, not a mapping; write keys such as model: {{hidden: 256}}, or {remedy}")
     return tree
 
 

@@ -29,12 +29,24 @@ class _Call:
 
     number = -1  # of the call that trains, from 0
     run: Path | None = None
+    training = False  # steps are taken
 
 
 def next_call() -> None:
     """A call that trains a run begins."""
     _Call.number += 1
     _Call.run = None
+    _Call.training = False
+
+
+def begins_to_train() -> None:
+    """What can be refused has been: steps follow."""
+    _Call.training = True
+
+
+def trains() -> bool:
+    """Whether the call in hand has begun to train."""
+    return _Call.training
 
 
 def call() -> int:

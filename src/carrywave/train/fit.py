@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave import __version__, heap
+from carrywave.data import hashes
 from carrywave.data.codec import Codec
 from carrywave.data.inputs import from_python, naming
 from carrywave.data.prepare import Prepared, prepare
@@ -247,12 +249,16 @@ def _begin(
 
 
 def _prepare_in_turn(start: _Start) -> Prepared:
-    """Read the data into the cache on one worker of each host, then find it there on the others."""
+    """Read the data into the cache on one worker of each host, then find it there on the others, who take its word for what it hashed."""
+    world = start.world
     prepared: Prepared | None = None
-    for turn in (start.world.local_rank == 0, True):
-        with together(start.world, for_all_of_us=True, patient=True):
-            if turn and prepared is None:
-                prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
+    with hashes.keeping() as hashed:
+        for turn in (world.local_rank == 0, True):
+            told = [json.loads(text) for text in exchange(world, json.dumps([socket.gethostname(), hashed]))]
+            alike = [found for host, of_host in told if host == socket.gethostname() for found in of_host]
+            with together(world, for_all_of_us=True, patient=True), hashes.knowing(alike):
+                if turn and prepared is None:
+                    prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
     assert prepared is not None  # the second turn is everyone's
     return prepared
 

@@ -25,6 +25,7 @@ from carrywave.parallel.meeting import for_all
 from carrywave.parallel.world import exchange, together
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Part, Task
+from carrywave.train import begun
 from carrywave.train import optimizer as optimizers
 from carrywave.train import rate as rates
 from carrywave.train.bad import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW
@@ -106,6 +107,7 @@ class Loop:
                 return self.run(own)
         train, at = self.spec.train, self.progress
         self.stop = stop
+        begun.begins_to_train()
         try:
             if train.on_nan == "back" and at.step == 0:
                 self.save(self, False)  # there is always one to go back to

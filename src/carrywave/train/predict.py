@@ -36,6 +36,7 @@ from carrywave.train import durable
 from carrywave.train.evaluate import passes
 from carrywave.train.generate import generate
 from carrywave.train.saved import Saved, open_run
+from carrywave.train.watch import printable
 
 Row = dict[str, Any]
 Prompt = tuple[str, str]  # how errors name it, and the text to continue
@@ -105,7 +106,8 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
         return rows
     text = _csv(rows) if kind == ".csv" else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if output is None:
-        sys.stdout.write(text if prompt is None else rows[0]["text"] + "\n")
+        shown = text if prompt is None else rows[0]["text"] + "\n"
+        sys.stdout.write(printable(shown) if sys.stdout.isatty() else shown)
     else:
         with durable.writing(str(output)):
             durable.write_bytes(output, text.encode())

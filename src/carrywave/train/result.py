@@ -14,7 +14,7 @@ from carrywave.data.inputs import read_python
 from carrywave.data.order import Cursor, Window
 from carrywave.data.stream import build
 from carrywave.tasks.task import Task
-from carrywave.train.loop import Ending
+from carrywave.train.progress import Ending
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,11 @@ class StepInfo:
     unit: str = "tokens"  # what is counted a second; steps, where they are numbers
 
 
+def printable(text: str) -> str:
+    """A text for a terminal: what a name, a label or a model puts out must not move the cursor, or pass for something else."""
+    return "".join(each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
 class Watcher(Protocol):
     """Is told what happens, in this order: begin, then steps, evaluations and lines, then end."""
 
