@@ -477,6 +477,15 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: tamper(path, lambda old: old | {"lstm.weight_ih_l1": torch.zeros(2)}),
         "is from another model: it holds lstm.weight_ih_l1, which is not here; use the weights of a model with the same spec",
     ),
+    "deep header": (
+        lambda path: path.write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000),
+        "is not a safetensors file: it has no readable header",
+    ),
+    "absurd header": (lambda path: path.write_bytes((2**63).to_bytes(8, "little") + b"{}"), "it has no readable header"),
+    "pipe": (
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        "--init run: there is no such run or weights file; give|run has no weights.safetensors yet; train it",
+    ),
     "missing": (Path.unlink, "--init run: there is no such run or weights file; give|run has no weights.safetensors yet; train it"),
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from carrywave.cli.main import app
 from carrywave.errors import DataError
 from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
+from carrywave.train import begun
 
 Install = Callable[..., None]
 
@@ -112,6 +115,79 @@ def test_help_and_version() -> None:
     assert "--dry-run" in out
 
 
+@pytest.mark.parametrize("command", ["train", "plan", "evaluate", "predict", "bench"])
+def test_help_of_a_switch_asks_for_no_value(command: str) -> None:
+    out = call(command, "--help")[1]
+    assert "--help" in out
+    assert "bool" not in out
+    if command in ("evaluate", "predict"):
+        assert "one if left out" in " ".join(out.replace("│", " ").split())
+        assert "GPU that pays" not in " ".join(out.replace("│", " ").split())
+
+
+def test_no_file_and_an_empty_one_are_the_same_spec(install: Install, tmp_path: Path) -> None:
+    seen: list[Spec] = []
+
+    def train(spec: Spec, **rest: object) -> object:
+        seen.append(spec)
+        return SimpleNamespace(ending="done")
+
+    install("carrywave.train.fit", train=train)
+    (tmp_path / "empty.yaml").write_text("")
+    assert call("train", "model.layers=3")[0] == 0
+    assert call("train", str(tmp_path / "empty.yaml"), "model.layers=3")[0] == 0
+    assert seen[0] == seen[1] == load(None, ["model.layers=3"])
+
+
+IS_DATA = "{name} is a data file, not a spec; to train on it, leave it out here and add {more}data.train={name}"
+NO_SPEC = {
+    "sales.csv": ("ds,y\n2024-01-01,1\n", IS_DATA.format(name="sales.csv", more="task=forecasting ")),
+    "rows.jsonl.gz": ("", IS_DATA.format(name="rows.jsonl.gz", more="task=classification ")),
+    "text.txt": ("some text", 'text.txt holds "some text", not a mapping; to train on it, leave it out here and add data.train=text.txt'),
+    "long.txt": (
+        "word " * 300_000,
+        "long.txt is too large for a spec, which is a few lines of YAML; to train on it, leave it out here and add data.train=long.txt",
+    ),
+    "deep.yaml": ("[" * 3000, "deep.yaml: lists or mappings stand too deep in each other; a spec has keys such as model.hidden=256"),
+    "digits.yaml": (
+        "model: {hidden: " + "9" * 6000 + "}",
+        "digits.yaml: Exceeds the limit (4300 digits) for integer string conversion: value has 6000 digits; "
+        "this cannot be read as YAML, put text in quotes",
+    ),
+    "ansi.yaml": ('"mod\\e[31mel": 3', "unknown key mod\\x1b[31mel; did you mean model?"),
+}
+
+
+@pytest.mark.parametrize("name", NO_SPEC)
+def test_what_is_no_spec(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, message = NO_SPEC[name]
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    assert call("train", name) == (2, "", f"carrywave: {message}\n")
+
+
+def test_a_pipe_is_no_spec(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "spec.yaml")
+    code, out, err = call("train", str(tmp_path / "spec.yaml"))
+    assert (code, out) == (2, "")
+    assert err.endswith("spec.yaml is a pipe, and a spec is read by every worker; write it to a file first\n")
+
+
+def test_what_a_dry_run_prints_is_a_spec(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 20)
+    words = [f"data.train={tmp_path / 'text.txt'}", "model.hidden=4", "batch.lanes=2", "train.class_weights=null", "plan.chunk_steps=16"]
+    code, first, err = call("train", *words, "--dry-run")
+    assert (code, err) == (0, "")
+    (tmp_path / "printed.yaml").write_text(first)
+    assert load(tmp_path / "printed.yaml") == load(None, words)
+    code, second, _ = call("train", str(tmp_path / "printed.yaml"), "--dry-run")
+    assert code == 0
+    assert [line for line in second.splitlines() if "into the cache" not in line] == [
+        line for line in first.splitlines() if "into the cache" not in line
+    ]
+    assert "# model     LSTM 2 x 4" in first
+
+
 def test_train_hands_everything_on(install: Install, tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
@@ -184,6 +260,28 @@ def test_what_is_raised_becomes_a_line_and_a_code(install: Install, error: BaseE
     assert err.splitlines()[0] == line
     assert ("Traceback" in err) == (code == 1)
     assert len(err.splitlines()) == 1 or code == 1
+
+
+def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: Path) -> None:
+    left: list[str] = []
+
+    def train(spec: Spec, **rest: object) -> object:
+        begun.next_call()
+        begun.works_on(tmp_path)
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            raise AssertionError
+        finally:
+            left.append("in order")
+
+    install("carrywave.train.fit", train=train)
+    before = signal.getsignal(signal.SIGTERM)
+    assert call("train") == (143, "", "carrywave: stopped by SIGTERM before the first step; nothing was trained\n")
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "last").write_text("step-00000040\n")
+    assert call("train") == (75, "", "carrywave: stopped by SIGTERM before the first step; the run is where it was, at step 40\n")
+    assert left == ["in order"] * 2
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_evaluate(install: Install, tmp_path: Path) -> None:

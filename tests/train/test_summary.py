@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from carrywave.data.codec import Codec
 from carrywave.data.order import StreamOrder
 from carrywave.kernels import aten, choice, persistent
 from carrywave.model.encoders import Embedding
@@ -18,13 +20,25 @@ from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.whole import Whole
+from carrywave.plan.cluster import Cluster
+from carrywave.plan.partition import say
 from carrywave.plan.plan import Plan
+from carrywave.plan.predict import Predictor
+from carrywave.plan.profile import Profile
+from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
+from carrywave.tasks.task import Task
 from carrywave.train.fit import train
 from carrywave.train.summary import backends, summarize
 from carrywave.train.watch import Silent
+
+
+@pytest.fixture
+def machine() -> Profile:
+    return Profile.read(os.environ["CARRYWAVE_PROFILE"])  # of all tests
+
 
 ORDER = StreamOrder(np.array([5000]), lanes=8, steps=64)
 
@@ -100,3 +114,32 @@ def test_a_run_keeps_them_with_its_plan(tmp_path: Path) -> None:
     train(parse({**asked, "train": {"max_steps": 1}}), run=tmp_path / "run", device="cpu", watch=Watch())
     assert "kernels   aten (oneDNN)" in said[0].splitlines()
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["backends"] == ["aten (oneDNN)"] * 2
+
+
+def memory(spec: Spec, facts: DataFacts, plan: Plan) -> str:
+    network = Task(spec, Codec("language", "text", "char", tuple("abcdefghij"), size=10), facts).model()
+    lines = summarize(spec, facts, network, plan, ORDER, "cpu", Units.of(spec, facts)).splitlines()
+    return next(line for line in lines if line.startswith("memory"))
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(chunk_steps=16, recompute=True), Plan(stages=2, cuts=(2,), chunk_steps=16), Plan(replicas=2)]
+)
+def test_the_summary_counts_memory_as_the_planner_does(plan: Plan, machine: Profile) -> None:
+    asked = parse({"model": {"hidden": 16, "layers": 2}, "batch": {"lanes": 8, "steps": 64}})
+    facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
+    units = Units.of(asked, facts)
+    stages = Predictor(units, Cluster.uniform(machine, plan.workers)).predict(plan).stages
+    largest = max((stage.memory for stage in stages), key=lambda each: each.total)
+    told = memory(asked, facts, plan)
+    assert f"about {say(largest.total)}" in told
+    assert f"{say(largest.parameters)} parameters" in told
+    assert f"{say(largest.activations)} activations" in told
+
+
+def test_one_of_a_kind_is_one() -> None:
+    facts = DataFacts(sequences=1, steps=5000, longest=5000, features=1, outputs=1)
+    lines = summarize(spec(epochs=1), facts, model(), Plan(stages=2, cuts=(2,)), ORDER, "cpu").splitlines()
+    assert lines[0] == "task      language: 5,000 steps in train, 1 feature"
+    assert any(line.endswith("optimizer steps; 1 epoch") for line in lines)
+    assert any("1 replica x 2 stages" in line for line in lines)

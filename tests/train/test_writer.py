@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from carrywave.errors import Diverged, RunError
+from carrywave.parallel import heartbeat
 from carrywave.parallel.world import World
 from carrywave.train import writer as writers
 from carrywave.train.snapshot import load, write_part
@@ -54,6 +55,35 @@ def test_what_is_written_is_what_stood_there(writer: Writer, monkeypatch: pytest
     assert writer.settle() is None
     assert torch.equal(load(writer.folder).parameters["w"], torch.arange(1.0, 7.0))
     assert writer.settle() is None  # nothing is being written
+
+
+def test_waiting_for_a_slow_disk_is_no_hang(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever watches for steps is told that none are to be expected, for as long as it takes."""
+    seen: list[bool] = []
+    go_on = threading.Event()
+
+    def slow(*args: Any) -> Any:
+        assert go_on.wait(30)
+        seen.append(heartbeat.is_training())
+        return write_part(*args)
+
+    monkeypatch.setattr(writers, "write_part", slow)
+    heartbeat.mark()
+    begin(writer, torch.ones(3))
+    assert heartbeat.is_training()  # it is written beside the training
+    rest = heartbeat.rest
+    monkeypatch.setattr(heartbeat, "rest", lambda: (rest(), go_on.set()))
+    assert writer.settle() is None
+    assert seen == [False]
+
+
+def test_a_folder_that_was_removed_is_not_made_again(writer: Writer) -> None:
+    gone = Writer(writer.world, writer.folder.parent / "gone" / "snapshots")
+    begin(gone, torch.ones(3))
+    failure = gone.settle()
+    assert failure is not None
+    assert "could not be written: No such file or directory" in str(failure)
+    assert not gone.folder.parent.exists()
 
 
 def test_memory_is_used_again(writer: Writer) -> None:

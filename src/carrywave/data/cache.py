@@ -191,7 +191,7 @@ def _sequences(layout: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Seque
 def _matching(place: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"the cache {place} does not match its hash; delete the folder {place}") from error
 
 

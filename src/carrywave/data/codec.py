@@ -75,7 +75,7 @@ class Codec:
         """The codec that `to_json` wrote."""
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"the codec is not JSON ({error}); prepare the data again") from error
         known = {field.name for field in fields(Codec)}
         if not isinstance(values, dict) or not {"task", "field"} <= set(values) <= known:

@@ -43,7 +43,7 @@ def read_facts(text: str) -> DataFacts:
         known = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"{path} cannot be read ({error.strerror}); give a run's facts.json, or key=value as in vocabulary=33278") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"{path} is not JSON ({error}); give a run's facts.json, or key=value as in vocabulary=33278") from None
     if not isinstance(known, dict):
         raise SpecError(f"{path} holds no facts; give a run's facts.json, or key=value as in vocabulary=33278")

@@ -151,8 +151,11 @@ def parse_yaml(text: str, where: str) -> Any:
         raise SpecError(f"{where}{line}: {problem}{remedy}") from None
     except yaml.YAMLError as error:
         raise SpecError(f"{where}: {str(error).splitlines()[0]}; this is not YAML, write it as UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{where}: {str(error).splitlines()[0]}; this cannot be read as YAML, put text in quotes") from None
+    except RecursionError:
+        raise SpecError(f"{where}: lists or mappings stand too deep in each other; a spec has keys such as model.hidden=256") from None
+    except ValueError as error:
+        fact = str(error).splitlines()[0].partition(";")[0]
+        raise SpecError(f"{where}: {fact}; this cannot be read as YAML, put text in quotes") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -178,7 +181,8 @@ def _read(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise SpecError(f"{path} holds {_show(tree)}, not a mapping; write keys such as model: {{hidden: 256}}, or {remedy}")
+        write = "write keys such as model: {hidden: 256}"
+        raise SpecError(f"{path} holds {_show(tree)}, not a mapping; {write if path.suffix in ('.yaml', '.yml') else remedy}")
     return tree
 
 

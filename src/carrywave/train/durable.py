@@ -39,6 +39,7 @@ DTYPES = {
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 SEAL = "carrywave_sha256"  # in the metadata of a file that holds a checksum of itself
 BLOCK_BYTES = 1 << 21
+MOST_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library has it
 
 Form = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: what is known of it before any of its bytes is read
 
@@ -175,21 +176,23 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def check_form(path: Path) -> None:
     """Whether a file can be safetensors at all: there, no pickle, as long as its header says, and whole where it is sealed."""
+    if path.exists() and not path.is_file():
+        raise RunError(f"{path} is not a plain file; give the path of a safetensors file")
     try:
         with path.open("rb") as file:
             head = file.read(8)
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(head, "little")
-            text = file.read(length) if 8 + length <= size else b""
+            text = file.read(length) if 8 + length <= size and length <= MOST_HEADER_BYTES else b""
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}; give the path of a safetensors file") from error
     refuse_pickle(path, head + text[:1])
-    if len(head) < 8 or (not text and length < 2**32):
+    if len(head) < 8 or (not text and length <= MOST_HEADER_BYTES):
         raise RunError(f"{path} is truncated: {size} bytes are less than its header; copy it again, or use another one")
     try:
         header = json.loads(text)
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise RunError(f"{path} is not a safetensors file: it has no readable header; give the path of a safetensors file") from error
     if isinstance(end, int) and size < 8 + length + end:
         raise RunError(f"{path} is truncated: {size} of {8 + length + end} bytes are there; copy it again, or use another one")

@@ -102,6 +102,11 @@ class Claim:
         self._thread = threading.Thread(target=self._beat, name="carrywave-owner", daemon=True)
         self._thread.start()
 
+    @property
+    def lost(self) -> bool:
+        """Whether the run is another's by now, or gone."""
+        return self._lost is not None
+
     def check(self) -> None:
         """Refuse to go on where the run is not this process's any more. As far as the last beat knows: it costs nothing."""
         if self._lost is not None:

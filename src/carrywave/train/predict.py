@@ -171,6 +171,8 @@ def _texts(data: Any) -> Any:
 
 
 def _lines(path: Path) -> Iterator[Prompt]:
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is not a plain file; give a file with a prompt on each line")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -131,11 +131,13 @@ class Run:
     def read_json(self, name: str) -> Any:
         """An object that `write_json` wrote."""
         path = self.path / name
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path} is not a plain file; give the folder of a whole run")
         try:
             return json.loads(path.read_bytes())
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror or error}; give the folder of a whole run") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunError(f"{path} is damaged: it is not JSON; give the folder of a whole run") from error
 
     def write_metrics(self, row: Mapping[str, Value]) -> None:
@@ -221,6 +223,8 @@ class Run:
         """
         if self._founded is None or self.weights.is_file() or (self.snapshots / POINTER).is_file():
             return False
+        if self._claim is None or self._claim.lost:
+            return False  # what is there is another's
         if _size(self.path / METRICS) and not isinstance(error, DataError | SpecError | PlanError):
             return False
         with suppress(OSError):  # a folder that cannot be cleared is no reason to hide the error that led here

@@ -1,0 +1,59 @@
+"""One process of a host hashes a file, and tells the others: they hash only what has changed since."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carrywave.data import hashes
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are read to be hashed."""
+    found: list[str] = []
+    plain: Callable[..., Any] = hashlib.file_digest
+
+    def digest(file: Any, name: str) -> Any:
+        found.append(Path(file.name).name)
+        return plain(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    return found
+
+
+def test_who_was_told_does_not_read_the_file(tmp_path: Path, counted: list[str]) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"one")
+    right = hashlib.sha256(b"one").hexdigest()
+    with hashes.keeping() as kept:
+        assert hashes.sha256(path) == right
+    told = json.loads(json.dumps(kept))  # as it travels
+    assert counted == ["data"]
+    with hashes.knowing(told):
+        assert hashes.sha256(path) == right
+        assert counted == ["data"]
+        path.write_bytes(b"two")
+        assert hashes.sha256(path) == hashlib.sha256(b"two").hexdigest()
+    assert counted == ["data", "data"]
+    path.write_bytes(b"one")
+    with hashes.knowing(told):
+        assert hashes.sha256(path) == right
+    assert len(counted) == 3  # written anew: the same bytes, and another time
+
+
+def test_nothing_is_known_afterwards(tmp_path: Path, counted: list[str]) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"one")
+    with hashes.keeping() as kept:
+        hashes.sha256(path)
+    with hashes.knowing(kept):
+        pass
+    hashes.sha256(path)
+    assert counted == ["data", "data"]
+    assert len(kept) == 1
