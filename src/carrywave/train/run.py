@@ -11,8 +11,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -146,7 +146,7 @@ class Run:
         self._append(METRICS, ordered)
         if not self._with_events:
             return
-        with durable.writing(str(self.path / "tb")):
+        with self._writing(str(self.path / "tb")):
             events, step = self._open_events(), row["step"]
             for key, value in ordered.items():
                 if isinstance(value, float):
@@ -163,11 +163,12 @@ class Run:
             self._claim.look()
         beside = {"spec": self.path / "spec.yaml", "codec": self.path / "codec.json"}
         metadata = {name: path.read_text("utf-8") for name, path in beside.items() if path.is_file()}
-        save_weights(self.weights, parameters, {"format": "pt", **metadata})
+        with self._writing(str(self.weights)):
+            save_weights(self.weights, parameters, {"format": "pt", **metadata})
 
     def sizes(self) -> tuple[int, int]:
         """Bytes of both logs, for the snapshot that is written next."""
-        with durable.writing(str(self.path / "tb")):
+        with self._writing(str(self.path / "tb")):
             if self._events is not None:
                 self._events.flush()
         return _size(self.path / METRICS), _size(self.path / TIMING)
@@ -176,7 +177,7 @@ class Run:
         """Bring both logs to the disk, of a run that is still this process's; from any thread."""
         if self._claim is not None:
             self._claim.look()
-        with durable.writing(str(self.path / METRICS)):
+        with self._writing(str(self.path / METRICS)):
             for name in (METRICS, TIMING):
                 if (self.path / name).is_file():
                     durable.sync_path(self.path / name)
@@ -188,7 +189,7 @@ class Run:
             had = f"{self.path / METRICS} has {present} bytes, the snapshot was made after {metrics_bytes}"
             raise RunError(f"{had}; put the file back, or start a new run with --init")
         self.close()
-        with durable.writing(str(self.path / METRICS)):
+        with self._writing(str(self.path / METRICS)):
             for name, kept in ((METRICS, metrics_bytes), (TIMING, timing_bytes)):
                 # Lost timings are no loss to the run: that file is only ever shortened.
                 if _size(self.path / name) > kept:
@@ -197,7 +198,7 @@ class Run:
 
     def close(self) -> None:
         """Close what is open; a later write opens it again."""
-        with durable.writing(str(self.path)):
+        with self._writing(str(self.path)):
             while self._files:
                 self._files.popitem()[1].close()
             if self._events is not None:
@@ -232,9 +233,20 @@ class Run:
                 durable.remove(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
         return True
 
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Turns a failure of the disk into one line; of a run that is gone, or another's, that is the one."""
+        try:
+            with durable.writing(what):
+                yield
+        except RunError:
+            if self._claim is not None:
+                self._claim.look()
+            raise
+
     def _write(self, name: str, text: str) -> None:
         self.make()
-        with durable.writing(str(self.path / name)):
+        with self._writing(str(self.path / name)):
             durable.write_bytes(self.path / name, text.encode())
 
     def _append(self, name: str, row: Mapping[str, Value]) -> None:
@@ -242,7 +254,7 @@ class Run:
         plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
         line = json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
         self.make()
-        with durable.writing(str(self.path / name)):
+        with self._writing(str(self.path / name)):
             if name not in self._files:
                 # Unbuffered: one write a line, so what is on the disk ends with a whole line.
                 self._files[name] = (self.path / name).open("ab", buffering=0)
