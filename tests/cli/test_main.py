@@ -280,6 +280,7 @@ def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: 
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "last").write_text("step-00000040\n")
     assert call("train") == (75, "", "carrywave: stopped by SIGTERM before the first step; the run is where it was, at step 40\n")
+    begun.next_call()
     assert left == ["in order"] * 2
     assert signal.getsignal(signal.SIGTERM) == before
 

@@ -24,6 +24,7 @@ from carrywave.parallel import environment
 from carrywave.parallel.launched import launched
 from carrywave.train import begun, causes, logs
 from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
+from carrywave.train.stop import let_go_of_terminal, wanted
 from carrywave.train.watch import printable
 
 P = ParamSpec("P")
@@ -48,7 +49,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGUSR1 before the first step."""
+    """SIGTERM, SIGUSR1 or SIGHUP before the first step."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -71,10 +72,11 @@ def ending_in_order() -> Iterator[None]:
     if launched() or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.signal(number, end) for number in wanted((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))}
     try:
         yield
     except Terminated as asked:
+        let_go_of_terminal()
         # A run that goes on has its snapshot still: that is a stop as any other.
         waiting = begun.last_step(begun.run_in_hand())
         code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is where it was, at step {waiting}")

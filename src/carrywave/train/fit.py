@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from carrywave import __version__, heap
-from carrywave.data import hashes
-from carrywave.data.codec import Codec
 from carrywave.data.inputs import from_python, naming
-from carrywave.data.prepare import Prepared, prepare
+from carrywave.data.prepare import Prepared
 from carrywave.errors import PlanError, SpecError, UserError
 from carrywave.model.holding import fill
 from carrywave.model.model import Model
@@ -28,7 +25,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.neighbours import watched
 from carrywave.parallel.precision import parameter_dtype
 from carrywave.parallel.shards import settle
-from carrywave.parallel.world import World, exchange, join, leave, pick_device, same, together
+from carrywave.parallel.world import World, join, leave, pick_device, same, together
 from carrywave.plan import shards
 from carrywave.plan.plan import Plan
 from carrywave.plan.units import Units
@@ -38,22 +35,23 @@ from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import worse_than_naive
 from carrywave.tasks.task import POOLED, Task
-from carrywave.train import again, begun, causes
+from carrywave.train import again, begun
 from carrywave.train.compare import Comparison
 from carrywave.train.cost import cost_line
 from carrywave.train.evaluate import order_for
 from carrywave.train.given import check_dtype
-from carrywave.train.keep import Keeper, check_same, go_on, hear, load_parameters, read_weights, take_weights, with_batch_of
+from carrywave.train.keep import Keeper, go_on, load_parameters, read_weights, take_weights
 from carrywave.train.launch import RESTARTS
-from carrywave.train.loop import Loop, Parts, Stopped
+from carrywave.train.leaving import Stopped
+from carrywave.train.loop import Loop, Parts
 from carrywave.train.noted import noted
-from carrywave.train.origin import given_codec, open_folder, read_alike, reading_of, refuse_python, weights_file
-from carrywave.train.planning import Given, check_workers, plan_before, plan_run
+from carrywave.train.origin import weights_file
+from carrywave.train.planning import Given, check_workers, plan_run
 from carrywave.train.progress import ASKED
 from carrywave.train.result import Result
-from carrywave.train.run import Elsewhere, Run
+from carrywave.train.run import Run
 from carrywave.train.saved import codec_of, facts_of, open_run
-from carrywave.train.snapshot import Stored
+from carrywave.train.start import Start, begin, prepare_in_turn
 from carrywave.train.stop import Stop
 from carrywave.train.summary import backends, summarize
 from carrywave.train.trainer import Trainer
@@ -63,20 +61,6 @@ Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own,
 
 
 CLASS_WEIGHTS = "head.weights"
-
-
-@dataclass(frozen=True)
-class _Start:
-    """What a run starts from, the same on every worker."""
-
-    spec: Spec
-    world: World
-    folder: Run
-    snapshot: Stored | None
-    codec: Codec | None  # given, with the weights that it starts from
-    init: str | None
-    watch: Watcher
-    before: Plan | None = None  # the plan that the run has had so far; rank 0 knows it
 
 
 def train(
@@ -96,9 +80,9 @@ def train(
     """
     world = World.alone(pick_device(device)) if dry_run else join(device)
     with _left_at_the_end(world):
-        start = _begin(spec, world, run, resume, init, watch or Silent(), from_files=True, hold=not dry_run)
+        start = begin(spec, world, run, resume, init, watch or Silent(), from_files=True, hold=not dry_run)
         with start.folder:
-            prepared = _prepare_in_turn(start)
+            prepared = prepare_in_turn(start)
             return _train(start, prepared, None, workers=devices if dry_run and devices else world.size, dry_run=dry_run)
 
 
@@ -155,10 +139,10 @@ def fit(
         if launched() and devices not in (1, world.size) and not begun.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; leave devices out")
         with _left_at_the_end(world):
-            start = _begin(asked, world, None if run is None else Path(run), resume, init, watch or Silent(), from_files=False)
+            start = begin(asked, world, None if run is None else Path(run), resume, init, watch or Silent(), from_files=False)
             with start.folder:
                 if start.spec.data.train is not None:
-                    prepared = _prepare_in_turn(start)
+                    prepared = prepare_in_turn(start)
                 else:
                     with together(world, patient=True):
                         prepared = from_python(data, start.spec, codec=start.codec)
@@ -200,70 +184,7 @@ def _shown(model: Model | Whole) -> nn.Module:
     return model.module if isinstance(model, Whole) else model
 
 
-def _begin(
-    spec: Spec,
-    world: World,
-    run: Path | None,
-    resume: bool,
-    init: str | None,
-    watch: Watcher,
-    *,
-    from_files: bool,
-    hold: bool = True,
-) -> _Start:
-    """Open the run: rank 0 looks at the disk, and tells the others what it found. One that goes on is held from here on."""
-    folder: Run | None = None
-    snapshot: Stored | None = None
-    found = ""
-    before: Plan | None = None
-    begun.next_call()
-    # Of a launch over several hosts only some may have been told that this is another attempt.
-    restarted = any(int(times) for times in exchange(world, str(begun.attempt())))
-    try:
-        with together(world, for_all_of_us=True, patient=True):
-            if world.rank == 0:
-                folder, snapshot = open_folder(spec, run, resume, restarted=restarted, hold=watch.say if hold else None)
-                causes.tell_run(folder.path)
-                if snapshot is not None:
-                    if from_files:
-                        refuse_python(spec, folder)
-                    check_same(spec, snapshot)
-                    before = plan_before(folder)
-                codec = given_codec(init, folder, snapshot)
-                reading = {} if init is None else reading_of(init, spec)
-                told = None if snapshot is None else snapshot.told()
-                found = json.dumps([str(folder.path), None if codec is None else codec.to_json(), told, reading])
-        path, codec_json, told, reading = json.loads(exchange(world, found)[0])
-        begun.works_on(Path(path))
-        if world.rank == 0 and (warning := begun.warning()) is not None:
-            watch.say(warning)
-        codec = None if codec_json is None else Codec.from_json(codec_json)
-        spec = read_alike(spec, reading)
-        stored = None if told is None else hear(world, told)
-        spec = spec if stored is None else with_batch_of(spec, stored)
-        return _Start(spec, world, folder or Elsewhere(Path(path)), stored, codec, init, watch, before)
-    except BaseException:
-        if folder is not None:
-            folder.release()
-        raise
-
-
-def _prepare_in_turn(start: _Start) -> Prepared:
-    """Read the data into the cache on one worker of each host, then find it there on the others, who take its word for what it hashed."""
-    world = start.world
-    prepared: Prepared | None = None
-    with hashes.keeping() as hashed:
-        for turn in (world.local_rank == 0, True):
-            told = [json.loads(text) for text in exchange(world, json.dumps([socket.gethostname(), hashed]))]
-            alike = [found for host, of_host in told if host == socket.gethostname() for found in of_host]
-            with together(world, for_all_of_us=True, patient=True), hashes.knowing(alike):
-                if turn and prepared is None:
-                    prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
-    assert prepared is not None  # the second turn is everyone's
-    return prepared
-
-
-def _train(start: _Start, prepared: Prepared, own: Own | Whole | None, *, workers: int, dry_run: bool = False) -> Result:
+def _train(start: Start, prepared: Prepared, own: Own | Whole | None, *, workers: int, dry_run: bool = False) -> Result:
     spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
         settle(world.device)  # before the first weight is drawn

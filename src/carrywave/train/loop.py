@@ -6,7 +6,6 @@ on the clock goes to the watcher and to timing.jsonl only.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from carrywave.data.stream import Loader
 from carrywave.errors import Diverged
 from carrywave.parallel import heartbeat
 from carrywave.parallel.meeting import for_all
-from carrywave.parallel.world import exchange, together
+from carrywave.parallel.world import together
 from carrywave.spec.spec import Spec
 from carrywave.tasks.task import Part, Task
 from carrywave.train import begun
@@ -32,6 +31,7 @@ from carrywave.train.bad import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW
 from carrywave.train.clock import Clock
 from carrywave.train.compare import Comparison
 from carrywave.train.evaluate import evaluate
+from carrywave.train.leaving import Stopped, leave_if_asked
 from carrywave.train.progress import Ending, Progress
 from carrywave.train.run import Run, Value
 from carrywave.train.stop import Reason, Stop
@@ -39,18 +39,9 @@ from carrywave.train.trainer import StepResult, Trainer
 from carrywave.train.watch import StepInfo, Watcher
 
 LOOK_EVERY = 8  # steps between two looks at what a GPU has computed, where several workers train
-ASK_EVERY = 32  # batches of an evaluation between two questions whether any of several workers was asked to stop
 SMALLEST_SCALE = 2.0**-14  # an fp16 loss scale that has been halved down to this finds no gradient that is a number
 
 Row = dict[str, Value]
-
-
-class Stopped(Exception):
-    """A stop was asked for during an evaluation, which is not waited for: it is made when the run goes on."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(reason)
-        self.reason: Reason = reason
 
 
 @dataclass(frozen=True)
@@ -351,7 +342,8 @@ class Loop:
 
         def tick(done: int, total: int) -> None:
             heartbeat.mark()
-            self._look(done, total)
+            if done < total:
+                leave_if_asked(self.stop, self.trainer.mesh.world, done)
             if self.clock.due():
                 self.clock.told()
                 rate = tokens * done / total / max(time.monotonic() - started, 1e-9)
@@ -368,21 +360,6 @@ class Loop:
         self.watch.evaluated({**place, **values})
         self._skip(seconds)
         return values
-
-    def _look(self, done: int, total: int) -> None:
-        """Leave an evaluation where a stop was asked for: it may take longer than whoever asked will wait. All workers leave at once."""
-        if self.stop is None or done >= total:
-            return
-        world = self.trainer.mesh.world
-        if world.size == 1:
-            reason = self.stop.asked
-        elif done % ASK_EVERY:
-            return
-        else:
-            said = [json.loads(text) for text in exchange(world, json.dumps(self.stop.votes))]
-            reason = self.stop.decided([sum(votes) for votes in zip(*said, strict=True)])
-        if reason is not None:
-            raise Stopped(reason)
 
     def _skip(self, seconds: float) -> None:
         """Leave other work than steps out of their times."""

@@ -16,7 +16,7 @@ from carrywave.train.run import Run
 from carrywave.train.snapshot import Stored, open_stored
 
 # Of data, what a codec decides: where one is given, the spec says what it was learned by.
-LEARNED_BY = ("tokens", "vocabulary", "min_count", "columns", "targets", "time", "series", "standardize")
+LEARNED_BY = ("tokens", "vocabulary", "min_count", "columns", "targets", "time", "series", "frequency", "standardize")
 
 
 def open_folder(
