@@ -45,6 +45,12 @@ def test_messages_one_after_the_other_give_the_answer_of_one_device(plan: str, o
     check(a_case(plan=(PLANS | SHARED)[plan]), ordered)
 
 
+def test_a_stage_without_parameters_sends_what_the_others_send(crew: Crew) -> None:
+    """Numbers need no encoder: the first stage has nothing to sum over replicas, and takes part in the sums of the step all the same."""
+    plan = a_plan(replicas=2, stages=2, cuts=[1])
+    check(a_case(task="forecasting", model__numbers=True, model__tie=False, model__learned_carry=False, plan=plan), crew)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("workers", [2, 3, 4])

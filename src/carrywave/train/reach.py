@@ -17,15 +17,18 @@ from carrywave.parallel.tree import Tree
 class Reach:
     """Of one worker: `names` are all parameters of the model, `held` those that are here."""
 
-    def __init__(self, names: Sequence[str], held: Mapping[str, nn.Parameter], summed: Reducer | Tree | None, device: torch.device) -> None:
+    def __init__(
+        self, names: Sequence[str], held: Mapping[str, nn.Parameter], summed: Reducer | Tree | None, device: torch.device, *, several: bool
+    ) -> None:
         self.names, self.held, self.summed, self.device = names, held, summed, device
+        self.several = several  # workers: they send alike, also a stage without parameters, which sums none
         self._made: dict[tuple[bool, ...], Tensor] = {}  # few patterns come again and again
 
     def own(self) -> Tensor:
-        """For each parameter whether backward came to it here; empty where no gradient is summed over workers."""
-        if self.summed is None:
+        """For each parameter whether backward came to it here; empty with one worker."""
+        if not self.several:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
-        missing = self.summed.unreached
+        missing = self.summed.unreached if self.summed is not None else ()
         pattern = tuple(name in self.held and id(self.held[name]) not in missing for name in self.names)
         if pattern not in self._made:
             self._made[pattern] = torch.tensor(pattern, dtype=torch.float64).to(self.device)

@@ -198,7 +198,9 @@ class Trainer:
         self.named, self._counted, self.reducer, self._tree = place.named, place.counted, place.reducer, place.tree
         self.bad = place.bad
         names = [name for name, _ in self.model.named_parameters()]
-        self._reach = Reach(names, self.held.parameters, place.reducer or place.tree if self.mesh.world.size > 1 else None, self.device)
+        several = self.mesh.world.size > 1
+        summed = place.reducer or place.tree if several else None
+        self._reach = Reach(names, self.held.parameters, summed, self.device, several=several)
         self.shards: Shards | None = None
         if self._tree is not None:
             self.shards = Shards(self.mesh, self._tree, self.bad, self.backward, self.anew, pooled=self.model.pooled)
