@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """A mistake in what the user supplied. The command line prints it as one line and exits with 2."""
@@ -42,15 +45,24 @@ class ContactLost(RuntimeError):
         self.rank = rank  # whom contact was lost with, where that is known
 
 
-class _Asked:
-    by_command = False  # whether this process carries out a command, or a program that imports the library
+class _Words:
+    by_command = False  # of the whole process: also for a thread that writes in the background
 
 
-def by_command() -> None:
-    """From here on, remedies are said in the words of the command line."""
-    _Asked.by_command = True
+@contextlib.contextmanager
+def by_command() -> Iterator[None]:
+    """Within it a command of the command line is carried out, and remedies are said in its words; elsewhere in those of Python."""
+    before, _Words.by_command = _Words.by_command, True
+    try:
+        yield
+    finally:
+        _Words.by_command = before
 
 
-def words(python: str, command: str) -> str:
-    """A remedy in the words of whoever asked: what to write in a program, or on the command line."""
-    return command if _Asked.by_command else python
+def option(name: str, value: str | int | None = None) -> str:
+    """An option as whoever asked would write it: `--run DIR` or `run=...`."""
+    if _Words.by_command:
+        return f"--{name}" if value is None else f"--{name} {value}"
+    if name == "resume":
+        return "resume=True"
+    return f"{name}=..." if value is None else f"{name}={value!r}"

@@ -35,7 +35,7 @@ def test_nothing_at_all_is_the_default() -> None:
     assert load() == load(None, []) == Spec()
 
 
-@pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "model:\n", "{}", "\ufeffmodel: {hidden: 256}\n"])
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "model:\n", "{}", "\ufeffmodel: {hidden: 128}\n"])
 def test_files_that_change_nothing(spec_file: Path, text: str) -> None:
     spec_file.write_text(text)
     assert load(spec_file) == Spec()

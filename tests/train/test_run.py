@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from carrywave.errors import RunError
+from carrywave.errors import RunError, by_command
 from carrywave.spec.load import dump
 from carrywave.spec.spec import Spec
 from carrywave.train import durable
@@ -49,10 +49,10 @@ def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     run = Run.create(tmp_path / "empty", "language")
     run.write_json("plan.json", {})
-    with pytest.raises(RunError, match=rf"empty is being trained by process {os.getpid()} on .*; use another --run"):
+    with pytest.raises(RunError, match=rf"empty is being trained by process {os.getpid()} on .*; use another run="):
         Run.create(tmp_path / "empty", "language")
     run.release()
-    with pytest.raises(RunError, match=r"empty is already there and not empty; use --resume .* or another --run"):
+    with pytest.raises(RunError, match=r"empty is already there and not empty; use resume=True .* or another run="):
         Run.create(tmp_path / "empty", "language")
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="file is a file"):
@@ -184,3 +184,11 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
     with pytest.raises(RunError, match="No space left on device"):
         getattr(run, act)(values[act])
     assert files(tmp_path / "x") == ["owner.json"]
+
+
+def test_remedies_are_said_in_the_words_of_whoever_asked(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(RunError, match=r"use another run=\.\.\.$"):
+        Run.create(tmp_path / "taken", "language")
+    with by_command(), pytest.raises(RunError, match="use another --run$"):
+        Run.create(tmp_path / "taken", "language")

@@ -375,7 +375,7 @@ def test_any_name_of_a_parameter_makes_a_file(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="holds no snapshot; leave out --resume"):
+    with pytest.raises(RunError, match="holds no snapshot; leave out resume=True"):
         load(tmp_path)
     with pytest.raises(RunError, match="holds no snapshot"):
         load(tmp_path / "nowhere")

@@ -19,7 +19,7 @@ from typing import ParamSpec
 
 import typer
 
-from carrywave.errors import UserError
+from carrywave.errors import UserError, by_command
 from carrywave.parallel import environment
 from carrywave.parallel.launched import launched
 from carrywave.train import begun, causes, logs
@@ -94,7 +94,8 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             environment.check()
-            command(*args, **kwargs)
+            with by_command():
+                command(*args, **kwargs)
         except UserError as error:
             _say(MISTAKE, str(error), error)
             raise typer.Exit(MISTAKE) from None

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave import errors
-from carrywave.errors import SpecError, UserError, WorkerError
+from carrywave.errors import SpecError, UserError, WorkerError, option
 from carrywave.parallel import contact, environment, groups, heartbeat, quiet
 from carrywave.parallel.interfaces import check_hosts, leads_home, unreachable
 from carrywave.parallel.launched import launched
@@ -78,7 +78,7 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     if kind == "cuda" and not there:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         hint = "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
-        raise SpecError(f"device cuda was asked for and no GPU can be used{hint}; use --device cpu")
+        raise SpecError(f"device cuda was asked for and no GPU can be used{hint}; use {option('device', 'cpu')}")
     if kind == "cpu" or not there:
         return torch.device("cpu")
     if index:

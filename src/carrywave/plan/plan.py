@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from carrywave.errors import PlanError
+from carrywave.errors import PlanError, option
 from carrywave.spec.spec import PlanSpec
 
 CHUNK_STEPS = 16  # of a chunk, where there are several stages and nothing else is asked for: shorter ones cost more than they gain
@@ -68,7 +68,7 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, po
     if replicas * asked.stages != workers:
         raise PlanError(
             f"plan.replicas={replicas} x plan.stages={asked.stages} needs {replicas * asked.stages} workers, {workers} are running; "
-            f"use --devices {replicas * asked.stages}, or set plan.replicas and plan.stages so that their product is {workers}"
+            f"use {option('devices', replicas * asked.stages)}, or set plan.replicas and plan.stages so that their product is {workers}"
         )
     if lanes is not None and lanes < replicas * asked.slices:
         raise PlanError(

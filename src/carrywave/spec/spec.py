@@ -101,7 +101,7 @@ class DataSpec(Section):
 class ModelSpec(Section):
     """The network: encoder, stacked LSTM, head."""
 
-    hidden: Positive | tuple[Positive, ...] = Field(256, description="units of each layer; a list gives each layer its own width")
+    hidden: Positive | tuple[Positive, ...] = Field(128, description="units of each layer; a list gives each layer its own width")
     layers: Positive = Field(2, description="number of LSTM layers")
     embedding: Positive | None = Field(None, description="width of the token embedding; hidden if left out")
     projection: Annotated[int, Field(ge=0)] = Field(0, description="width that each layer's output is projected to (proj_size); 0 for none")
@@ -174,7 +174,7 @@ class TrainSpec(Section):
     )
     nonmono: Positive = Field(5, description="ntasgd: evaluations without a better one before averaging starts")
     clip: Annotated[float, Field(gt=0.0)] | None = Field(None, description="largest norm of all gradients together")
-    epochs: Positive = Field(10, description="passes over train")
+    epochs: Positive = Field(5, description="passes over train")
     max_steps: Positive | None = Field(None, description="stop after this many optimizer steps")
     accumulate: Positive = Field(1, description="batches for each optimizer step")
     precision: Literal["fp32", "tf32", "fp64", "bf16", "fp16"] = Field(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from carrywave.errors import Diverged, RunError, UserError
+from carrywave.errors import Diverged, RunError, UserError, option
 from carrywave.model.holding import homes
 from carrywave.model.model import Model
 from carrywave.model.state import State
@@ -149,7 +149,9 @@ def hear(world: World, told: Sequence[Any]) -> Stored:
     stored = Stored(Path(told[0]), Manifest.of(told[1], Path(told[0])))
     with together(world, for_all_of_us=True, patient=True):
         if not stored.folder.is_dir():
-            raise RunError(f"{stored.folder} is not seen by rank {world.rank}; give --run a folder on a file system that all hosts share")
+            raise RunError(
+                f"{stored.folder} is not seen by rank {world.rank}; give {option('run')} a folder on a file system that all hosts share"
+            )
         stored.verify(world.rank, world.size)
     return stored
 
@@ -235,7 +237,9 @@ def check_same(asked: Spec, snapshot: Stored) -> None:
             if new is None and name in BATCH:
                 continue  # left out, it stays what it was
             if old != new and name.removeprefix("train.") not in MAY_CHANGE and name != "data.cache":
-                raise RunError(f"the run was started with {name}={old}, not {new}; leave it as it was, or start a new run with --init")
+                raise RunError(
+                    f"the run was started with {name}={old}, not {new}; leave it as it was, or start a new run with {option('init')}"
+                )
 
 
 def with_batch_of(asked: Spec, snapshot: Stored) -> Spec:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from carrywave.data.codec import Codec
-from carrywave.errors import DataError, RunError, SpecError
+from carrywave.errors import DataError, RunError, SpecError, option
 from carrywave.spec.load import parse, parse_yaml
 from carrywave.spec.spec import DataSpec, Spec
 from carrywave.train import begun, durable
@@ -34,7 +34,7 @@ def open_folder(
             return Run.begin_anew(ours), None
         run = ours
     if run is None:
-        raise RunError("resume needs to know which run to go on with; add --run DIR (in Python, run=...)")
+        raise RunError(f"resume needs to know which run to go on with; add {option('run')}")
     folder = Run.open(run)
     if hold is not None:
         folder.hold(hold)
@@ -60,7 +60,7 @@ def weights_file(init: str) -> Path:
     if path.is_dir():
         path = Run.open(path).weights
     if not path.is_file():
-        raise RunError(f"--init {init}: there is no such run or weights file; give a run folder or a .safetensors file")
+        raise RunError(f"{option('init', init)}: there is no such run or weights file; give a run folder or a .safetensors file")
     return path
 
 
@@ -92,7 +92,7 @@ def reading_of(init: str, spec: Spec) -> dict[str, Any]:
         if name in spec.data.model_fields_set and mine[name] != theirs[name]:
             raise RunError(
                 f"data.{name}={_shown(mine[name])}, but the weights of {init} were trained with data.{name}={_shown(theirs[name])}, "
-                f"and data is read as it was there; leave data.{name} out, or leave out --init"
+                f"and data is read as it was there; leave data.{name} out, or leave out {option('init')}"
             )
     return theirs
 

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from carrywave.errors import RunError
+from carrywave.errors import RunError, option
 from carrywave.train import begun
 
 FILE = begun.OWNER
@@ -203,7 +203,7 @@ def _judge(folder: Path, there: Owner, own: Owner, say: Callable[[str], None]) -
     if gone is None:
         gone = not _moves(folder, there, say)
     if not gone:
-        raise RunError(f"{folder} is being trained by {there}; wait for its end or stop it, or use another --run")
+        raise RunError(f"{folder} is being trained by {there}; wait for its end or stop it, or use another {option('run')}")
 
 
 def is_gone(there: Owner, own: Owner) -> bool | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from carrywave.data.prepare import prepare
-from carrywave.errors import PlanError, RunError, UserError
+from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.parallel.launched import launched
 from carrywave.parallel.world import World, exchange, together
 from carrywave.plan.cluster import Cluster, Host
@@ -126,7 +126,7 @@ def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
     said = "faster than" if serial.seconds < NEAR * best.seconds else "about as fast as"
     return [
         f"one device would be {said} {describe(best.plan)}: {1e3 * serial.seconds:.3g} ms a step against {1e3 * best.seconds:.3g} ms, "
-        "by what was measured; train with --devices 1"
+        f"by what was measured; train with {option('devices', 1)}"
     ]
 
 
@@ -165,7 +165,7 @@ def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int |
         say(f"all {count} GPUs are taken, for what they are worth is not known: {error}")
         return None
     if found.best.plan.workers < count:
-        say(f"{found.why}; --devices {count} uses all")
+        say(f"{found.why}; {option('devices', count)} uses all")
     return found.best.plan.workers
 
 

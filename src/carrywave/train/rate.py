@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from carrywave.errors import RunError
+from carrywave.errors import RunError, option
 from carrywave.spec.spec import TrainSpec
 
 
@@ -71,5 +71,7 @@ def from_json(kept: Mapping[str, Any]) -> Rate:
     """The state from a snapshot."""
     fields = {"scale": (int, float), "best": (int, float, type(None)), "bad_evals": (int,), "since_best": (int,)}
     if set(kept) != set(fields) or any(not isinstance(kept[name], kinds) for name, kinds in fields.items()):
-        raise RunError(f"the snapshot's learning rate state {dict(kept)!r} is not one of this version; start a new run with --init")
+        raise RunError(
+            f"the snapshot's learning rate state {dict(kept)!r} is not one of this version; start a new run with {option('init')}"
+        )
     return Rate(**kept)

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError
+from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError, option
 from carrywave.spec.spec import Spec
 from carrywave.train import begun, durable, owner
 from carrywave.train.snapshot import POINTER, save_weights
@@ -112,7 +112,7 @@ class Run:
             if self._anew:
                 begun.clear(self.path)
             elif any(entry.name != owner.FILE for entry in self.path.iterdir()):
-                raise RunError(f"{self.path} was filled by another process just now; use another --run")
+                raise RunError(f"{self.path} was filled by another process just now; use another {option('run')}")
             else:
                 self._founded = founded
             begun.note(self.path)
@@ -187,7 +187,7 @@ class Run:
         present = _size(self.path / METRICS)
         if present < metrics_bytes:
             had = f"{self.path / METRICS} has {present} bytes, the snapshot was made after {metrics_bytes}"
-            raise RunError(f"{had}; put the file back, or start a new run with --init")
+            raise RunError(f"{had}; put the file back, or start a new run with {option('init')}")
         self.close()
         with self._writing(str(self.path / METRICS)):
             for name, kept in ((METRICS, metrics_bytes), (TIMING, timing_bytes)):
@@ -300,16 +300,16 @@ class Elsewhere(Run):
 
 def _refuse_occupied(path: Path) -> None:
     if path.exists() and not path.is_dir():
-        raise RunError(f"{path} is a file, and a run is a folder; use another --run")
+        raise RunError(f"{path} is a file, and a run is a folder; use another {option('run')}")
     # A process that was killed at its start may have left its name and no more.
     if not path.is_dir() or all(entry.name == owner.FILE for entry in path.iterdir()):
         return
     there = owner.read(path)
     if there is not None and not owner.is_gone(there, owner.this_process()):
-        raise RunError(f"{path} is being trained by {there}; use another --run")
+        raise RunError(f"{path} is being trained by {there}; use another {option('run')}")
     if (path / "spec.yaml").is_file() and not (path / "snapshots" / POINTER).is_file():
-        raise RunError(f"{path} holds a run that ended before its first snapshot; remove the folder, or use another --run")
-    raise RunError(f"{path} is already there and not empty; use --resume to go on with it, or another --run")
+        raise RunError(f"{path} holds a run that ended before its first snapshot; remove the folder, or use another {option('run')}")
+    raise RunError(f"{path} is already there and not empty; use {option('resume')} to go on with it, or another {option('run')}")
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from carrywave.data.codec import Codec
 from carrywave.data.inputs import file_of, read_python
 from carrywave.data.prepare import prepare
-from carrywave.errors import DataError, RunError
+from carrywave.errors import DataError, RunError, option
 from carrywave.model.holding import hold
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
@@ -53,7 +53,7 @@ def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = N
     codec = codec_of(run, spec)
     facts, scale, own_model, given_codec = facts_of(run, codec)
     if not run.weights.is_file():
-        raise RunError(f"{run.path} has no weights.safetensors yet; train it to the end of its first epoch (--resume)")
+        raise RunError(f"{run.path} has no weights.safetensors yet; train it to the end of its first epoch ({option('resume')})")
     if own_model and model is None:
         raise RunError(
             f"{run.path} was trained with modules of your own, which no file describes; rebuild the model in Python and give it as "
@@ -150,4 +150,4 @@ def _part(saved: Saved, data: Any) -> Part:
     for name, found in (("test", prepared.test), ("valid", prepared.valid)):
         if found is not None:
             return saved.task.part(name, found)
-    raise DataError(f"{saved.run.path} was trained without valid or test data; give a file with --data")
+    raise DataError(f"{saved.run.path} was trained without valid or test data; give a file with {option('data')}")

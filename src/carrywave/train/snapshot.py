@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carrywave.errors import Diverged, RunError
+from carrywave.errors import Diverged, RunError, option
 from carrywave.train import durable
 from carrywave.train.manifest import GROUPS, MANIFEST, REMEDY, File, Manifest, encode, is_plain, read_manifest
 
@@ -128,7 +128,7 @@ def open_stored(path: Path) -> Stored:
 def last(folder: Path) -> Path:
     """The folder of the last snapshot."""
     if not (folder / POINTER).is_file():
-        raise RunError(f"{folder} holds no snapshot; leave out --resume and start anew in another --run")
+        raise RunError(f"{folder} holds no snapshot; leave out {option('resume')} and start anew in another {option('run')}")
     name = pointed(folder, POINTER)
     if name is None or not (folder / name / MANIFEST).is_file() or (folder / name).is_symlink():
         raise RunError(f"{folder / POINTER} names no snapshot of this folder; write the name of one of the folders beside it into it")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from carrywave import errors
-from carrywave.errors import RunError, UserError
+from carrywave.errors import RunError, UserError, option
 from carrywave.parallel import heartbeat
 from carrywave.parallel.meeting import for_all
 from carrywave.parallel.world import World, exchange, together
@@ -88,7 +88,7 @@ class Writer:
             if not _seen(self.folder / f"{TEMPORARY}meeting-{self._token}"):
                 raise RunError(
                     f"the folder {self.folder} of rank 0 is not seen on {os.uname().nodename}; every worker writes its part of a "
-                    "snapshot: give --run a folder on a file system that all hosts share"
+                    f"snapshot: give {option('run')} a folder on a file system that all hosts share"
                 )
         if self.world.rank == 0:
             durable.remove(mark)
@@ -227,7 +227,7 @@ class Writer:
                 if not _seen(job.draft / name) or (job.draft / name).stat().st_size != file.num_bytes:
                     raise RunError(
                         f"snapshot {job.target}: {name} of rank {waiting[0]} is not seen by rank 0; "
-                        "give --run a folder on a file system that all hosts share"
+                        f"give {option('run')} a folder on a file system that all hosts share"
                     )
                 files[name] = file
             report.unlink()
