@@ -190,5 +190,5 @@ def test_remedies_are_said_in_the_words_of_whoever_asked(tmp_path: Path) -> None
     (tmp_path / "taken").write_text("")
     with pytest.raises(RunError, match=r"use another run=\.\.\.$"):
         Run.create(tmp_path / "taken", "language")
-    with by_command(), pytest.raises(RunError, match="use another --run$"):
+    with by_command(), pytest.raises(RunError, match=r"use another --run$"):
         Run.create(tmp_path / "taken", "language")
