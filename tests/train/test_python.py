@@ -512,5 +512,5 @@ def test_the_lstm_drops_in(options: dict[str, Any]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(ours(x, (h, c))[0], theirs(x, (h, c))[0], rtol=1e-12, atol=1e-14)
     theirs.load_state_dict(ours.state_dict())
-    with pytest.raises(UserError, match="got a PackedSequence; give it the padded tensor and its lengths"):
+    with pytest.raises(UserError, match="got a PackedSequence, in whose place it takes lengths"):
         ours(packed)
