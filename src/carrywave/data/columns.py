@@ -125,7 +125,7 @@ def _find_time(table: Any, series: str | None, index: str | None, counter: str |
     dates = typed + [column for column in texts if is_dates(table[column])]
     if dates:
         return index if index in dates else dates[0]
-    if index is not None and _is_numeric(table[index]) and _once(table, index, series):
+    if index is not None and (_is_numeric(table[index]) or pa.types.is_duration(table[index].type)) and _once(table, index, series):
         return index
     return next((column for column in texts if not _is_numeric(table[column]) and _in_words(table, column, series)), None)
 

@@ -209,6 +209,6 @@ def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]
         choice = Choice.of(spec.data, codec)
         if source.format == "jsonl":
             return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice.columns)
-        return arrange(read_table(source), source.name, choice)
+        return arrange(read_table(source, choice.series), source.name, choice)
 
     return open_table

@@ -170,7 +170,11 @@ class CsvRows:
                 )
             )
             for number, row in _batches(iter(reader), self.source):
-                yield number, row | {"label": self._number(number, row["label"])} if self.numeric_label and "label" in row else row
+                if self.numeric_label and "label" in row:
+                    row["label"] = self._number(number, row["label"])
+                elif not (row.get("label") or "").strip():
+                    row.pop("label", None)  # an empty cell is no label, and no class of its own
+                yield number, row
 
     def _number(self, number: int, label: str | None) -> float | None:
         """The label of regression, an empty one as none."""

@@ -16,7 +16,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 from numpy.typing import NDArray
 
-from carrywave.data.columns import A_NUMBER, Choice, Roles, naming_column, roles_of
+from carrywave.data.columns import A_NUMBER, SERIES_NAME, Choice, Roles, naming_column, roles_of
 from carrywave.data.moments import unusable
 from carrywave.data.sequences import Ints
 from carrywave.data.source import Source
@@ -49,8 +49,8 @@ class Table:
         return None if self.times is None or self.times.frequency is None else self.times.frequency.text
 
 
-def read_table(source: Source) -> Any:
-    """The Arrow table in a CSV or Parquet file."""
+def read_table(source: Source, series: str | None = None) -> Any:
+    """The Arrow table in a CSV or Parquet file. The names of series, in the column `series`, stay the text that they are: 007 is not 7."""
     if source.format == "parquet":
         return source.guard(lambda: pa_parquet.read_table(source.path, memory_map=True))
     if source.format != "csv":
@@ -60,9 +60,10 @@ def read_table(source: Source) -> Any:
     if not any(block.strip() for block in source.blocks()):
         raise DataError(f"{source.name} is empty; give a table with a line of column names and rows below it")
     options = pa_csv.ParseOptions(delimiter=source.separator())
+    kept = pa_csv.ConvertOptions(column_types={series or SERIES_NAME: pa.string()})
     source.check_utf8()
     with source.open() as stream:
-        return source.guard(lambda: pa_csv.read_csv(stream, parse_options=options))
+        return source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=kept))
 
 
 def arrange(table: Any, name: str, choice: Choice, *, index: str | None = None) -> Table:
@@ -77,6 +78,11 @@ def arrange(table: Any, name: str, choice: Choice, *, index: str | None = None) 
     for place, column in enumerate(roles.columns):
         values[:, place] = _numbers(table[column], name, column)
     codes, names = _series_codes(table, roles.series, name)
+    if choice.trained and choice.series is None and len(names) > 1:
+        raise DataError(
+            f"{name}: the column {roles.series} names {len(names)} series, and the run was trained on one, without such a column; "
+            "give one of them, or train with the column"
+        )
     order, times, notes = _in_time(table, roles, name, choice, codes, names)
     lengths = np.bincount(codes, minlength=len(names)).astype(np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
@@ -91,6 +97,8 @@ def _in_time(
     if roles.time is None:
         return by_series, None, ()
     column = table[roles.time]
+    if choice.frequency != "none":
+        _refuse_calendar_numbers(column, name, roles.time)
     times = read_times(column, name, roles.time)
     if times.shape == "other" and is_text(column.type):
         _refuse_disorder(column, times, name, roles.time, by_series, codes)
@@ -151,12 +159,30 @@ def _series_codes(table: Any, series: str | None, name: str) -> tuple[Ints, tupl
     if series is None:
         return np.zeros(table.num_rows, np.int64), (name,)
     column = _flat(table[series])
-    if column.null_count:
-        row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
-        raise DataError(f"{name}: row {row + 1}, column {series} is empty; name the series of every row")
     plain = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    missing = pc.or_(plain.is_null(), pc.fill_null(pc.equal(plain, ""), False)) if is_text(plain.type) else plain.is_null()
+    if pc.any(missing).as_py():
+        row = int(np.argmax(missing.to_numpy(zero_copy_only=False)))
+        raise DataError(f"{name}: row {row + 1}, column {series} is empty; name the series of every row")
+    if pa.types.is_floating(plain.type) and pc.all(pc.equal(plain, pc.floor(plain))).as_py():
+        plain = plain.cast(pa.int64())  # pandas makes fractions of whole numbers easily: 7.0 is the series 7
     coded = plain.dictionary_encode()
     return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), tuple(str(value) for value in coded.dictionary.to_pylist())
+
+
+def _refuse_calendar_numbers(column: Any, name: str, label: str) -> None:
+    """Refuses months and days that are written as whole numbers, 202312: to count on from them gives 202313."""
+    if not pa.types.is_integer(column.type) or column.null_count or len(column) < 3:
+        return
+    numbers = column.to_numpy()
+    for example, kind, divisor in (("2023-12", "months", 100), ("2023-12-31", "days", 10_000)):
+        years = numbers // divisor
+        months, days = (numbers % 100, np.ones_like(numbers)) if divisor == 100 else (numbers // 100 % 100, numbers % 100)
+        if years.min() >= 1900 and years.max() < 2200 and ((months >= 1) & (months <= 12) & (days >= 1) & (days <= 31)).all():
+            raise DataError(
+                f"{name}: column {label} holds {numbers[0]}, {numbers[1]} …, which seem to be {kind} written as numbers; write {example}, "
+                "or set data.frequency=none to count rows"
+            )
 
 
 def _refuse_disorder(column: Any, times: Times, name: str, label: str, by_series: Ints, codes: Ints) -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
+Width = Annotated[int, Field(ge=1, le=1 << 16)]  # a matrix of so many rows and columns is 16 GiB
 
 BUILTIN_TEXT = "builtin:python-topics"
 WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -101,9 +102,9 @@ class DataSpec(Section):
 class ModelSpec(Section):
     """The network: encoder, stacked LSTM, head."""
 
-    hidden: Positive | tuple[Positive, ...] = Field(128, description="units of each layer; a list gives each layer its own width")
-    layers: Positive = Field(2, description="number of LSTM layers")
-    embedding: Positive | None = Field(None, description="width of the token embedding; hidden if left out")
+    hidden: Width | tuple[Width, ...] = Field(128, description="units of each layer; a list gives each layer its own width")
+    layers: Annotated[int, Field(ge=1, le=4096)] = Field(2, description="number of LSTM layers")
+    embedding: Width | None = Field(None, description="width of the token embedding; hidden if left out")
     projection: Annotated[int, Field(ge=0)] = Field(0, description="width that each layer's output is projected to (proj_size); 0 for none")
     bidirectional: bool = Field(False, description="read separate sequences in both directions")
     dropout: Share = Field(0.0, description="dropout on the embedding or input, between layers and before the head")

@@ -55,7 +55,7 @@ from carrywave.train.start import Start, begin, prepare_in_turn
 from carrywave.train.stop import Stop
 from carrywave.train.summary import backends, summarize
 from carrywave.train.trainer import Trainer
-from carrywave.train.watch import Silent, Watcher
+from carrywave.train.watch import Logged, Silent, Watcher
 
 Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or what makes one once the data is known
 
@@ -139,7 +139,15 @@ def fit(
         if launched() and devices not in (1, world.size) and not begun.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; leave devices out")
         with _left_at_the_end(world):
-            start = begin(asked, world, None if run is None else Path(run), resume, init, watch or Silent(), from_files=False)
+            start = begin(
+                asked,
+                world,
+                None if run is None else Path(run),
+                resume,
+                init,
+                watch or (Logged() if world.rank == 0 else Silent()),
+                from_files=False,
+            )
             with start.folder:
                 if start.spec.data.train is not None:
                     prepared = prepare_in_turn(start)

@@ -92,7 +92,9 @@ class Keeper:
         try:
             yield
         except Exception as error:
-            self.writer.close(AFTER_MISTAKE_SECONDS if isinstance(error, UserError) else AFTER_FAULT_SECONDS)
+            lost = self.writer.close(AFTER_MISTAKE_SECONDS if isinstance(error, UserError) else AFTER_FAULT_SECONDS)
+            if lost is not None:  # beside what ended the run: it goes on from an older snapshot than one would think
+                self.watch.say(f"{lost.partition('; ')[0]}; the snapshot before it is kept")
             raise
 
 

@@ -47,7 +47,7 @@ def open_folder(
 
 def refuse_python(spec: Spec, folder: Run) -> None:
     """A run from Python cannot go on from its files alone."""
-    if spec.data.train is None or folder.read_json("facts.json").get("own_model"):
+    if spec.data.train is None or folder.read_object("facts.json").get("own_model"):
         raise RunError(
             f"{folder.path} was trained from Python, on data or with modules that no file holds; "
             f"go on there: cw.fit(model, data, run={str(folder.path)!r}, resume=True)"
@@ -68,7 +68,7 @@ def given_codec(init: str | None, folder: Run, snapshot: Stored | None) -> Codec
     """The codec of the weights that a run starts from, or started from before it was stopped; None: it learns its own."""
     if init is not None:
         return _init_codec(init)
-    if snapshot is not None and folder.read_json("facts.json").get("given_codec"):
+    if snapshot is not None and folder.read_object("facts.json").get("given_codec"):
         return Codec.from_json(json.dumps(folder.read_json("codec.json")))
     return None
 

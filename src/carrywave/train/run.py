@@ -140,6 +140,13 @@ class Run:
         except (ValueError, RecursionError) as error:
             raise RunError(f"{path} is damaged: it is not JSON; give the folder of a whole run") from error
 
+    def read_object(self, name: str) -> dict[str, Any]:
+        """The same where it must be a mapping."""
+        found = self.read_json(name)
+        if not isinstance(found, dict):
+            raise RunError(f"{self.path / name} is damaged: it holds no mapping; give the folder of a whole run")
+        return found
+
     def write_metrics(self, row: Mapping[str, Value]) -> None:
         """Add a line to metrics.jsonl: split, epoch, step and loss first, then the rest by name; and the same to TensorBoard."""
         ordered = {key: row[key] for key in FIRST} | {key: row[key] for key in sorted(row.keys() - set(FIRST))}
@@ -281,6 +288,13 @@ class Elsewhere(Run):
 
     def make(self) -> None:
         """Nothing."""
+
+    def read_object(self, name: str) -> dict[str, Any]:
+        """The same where it must be a mapping."""
+        found = self.read_json(name)
+        if not isinstance(found, dict):
+            raise RunError(f"{self.path / name} is damaged: it holds no mapping; give the folder of a whole run")
+        return found
 
     def write_metrics(self, row: Mapping[str, Value]) -> None:
         """Nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from carrywave.data.codec import Codec
 from carrywave.data.inputs import file_of, read_python
-from carrywave.data.prepare import prepare
+from carrywave.data.prepare import Prepared, prepare
 from carrywave.errors import DataError, RunError, option
 from carrywave.model.holding import hold
 from carrywave.model.model import Model
@@ -28,6 +29,7 @@ from carrywave.tasks.task import POOLED, Part, Task
 from carrywave.train.evaluate import evaluate
 from carrywave.train.keep import take_weights
 from carrywave.train.run import Run
+from carrywave.train.snapshot import weights_metadata
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,15 @@ def codec_of(run: Run, spec: Spec) -> Codec:
         raise RunError(f"{path} is damaged: {fact}; give the folder of a whole run") from error
     if codec.task != spec.task:
         raise RunError(f"{path} is of task {codec.task}, {run.path / 'spec.yaml'} of {spec.task}; give the folder of a whole run")
+    if codec.kind is not None and codec.field == "text" and codec.kind != spec.data.tokens:
+        raise RunError(
+            f"{path} reads text by {codec.kind}, {run.path / 'spec.yaml'} says data.tokens={spec.data.tokens}; "
+            "put back the spec it was trained with"
+        )
+    # The weights hold a copy of the codec that they were trained with: another one would give numbers that look right.
+    trained_with = weights_metadata(run.weights).get("codec")
+    if trained_with is not None and trained_with != path.read_text("utf-8"):
+        raise RunError(f"{path} is not the one that {run.weights.name} was trained with, and holds a copy of; put it back as it was")
     return codec
 
 
@@ -111,7 +122,7 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool
     """
     path = run.path / "facts.json"
     try:
-        known = dict(run.read_json(path.name))
+        known = dict(run.read_object(path.name))
         scale = tuple(float(value) for value in known.pop("scale"))
         own_model, given_codec = (bool(known.pop(name, False)) for name in ("own_model", "given_codec"))
         facts = DataFacts.of(known)
@@ -145,9 +156,20 @@ def _part(saved: Saved, data: Any) -> Part:
         return saved.task.part(file_of(data, saved.spec) or "data", read_python(data, saved.task.codec, saved.spec))
     if saved.spec.data.train is None:
         raise DataError(f"{saved.run.path} was trained on data from Python, which no file holds; give data to evaluate on")
-    # A codec that the run learned itself is learned again, from the cache that training left.
-    prepared = prepare(saved.spec, codec=saved.task.codec if saved.given_codec else None)
+    prepared = _prepared(saved)
     for name, found in (("test", prepared.test), ("valid", prepared.valid)):
         if found is not None:
             return saved.task.part(name, found)
     raise DataError(f"{saved.run.path} was trained without valid or test data; give a file with {option('data')}")
+
+
+def _prepared(saved: Saved) -> Prepared:
+    """The run's own files, read as the run read them, whatever has become of its training data since."""
+    codec = saved.task.codec
+    if not saved.given_codec:
+        # Learned again it is the same, as long as the data is: then all is found in the cache that training left.
+        with suppress(DataError):
+            prepared = prepare(saved.spec)
+            if prepared.codec == codec:
+                return prepared
+    return prepare(saved.spec, codec=codec)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from carrywave.errors import Diverged, RunError, option
@@ -298,3 +299,12 @@ def _retire(path: Path) -> None:
 
 def _steps(name: str) -> tuple[list[int], str]:
     return [int(number) for number in re.findall("[0-9]+", name)], name
+
+
+def weights_metadata(path: Path) -> dict[str, str]:
+    """What stands beside the tensors of a weights file; nothing where there is no such file, or none that can be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError):
+        return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,3 +66,11 @@ class Silent:
 
     def end(self, line: str) -> None:
         """Nothing."""
+
+
+class Logged(Silent):
+    """Nobody watches; what a person should know goes to the logger `carrywave`, which unless told otherwise writes it to stderr."""
+
+    def say(self, line: str) -> None:
+        """A warning of the logger."""
+        logging.getLogger("carrywave").warning(printable(line))

@@ -141,10 +141,13 @@ class Writer:
         self.held_seconds += time.perf_counter() - started
         return None if failure is None else for_all(getattr(errors, failure[0], RunError)(failure[1]))
 
-    def close(self, seconds: float) -> None:
-        """After a failure of the run: give the snapshot that is being written so long to become whole."""
-        if self._job is not None and self._job.thread is not None:
-            self._job.thread.join(seconds)
+    def close(self, seconds: float) -> str | None:
+        """After a failure of the run: give the snapshot that is being written so long to become whole. Returns why it did not."""
+        if self._job is None or self._job.thread is None:
+            return None
+        self._job.thread.join(seconds)
+        failure = self._job.part_failure or self._job.failure
+        return None if failure is None else failure[1]
 
     def _copy(self, groups: Mapping[str, Mapping[str, Tensor]]) -> tuple[Groups, Any]:
         """The tensors in host memory, as they are at this point of the device's work; the event after which they are there."""
