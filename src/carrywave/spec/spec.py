@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
-Width = Annotated[int, Field(ge=1, le=1 << 16)]  # a matrix of so many rows and columns is 16 GiB
+WIDEST, DEEPEST = 1 << 16, 4096  # a matrix of so many rows and columns is 16 GiB
 
 BUILTIN_TEXT = "builtin:python-topics"
 WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -102,9 +102,9 @@ class DataSpec(Section):
 class ModelSpec(Section):
     """The network: encoder, stacked LSTM, head."""
 
-    hidden: Width | tuple[Width, ...] = Field(128, description="units of each layer; a list gives each layer its own width")
-    layers: Annotated[int, Field(ge=1, le=4096)] = Field(2, description="number of LSTM layers")
-    embedding: Width | None = Field(None, description="width of the token embedding; hidden if left out")
+    hidden: Positive | tuple[Positive, ...] = Field(128, description="units of each layer; a list gives each layer its own width")
+    layers: Positive = Field(2, description="number of LSTM layers")
+    embedding: Positive | None = Field(None, description="width of the token embedding; hidden if left out")
     projection: Annotated[int, Field(ge=0)] = Field(0, description="width that each layer's output is projected to (proj_size); 0 for none")
     bidirectional: bool = Field(False, description="read separate sequences in both directions")
     dropout: Share = Field(0.0, description="dropout on the embedding or input, between layers and before the head")
@@ -126,6 +126,11 @@ class ModelSpec(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.layers > DEEPEST:
+            raise ValueError(f"layers {self.layers} are more than any machine holds; use at most {DEEPEST}")
+        for name, given in (("hidden", max(self.widths)), ("embedding", self.embedding or 0)):
+            if given > WIDEST:
+                raise ValueError(f"{name} {given} is wider than any machine holds; use at most {WIDEST}")
         if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:
             raise ValueError(f"hidden lists {len(self.hidden)} widths for {self.layers} layers; give one width for each layer")
         widths = self.widths
