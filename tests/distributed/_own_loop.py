@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ class Head(nn.Module):
         self.out = nn.Linear(WIDTH, CLASSES)
         self.spare = nn.Linear(WIDTH, CLASSES)  # used where `spares` says so
         self.spares = False
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
 
     def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.out(y) + self.spare(y) if self.spares else self.out(y)
+        logits = self.scale * (self.out(y) + self.spare(y) if self.spares else self.out(y))
         total = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
         return total, (target != -100).sum()
 
@@ -39,28 +41,36 @@ def model() -> cw.Model:
     return cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, num_layers=2, dropout=0.2), Head()).double()
 
 
-def batch(seed: int) -> cw.Batch:
+def batch(seed: int, lanes: int = B) -> cw.Batch:
     draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(T, B, 2, generator=draw, dtype=torch.float64)
-    return cw.Batch.of(x, torch.randint(0, CLASSES, (T, B), generator=draw), fresh=seed == 0)
+    x = torch.randn(T, lanes, 2, generator=draw, dtype=torch.float64)
+    return cw.Batch.of(x, torch.randint(0, CLASSES, (T, lanes), generator=draw), fresh=seed == 0)
 
 
 def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """The losses and norms of the weights of a loop, as the same on every plan."""
     net = model()
+    encoder = list(net.encoder.parameters())  # as they are before a trainer gives some up
     own = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1) if case.startswith("own") else None
     keys = {"clip": 0.3} if own else {"clip": 0.3, "optimizer": "adamw", "lr": 0.02, "weight_decay": 0.1}
-    trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device=device)
+    trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device=device, keep_state=False if case == "one lane" else None)
     losses: list[float] = []
     for number in range(STEPS):
         if "freezes" in case:
             net.lstm.requires_grad_(number not in (2, 3))
             net.head.out.weight.requires_grad_(number > 0)
+        if case == "freezes what it has kept":
+            for parameter in encoder:
+                parameter.requires_grad_(number not in (1, 2))
         if case == "spares":
             net.head.spares = number == 2
         batches = [batch(number)]
+        if case == "one lane":
+            batches = [replace(batch(number, 1), fresh=torch.ones(1, dtype=torch.bool), goes_on=False)]
         if rank == 1 and number == 2:
             alter(case, trainer, net, batches)
+        elif case.endswith("evaluation") and number == 2:
+            trainer.evaluate([batch(0), batch(8)])
         losses.append(float(trainer.step(*batches)))
         if case == "goes on" and number == 2:
             state = trainer.state_dict()
@@ -92,6 +102,12 @@ def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]
             batches.append(batch(3))
         case "another rate":
             trainer.set_lr(0.5)
+        case "another buffer":
+            net.head.scale.fill_(3.0)
+        case "another evaluation":
+            trainer.evaluate([batch(0), batch(9)])
+        case "a longer evaluation":
+            trainer.evaluate([batch(0), batch(8), batch(8)])
         case "other weights":
             with torch.no_grad():
                 for parameter in trainer.held.parameters.values():

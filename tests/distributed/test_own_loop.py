@@ -21,14 +21,20 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 stages": (2, {"stages": 2, "chunk_steps": 2}),
     "2 x 2": (4, {"stages": 2, "chunk_steps": 4}),
 }
-SAME = ("plain", "freezes", "own freezes", "spares", "own spares", "evaluates", "goes on")
+SAME = ("plain", "freezes", "own freezes", "spares", "own spares", "evaluates", "goes on", "freezes what it has kept", "one lane")
 DIFFERENT = {
     "another batch": "rank 1 was given another batch than rank 0",
     "another label": "rank 1 was given another batch than rank 0",
     "another number": "rank 1 was given 2 batches",
     "another rate": "rank 1 has lr 0.5, rank 0 lr 0.02",
+    "another evaluation": "rank 1 was given another batch than rank 0",
+    "a longer evaluation": "rank 1 was given a batch of (6, 4) to evaluate, rank 0 no further batch to evaluate",
     "other weights": "the weights of rank 1 are not those of rank 0",
+    "another buffer": "the weights of rank 1 are not those of rank 0",
 }
+
+
+ALIKE_IN_STAGES = ("other weights", "another buffer")  # rank 1 holds other ones there
 
 
 def told_by_workers(plan: str, cases: list[str], folder: Path, device: str = "cpu") -> list[list[dict[str, Any]]]:
@@ -57,7 +63,7 @@ def test_an_own_loop_computes_what_one_device_does(plan: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("plan", ["2 replicas", pytest.param("2 x 2", marks=pytest.mark.slow)])
 def test_workers_that_are_not_given_the_same_say_so(plan: str, tmp_path: Path) -> None:
-    cases = [case for case in DIFFERENT if plan == "2 replicas" or case != "other weights"]
+    cases = [case for case in DIFFERENT if plan == "2 replicas" or case not in ALIKE_IN_STAGES]
     told = told_by_workers(plan, cases, tmp_path)
     for number, case in enumerate(cases):
         for answers in told:
@@ -65,8 +71,30 @@ def test_workers_that_are_not_given_the_same_say_so(plan: str, tmp_path: Path) -
             assert "(step 3 of the trainer); " in answers[number]["error"]
 
 
+@pytest.mark.slow
+def test_one_that_freezes_alone_says_so(write: Any, python: Any, tmp_path: Path) -> None:
+    """The others are in the step by then, and end with it."""
+    program = write(
+        "alone.py",
+        f"""
+        import sys
+        sys.path.insert(0, {str(WORKER.parent)!r})
+        import os, torch, carrywave as cw
+        from _own_loop import batch, model
+        net = model()
+        trainer = cw.Trainer(net, {{"lr": 0.01}}, device="cpu")
+        for number in range(4):
+            net.lstm.requires_grad_(number != 2 or os.environ["RANK"] == "0")
+            trainer.step(batch(number))
+        """,
+    )
+    ended = python("-m", "torch.distributed.run", "--nproc-per-node", "2", program, CARRYWAVE_START_SECONDS="4", OMP_NUM_THREADS="1")
+    assert ended.returncode
+    assert "requires_grad of lstm.weight_ih_l0 has changed on rank 1, and other workers did not come to agree on it" in ended.stderr
+
+
 def test_stages_that_are_not_given_the_same_say_so_before_they_wait_for_each_other(tmp_path: Path) -> None:
-    cases = [case for case in DIFFERENT if case != "other weights"]
+    cases = [case for case in DIFFERENT if case not in ALIKE_IN_STAGES]
     told = told_by_workers("2 stages", cases, tmp_path)
     for number, case in enumerate(cases):
         for answers in told:

@@ -8,6 +8,7 @@ depend on how the model is cut.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,9 @@ def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch
                             bare = torch.empty_like(tensor, device="meta", dtype=kind)
                             empty = nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
                             emptied[id(tensor)] = empty
+                            if isinstance(tensor, nn.Parameter):
+                                # Whoever has kept the parameter may freeze or unfreeze it there.
+                                empty.stands_for = weakref.ref(tensor)  # type: ignore[attr-defined]
                         store[key] = empty  # type: ignore[assignment]
     if emptied:
         for module in model.modules():

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ REMEDIES = {
 }
 BATCHES, CONTENTS, OPTIMIZER, WEIGHTS = range(len(REMEDIES))
 HASHED_BYTES = 1 << 20  # of a tensor; of a longer one as much, from all over it
-CHUNK = 1 << 20  # elements of the weights that one step looks at
+CHUNK = 1 << 20  # elements of a weight that one step looks at, at most
+SEEN_AT_ONCE = 1 << 18  # elements of several small ones, on the CPU; on a GPU each is a launch
+Piece = tuple[Callable[[], Tensor | None], int]  # a weight or a buffer, and where to begin in it
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,15 @@ class Given:
 
 
 class Agreement:
-    """Of the workers of one trainer. `held` are the parameters that this one holds."""
+    """Of the workers of one trainer. `held` are the parameters that this one holds, and `model` has the buffers."""
 
-    def __init__(self, mesh: Mesh, held: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, mesh: Mesh, held: Mapping[str, nn.Parameter], model: nn.Module) -> None:
         self.mesh, self.device = mesh, mesh.device
         kinds = exchange(mesh.world, _kind(mesh.device))
         self.at_once = not any(kind.startswith("cuda") for kind in kinds)
         # Other processors round otherwise: their weights differ in the last bits.
         self._looks = len(set(kinds)) == 1
-        self._pieces = [(p, low) for p in held.values() for low in range(0, p.numel(), CHUNK)]
+        self._pieces = _pieces(held, model, SEEN_AT_ONCE if mesh.device.type == "cpu" else 1)
         self._steps = 0
         self._given: Given | None = None
         self._on_device: list[Tensor] = []  # checksums of what lies on a GPU
@@ -86,6 +89,17 @@ class Agreement:
             rows = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(self.mesh.world.size)]
             dist.all_gather(rows, torch.tensor(numbers, dtype=torch.int64))
             self._compare(torch.stack(rows).tolist(), self._given, self._steps)
+
+    def same_batch(self, batch: Batch | None) -> None:
+        """Compare a batch that is evaluated, or that there is no more, before anything is computed. All workers must ask."""
+        if self.mesh.world.size == 1:
+            return
+        what = "no further batch to evaluate" if batch is None else f"a batch of {tuple(batch.inputs.shape[:2])} to evaluate"
+        contents = 0 if batch is None or batch.whole is not None else _checksum(batch, 0, self._steps)
+        given = Given(what, "", contents)
+        rows = [torch.zeros(len(REMEDIES), dtype=torch.int64) for _ in range(self.mesh.world.size)]
+        dist.all_gather(rows, torch.tensor([*given.numbers, 0], dtype=torch.int64))
+        self._compare(torch.stack(rows).tolist(), given, self._steps)
 
     def marks(self) -> Tensor:
         """This worker's row."""
@@ -139,21 +153,55 @@ class Agreement:
         """A checksum of some of the weights, others at each step. Of whole numbers: their sum is the same in any order."""
         if not self._pieces or not self._looks:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        parameter, low = self._pieces[self._steps % len(self._pieces)]
-        return _sum_of(parameter.detach().reshape(-1)[low : low + CHUNK])
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, (find, low) in enumerate(self._pieces[self._steps % len(self._pieces)]):
+            found = find()
+            if found is not None and not found.is_meta:
+                # Each with a factor of its own: what one lacks another does not make up for. All are below 2**53.
+                total = total + (number % 31 + 1) * _sum_of(found.detach().reshape(-1)[low : low + CHUNK])
+        return total
+
+
+def _pieces(held: Mapping[str, nn.Parameter], model: nn.Module, together: int) -> list[list[Piece]]:
+    """All weights and buffers in groups, one of which each step looks at."""
+    sized: list[tuple[int, Piece]] = [(p.numel(), (partial(_itself, p), low)) for p in held.values() for low in range(0, p.numel(), CHUNK)]
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.numel():
+                # By name: a buffer may be set anew.
+                sized.append((buffer.numel(), (partial(module._buffers.get, name), 0)))
+    groups: list[list[Piece]] = []
+    room = 0
+    for size, piece in sized:
+        if not groups or size > room:
+            groups.append([])
+            room = together
+        groups[-1].append(piece)
+        room -= size
+    return groups
+
+
+def _itself(parameter: Tensor) -> Tensor:
+    return parameter
 
 
 def _kind(device: torch.device) -> str:
     return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    # One number that was expanded counts as contiguous, and has no stride all the same.
+    return flat.contiguous() if flat.numel() > 1 else flat.clone(memory_format=torch.contiguous_format)
+
+
 def _sum_of(tensor: Tensor, *, weighted: bool = False) -> Tensor:
-    """A checksum where the tensor lies, below 2**48; `weighted`: by place, so that the order counts."""
-    words = tensor.detach().contiguous().reshape(-1)
+    """A checksum where the tensor lies, below 2**40; `weighted`: by place, so that the order counts."""
+    words = _flat(tensor)
     words = words.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[words.element_size()]).to(torch.int64)
     if weighted:
         words = words * (torch.arange(words.numel(), device=words.device) % 65521 + 1)
-    return (words.sum() & ((1 << 48) - 1)).to(torch.float64)
+    return (words.sum() & ((1 << 40) - 1)).to(torch.float64)
 
 
 def _checksum(batch: Batch, start: int, turn: int) -> int:
@@ -161,7 +209,7 @@ def _checksum(batch: Batch, start: int, turn: int) -> int:
     for tensor in (batch.inputs, batch.targets, batch.lengths, batch.fresh, batch.lanes):
         if tensor is None or tensor.device.type != "cpu":
             continue
-        data = tensor.detach().contiguous().reshape(-1)
+        data = _flat(tensor)
         rows = -(-data.nbytes // HASHED_BYTES)
         # Of a long tensor every so-manieth element, others at each step.
         start = zlib.crc32((data if rows <= 1 else data[turn % rows :: rows].contiguous()).view(torch.uint8).numpy().data, start)

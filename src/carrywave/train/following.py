@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 
+import torch.distributed as dist
 from torch import nn
 
 from carrywave.errors import UserError, WorkerError
-from carrywave.parallel.contact import lost
-from carrywave.parallel.meeting import for_all
+from carrywave.parallel.meeting import for_all, start_seconds
 from carrywave.parallel.world import World, exchange
 
 
@@ -25,6 +26,8 @@ class Followed:
             for key, p in module._parameters.items()
             if p is not None
         ]
+        # Where a worker gave a parameter up, somebody may still hold it, from before: what is frozen there is frozen.
+        self.given_up = [[p, p.stands_for, p.requires_grad] for _, _, p in self.places if hasattr(p, "stands_for")]
         self.flags = self._now()
 
     def changed(self) -> bool:
@@ -44,20 +47,32 @@ class Followed:
         return True
 
     def _now(self) -> list[bool]:
+        for each in self.given_up:
+            parameter, before, flag = each
+            held = before()
+            if held is not None and held.requires_grad != flag:
+                parameter.requires_grad_(held.requires_grad)
+                each[2] = held.requires_grad
         return [parameter.requires_grad for _, _, parameter in self.places]
 
     def _agree(self, changed: dict[str, bool]) -> None:
         name = next(iter(changed))
         remedy = "freeze and unfreeze on all workers alike, before the same step"
-        try:
-            told = [json.loads(text) for text in exchange(self.world, json.dumps(changed))]
-        except RuntimeError as error:
-            if not lost(error):
-                raise
-            raise WorkerError(
-                f"requires_grad of {name} has changed on rank {self.world.rank}, and other workers did not come to agree on it; {remedy}"
-            ) from error
+        if self.world.size > 1:
+            # Those that have not changed are on their way into the step, and will not come: they are not waited for as long as a message.
+            try:
+                came = dist.barrier(async_op=True).wait(timedelta(seconds=start_seconds()))
+            except RuntimeError as error:
+                raise self._alone(name, remedy) from error
+            if came is False:
+                raise self._alone(name, remedy)
+        told = [json.loads(text) for text in exchange(self.world, json.dumps(changed))]
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 name = next(iter({*theirs.items()} ^ {*told[0].items()}))[0]
                 raise for_all(WorkerError(f"requires_grad of {name} has changed on rank {rank} otherwise than on rank 0; {remedy}"))
+
+    def _alone(self, name: str, remedy: str) -> WorkerError:
+        return WorkerError(
+            f"requires_grad of {name} has changed on rank {self.world.rank}, and other workers did not come to agree on it; {remedy}"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,7 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: pipeline.Obse
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     state: State | None = None
     try:
-        for batch in [batches] if isinstance(batches, Batch) else batches:
+        for batch in _alike(trainer, [batches] if isinstance(batches, Batch) else batches):
             check_batches([batch], model, keep_state=trainer.keep_state)
             own = trainer.own_part(batch, scores=stage.has_head)
             lanes = own.lanes.shape[0]
@@ -43,3 +43,11 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: pipeline.Obse
     if not count:
         raise UserError("the batches hold no target to judge by; give some with targets")
     return float(loss_sum / count)
+
+
+def _alike(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches, each as soon as all workers are seen to have the same; they must also end together."""
+    for batch in batches:
+        trainer.agreement.same_batch(batch)
+        yield batch
+    trainer.agreement.same_batch(None)

@@ -125,7 +125,7 @@ class Trainer:
         self.scheduler: pipeline.Scheduler = wavefront
         self.votes = (0.0, 0.0)  # of this worker, for the next step: to stop as after Ctrl-C, as after SIGTERM
         self.clock: Clock | None = None  # times the tasks of the steps that it is set for; recorded ones have none
-        self.agreement = Agreement(self.mesh, self.held.parameters)
+        self.agreement = Agreement(self.mesh, self.held.parameters, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.plan)
         self._followed = Followed(self.model, self.mesh.world)
         self._hooked = False  # whether there are hooks that a recorded step would not call
