@@ -198,7 +198,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def _sum_of(tensor: Tensor, *, weighted: bool = False) -> Tensor:
     """A checksum where the tensor lies, below 2**40; `weighted`: by place, so that the order counts."""
     words = _flat(tensor)
-    words = words.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[words.element_size()]).to(torch.int64)
+    words = words.view({8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[words.element_size()]).to(torch.int64)
     if weighted:
         words = words * (torch.arange(words.numel(), device=words.device) % 65521 + 1)
     return (words.sum() & ((1 << 40) - 1)).to(torch.float64)
