@@ -128,7 +128,7 @@ def test_a_kernel_alone_is_no_plan() -> None:
 def test_with_no_spec_it_plans_the_default_run() -> None:
     code, out, err = call("--profile", "machine.json", "--devices", "2")
     assert code == 0, err
-    assert out.startswith("for language, 2 layers of 256, ")
+    assert out.startswith("for language, 2 layers of 128, ")
     assert "batches of 32 lanes x 64 steps" in out
 
 

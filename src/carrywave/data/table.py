@@ -160,6 +160,7 @@ def _series_codes(table: Any, series: str | None, name: str) -> tuple[Ints, tupl
         return np.zeros(table.num_rows, np.int64), (name,)
     column = _flat(table[series])
     plain = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    plain = plain.cast(pa.string()) if is_text(plain.type) else plain
     missing = pc.or_(plain.is_null(), pc.fill_null(pc.equal(plain, ""), False)) if is_text(plain.type) else plain.is_null()
     if pc.any(missing).as_py():
         row = int(np.argmax(missing.to_numpy(zero_copy_only=False)))

@@ -73,6 +73,7 @@ def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = N
     dtype = parameter_dtype(spec.train.precision)
     model = model.to(dtype)
     take_weights(model, run.weights, str(run.weights))
+    _check_codec(run)
     model.eval()
     mesh = Mesh(world, _plan_for(spec.plan_spec, model, world.size))
     if isinstance(model, Whole):
@@ -108,11 +109,15 @@ def codec_of(run: Run, spec: Spec) -> Codec:
             f"{path} reads text by {codec.kind}, {run.path / 'spec.yaml'} says data.tokens={spec.data.tokens}; "
             "put back the spec it was trained with"
         )
-    # The weights hold a copy of the codec that they were trained with: another one would give numbers that look right.
+    return codec
+
+
+def _check_codec(run: Run) -> None:
+    """The weights hold a copy of the codec that they were trained with: another one would give numbers that look right."""
+    path = run.path / "codec.json"
     trained_with = weights_metadata(run.weights).get("codec")
     if trained_with is not None and trained_with != path.read_text("utf-8"):
         raise RunError(f"{path} is not the one that {run.weights.name} was trained with, and holds a copy of; put it back as it was")
-    return codec
 
 
 def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool, bool]:
