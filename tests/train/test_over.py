@@ -187,7 +187,7 @@ def test_weights_of_another_vocabulary_are_what_is_recorded(tmp_path: Path) -> N
     assert go(load(tmp_path / "fine" / "spec.yaml", ["train.epochs=2"]), tmp_path / "fine", resume=True).ending == "done"
     other = parse({**asked, "data": {**asked["data"], "tokens": "char"}})
     message = (
-        r"data.tokens=char, but the weights of .*words were trained with data.tokens=word, .*; leave data.tokens out, or leave out --init"
+        r"data.tokens=char, but the weights of .*words were trained with data.tokens=word, .*; leave data.tokens out, or leave out init="
     )
     with pytest.raises(RunError, match=message):
         go(other, tmp_path / "other", init=str(tmp_path / "words"))

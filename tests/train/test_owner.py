@@ -20,7 +20,7 @@ from carrywave.errors import RunError
 from carrywave.train import begun, owner
 from carrywave.train.owner import Owner
 
-HELD = "is being trained by process {pid} on {host}; wait for its end or stop it, or use another --run"
+HELD = "is being trained by process {pid} on {host}; wait for its end or stop it, or use another run=..."
 
 
 @pytest.fixture(autouse=True)

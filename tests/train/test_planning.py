@@ -67,7 +67,7 @@ def test_where_one_device_is_faster_that_is_said(use: Any) -> None:
     found = planned(2)
     assert found.plan.workers == 2
     assert "one device would be faster than" in found.said[1]
-    assert "train with --devices 1" in found.said[1]
+    assert "train with devices=1" in found.said[1]
 
 
 def test_one_worker_has_nothing_to_choose(use: Any) -> None:
@@ -174,7 +174,7 @@ def test_without_a_number_the_gpus_that_pay_are_taken(use: Any, tmp_path: Path, 
     assert best_number(spec, "cpu", None, said.append) is None
     assert best_number(spec, "auto", None, said.append) == 1
     assert said[-1].startswith("1 device: uses 1 of 4 devices, and more would not help")
-    assert said[-1].endswith("; --devices 4 uses all")
+    assert said[-1].endswith("; devices=4 uses all")
     free = Profile("free", "none", "published", 1 << 40, samples(), Link(1e-9, 1e15), devices_per_host=4)
     use(free)
     assert best_number(spec, "auto", None, said.append) == 4
