@@ -169,7 +169,7 @@ def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
         model.lstm.kernel = plan.kernel
 
 
-def own_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, held: Held) -> torch.optim.Optimizer:
+def own_optimizer(optimizer: torch.optim.Optimizer, held: Held) -> torch.optim.Optimizer:
     """The user's optimizer, without the parameters that this worker gave up."""
     kept = {id(p) for p in held.parameters.values()}
     for group in optimizer.param_groups:

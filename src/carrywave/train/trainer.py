@@ -114,7 +114,7 @@ class Trainer:
             self.optimizer = optimizers.build(self.spec, self.named, self.device)
         else:
             check_separable(optimizer, self.plan)
-            self.optimizer = own_optimizer(optimizer, self.model, self.held) if self.plan.stages > 1 else optimizer
+            self.optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
         # A bad step changes no weights; only where that would cost, and the run ends anyhow, they are left to it.
         free = optimizer is not None or self.device.type == "cpu" or self.spec.optimizer != "ntasgd"
