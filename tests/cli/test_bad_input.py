@@ -533,7 +533,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "codec task": (lambda run: edit(run / "codec.json", task="tagging"), "run/codec.json is of task tagging, run/spec.yaml of language; "),
     "facts gone": (lambda run: (run / "facts.json").unlink(), "run/facts.json cannot be read: No such file or directory; give the folder"),
     "facts no JSON": (lambda run: cut(run / "facts.json"), "run/facts.json is damaged: it is not JSON; give the folder of a whole run"),
-    "facts a number": (lambda run: (run / "facts.json").write_text("3"), "run/facts.json is damaged ("),
+    "facts a number": (lambda run: (run / "facts.json").write_text("3"), "run/facts.json is damaged: it holds no mapping; give the folder"),
     "facts key": (lambda run: edit(run / "facts.json", more=1), "run/facts.json is damaged ("),
     "facts type": (lambda run: edit(run / "facts.json", labels=None), "run/facts.json is damaged ("),
     "facts scale": (lambda run: edit(run / "facts.json", scale=[1]), "run/facts.json is damaged (scale has 1 numbers, and codec.json 0"),

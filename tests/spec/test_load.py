@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from carrywave.errors import SpecError
 from carrywave.spec.describe import keys
 from carrywave.spec.load import dump, load, parse
-from carrywave.spec.spec import DataSpec, ModelSpec, PlanSpec, Spec, TrainSpec
+from carrywave.spec.spec import WIDEST, DataSpec, ModelSpec, PlanSpec, Spec, TrainSpec
 
 HIDDEN = "use a whole number >= 1, or a list, each a whole number >= 1"
 
@@ -157,6 +157,7 @@ def test_a_date_is_text_where_text_is_wanted() -> None:
         ("batch=3", "batch is 3; use a section with lanes, steps, vary, tokens, eval_lanes"),
         # what fields say of each other
         ("model.hidden=[1, 2, 3]", "model.hidden lists 3 widths for 2 layers; give one width for each layer"),
+        ("model.hidden=[]", "model.hidden lists 0 widths for 2 layers; give one width for each layer"),
         ("train.momentum=0.9", "train.momentum is for sgd, not for adam; leave it out, or use train.optimizer=sgd"),
         ("train.class_weights=balanced", "train.class_weights is for classification and tagging, not for language; leave it out"),
         ("data.quantiles=[0.1]", "data.quantiles is for forecasting, not for language; leave it out"),
@@ -283,7 +284,7 @@ specs = st.builds(
     ),
     model=st.builds(
         ModelSpec,
-        hidden=st.integers(1, 10**9) | st.tuples(st.integers(1, 9), st.integers(1, 9)),
+        hidden=st.integers(1, WIDEST) | st.tuples(st.integers(1, 9), st.integers(1, 9)),
         forget_bias=st.floats(allow_nan=False, allow_infinity=False),
     ),
     train=st.builds(TrainSpec, lr=st.floats(min_value=1e-300, allow_infinity=False), seed=st.integers(0, 2**63 - 1), class_weights=weights),

@@ -128,11 +128,11 @@ class ModelSpec(Section):
     def _check(self) -> Self:
         if self.layers > DEEPEST:
             raise ValueError(f"layers {self.layers} are more than any machine holds; use at most {DEEPEST}")
+        if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:
+            raise ValueError(f"hidden lists {len(self.hidden)} widths for {self.layers} layers; give one width for each layer")
         for name, given in (("hidden", max(self.widths)), ("embedding", self.embedding or 0)):
             if given > WIDEST:
                 raise ValueError(f"{name} {given} is wider than any machine holds; use at most {WIDEST}")
-        if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:
-            raise ValueError(f"hidden lists {len(self.hidden)} widths for {self.layers} layers; give one width for each layer")
         widths = self.widths
         if self.projection and self.projection >= min(widths):
             raise ValueError(f"projection {self.projection} must be smaller than hidden {min(widths)}")
