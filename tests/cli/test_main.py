@@ -288,13 +288,18 @@ def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: 
 def test_evaluate(install: Install, tmp_path: Path) -> None:
     seen: list[object] = []
 
-    def evaluate_run(run: Path, data: Path | None, device: str) -> dict[str, object]:
+    def evaluate_run(run: Path, data: Path | None, device: str, note: Callable[[str], None]) -> dict[str, object]:
+        note("odd")
         seen.extend((run, data, device))
         return {"split": "test", "loss": 0.25, "accuracy": 0.975}
 
     install("carrywave.train.saved", evaluate_run=evaluate_run)
     rows = tmp_path / "rows.json"
-    assert call("evaluate", "r", "--data", "d.jsonl", "--json", str(rows)) == (0, "test: loss 0.2500  accuracy 0.9750\n", "")
+    assert call("evaluate", "r", "--data", "d.jsonl", "--json", str(rows)) == (
+        0,
+        "test: loss 0.2500  accuracy 0.9750\n",
+        "carrywave: odd\n",
+    )
     assert seen == [Path("r"), Path("d.jsonl"), "auto"]
     assert json.loads(rows.read_text()) == [{"split": "test", "loss": 0.25, "accuracy": 0.975}]
 

@@ -140,6 +140,7 @@ BAD_ROWS = [
     ({"steps": [], "label": "a"}, "zero-length sequence; remove the row"),
     ({"steps": [[1, 2]], "label": "zebra"}, r"label 'zebra' was never seen in training \(labels: a\)"),
     ({"steps": [[1, 2]], "label": 0.5}, r"label is a number \(0\.5\); a class is a string"),
+    ({"steps": [[1, 2]], "label": -100}, r"label is -100, which stands for no label; leave the row out"),
     ({"steps": [[1, 2]], "label": None}, "the field label is missing"),
 ]
 

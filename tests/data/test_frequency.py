@@ -49,6 +49,7 @@ RHYTHMS: dict[str, tuple[Any, str, list[Any]]] = {
     "moments as text": (["2024-02-28 22:00", "2024-02-28 23:00"], "h", ["2024-02-29 00:00:00", "2024-02-29 01:00:00"]),
     "business days": (pd.bdate_range("2024-01-01", periods=12).date, "B", ["2024-01-17", "2024-01-18"]),
     "business days, to a Friday": (pd.bdate_range("2024-01-01", periods=10).date, "B", ["2024-01-15", "2024-01-16"]),
+    "every second business day": (pd.bdate_range("2024-01-01", periods=20, freq="2B").date, "2B", ["2024-02-26", "2024-02-28"]),
     "Sunday to Thursday": (
         pd.bdate_range("2024-01-01", periods=24, freq="C", weekmask="Sun Mon Tue Wed Thu").date,
         "Mon Tue Wed Thu Sun",
@@ -99,6 +100,35 @@ def test_irregular_times_are_refused_unless_rows_are_counted(times: list[Any]) -
     with pytest.raises(DataError, match=r"the times in column date are irregular, .* is followed by .* \(row 3\); .* data.frequency=none"):
         ahead(times)
     assert ahead(times, frequency="none") == ("none", None, ())
+
+
+def hours_of(keep: Any) -> Any:
+    every = pd.date_range("2024-01-01", periods=24 * 40, freq="h")
+    return every[keep(every)]
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        hours_of(lambda t: (t.hour >= 9) & (t.hour < 17)),
+        hours_of(lambda t: t.day_of_week < 5),
+        pd.date_range("2024-01-01", periods=80, freq="bh"),
+    ],
+    ids=["by day", "on weekdays", "business hours"],
+)
+def test_gaps_at_the_same_time_of_every_day_or_week_are_no_gaps(times: Any) -> None:
+    with pytest.raises(DataError, match=r"the times in column date are irregular, .* is followed by "):
+        ahead(times)
+    frequency, following, [said] = ahead(times, frequency="h")
+    assert (frequency, following[0]) == ("h", str(times[-1] + pd.Timedelta(hours=1)))
+    assert "rows are missing" in said
+
+
+def test_gaps_that_come_by_chance_are_gaps() -> None:
+    chance = np.random.default_rng(1)
+    for every in (pd.date_range("2024-01-01", periods=3 * 1440, freq="min"), pd.date_range("2024-01-01", periods=24 * 30, freq="h")):
+        frequency, following, _ = ahead(every[chance.random(len(every)) < 0.9].union(every[-1:]))
+        assert (frequency, following[0]) == (every.freqstr, str(every[-1] + every.freq))
 
 
 def test_a_frequency_that_is_set_is_checked_and_used() -> None:

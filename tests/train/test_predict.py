@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+import carrywave as cw
 from carrywave.errors import UserError
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
@@ -172,7 +174,7 @@ def test_a_run_opens_with_its_own_weights(speaker: Path) -> None:
         assert torch.equal(a, b)
 
 
-def test_series_of_different_scales_are_each_forecast_on_their_own(tmp_path: Path) -> None:
+def test_series_of_different_scales_are_each_forecast_on_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def long(path: Path, days: int, names: list[str]) -> Path:
         levels = {"small": (3.0, 0.5), "large": (3000.0, 400.0), "new": (50.0, 5.0)}
         rows = ["unique_id,ds,y"]
@@ -184,10 +186,33 @@ def test_series_of_different_scales_are_each_forecast_on_their_own(tmp_path: Pat
 
     data = {"train": str(long(tmp_path / "a.csv", 120, ["small", "large"])), "horizon": 7, "season": 7, "residual": "season", "share": 0.2}
     run = learn(tmp_path, "forecasting", data, batch={"lanes": 4, "steps": 14}, train={"epochs": 10, "lr": 0.01})
-    rows = predict_run(run, long(tmp_path / "b.csv", 60, ["large", "new", "small"]), tmp_path / "out.csv", device="cpu")
+    capsys.readouterr()
+    given = long(tmp_path / "b.csv", 60, ["large", "new", "small"])
+    rows = predict_run(run, given, tmp_path / "out.csv", device="cpu")
+    unseen = "series new is not in the training data; the scale is taken from the rows given here, so give enough of them"
+    assert capsys.readouterr().err == f"carrywave: {given}: {unseen}\n"
+    told: list[str] = []
+    evaluate_run(run, given, device="cpu", note=told.append)
+    assert f"{given}: {unseen}" in told
     for name, level, swing in (("small", 3.0, 0.5), ("large", 3000.0, 400.0), ("new", 50.0, 5.0)):
         found = [row["y"] for row in rows if row["unique_id"] == name]
         truth = [level + swing * np.sin(day * np.pi / 3.5) for day in range(60, 67)]
         # Each within a part of its own swing: one scale for all would leave the small one lost.
         assert found == pytest.approx(truth, abs=0.3 * swing), name
     assert [row["ds"] for row in rows[:2]] == ["2024-03-01", "2024-03-02"]
+
+
+def test_series_named_by_whole_numbers_keep_them(tmp_path: Path) -> None:
+    days = np.arange("2024-01-01", "2024-03-01", dtype="datetime64[D]")
+    frame = pd.DataFrame({"store": np.repeat([7, 11], len(days)), "date": np.tile(days, 2), "y": np.arange(2.0 * len(days))})
+    cw.fit(
+        frame,
+        task="forecasting",
+        data={"series": "store", "horizon": 2, "share": 0.2},
+        model={"hidden": 4, "layers": 1},
+        batch={"lanes": 2, "steps": 8},
+        train={"epochs": 1},
+        run=tmp_path / "run",
+        device="cpu",
+    )
+    assert [row["store"] for row in cw.predict(tmp_path / "run", frame, device="cpu")] == [7, 7, 11, 11]

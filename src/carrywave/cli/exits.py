@@ -19,13 +19,13 @@ from typing import ParamSpec
 
 import typer
 
+from carrywave.cli.given import note
 from carrywave.errors import UserError, by_command
 from carrywave.parallel import environment
 from carrywave.parallel.launched import launched
 from carrywave.train import begun, causes, logs
 from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
 from carrywave.train.stop import let_go_of_terminal, wanted
-from carrywave.train.watch import printable
 
 P = ParamSpec("P")
 
@@ -183,8 +183,3 @@ def shown(path: Path) -> str:
 def _is_out_of_memory(error: Exception) -> bool:
     """Python's own, that of a GPU (torch is not imported to name it), and that of torch on the CPU, which has no class."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-
-
-def note(message: str) -> None:
-    """One line on stderr."""
-    print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)

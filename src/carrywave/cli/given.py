@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from carrywave.errors import UserError
+from carrywave.train.watch import printable
 
 
 class Device(StrEnum):
@@ -38,7 +40,32 @@ class Command(_Flags, TyperCommand):
 
 
 class Group(_Flags, TyperGroup):
-    """All commands together."""
+    """All commands together. A word that they do not know is a mistake as any other: one line, exit 2."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run the command that the words name, and end the process with its exit code."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except typer.Abort:
+            sys.exit(1)
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # of the parser, whose classes have no public name
+                raise
+            context = getattr(error, "ctx", None)
+            message = " ".join(error.format_message().split())
+            if context is None or not message or "Usage:" in message:  # no words at all: help is what is shown
+                error.show()  # type: ignore[attr-defined]
+            else:
+                note(f"{message.rstrip('.')}; {context.command_path} --help lists what there is")
+            sys.exit(2)
+        sys.exit(code)
+
+
+def note(message: str) -> None:
+    """One line on stderr."""
+    print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
 
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes CUDA where there is one.")]

@@ -15,7 +15,18 @@ from rich.console import Console
 from carrywave import __version__
 from carrywave.cli import plan as planning
 from carrywave.cli.exits import ending_in_order, leaving_at_once, with_exit_codes
-from carrywave.cli.given import Command, Device, DeviceOption, Group, JsonOption, check_writable, plain, replace_file, spec_and_overrides
+from carrywave.cli.given import (
+    Command,
+    Device,
+    DeviceOption,
+    Group,
+    JsonOption,
+    check_writable,
+    note,
+    plain,
+    replace_file,
+    spec_and_overrides,
+)
 from carrywave.cli.show import PlainWatcher, Recorder, row_line, table_of, watcher_for
 from carrywave.cli.workers import (
     DevicesOption,
@@ -144,7 +155,7 @@ def evaluate(
         from carrywave.tasks.doubts import worse_than_naive
         from carrywave.train.saved import evaluate_run
 
-    row = evaluate_run(run, data, device.value)
+    row = evaluate_run(run, data, device.value, note=note)
     if is_first():
         typer.echo(printable(row_line(row)))
         if (verdict := worse_than_naive(row)) is not None:

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from carrywave.cli.exits import note
-from carrywave.cli.given import Device, DeviceOption, check_writable, plain, replace_file, spec_and_overrides
+from carrywave.cli.given import Device, DeviceOption, check_writable, note, plain, replace_file, spec_and_overrides
 from carrywave.errors import DataError, PlanError
 from carrywave.plan import shards
 from carrywave.plan.better import balance_text, remedies
@@ -193,10 +192,7 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
     if svg is not None:
         # What is asked for above what the planner would choose, on one axis.
         drawn = [shown] if shown.plan == best.best.plan else [shown, best.best]
-        panels = [
-            Panel(f"{describe(each.plan)}: {each.tokens_per_second:,.0f} tokens/s", each.timeline, stage_names(each, len(units)))
-            for each in drawn
-        ]
+        panels = [Panel(f"{describe(each.plan)}: {each.speed}", each.timeline, stage_names(each, len(units))) for each in drawn]
         replace_file(svg, draw(panels, _model(spec, units)))
     _write(json_file, choice_object(units, choice, tried) | {"asked": asked is not None})
 

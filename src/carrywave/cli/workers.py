@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from carrywave.cli.exits import end_as, leaving_at_once, note
+from carrywave.cli.exits import end_as, leaving_at_once
+from carrywave.cli.given import note
 from carrywave.errors import PlanError, UserError
 from carrywave.parallel import heartbeat
 from carrywave.parallel.launched import launched

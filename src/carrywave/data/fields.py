@@ -134,6 +134,8 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
         value = value.item()
     if isinstance(value, bool):
         return "boolean", "true" if value else "false"
+    if isinstance(value, int) and value == IGNORED:
+        raise DataError(f"{where}: {field} is {IGNORED}, which stands for no label; leave the row out")
     if isinstance(value, int):
         return "whole number", str(value)
     if isinstance(value, str):

@@ -24,6 +24,7 @@ SAME = {"H": "h", "T": "min", "S": "s", "sec": "s", "d": "D", "w": "W", "b": "B"
 MONTHS = {"M": 1, "Q": 3, "Y": 12, "A": 12}
 BUSINESS = "1111100"
 MOST = 0.5  # of all steps must be single ones; fewer are no rhythm with gaps in it, but no rhythm at all
+RECURRING = 3  # gaps at the same time of a day or week are no chance
 DIGITS = 9  # of a step of decimal fractions
 ROUNDING = 1e-6  # of a step: by so much may decimal fractions miss
 
@@ -109,25 +110,29 @@ class Months:
 
 @dataclass(frozen=True)
 class Weekdays:
-    """Certain days of every week, Monday first: `1111100` are business days."""
+    """Certain days of every week, Monday first: `1111100` are business days. `size` counts them: every second, every third."""
 
     mask: str
+    size: int = 1
 
     @property
     def text(self) -> str:
         """As `data.frequency` has it."""
-        return "B" if self.mask == BUSINESS else " ".join(name for name, on in zip(WEEKDAYS, self.mask, strict=True) if on == "1")
+        if self.mask == BUSINESS:
+            return "B" if self.size == 1 else f"{self.size}B"
+        return " ".join(name for name, on in zip(WEEKDAYS, self.mask, strict=True) if on == "1")
 
     def count(self, before: Keys, after: Keys) -> Counts:
-        """How many of these days lie between times; 0 where a time is on another day."""
+        """How many steps lie between times; 0 where a time is on another day, or it is no whole number of them."""
         (days_a, clock_a), (days_b, clock_b) = _days(before), _days(after)
         fits = (clock_a == clock_b) & np.is_busday(days_a, self.mask) & np.is_busday(days_b, self.mask)
-        return np.where(fits, np.busday_count(days_a, days_b, self.mask), 0)
+        days = np.busday_count(days_a, days_b, self.mask)
+        return np.where(fits & (days % self.size == 0), days // self.size, 0)
 
     def ahead(self, known: Keys, count: int) -> Keys:
         """The times after the last."""
         days, clock = _days(known[-1:])
-        return np.busday_offset(days, np.arange(1, count + 1), weekmask=self.mask).astype("datetime64[us]") + clock
+        return np.busday_offset(days, np.arange(1, count + 1) * self.size, weekmask=self.mask).astype("datetime64[us]") + clock
 
 
 def parse(text: str) -> Frequency:
@@ -142,9 +147,7 @@ def parse(text: str) -> Frequency:
         return Weekdays("".join("1" if name in names else "0" for name in WEEKDAYS))
     times, unit = int(found["times"] or 1), SAME.get(found["unit"], found["unit"])
     if unit == "B":
-        if times != 1:
-            raise SpecError(f"data.frequency={text} counts business days in steps of {times}; use B, or none")
-        return Weekdays(BUSINESS)
+        return Weekdays(BUSINESS, times)
     if unit[0] in MONTHS and unit not in SIZES:
         return Months(times * MONTHS[unit[0]], unit[1:])
     return Step(times * SIZES[unit], timed=True)
@@ -153,7 +156,8 @@ def parse(text: str) -> Frequency:
 def infer(keys: Keys, inside: NDArray[np.bool_]) -> Frequency | None:
     """The rhythm of sorted times, `inside` where a time and the next are of one series; None where there is none.
 
-    It may have gaps, as long as most steps are single ones. Where no step is to be seen at all, a single one of any length is none.
+    It may have gaps, as long as most steps are single ones and gaps do not come at the same time of every day or week: hours of business
+    are no hours with gaps. Where no step is to be seen at all, a single one of any length is none.
     """
     before, after = keys[:-1][inside], keys[1:][inside]
     if not len(before):
@@ -175,7 +179,7 @@ def infer(keys: Keys, inside: NDArray[np.bool_]) -> Frequency | None:
         return step
     if timed and (days := _weekdays(keys, before, after)) is not None:
         return days
-    return step if _steady(step, before, after) else None
+    return step if _steady(step, before, after) and not (timed and _recurring(step, keys, before, after)) else None
 
 
 def _steady(frequency: Frequency, before: Keys, after: Keys) -> bool:
@@ -190,6 +194,8 @@ def _weekdays(keys: Keys, before: Keys, after: Keys) -> Weekdays | None:
     if len(present) == 7:
         return None
     found = Weekdays(mask)
+    if mask == BUSINESS and (units := found.count(before, after)).all():
+        found = Weekdays(mask, int(units.min()))
     if not _steady(found, before, after):
         return None
     # A weekend is known by one that was passed over; any other day off by three.
@@ -200,6 +206,21 @@ def _weekdays(keys: Keys, before: Keys, after: Keys) -> Weekdays | None:
         if int(np.busday_count(days_a, days_b, only).sum()) < needed:
             return None
     return found
+
+
+def _recurring(step: Step, keys: Keys, before: Keys, after: Keys) -> bool:
+    """Whether most gaps begin where the next time of that day, or of that week, is never there: nights, weekends."""
+    size = int(step.size)
+    gaps = step.count(before, after) > 1
+    for cycle in (DAY, 7 * DAY):
+        if size >= cycle or cycle % size:
+            continue
+        present = np.unique(keys.astype(np.int64) % cycle)
+        nexts, counts = np.unique((before[gaps].astype(np.int64) + size) % cycle, return_counts=True)
+        again = counts[~np.isin(nexts, present) & (counts >= RECURRING)]
+        if int(again.sum()) > MOST * int(gaps.sum()):
+            return True
+    return False
 
 
 def _in_month(times: Keys) -> tuple[Counts, NDArray[np.bool_], Keys]:

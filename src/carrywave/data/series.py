@@ -5,7 +5,7 @@ A part that follows another in its series begins `warm` rows earlier: they bring
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,6 +142,15 @@ def scales(table: Table, codec: Codec) -> list[tuple[tuple[float, ...], tuple[fl
         known[name] if name in known else own_scale(table.values[start : start + length])
         for name, start, length in zip(table.names, table.starts, table.lengths, strict=True)
     ]
+
+
+def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, ...]:
+    """A line about series that train did not hold, where each series has a scale of its own."""
+    new = [name for name in names if name not in set(codec.names)] if codec.names else []
+    if not new:
+        return ()
+    many = f"series {new[0]} is" if len(new) == 1 else f"{len(new):,} series ({', '.join(new[:3])}{', …' if len(new) > 3 else ''}) are"
+    return (f"{where}: {many} not in the training data; the scale is taken from the rows given here, so give enough of them",)
 
 
 def encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:

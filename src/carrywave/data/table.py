@@ -38,6 +38,11 @@ class Table:
     series: str | None
     times: Times | None = None
     notes: tuple[str, ...] = ()  # what a person should know of how it was read
+    whole_numbers: bool = False  # the names of series are such in the file
+
+    def series_name(self, number: int) -> str | int:
+        """The name of a series as the file has it."""
+        return int(self.names[number]) if self.whole_numbers else self.names[number]
 
     def ahead(self, number: int, count: int) -> list[str | int | float] | None:
         """The times that come after those of a series; None where there is no telling."""
@@ -77,7 +82,7 @@ def arrange(table: Any, name: str, choice: Choice, *, index: str | None = None) 
     values = np.empty((table.num_rows, len(roles.columns)), np.float64)
     for place, column in enumerate(roles.columns):
         values[:, place] = _numbers(table[column], name, column)
-    codes, names = _series_codes(table, roles.series, name)
+    codes, names, whole = _series_codes(table, roles.series, name)
     if choice.trained and choice.series is None and len(names) > 1:
         raise DataError(
             f"{name}: the column {roles.series} names {len(names)} series, and the run was trained on one, without such a column; "
@@ -86,7 +91,8 @@ def arrange(table: Any, name: str, choice: Choice, *, index: str | None = None) 
     order, times, notes = _in_time(table, roles, name, choice, codes, names)
     lengths = np.bincount(codes, minlength=len(names)).astype(np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
-    return Table(name, roles.columns, values[order], starts, lengths, names, roles.time, roles.series, times, (roles.told(name), *notes))
+    told = (roles.told(name), *notes)
+    return Table(name, roles.columns, values[order], starts, lengths, names, roles.time, roles.series, times, told, whole)
 
 
 def _in_time(
@@ -154,10 +160,10 @@ def _flat(column: Any) -> Any:
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
-def _series_codes(table: Any, series: str | None, name: str) -> tuple[Ints, tuple[str, ...]]:
-    """A number for each row's series, in the order in which they first appear, and their names."""
+def _series_codes(table: Any, series: str | None, name: str) -> tuple[Ints, tuple[str, ...], bool]:
+    """A number for each row's series, in the order in which they first appear, their names, and whether these are whole numbers."""
     if series is None:
-        return np.zeros(table.num_rows, np.int64), (name,)
+        return np.zeros(table.num_rows, np.int64), (name,), False
     column = _flat(table[series])
     plain = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
     plain = plain.cast(pa.string()) if is_text(plain.type) else plain
@@ -168,7 +174,8 @@ def _series_codes(table: Any, series: str | None, name: str) -> tuple[Ints, tupl
     if pa.types.is_floating(plain.type) and pc.all(pc.equal(plain, pc.floor(plain))).as_py():
         plain = plain.cast(pa.int64())  # pandas makes fractions of whole numbers easily: 7.0 is the series 7
     coded = plain.dictionary_encode()
-    return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), tuple(str(value) for value in coded.dictionary.to_pylist())
+    names = tuple(str(value) for value in coded.dictionary.to_pylist())
+    return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), names, bool(pa.types.is_integer(plain.type))
 
 
 def _refuse_calendar_numbers(column: Any, name: str, label: str) -> None:

@@ -31,7 +31,7 @@ class Remedy:
 
     def __str__(self) -> str:
         found = self.prediction
-        said = f"{self.change}: {self.gain:+.1%}, {found.tokens_per_second:,.0f} tokens/s with {describe(found.plan)}"
+        said = f"{self.change}: {self.gain:+.1%}, {found.speed} with {describe(found.plan)}"
         return said + (f" ({self.note})" if self.note else "")
 
 
@@ -81,7 +81,7 @@ def balance_text(predictor: Predictor, prediction: Prediction) -> str | None:
     even = predictor.balanced(plan)
     other = None if even is None or not predictor.fits(replace(plan, cuts=even)) else predictor.predict(replace(plan, cuts=even))
     if other is not None and other.seconds < prediction.seconds * (1 - TOLERANCE):
-        gain = f"{prediction.seconds / other.seconds - 1:+.1%}, {other.tokens_per_second:,.0f} tokens/s"
+        gain = f"{prediction.seconds / other.seconds - 1:+.1%}, {other.speed}"
         return f"this plan with plan.cuts={list(other.plan.cuts)}: {gain}, for the slowest, {works}"
     alone = [predictor.slowest(plan, slowest, unit, unit + 1) for unit in range(len(units) - plan.shares_head)]
     largest = alone.index(max(alone))

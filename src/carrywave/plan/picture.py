@@ -128,7 +128,7 @@ def figures_text(choice: Choice) -> str:
     own = f" on average; the one that is drawn takes {seconds_text(drawn)}" if mean else ""
     lines = [
         f"step        {seconds_text(best.seconds)}{own}",
-        f"speed       {best.tokens_per_second:,.0f} tokens/s",
+        f"speed       {best.speed}",
         f"bubble      {best.bubble:.1%} of the devices' time is no work: waits, and sums of gradients that are not hidden",
         f"traffic     {say(best.sent_bytes)} a step between stages, by all workers; "
         f"{say(best.reduced_bytes)} of gradients that a worker sums with other replicas",
@@ -156,7 +156,7 @@ def rivals_text(choice: Choice) -> str:
         took = ["-", "-"] if found is None else [seconds_text(found.seconds), f"{found.tokens_per_second:,.0f}"]
         cuts = f", cuts {list(rival.plan.cuts)}" if _only_cuts_differ(choice, rival.plan.cuts, describe(rival.plan)) else ""
         rows.append([describe(rival.plan) + cuts, str(rival.plan.workers), *took, rival.why])
-    return table(["plan", "devices", "step", "tokens/s", "why not"], rows, left=(0, 4))
+    return table(["plan", "devices", "step", f"{choice.best.counted}/s", "why not"], rows, left=(0, 4))
 
 
 def _only_cuts_differ(choice: Choice, cuts: tuple[int, ...], said: str) -> bool:
@@ -166,6 +166,7 @@ def _only_cuts_differ(choice: Choice, cuts: tuple[int, ...], said: str) -> bool:
 def scale_text(scale: Scale) -> str:
     """How speed and cost grow with devices, and where more stop paying."""
     first = scale.points[0]
+    counted = first.prediction.counted
     rows = []
     for point in scale.points:
         found = point.prediction
@@ -180,7 +181,7 @@ def scale_text(scale: Scale) -> str:
                 describe(found.plan),
             ]
         )
-    heads = ["devices", "used", "tokens/s", "speed-up", "efficiency", "device-seconds a million tokens", "plan"]
+    heads = ["devices", "used", f"{counted}/s", "speed-up", "efficiency", f"device-seconds a million {counted}", "plan"]
     return table(heads, rows, left=(6,)) + f"\n{scale_sentence(scale)}"
 
 

@@ -41,6 +41,12 @@ class Prediction:
     bubble: float
     sent_bytes: int  # between stages, by all workers, in a step
     reduced_bytes: int  # gradients that each worker adds up with others, most of any stage
+    counted: str = "tokens"  # what a step of a lane is called
+
+    @property
+    def speed(self) -> str:
+        """For people."""
+        return f"{self.tokens_per_second:,.0f} {self.counted}/s"
 
 
 class Predictor:
@@ -83,7 +89,7 @@ class Predictor:
         )
         sent = plan.replicas * self._mean([float(sum(line.sent_bytes)) for line in lines])
         reduced = max(cases[0].parameters(edges)) * self.units.parameter_bytes if plan.replicas > 1 else 0
-        return Prediction(plan, seconds, self.units.tokens / seconds, stages, lines[most], bubble, round(sent), reduced)
+        return Prediction(plan, seconds, self.units.tokens / seconds, stages, lines[most], bubble, round(sent), reduced, self.units.counted)
 
     def bound(self, plan: Plan) -> float:
         """Seconds that a step takes at least."""

@@ -78,6 +78,11 @@ class Units:
         return len(self.units) - 2
 
     @property
+    def counted(self) -> str:
+        """What a step of a lane is called: text has tokens, numbers have steps."""
+        return "steps" if self.units[0].kind == "numbers" else "tokens"
+
+    @property
     def activation_bytes(self) -> int:
         """Of a number on its way through the layers."""
         return _ACTIVATION_BYTES[self.precision]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
+from carrywave.data.series import unseen_series
 from carrywave.data.view import View
 from carrywave.errors import SpecError
 from carrywave.model.dropout import Dropout
@@ -69,7 +70,8 @@ class Task:
         if self.spec.task != "forecasting" or name == "train":
             return Part(name, data, view)
         naive = views.naive_errors(data, self.spec.data, np.array(self.codec.targets))
-        return Part(name, data, view, self._baseline(naive), notes=self._short_of_season(name, naive))
+        notes = self._short_of_season(name, naive) + unseen_series(name, data.names or (), self.codec)
+        return Part(name, data, view, self._baseline(naive), notes)
 
     def _baseline(self, naive: views.NaiveErrors) -> dict[str, float]:
         """The metrics of the seasonal-naive forecast, under the names that ours have."""

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from carrywave.data.fields import as_plain
 from carrywave.data.frames import columns_of, is_frame, plain_column
 from carrywave.data.inputs import file_of, read_python, series_of
 from carrywave.data.sequences import Sequences
-from carrywave.data.series import scales
+from carrywave.data.series import scales, unseen_series
 from carrywave.data.source import to_utf8
 from carrywave.data.table import Table
 from carrywave.errors import DataError, PlanError, RunError, UserError
@@ -35,7 +34,7 @@ from carrywave.tasks.views import Naive
 from carrywave.train import durable
 from carrywave.train.evaluate import passes
 from carrywave.train.generate import generate
-from carrywave.train.saved import Saved, open_run
+from carrywave.train.saved import Saved, open_run, warn
 from carrywave.train.watch import printable
 
 Row = dict[str, Any]
@@ -71,15 +70,11 @@ def predict(
         table = series_of(data, codec, spec) if spec.task == "forecasting" else None
         sequences = read_python(data, codec, spec, labelled=False)
     if world.rank == 0:
-        for line in () if table is None else table.notes[1:]:  # which columns are read was said in training
-            (note or _warn)(line)
+        for line in () if table is None else (*table.notes[1:], *unseen_series(table.name, table.names, codec)):
+            (note or warn)(line)  # the first, which columns are read, was said in training
     rows = predictions(saved, sequences, table)
     leave(world)
     return rows
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line, stacklevel=3)
 
 
 def _check(saved: Saved, path: Path | str, data: Any, prompt: str | None) -> None:
@@ -101,7 +96,7 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
     kind = "" if output is None else output.suffix.lower()
     if kind not in ("", ".csv", ".json", ".jsonl", ".txt"):
         raise UserError(f"{output}: predictions are written as JSON lines or CSV, not as {kind}; name the file .jsonl or .csv")
-    rows = predict(path, input, prompt=prompt, note=lambda line: print(f"carrywave: {line}", file=sys.stderr), **how)
+    rows = predict(path, input, prompt=prompt, note=lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr), **how)
     if not is_first():
         return rows
     text = _csv(rows) if kind == ".csv" else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -234,7 +229,7 @@ def _forecasts(saved: Saved, data: Sequences, table: Table) -> Iterator[Row]:
         mean, std = (np.array(values)[targets] for values in known[number])
         times = table.ahead(number, spec.horizon)
         for step in range(spec.horizon):
-            row: Row = {} if codec.series is None else {codec.series: table.names[number]}
+            row: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
             if times is not None:
                 row[str(codec.time)] = times[step]
             row["step"] = step + 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from carrywave.data.codec import Codec
-from carrywave.data.inputs import file_of, read_python
+from carrywave.data.inputs import file_of, read_python, series_of
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.errors import DataError, RunError, option
 from carrywave.model.holding import hold
@@ -142,23 +144,42 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool
     return facts, scale, own_model, given_codec
 
 
-def evaluate_run(path: Path | str, data: Any = None, device: str = "auto", *, model: nn.Module | None = None) -> dict[str, object]:
+def evaluate_run(
+    path: Path | str,
+    data: Any = None,
+    device: str = "auto",
+    *,
+    model: nn.Module | None = None,
+    note: Callable[[str], None] | None = None,
+) -> dict[str, object]:
     """Loss and metrics of the best weights, on a file or an object as `fit` takes them, or on the run's own test (or else valid) file.
 
-    On the workers that a launcher started, if one did: each takes its part, and all return the same.
+    On the workers that a launcher started, if one did: each takes its part, and all return the same. What is odd about the data is a
+    warning, or a line for `note`.
     """
     world = join(device)
     with together(world, patient=True):
         saved = open_run(path, device, model, world=world)
         part = _part(saved, data)
+    if world.rank == 0:
+        for line in part.notes:
+            (note or warn)(line)
     values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage)
     leave(world)
     return {"split": part.name, **values}
 
 
+def warn(line: str) -> None:
+    """A warning where a library should give one: at the caller of the function that calls this."""
+    warnings.warn(line, stacklevel=3)
+
+
 def _part(saved: Saved, data: Any) -> Part:
     if data is not None:
-        return saved.task.part(file_of(data, saved.spec) or "data", read_python(data, saved.task.codec, saved.spec))
+        spec, codec = saved.spec, saved.task.codec
+        part = saved.task.part(file_of(data, spec) or "data", read_python(data, codec, spec))
+        gaps = series_of(data, codec, spec).notes[1:] if spec.task == "forecasting" else ()  # which columns are read was said in training
+        return replace(part, notes=(*gaps, *part.notes))
     if saved.spec.data.train is None:
         raise DataError(f"{saved.run.path} was trained on data from Python, which no file holds; give data to evaluate on")
     prepared = _prepared(saved)
