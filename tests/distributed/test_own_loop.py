@@ -21,7 +21,18 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 stages": (2, {"stages": 2, "chunk_steps": 2}),
     "2 x 2": (4, {"stages": 2, "chunk_steps": 4}),
 }
-SAME = ("plain", "freezes", "own freezes", "spares", "own spares", "evaluates", "goes on", "freezes what it has kept", "one lane")
+SAME = (
+    "plain",
+    "freezes",
+    "own freezes",
+    "spares",
+    "own spares",
+    "evaluates",
+    "goes on",
+    "own goes on",
+    "freezes what it has kept",
+    "one lane",
+)
 DIFFERENT = {
     "another batch": "rank 1 was given another batch than rank 0",
     "another label": "rank 1 was given another batch than rank 0",

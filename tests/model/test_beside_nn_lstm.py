@@ -269,6 +269,36 @@ def test_autocast_takes_what_it_casts_and_nothing_longer() -> None:
         assert "a carry in torch.float64" in refused(lambda: lstm(x, (torch.zeros(1, 2, 4).double(),) * 2))
 
 
+def test_backward_inside_autocast_gives_what_it_gives_outside() -> None:
+    lstm, x = cw.LSTM(3, 4), torch.randn(5, 2, 3)
+    found = []
+    for inside in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = lstm(x)[0].float().square().sum()
+            if inside:
+                loss.backward()  # type: ignore[no-untyped-call]
+        if not inside:
+            loss.backward()  # type: ignore[no-untyped-call]
+        found.append([p.grad for p in lstm.parameters()])
+        lstm.zero_grad()
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_an_export_takes_lengths_that_are_known_later() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = cw.LSTM(3, 4, dtype=DOUBLE)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return self.lstm(x, lengths=lengths)[0]
+
+    outer, x = Outer(), numbers(5, 2, 3)
+    exported = torch.export.export(outer, (x, torch.tensor([5, 3]))).module()
+    for lengths in (torch.tensor([5, 3]), torch.tensor([2, 4])):
+        torch.testing.assert_close(exported(x, lengths), outer(x, lengths))
+
+
 def test_a_carry_of_another_dtype_is_refused() -> None:
     long, short = (torch.zeros(1, 2, 4, dtype=DOUBLE),) * 2, (torch.zeros(1, 2, 4),) * 2
     message = refused(lambda: cw.LSTM(3, 4)(torch.randn(5, 2, 3), long))
@@ -280,6 +310,7 @@ def test_a_carry_of_another_dtype_is_refused() -> None:
 
 def test_what_it_does_not_take_is_said_with_the_remedy() -> None:
     lstm, x = cw.LSTM(3, 4, dtype=DOUBLE), numbers(5, 2, 3)
+    assert "dtype torch.bool; it needs 2 whole numbers" in refused(lambda: lstm(x, lengths=torch.tensor([True, True])))
     packed: Any = pack_padded_sequence(x, [5, 3])
     assert refused(lambda: lstm(packed)).endswith("x, lengths = pad_packed_sequence(packed), and lstm(x, lengths=lengths)")
     assert refused(lambda: lstm(input=packed)).startswith("LSTM got a PackedSequence")

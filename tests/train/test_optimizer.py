@@ -235,21 +235,3 @@ def test_ntasgd_goes_back_to_before_its_trigger() -> None:
     optimizer.trigger()
     load_state(optimizer, named, {})
     assert not optimizer.average_active
-
-
-def test_an_optimizer_of_the_users_own_goes_on_bit_for_bit() -> None:
-    straight, broken = parameters(), parameters()
-    first = torch.optim.Adam([p for _, p in straight], 0.1, foreach=False)
-    second = torch.optim.Adam([p for _, p in broken], 0.1, foreach=False)
-    for step in range(4):
-        if step == 2:
-            kept = {name: tensor.clone() for name, tensor in state_tensors(second, broken).items()}
-            second = torch.optim.Adam([p for _, p in broken], 0.1, foreach=False)
-            load_state(second, broken, kept)
-        for named, optimizer in ((straight, first), (broken, second)):
-            give_gradients(named, step)
-            optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(values(straight), values(broken), strict=True))
-    fresh = torch.optim.Adam([p for _, p in broken], 0.1)
-    with pytest.raises(RunError, match="fits no parameter"):
-        load_state(fresh, broken, {"exp_avg/unknown": torch.zeros(2)})

@@ -33,6 +33,7 @@ class Batch:
     step: int = 0  # position in the epoch; (epoch, step) is the cursor, and keys the randomness; -1: the trainer counts
     real: int = 0  # real steps, the sum of lengths, known on the host; -1: not known
     goes_on: bool = False  # whoever made it said that some lanes go on from a carry
+    unsure: bool = False  # its targets may be one for each step or several for each lane, and lengths shut some off
     whole: tuple[int, int] | None = None  # (real steps, lanes) of the batch that these lanes are a part of; None: this is all of it
 
     @staticmethod
@@ -84,6 +85,7 @@ class Batch:
             step=-1 if step is None else step,
             real=real,
             goes_on=fresh is not None and not bool(torch.as_tensor(fresh).all()),
+            unsure=pooled is None and lengths is not None and targets is not None and targets.shape[:2] == (steps, count) == (count, count),
         )
 
     @property

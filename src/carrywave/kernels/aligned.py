@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from carrywave.kernels.casting import EACH, dense_rows, padded_rows
-from carrywave.kernels.derivatives import only_numbers, plain_only
+from carrywave.kernels.derivatives import as_saved, only_numbers, plain_only
 
 
 def serves(x: Tensor, weight_VI: Tensor) -> bool:
@@ -71,6 +71,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @as_saved
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         only_numbers("a linear layer of carrywave under autocast", "compute without autocast, or use nn.Linear in a head of your own", grad)
         x_NI, w_VI = ctx.saved_tensors

@@ -147,6 +147,7 @@ class _Linear(torch.autograd.Function):
         return functional.linear(x, weight_GI)
 
     @staticmethod
+    @derivatives.as_saved
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         [x] = ctx.saved_tensors
         if derivatives.beyond_numbers(grad) or not ctx.deferred.open:
@@ -163,6 +164,7 @@ class _Rows(torch.autograd.Function):
         return functional.embedding(index, weight_VE)
 
     @staticmethod
+    @derivatives.as_saved
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         [index] = ctx.saved_tensors
         if derivatives.beyond_numbers(grad) or not ctx.deferred.open:

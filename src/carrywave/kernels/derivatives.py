@@ -8,7 +8,9 @@ plain ones from the start.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch.autograd import forward_ad
 
 from carrywave.errors import UserError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Plain = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
@@ -58,6 +62,19 @@ def through(plain: Plain, inputs: Sequence[Tensor | None], wanted: Sequence[bool
         )
     )
     return [next(found) if each is not None and want else None for each, want in zip(given, wanted, strict=True)]
+
+
+def as_saved(backward: Callable[P, R]) -> Callable[P, R]:
+    """A backward that computes in the dtypes that forward left, also where it is called inside an autocast region."""
+
+    @functools.wraps(backward)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+            return backward(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return backward(*args, **kwargs)
+
+    return run
 
 
 def only_numbers(what: str, remedy: str, *grads: Tensor | None) -> None:

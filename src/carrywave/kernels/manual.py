@@ -110,6 +110,7 @@ class _Sequence(torch.autograd.Function):
         return y_TBH, end_BH, c_TBH[-1].clone()
 
     @staticmethod
+    @derivatives.as_saved
     def backward(ctx: Any, grad_y_TBH: Tensor | None, grad_h_BH: Tensor | None, grad_c_BH: Tensor | None) -> tuple[Tensor | None, ...]:
         *given, lengths_B, gates_TBG, y_TBH, c_TBH, tanh_TBH = ctx.saved_tensors
         grads = (grad_y_TBH, grad_h_BH, grad_c_BH)

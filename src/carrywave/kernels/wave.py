@@ -138,6 +138,7 @@ class _Stack(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @derivatives.as_saved
     def backward(ctx: Any, grad_y_TBH: Tensor | None, *grad_ends: Tensor | None) -> tuple[Tensor | None, ...]:
         # What plain operations would need of every layer is not kept: that would be memory which no training step uses.
         remedy = "build the LSTM with kernel='reference' where a gradient is differentiated again, or many are asked for at once"

@@ -337,12 +337,12 @@ class LSTM(nn.Module):
 
     def _lengths(self, lengths: Tensor | Sequence[int], steps: int, count: int, device: torch.device) -> Tensor:
         lengths_B = torch.as_tensor(lengths)
-        if lengths_B.shape != (count,) or lengths_B.is_floating_point():
+        if lengths_B.shape != (count,) or lengths_B.is_floating_point() or lengths_B.dtype == torch.bool:
             raise UserError(
                 f"lengths has shape {list(lengths_B.shape)} and dtype {lengths_B.dtype}; it needs {count} whole numbers, one for each lane"
             )
-        # Lengths that live on a GPU are not looked at: that would wait for it.
-        if not lengths_B.is_cuda and bool(((lengths_B < 0) | (lengths_B > steps)).any()):
+        # Lengths that live on a GPU are not looked at: that would wait for it. A tracer has none to look at.
+        if not lengths_B.is_cuda and not torch.compiler.is_compiling() and bool(((lengths_B < 0) | (lengths_B > steps)).any()):
             raise UserError(
                 f"lengths go from {int(lengths_B.min())} to {int(lengths_B.max())}; they must lie between 0 and the {steps} steps of x"
             )

@@ -13,6 +13,7 @@ from carrywave.data.order import Cursor
 from carrywave.data.stream import Loader
 from carrywave.errors import UserError
 from carrywave.kernels import random
+from carrywave.model.modes import mode
 from carrywave.parallel.world import exchange
 from carrywave.plan.shards import SHARDS
 from carrywave.train.trainer import Trainer
@@ -41,16 +42,14 @@ def cost(trainer: Trainer, batch: Batch) -> tuple[float, float]:
     own, shards = trainer.own_part(batch), trainer.shards
     key = random.key(trainer.spec.seed, 0, 0)
     state = trainer.anew(own.lanes.shape[0]) if trainer.keep_state else None
-    was_training = trainer.model.training
-    trainer.model.train()
     try:
-        in_shards = _seconds(trainer.device, lambda: shards([own], [key], state))
-        without = _seconds(trainer.device, lambda: trainer.backward([own], [key], state))
+        with mode(trainer.model, training=True):
+            in_shards = _seconds(trainer.device, lambda: shards([own], [key], state))
+            without = _seconds(trainer.device, lambda: trainer.backward([own], [key], state))
     finally:
         if trainer.capture is not None:
             trainer.capture.forget()
         trainer.record(trainer.capture)
-        trainer.model.train(was_training)
         for _, parameter in trainer.named:
             parameter.grad = None
     return in_shards, without

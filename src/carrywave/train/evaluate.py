@@ -14,6 +14,7 @@ from carrywave.data.stream import Loader
 from carrywave.data.view import View
 from carrywave.errors import DataError
 from carrywave.model.model import Model
+from carrywave.model.modes import mode
 from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.model.whole import Whole
@@ -133,11 +134,9 @@ def _walk(
     if capture is None:
         capture = Capture.of(mesh.device, mesh.plan, model)
     forward = _Forward(stage, mesh, spec, whole=model.reads_whole)
-    was_training = model.training
-    model.eval()
     states: dict[int, State] = {}
     total = order.num_steps(0)
-    try:
+    with mode(model, training=False):
         for batch in loader.batches(Cursor(0, 0)):
             for shard, own in _cut(mesh, batch, shards, pooled=model.pooled):
                 state = states.get(shard)
@@ -153,8 +152,6 @@ def _walk(
                 yield shard, own, outcome
             if tick is not None:
                 tick(batch.step + 1, total)
-    finally:
-        model.train(was_training)
 
 
 def _cut(mesh: Mesh, batch: Batch, shards: Sequence[int] | None, *, pooled: bool) -> Iterator[tuple[int, Batch]]:

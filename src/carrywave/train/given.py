@@ -91,6 +91,15 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         )
 
 
+def check_surroundings(spec: TrainSpec, device: torch.device) -> None:
+    """Refuse a step inside torch.autocast: the precision is the spec's to say."""
+    if torch.is_autocast_enabled(device.type):
+        name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(device.type), "bf16")
+        raise UserError(
+            f"a step was asked for inside torch.autocast, and train.precision={spec.precision}; leave it, and set precision={name}"
+        )
+
+
 def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state: bool) -> None:
     """Refuse batches that cannot be what was meant. Only what lies on the host is looked into: a look at a GPU would wait for it."""
     if not batches:
@@ -102,6 +111,11 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
             )
         if batch.goes_on and not keep_state:
             raise UserError(f"fresh=False goes on from the carry of the step before, and {_why_no_carry(model)}; leave fresh out")
+        if batch.unsure and model.pooled:
+            raise UserError(
+                f"targets of shape {list(batch.inputs.shape[:2])} may be one for each step or several for each lane, and lengths shut off "
+                "others in each case; say Batch.of(..., pooled=True)"
+            )
         if batch.whole is None and isinstance(model, Model):
             _check_inputs(batch.inputs, _first(model.encoder))
             _check_targets(batch.targets, model.head)

@@ -9,6 +9,7 @@ import torch
 
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
+from carrywave.model.modes import mode
 from carrywave.model.state import State
 from carrywave.parallel import pipeline
 from carrywave.train.given import check_batches
@@ -21,11 +22,9 @@ if TYPE_CHECKING:
 def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: pipeline.Observer | None) -> float:
     """Over the real targets of all batches, the same on every worker."""
     model, stage, mesh = trainer.model, trainer.stage, trainer.mesh
-    was_training = model.training
-    model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     state: State | None = None
-    try:
+    with mode(model, training=False):
         for batch in _alike(trainer, [batches] if isinstance(batches, Batch) else batches):
             check_batches([batch], model, keep_state=trainer.keep_state)
             own = trainer.own_part(batch, scores=stage.has_head)
@@ -37,8 +36,6 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: pipeline.Obse
             [outcome] = pipeline.run(stage, mesh.plan, program, [job], mesh.links, place=mesh.stage)
             sums += torch.stack([outcome.loss_sum, outcome.count])
             state = outcome.state
-    finally:
-        model.train(was_training)
     loss_sum, count = mesh.sum_(sums).tolist()
     if not count:
         raise UserError("the batches hold no target to judge by; give some with targets")

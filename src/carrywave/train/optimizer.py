@@ -205,10 +205,6 @@ def load_state(optimizer: Optimizer, named: Named, tensors: Mapping[str, Tensor]
         else:
             optimizer.give_up()
     own = state_tensors(optimizer, named)
-    plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
-    if not own and tensors and not plain:
-        _load_lazy(optimizer, dict(named), tensors)
-        return
     remedy = "resume with the train.optimizer, train.precision and model it was made with"
     if missing := sorted(own.keys() - tensors.keys()):
         raise RunError(f"the snapshot lacks the optimizer state {missing[0]}; {remedy}")
@@ -221,17 +217,3 @@ def load_state(optimizer: Optimizer, named: Named, tensors: Mapping[str, Tensor]
             raise RunError(f"the snapshot's optimizer state {name} is {there}, this run needs {here}; {remedy}")
     for name, place in own.items():
         place.copy_(tensors[name])
-
-
-def _load_lazy(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-    """A state for an optimizer that makes its own at the first step: torch knows on which device each tensor belongs."""
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {id(parameter): number for number, parameter in enumerate(order)}
-    state: dict[int, dict[str, Tensor]] = {}
-    for flat, tensor in tensors.items():
-        key, _, name = flat.partition("/")
-        parameter = parameters.get(name)
-        if parameter is None or (tensor.ndim > 0 and tensor.shape != parameter.shape):
-            raise RunError(f"the snapshot's optimizer state {flat} fits no parameter of this run; resume with the model it was made with")
-        state.setdefault(numbers[id(parameter)], {})[key] = tensor.clone()
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from carrywave.errors import PlanError
+from carrywave.errors import PlanError, UserError
 from carrywave.kernels.choice import check
 from carrywave.model.holding import Shared, hold, shared
 from carrywave.model.model import Model
@@ -22,7 +22,7 @@ from carrywave.parallel.launched import launched
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.precision import parameter_dtype
 from carrywave.parallel.tree import Branch, Tree
-from carrywave.parallel.world import join, same
+from carrywave.parallel.world import World, join, same, together
 from carrywave.plan import shards
 from carrywave.plan.plan import Plan, check_head, resolve
 from carrywave.spec.load import parse
@@ -81,6 +81,7 @@ def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
 def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> Held:
     """Take up rank 0's weights, and keep those of this worker's stage."""
     _check_plan(model, mesh.plan, spec)
+    _check_whole(model, mesh.world)
     dtype = parameter_dtype(spec.precision)
     if mesh.world.size > 1:
         own = tensors_of(model)
@@ -146,6 +147,16 @@ def _tree(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[
             # Over replicas first, as the others are: so each stage's part is the same whatever their number.
             branches.append(Branch([own[each.name] for each in tied if each.stages == stages], pairs, group))
     return Tree(branches, watched=bad.watched)
+
+
+def _check_whole(model: nn.Module, world: World) -> None:
+    gone = next((name for name, tensor in tensors_of(model).items() if tensor.is_meta), None)
+    with together(world):
+        if gone is not None:
+            raise UserError(
+                f"the model's {gone} has no numbers here: another trainer has cut the model into stages, or it was made on the meta "
+                "device; make it anew on every worker, and give the new trainer what trainer.state_dict() returned"
+            )
 
 
 def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from carrywave.train import trainer_state
 from carrywave.train.agreement import Agreement
 from carrywave.train.bad import mended, sizes
 from carrywave.train.following import Followed
-from carrywave.train.given import check_batches, check_optimizer, check_spec, in_model_dtype, train_spec
+from carrywave.train.given import check_batches, check_optimizer, check_spec, check_surroundings, in_model_dtype, train_spec
 from carrywave.train.hooks import Hooks
 from carrywave.train.judging import mean_loss
 from carrywave.train.reach import Reach
@@ -109,7 +109,7 @@ class Trainer:
         self.stage = self.held.stage
         self.keep_state = not whole if keep_state is None else keep_state
         self._take_place()
-        self._own_optimizer = optimizer is not None
+        self.own_optimizer = optimizer is not None
         if optimizer is None:
             self.optimizer = optimizers.build(self.spec, self.named, self.device)
         else:
@@ -152,6 +152,7 @@ class Trainer:
         if not self.model.training:
             self.model.train()
         check_batches(batches, self.model, keep_state=self.keep_state)
+        check_surroundings(self.spec, self.device)
         if self._followed.changed():
             self._follow()
         self.agreement.before(batches, self.optimizer)
@@ -184,6 +185,12 @@ class Trainer:
         with self.evaluation_weights():
             return mean_loss(self, batches, observe)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refused: it is bound to the parameters that it trains."""
+        raise UserError(
+            "a trainer cannot be copied; make another over copy.deepcopy(model), and give it what trainer.state_dict() of this one returns"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """On rank 0 all that is needed to go on, on any plan: weights, optimizer, carry, position. Elsewhere nothing; all must ask."""
         return trainer_state.state_dict(self)
@@ -212,7 +219,7 @@ class Trainer:
         kept = self.bad.kept
         self._take_place()
         self.bad.kept.copy_(kept)
-        if not self._own_optimizer:
+        if not self.own_optimizer:
             optimizers.enlarge(self.optimizer, self.named)
         self._audited = False
         self.restart_recordings()

@@ -6,7 +6,6 @@ Everything is keyed by the parameters' names, the layers and the global lanes, n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,16 @@ from carrywave.errors import RunError
 from carrywave.kernels.carry import Carry
 from carrywave.model.state import State
 from carrywave.parallel.gather import collect, spread
+from carrywave.parallel.nested import pack, plain, unpack
 from carrywave.parallel.world import exchange, together
 from carrywave.train import optimizer as optimizers
+from carrywave.train import optimizer_state
 from carrywave.train.taking import tensors_of
 
 if TYPE_CHECKING:
     from carrywave.train.trainer import Trainer
 
-FORMAT = 1
+FORMAT = 2
 _GROUPS = ("weights", "optimizer", "carry", "scaler")
 
 
@@ -48,10 +49,10 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
     trainer.agreement.settle()
     world = trainer.mesh.world
     weights = whole_weights(trainer)
-    named = list(trainer.held.parameters.items())
+    own = _own_optimizer(trainer) if trainer.own_optimizer else None
     state: dict[str, Tensor] = {}
-    if trainer.mesh.replica == 0:
-        state = {key: torch.as_tensor(value) for key, value in _optimizer_numbers(trainer, named).items()}
+    if trainer.mesh.replica == 0 and not trainer.own_optimizer:
+        state = optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items())
     own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
     low = trainer.mesh.share().bounds(trainer.lanes or 0)[0]
     states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in own_carry.items()})
@@ -61,7 +62,8 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
         "format": FORMAT,
         "weights": _on_host(weights),
         "optimizer": _on_host({name: tensor for part in reversed(states) for name, tensor in part.items()}),
-        "groups": [{name: _plain(value) for name, value in group.items() if name != "params"} for group in trainer.optimizer.param_groups],
+        "groups": [_settings(group) for group in trainer.optimizer.param_groups] if own is None else [],
+        "own_optimizer": own,
         "carry": _on_host(_joined(carries)),
         "scaler": {} if trainer.scaler is None else _on_host(trainer.scaler.tensors()),
         "position": {"batches": trainer.uncounted, "lanes": trainer.lanes},
@@ -71,25 +73,30 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
 def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
     """Go on from a state that `state_dict` gave. All workers must ask; what rank 0 is given counts, and others may give nothing."""
     world = trainer.mesh.world
-    told, tensors = "", {}
+    told, tensors = "", dict[str, Tensor]()
     with together(world, for_all_of_us=True):
         if world.rank == 0:
-            tensors = _checked(given)
-            told = json.dumps([[_jsonable(group) for group in given["groups"]], given["position"]])
-    groups, position = json.loads(exchange(world, told)[0])
-    tensors = spread(world, tensors)
-    parts = {part: {name.partition(":")[2]: t for name, t in tensors.items() if name.startswith(f"{part}:")} for part in _GROUPS}
+            _check(given, own_optimizer=trainer.own_optimizer)
+            told, tensors = pack(given)
+    told = exchange(world, told)[0]
+    state = unpack(told, spread(world, tensors))
     with together(world):
-        _take_weights(trainer, parts["weights"])
-        held = trainer.held.parameters
-        elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
-        mine = {key: tensor for key, tensor in parts["optimizer"].items() if key.partition("/")[2] not in elsewhere}
-        _take_optimizer(trainer, mine, groups)
+        # All that can be refused, before anything changes.
+        _check_weights(trainer, state["weights"])
+        carry = _own_carry(trainer, state["carry"])
+        if trainer.own_optimizer:
+            optimizer_state.load(trainer.optimizer, trainer.held.parameters, state["own_optimizer"])
+        else:
+            _take_optimizer(trainer, state["optimizer"], state["groups"])
+    with together(world):
         if trainer.scaler is not None:
-            trainer.scaler.load(parts["scaler"])
-        trainer.lanes = position["lanes"]
-        trainer.uncounted = int(position["batches"])
-        trainer.state = _own_carry(trainer, parts["carry"])
+            trainer.scaler.load(state["scaler"])
+        with torch.no_grad():
+            for name, tensor in trainer.parameters().items():
+                tensor.copy_(state["weights"][name])
+        trainer.lanes = state["position"]["lanes"]
+        trainer.uncounted = int(state["position"]["batches"])
+        trainer.state = carry
     trainer.restart_recordings()
 
 
@@ -106,21 +113,6 @@ def carry_state(tensors: Mapping[str, Tensor], device: torch.device, layers: Seq
     return State(tuple(Carry(*(tensors[f"lstm.l{layer}.{part}"].to(device) for part in ("h", "c"))) for layer in layers))
 
 
-def _optimizer_numbers(trainer: Trainer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor | float]:
-    found: dict[str, Tensor | float] = {}
-    for name, parameter in named:
-        for key, value in trainer.optimizer.state.get(parameter, {}).items():
-            if value is None:
-                continue
-            if not isinstance(value, Tensor | int | float):
-                raise RunError(
-                    f"the optimizer {type(trainer.optimizer).__name__} keeps {key}, a {type(value).__name__}, for {name}; "
-                    "only tensors and numbers can be saved: save optimizer.state_dict() yourself"
-                )
-            found[f"{key}/{name}"] = value
-    return found
-
-
 def _joined(carries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Whole tensors from the parts of all workers, in the order of their lanes."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
@@ -131,13 +123,28 @@ def _joined(carries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([tensor for _, tensor in sorted(parts, key=lambda pair: pair[0])], dim=1) for name, parts in pieces.items()}
 
 
-def _checked(given: Mapping[str, Any]) -> dict[str, Tensor]:
+def _check(given: Mapping[str, Any], *, own_optimizer: bool) -> None:
     if not isinstance(given, Mapping) or given.get("format") != FORMAT or any(not isinstance(given.get(part), Mapping) for part in _GROUPS):
         raise RunError("this is no state of a trainer; give what trainer.state_dict() returned on rank 0")
-    return {f"{part}:{name}": tensor for part in _GROUPS for name, tensor in given[part].items()}
+    if (given["own_optimizer"] is not None) != own_optimizer:
+        kinds = ("an optimizer of your own", "the optimizer of the spec")
+        there, here = kinds if given["own_optimizer"] is not None else kinds[::-1]
+        raise RunError(f"the state is of a trainer with {there}, and this one has {here}; make it alike")
 
 
-def _take_weights(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
+def _own_optimizer(trainer: Trainer) -> optimizer_state.Saved | None:
+    """The state of the user's optimizer, on rank 0."""
+    world, has_part = trainer.mesh.world, trainer.mesh.replica == 0
+    with together(world):
+        text, tensors = pack(optimizer_state.saved(trainer.optimizer, trainer.held.parameters) if has_part else None)
+    texts, found = exchange(world, text), collect(world, tensors)
+    if world.rank:
+        return None
+    parts = [part for part in map(unpack, texts, found) if part is not None]
+    return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()])
+
+
+def _check_weights(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
     own = trainer.parameters()
     whole = tensors_of(trainer.model).keys()
     for name, tensor in own.items():
@@ -149,22 +156,20 @@ def _take_weights(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
             )
     if extra := sorted(given.keys() - whole):
         raise RunError(f"the state holds {extra[0]}, which the model does not have; give that of this model")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(given[name])
 
 
 def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
-    optimizer = trainer.optimizer
-    if len(groups) != len(optimizer.param_groups):
-        raise RunError(f"the state is of an optimizer with {len(groups)} groups, this one has {len(optimizer.param_groups)}; make it alike")
-    optimizers.load_state(optimizer, list(trainer.held.parameters.items()), given)
+    """The state of an optimizer that we have built."""
+    held, optimizer = trainer.held.parameters, trainer.optimizer
+    elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
+    mine = {key: tensor for key, tensor in given.items() if key.partition("/")[2] not in elsewhere}
+    optimizers.load_state(optimizer, list(held.items()), mine)
     for own, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():
             if isinstance(own.get(name), Tensor):
                 own[name].fill_(value)
-            elif name in own:
-                own[name] = tuple(value) if isinstance(value, list) else value
+            else:
+                own[name] = value
 
 
 def _own_carry(trainer: Trainer, carry: Mapping[str, Tensor]) -> State | None:
@@ -187,9 +192,7 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else value
-
-
-def _jsonable(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if isinstance(value, bool | int | float | str | list | tuple | None.__class__)}
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group holds beside its parameters; a rate that lies on a GPU as a number."""
+    numbers = {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+    return {name: plain(value, f"what a group of the optimizer holds as {name}") for name, value in numbers.items()}

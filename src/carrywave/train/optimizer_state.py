@@ -1,0 +1,92 @@
+"""The state of an optimizer of the user's own, as its `state_dict` gives it, with parameters by name instead of by number.
+
+So all that the optimizer says of itself is kept, and any plan can take it up: each worker finds the parameters that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from carrywave.errors import RunError
+from carrywave.parallel.nested import plain
+
+Saved = dict[str, Any]  # state by name, other state, groups with names, and whatever else a class adds
+
+
+def saved(optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> Saved:
+    """All of it, on the host."""
+    kind = type(optimizer).__name__
+    given = optimizer.state_dict()
+    names = _names(optimizer, given, held)
+    found = plain(given["state"], f"what the optimizer {kind} keeps as")
+    state = {names[key]: value for key, value in found.items() if key in names}
+    other = {key: value for key, value in found.items() if key not in names}
+    groups = [
+        {**plain({key: value for key, value in group.items() if key != "params"}, f"what a group of the optimizer {kind} holds as")}
+        | {"params": [names[number] for number in group["params"]]}
+        for group in given["param_groups"]
+    ]
+    rest = {key: plain(value, f"what the optimizer {kind} holds as {key}") for key, value in given.items() if key not in _KNOWN}
+    return {"state": state, "other": other, "groups": groups, "rest": rest}
+
+
+def joined(parts: Sequence[Saved], order: Sequence[str]) -> Saved:
+    """That of the whole model, from the parts that workers hold; what is not of one parameter is rank 0's."""
+    first = parts[0]
+    state = dict(first["state"])
+    for part in parts[1:]:
+        state |= {name: value for name, value in part["state"].items() if name not in state}
+    places = {name: place for place, name in enumerate(order)}
+    groups = [
+        group | {"params": sorted({name for part in parts for name in part["groups"][number]["params"]}, key=places.__getitem__)}
+        for number, group in enumerate(first["groups"])
+    ]
+    return first | {"state": state, "groups": groups}
+
+
+def load(optimizer: Optimizer, held: Mapping[str, nn.Parameter], given: Saved) -> None:
+    """Take up what `saved` gave, on this plan or another. Nothing has changed where it is refused."""
+    own = optimizer.state_dict()
+    names = _names(optimizer, own, held)
+    if len(given["groups"]) != len(own["param_groups"]):
+        many = f"{len(given['groups'])} groups, this one has {len(own['param_groups'])}"
+        raise RunError(f"the state is of an optimizer with {many}; make it alike")
+    groups = []
+    for number, (there, here) in enumerate(zip(given["groups"], own["param_groups"], strict=True)):
+        mine = {names[each] for each in here["params"]}
+        if odd := sorted(mine ^ (set(there["params"]) & held.keys())):
+            which = "this one has it, and not the state" if odd[0] in mine else "the state has it, and not this one"
+            raise RunError(f"group {number} of the optimizer is another than in the state: of {odd[0]} {which}; make it alike")
+        groups.append({**there, "params": here["params"]})
+    state = {number: given["state"][name] for number, name in names.items() if name in given["state"]} | given["other"]
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": groups, **given["rest"]})
+    except Exception as error:
+        what = f"the optimizer {type(optimizer).__name__} does not take the state ({type(error).__name__}: {error})"
+        raise RunError(f"{what}; give that of an optimizer of this class") from error
+    # Torch casts what it loads to the parameter's dtype; the optimizer goes on with the digits that it had.
+    for name, kept in given["state"].items():
+        now = optimizer.state.get(held[name], {}) if name in held else {}
+        for key, value in kept.items() if isinstance(kept, Mapping) else ():
+            found = now.get(key)
+            if isinstance(found, Tensor) and isinstance(value, Tensor) and found.shape == value.shape and found.dtype != value.dtype:
+                now[key] = value.to(found.device)
+
+
+def _names(optimizer: Optimizer, given: Mapping[str, Any], held: Mapping[str, nn.Parameter]) -> dict[int, str]:
+    """The parameter behind each number of a `state_dict`."""
+    known = {id(parameter): name for name, parameter in held.items()}
+    if not given.keys() >= _KNOWN:
+        raise RunError(f"the state_dict of the optimizer {type(optimizer).__name__} lacks {' or '.join(sorted(_KNOWN))}; save it yourself")
+    return {
+        number: known[id(parameter)]
+        for packed, group in zip(given["param_groups"], optimizer.param_groups, strict=True)
+        for number, parameter in zip(packed["params"], group["params"], strict=True)
+    }
+
+
+_KNOWN = {"state", "param_groups"}
