@@ -20,7 +20,7 @@ from carrywave.plan.search import search
 from carrywave.plan.units import Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
-from carrywave.train import profiles
+from carrywave.train import hardware, profiles
 from carrywave.train.profiles import crowds, empty, known_profile, merged, profile_for
 
 
@@ -146,17 +146,17 @@ def test_the_gpus_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tool.write_text("#!/bin/sh\nprintf 'NVIDIA A\\nNVIDIA A\\nNVIDIA B\\n'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    profiles._smi.cache_clear()
+    hardware.nvidia_smi.cache_clear()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert profiles.gpus() == ["NVIDIA A", "NVIDIA A", "NVIDIA B"]
+    assert hardware.gpus() == ["NVIDIA A", "NVIDIA A", "NVIDIA B"]
     assert profiles.hardware("cuda") == "2 x NVIDIA A, 1 x NVIDIA B"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    assert profiles.gpus() == ["NVIDIA B", "NVIDIA A"]
+    assert hardware.gpus() == ["NVIDIA B", "NVIDIA A"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-123")
-    assert len(profiles.gpus()) == 1
+    assert len(hardware.gpus()) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert profiles.gpus() == []
-    profiles._smi.cache_clear()
+    assert hardware.gpus() == []
+    hardware.nvidia_smi.cache_clear()
 
 
 def test_threads_are_those_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from carrywave.errors import UserError
 from carrywave.parallel import crew as crews
 from carrywave.parallel.crew import Row
 from carrywave.parallel.world import World
-from carrywave.train.profiles import cores as own_cores
+from carrywave.train.hardware import cores as own_cores
 
 Loop = Callable[[int], int]  # does step number i; gives the real tokens that this worker answers for
 

@@ -38,7 +38,7 @@ from carrywave.parallel.world import World
 from carrywave.plan import schedule as schedules
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule import Schedule
-from carrywave.train.profiles import cores
+from carrywave.train.hardware import cores
 from carrywave.train.trainer import Trainer
 
 title = "one step shared by several workers"

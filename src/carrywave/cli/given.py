@@ -67,7 +67,7 @@ class Group(_Flags, TyperGroup):
             else:
                 note(f"{message.rstrip('.')}; {context.command_path} --help lists what there is")
             sys.exit(2)
-        sys.exit(code)
+        sys.exit(code or 0)
 
 
 def note(message: str) -> None:

@@ -30,7 +30,8 @@ from carrywave.plan.units import Shape, Units
 from carrywave.spec.facts import DataFacts, read_facts
 from carrywave.spec.load import load, parse_yaml
 from carrywave.spec.spec import PlanSpec, Spec
-from carrywave.train.profiles import CROWDED, cores, gpus, profile_for
+from carrywave.train.hardware import cores, gpus
+from carrywave.train.profiles import CROWDED, profile_for
 
 THIS_MACHINE = "this machine"  # where a cluster names no profile
 

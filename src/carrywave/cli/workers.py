@@ -19,8 +19,8 @@ from carrywave.parallel.launched import launched
 from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.train import tf_config
 from carrywave.train.again import script_command
+from carrywave.train.hardware import gpus
 from carrywave.train.launch import RESTARTS, is_worker, start
-from carrywave.train.profiles import gpus
 
 DevicesOption = Annotated[
     int | None, typer.Option(metavar="N", help="Workers to start on this machine; one for each GPU that pays if left out.")

@@ -30,7 +30,7 @@ from carrywave.errors import WorkerError
 from carrywave.train import begun, causes
 from carrywave.train.attempt import POLL_SECONDS, Crew, Outcome, Signals, carry_out
 from carrywave.train.causes import STOPPED, Ended
-from carrywave.train.profiles import cores
+from carrywave.train.hardware import cores
 from carrywave.train.tf_config import Hosts
 
 RESTARTS = 3  # without progress between them, where the user says nothing else

@@ -25,7 +25,8 @@ from carrywave.plan.shipped import PROFILE, find_profile
 from carrywave.plan.units import Units
 from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.train import begun
-from carrywave.train.profiles import gpus, known_profile, profile_for
+from carrywave.train.hardware import gpus
+from carrywave.train.profiles import known_profile, profile_for
 from carrywave.train.run import Run
 
 Say = Callable[[str], None]

@@ -11,13 +11,10 @@ import fcntl
 import hashlib
 import os
 import platform
-import shutil
 import statistics
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +27,7 @@ from carrywave.plan.asks import Ask, asks_of, called
 from carrywave.plan.profile import Crowd, Link, Overheads, Profile, Reduction, Sample
 from carrywave.plan.shipped import LINKS
 from carrywave.plan.units import Units
+from carrywave.train.hardware import cores, gpus, nvidia_smi
 
 Row = dict[str, Any]
 Note = Callable[[str], None]
@@ -95,36 +93,6 @@ def _own_threads() -> int | None:
     """Of each worker, where the user has set them; not where the launcher has dealt them out."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) and "CARRYWAVE_THREADS_DEALT" not in os.environ else None
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def gpus() -> list[str]:
-    """The names of the GPUs that this machine has and this process may use."""
-    names = list(_smi("name"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return names
-    wanted = [one.strip() for one in visible.split(",") if one.strip() not in ("", "-1")]
-    # A number says which; of the others (UUIDs) only how many there are.
-    return [names[int(one)] if one.isdecimal() and int(one) < len(names) else names[0] for one in wanted] if names else []
-
-
-@lru_cache(maxsize=8)
-def _smi(field: str) -> tuple[str, ...]:
-    """What nvidia-smi says of each GPU; nothing where there is none, or it does not answer."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    command = [tool, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(line.strip() for line in asked.stdout.splitlines() if line.strip()) if asked.returncode == 0 else ()
 
 
 def empty(kind: str) -> Profile:
@@ -274,7 +242,7 @@ def _alone(path: Path, note: Note) -> Iterator[None]:
 def _memory(kind: str) -> int:
     """Bytes of a GPU, or of the machine."""
     if kind == "cuda":
-        known = [int(line) for line in _smi("memory.total") if line.isdecimal()]
+        known = [int(line) for line in nvidia_smi("memory.total") if line.isdecimal()]
         return min(known) << 20 if known else 16 << 30  # a modest one, where it is not told
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -1,0 +1,38 @@
+"""What this machine has to compute with, as far as this process may use it. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import lru_cache
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpus() -> list[str]:
+    """The names of the GPUs that this machine has and this process may use."""
+    names = list(nvidia_smi("name"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return names
+    wanted = [one.strip() for one in visible.split(",") if one.strip() not in ("", "-1")]
+    # A number says which; of the others (UUIDs) only how many there are.
+    return [names[int(one)] if one.isdecimal() and int(one) < len(names) else names[0] for one in wanted] if names else []
+
+
+@lru_cache(maxsize=8)
+def nvidia_smi(field: str) -> tuple[str, ...]:
+    """What nvidia-smi says of each GPU; nothing where there is none, or it does not answer."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    command = [tool, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(line.strip() for line in asked.stdout.splitlines() if line.strip()) if asked.returncode == 0 else ()
