@@ -206,10 +206,10 @@ def test_series_named_by_whole_numbers_keep_them(tmp_path: Path) -> None:
     days = np.arange("2024-01-01", "2024-03-01", dtype="datetime64[D]")
     frame = pd.DataFrame({"store": np.repeat([7, 11], len(days)), "date": np.tile(days, 2), "y": np.arange(2.0 * len(days))})
     cw.fit(
+        {"hidden": 4, "layers": 1},
         frame,
         task="forecasting",
         data={"series": "store", "horizon": 2, "share": 0.2},
-        model={"hidden": 4, "layers": 1},
         batch={"lanes": 2, "steps": 8},
         train={"epochs": 1},
         run=tmp_path / "run",
