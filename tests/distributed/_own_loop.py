@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _train import main
 
 import carrywave as cw
-from carrywave.errors import UserError
+from carrywave.errors import ContactLost, UserError
 
 T, B, WIDTH, CLASSES = 6, 4, 5, 3
 STEPS = 5
@@ -28,10 +28,13 @@ class Head(nn.Module):
         self.out = nn.Linear(WIDTH, CLASSES)
         self.spare = nn.Linear(WIDTH, CLASSES)  # used where `spares` says so
         self.spares = False
+        self.counts_all = False  # a loss that knows of no target without worth, as there are none in these batches
         self.register_buffer("scale", torch.ones((), dtype=torch.float64))
 
     def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.scale * (self.out(y) + self.spare(y) if self.spares else self.out(y))
+        if self.counts_all:
+            return (logits.square().sum(-1) - target).square().sum(), torch.tensor(target.numel())
         total = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
         return total, (target != -100).sum()
 
@@ -59,7 +62,8 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
     encoder = list(net.encoder.parameters())  # as they are before a trainer gives some up
     own = adamw(net) if case.startswith("own") else None
     keys = {"clip": 0.3} if own else {"clip": 0.3, "optimizer": "adamw", "lr": 0.02, "weight_decay": 0.1}
-    trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device=device, keep_state=False if case == "one lane" else None)
+    trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device=device, keep_state=False if case.startswith("one lane") else None)
+    net.head.counts_all = case == "one lane, all counted"
     losses: list[float] = []
     for number in range(STEPS):
         if "freezes" in case:
@@ -71,7 +75,7 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
         if case == "spares":
             net.head.spares = number == 2
         batches = [batch(number)]
-        if case == "one lane":
+        if case.startswith("one lane"):
             batches = [replace(batch(number, 1), fresh=torch.ones(1, dtype=torch.bool), goes_on=False)]
         if rank == 1 and number == 2:
             alter(case, trainer, net, batches)
@@ -87,6 +91,8 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
             net = model()
             trainer = cw.Trainer(net, keys, plan=plan, device=device, optimizer=adamw(net) if own else None)
             trainer.load_state_dict(torch.load(path, weights_only=True) if rank == 0 else {})
+    if case == "one lane, all counted":
+        losses.append(trainer.evaluate(batches))
     if case == "evaluates":
         losses.append(trainer.evaluate([batch(0), batch(8)]))
     if plan.get("stages", 1) > 1 and case == "plain":
@@ -108,6 +114,12 @@ def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]
             batches[0].targets[3, 1] = (batches[0].targets[3, 1] + 1) % CLASSES
         case "another number":
             batches.append(batch(3))
+        case "raises":
+
+            def fails(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+                raise ValueError("mine")
+
+            net.head.loss = fails  # type: ignore[method-assign]
         case "another rate":
             trainer.set_lr(0.5)
         case "another buffer":
@@ -125,7 +137,7 @@ def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]
 def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     try:
         return train(job["case"], job["plan"], int(os.environ["RANK"]), folder, job["device"])
-    except UserError as error:
+    except (UserError, ContactLost, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 

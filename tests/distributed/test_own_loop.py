@@ -32,6 +32,7 @@ SAME = (
     "own goes on",
     "freezes what it has kept",
     "one lane",
+    "one lane, all counted",
 )
 DIFFERENT = {
     "another batch": "rank 1 was given another batch than rank 0",
@@ -80,6 +81,14 @@ def test_workers_that_are_not_given_the_same_say_so(plan: str, tmp_path: Path) -
         for answers in told:
             assert answers[number].get("error", "no error").startswith(f"WorkerError: {DIFFERENT[case]}"), (case, answers[number])
             assert "(step 3 of the trainer); " in answers[number]["error"]
+
+
+def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """The others lose contact at once; new trainers of all workers go on."""
+    first, second = told_by_workers("2 stages", ["raises", "plain"], tmp_path)
+    assert second[0]["error"].startswith("ValueError: mine")
+    assert first[0]["error"].startswith("ContactLost: contact with rank 1")
+    assert first[1]["losses"] == second[1]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
 
 
 @pytest.mark.slow

@@ -128,6 +128,9 @@ class StrictLinks:
     def drain(self) -> None:
         """Nothing is under way: a send ends when it has been received."""
 
+    def close(self) -> None:
+        pass
+
 
 class StrictReceive:
     def __init__(self, hall: Hall, line: Line, place: int) -> None:

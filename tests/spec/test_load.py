@@ -158,6 +158,7 @@ def test_a_date_is_text_where_text_is_wanted() -> None:
         # what fields say of each other
         ("model.hidden=[1, 2, 3]", "model.hidden lists 3 widths for 2 layers; give one width for each layer"),
         ("model.hidden=[]", "model.hidden lists 0 widths for 2 layers; give one width for each layer"),
+        ("train={optimizer: sgd, betas: [0.8, 0.9]}", "train.betas are for adam and adamw, not for sgd; leave them out"),
         ("train.momentum=0.9", "train.momentum is for sgd, not for adam; leave it out, or use train.optimizer=sgd"),
         ("train.class_weights=balanced", "train.class_weights is for classification and tagging, not for language; leave it out"),
         ("data.quantiles=[0.1]", "data.quantiles is for forecasting, not for language; leave it out"),

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import carrywave as cw
-from carrywave.errors import RunError, UserError
-from carrywave.model.heads import PooledNumbers
+from carrywave.errors import RunError
 
 
 class Head(nn.Module):
@@ -179,44 +178,3 @@ def test_a_scheduler_goes_on_with_the_optimizer() -> None:
     fresh = torch.optim.SGD(other.parameters(), lr=0.7)
     cw.Trainer(other, {}, optimizer=fresh).load_state_dict(state)
     assert torch.optim.lr_scheduler.StepLR(fresh, 2, last_epoch=1).base_lrs == [0.1]
-
-
-def test_a_part_in_eval_stays_so_after_an_evaluation() -> None:
-    weights = []
-    for judged in (False, True):
-        model = net()
-        model.encoder.eval()
-        trainer = cw.Trainer(model, {"lr": 0.05})
-        for _ in range(3):
-            trainer.step(batch())
-            if judged:
-                trainer.evaluate([batch()])
-        assert model.training
-        assert not any(module.training for module in model.encoder.modules())
-        weights.append(trainer)
-    assert apart(*weights) == 0.0
-
-
-def test_a_trainer_is_not_copied() -> None:
-    with pytest.raises(UserError, match=r"a trainer cannot be copied; make another over copy\.deepcopy\(model\)"):
-        copy.deepcopy(cw.Trainer(net(), {}))
-
-
-def test_a_step_inside_autocast_is_refused() -> None:
-    trainer = cw.Trainer(net(), {})
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UserError, match=r"inside torch\.autocast, .* set precision=bf16"):
-        trainer.step(batch())
-
-
-def test_targets_that_can_be_read_in_two_ways_are_asked_about() -> None:
-    """As many steps as lanes and as numbers for each lane: lengths would shut off the wrong ones."""
-    model = cw.Model(nn.Linear(3, 6), cw.LSTM(6, 8), PooledNumbers(8, 4)).double()
-    x, target = torch.randn(4, 4, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
-    trainer = cw.Trainer(model, {})
-    with pytest.raises(UserError, match=r"targets of shape \[4, 4\] may be one for each step or several for each lane.*pooled=True"):
-        trainer.step(cw.Batch.of(x, target, lengths=[4, 1, 2, 3]))
-    sure = float(trainer.evaluate([cw.Batch.of(x, target, lengths=[4, 1, 2, 3], pooled=True)]))
-    assert sure == pytest.approx(
-        float(trainer.step(cw.Batch.of(x, target, lengths=[4, 1, 2, 3], pooled=True))), rel=1e-6
-    )  # said in float32
-    trainer.step(cw.Batch.of(x, target))  # nothing is shut off

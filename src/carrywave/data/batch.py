@@ -100,6 +100,11 @@ class Batch:
         return real, lanes * self.steps
 
     @property
+    def idle(self) -> bool:
+        """Whether it is known to be a part without any real step: it stands in for lanes that a worker does not have, and is not scored."""
+        return self.real == 0 and self.whole is not None
+
+    @property
     def waste(self) -> float:
         """Share of the whole batch that is padding."""
         real, total = self.cells

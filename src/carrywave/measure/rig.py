@@ -64,6 +64,9 @@ class Echo:
     def drain(self) -> None:
         """Nothing is under way."""
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 class Rig:
     """One unit, ready to be run."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -141,10 +142,14 @@ def _width(model: Model, unit: int) -> int:
 
 def checked_score(score: Any, whose: str) -> Score:
     """What a user's loss returned, as two scalar tensors."""
-    if not isinstance(score, tuple) or len(score) != 2 or not isinstance(score[0], Tensor) or score[0].dim():
+    if not isinstance(score, tuple) or len(score) != 2 or not isinstance(score[0], Tensor) or score[0].dim() or not _is_number(score[1]):
         raise UserError(f"{whose} must return (sum over the targets, number of targets), two scalars; it returned {_shown(score)}")
     total, count = score
     return total, count if isinstance(count, Tensor) else torch.full((), count, dtype=torch.float64, device=total.device)
+
+
+def _is_number(count: Any) -> bool:
+    return count.dim() == 0 if isinstance(count, Tensor) else isinstance(count, int | float | np.number)
 
 
 def _shown(value: object) -> str:

@@ -243,7 +243,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 def _shape(batch: Batch) -> tuple[object, ...]:
     """What a recording depends on. Whether all steps are real decides which code runs; how many are does not."""
     full = batch.real == batch.steps * batch.lanes.shape[0]
-    return (full, *((name, tuple(tensor.shape), tensor.dtype) for name, tensor in _named(batch)))
+    return (full, batch.idle, *((name, tuple(tensor.shape), tensor.dtype) for name, tensor in _named(batch)))
 
 
 def _shapes(tensors: Sequence[Tensor] | None) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -44,6 +45,14 @@ def agree(exchange: Callable[[str], list[str]]) -> None:
     total = sum(int(text) for text in exchange(str(_Made.spoils)))
     if total != _Made.agreed:
         _Made.groups, _Made.agreed = {}, total
+
+
+def drop(group: dist.ProcessGroup) -> None:
+    """Take a group down on this worker alone: whoever waits for it in the group finds the connection closed."""
+    for key in [key for key, known in _Made.groups.items() if known is group]:
+        del _Made.groups[key]
+    with suppress(RuntimeError, ValueError):
+        dist.destroy_process_group(group)
 
 
 def group(ranks: Sequence[int], use: str) -> dist.ProcessGroup:

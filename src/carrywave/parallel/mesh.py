@@ -68,6 +68,11 @@ class Mesh:
             dist.all_reduce(tensor)
         return tensor
 
+    def hang_up(self) -> None:
+        """Close the connections between stages, since this worker's step ended halfway: others would wait for its messages."""
+        if self.links is not None:
+            self.links.close()
+
     @contact.kept
     def _connect(self) -> None:
         plan, world = self.plan, self.world

@@ -256,7 +256,7 @@ class _Run:
         batch, job = self.batches[task.slice], self.jobs[self.owner[task.slice]]
         first, end = self._span(task)
         y = self._take(task, "F").requires_grad_()
-        if batch.targets is not None:
+        if batch.targets is not None and not batch.idle:
             with deferring(self.owed_to_head):
                 with torch.enable_grad(), self._cast(task):
                     loss_sum, count = self.stage.loss(y, State(()), batch.targets[first:end], self._chunk(task))
@@ -338,8 +338,8 @@ class _Run:
             first, end = self._span(task)
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
-                root, count = self._observed(job.observe, y, left, targets, chunk, count)
-            elif targets is not None:
+                root, count = self._observed(job.observe, y, left, targets, chunk, count, idle=batch.idle)
+            elif targets is not None and not batch.idle:
                 root, count = self.stage.loss(y, left, targets, chunk)
             if root is not None:
                 loss_sum = root.detach()
@@ -352,9 +352,9 @@ class _Run:
         return y, left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()])
 
     def _observed(
-        self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor
+        self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, *, idle: bool
     ) -> tuple[Tensor | None, Tensor]:
         """The head's output, shown to the observer, and its loss where there are targets."""
         out = self.stage.output(y, left, chunk)
         observe(out, targets)
-        return (None, count) if targets is None else self.stage.score(out, y, left, targets, chunk)
+        return (None, count) if targets is None or idle else self.stage.score(out, y, left, targets, chunk)

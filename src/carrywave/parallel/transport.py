@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from carrywave.parallel import groups
 from carrywave.plan.messages import Line
 
 # Under way at once, or two to each stage where that is more. gloo does not tell when one is through, so that each is kept until then.
@@ -57,6 +58,9 @@ class Links(Protocol):
 
     def drain(self) -> None:
         """Wait until everything that was sent has been received."""
+
+    def close(self) -> None:
+        """Close the connections, so that nobody waits for messages that will not come."""
 
 
 class Channel:
@@ -111,6 +115,13 @@ class GroupLinks:
         """Wait until everything that was sent has been received."""
         while self._sent:
             self._sent.popleft()[0].wait()
+
+    def close(self) -> None:
+        """Close the connections, so that nobody waits for messages that will not come."""
+        self._sent.clear()
+        for channel in self.channels.values():
+            groups.drop(channel.group)
+        self.channels = {}
 
 
 class _Receive:
@@ -168,6 +179,11 @@ class OrderedLinks:
         self.flush()
         while self._under_way:
             self._under_way.popleft().wait()
+
+    def close(self) -> None:
+        """Close the connections, so that nobody waits for messages that will not come."""
+        self._next, self._under_way = _Batch(), deque()
+        groups.drop(self.group)
 
     def _add(self, kind: Callable[..., dist.Work | None], tensor: Tensor, stage: int) -> _Batch:
         self._next.operations.append(dist.P2POp(kind, tensor, self.ranks[stage], self.group))

@@ -276,6 +276,8 @@ class Spec(Section):
             raise ValueError(f"{self.task} reads separate sequences; give batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
             raise ValueError("batch.vary and batch.eval_lanes are for streams, and separate sequences have none; leave them out")
+        if self.train.betas != TrainSpec.model_fields["betas"].default and self.train.optimizer not in ("adam", "adamw"):
+            raise ValueError(f"train.betas are for adam and adamw, not for {self.train.optimizer}; leave them out")
         if self.train.momentum and self.train.optimizer != "sgd":
             raise ValueError(f"train.momentum is for sgd, not for {self.train.optimizer}; leave it out, or use train.optimizer=sgd")
         if self.train.class_weights is not None and self.task not in ("classification", "tagging"):

@@ -92,12 +92,19 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def check_surroundings(spec: TrainSpec, device: torch.device) -> None:
-    """Refuse a step inside torch.autocast: the precision is the spec's to say."""
+    """Refuse a step inside torch.autocast, for the precision is the spec's to say, and inside torch.inference_mode."""
+    if torch.is_inference_mode_enabled():
+        raise UserError("a step was asked for inside torch.inference_mode, in which nothing can be differentiated; leave it")
     if torch.is_autocast_enabled(device.type):
         name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(device.type), "bf16")
         raise UserError(
             f"a step was asked for inside torch.autocast, and train.precision={spec.precision}; leave it, and set precision={name}"
         )
+
+
+def uncounted() -> UserError:
+    """What is to be said of a loss that is not zero, over no target or fewer."""
+    return UserError("the loss returned a sum over targets and a count that is not above zero; return (sum, number of targets)")
 
 
 def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state: bool) -> None:

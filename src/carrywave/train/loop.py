@@ -31,6 +31,7 @@ from carrywave.train.bad import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW
 from carrywave.train.clock import Clock
 from carrywave.train.compare import Comparison
 from carrywave.train.evaluate import evaluate
+from carrywave.train.given import uncounted
 from carrywave.train.leaving import Stopped, leave_if_asked
 from carrywave.train.progress import Ending, Progress
 from carrywave.train.run import Run, Value
@@ -287,6 +288,8 @@ class Loop:
         if not steps:
             return
         at = self.progress
+        if count <= 0 and loss_sum:
+            raise for_all(uncounted())
         loss = loss_sum / count if count else 0.0
         waste = 1.0 - self.cells[0] / self.cells[1]
         # Rows of an epoch's end may be of fewer steps than others: each says of how many.

@@ -13,6 +13,10 @@ from carrywave.tasks.doubts import doubts
 from carrywave.train.loop import Parts
 
 
+def _ours(model: Model | Whole) -> bool:
+    return isinstance(model, Model) and type(model.head).__module__.startswith("carrywave.")
+
+
 def noted(spec: Spec, order: Order, model: Model | Whole, planned: tuple[str, ...], prepared: Prepared, parts: Parts) -> Iterator[str]:
     """The lines."""
     if isinstance(order, SequenceOrder) and order.oversized:
@@ -20,6 +24,11 @@ def noted(spec: Spec, order: Order, model: Model | Whole, planned: tuple[str, ..
     if spec.streams and isinstance(model, Whole):
         name = type(model.module).__name__
         yield f"a {name} keeps no carry that the trainer knows of: each window of {spec.steps} steps starts anew; in a cw.Model it goes on"
+    labels = prepared.codec.labels
+    if prepared.codec.label_kind == "whole number" and labels != tuple(map(str, range(len(labels)))) and not _ours(model):
+        shown = ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")
+        given = f"the labels {shown} are given to your loss as 0 to {len(labels) - 1}, in this order"
+        yield f"{given}; number them from 0 on to have them as they are"
     yield from planned
     yield from prepared.notes
     for part in (parts.valid, parts.test):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
-from carrywave.errors import Diverged, PlanError, UserError
+from carrywave.errors import Diverged, PlanError, UserError, WorkerError
 from carrywave.kernels import random
 from carrywave.model.leaves import Audit
 from carrywave.model.model import Model
@@ -40,7 +40,7 @@ from carrywave.train import trainer_state
 from carrywave.train.agreement import Agreement
 from carrywave.train.bad import mended, sizes
 from carrywave.train.following import Followed
-from carrywave.train.given import check_batches, check_optimizer, check_spec, check_surroundings, in_model_dtype, train_spec
+from carrywave.train.given import check_batches, check_optimizer, check_spec, check_surroundings, in_model_dtype, train_spec, uncounted
 from carrywave.train.hooks import Hooks
 from carrywave.train.judging import mean_loss
 from carrywave.train.reach import Reach
@@ -62,6 +62,7 @@ class StepResult:
     norm: Tensor  # of the gradient, before clipping
     finite: Tensor  # bool: loss and gradient are numbers (an overflow that the fp16 scaler skips counts as finite)
     votes: Tensor  # [2]: how many workers were asked to stop by then, as `Trainer.votes` said it
+    sound: Tensor  # [2] bool: `finite`, and whether a loss that is not zero has targets to be divided by
 
 
 class Trainer:
@@ -130,7 +131,8 @@ class Trainer:
         self._followed = Followed(self.model, self.mesh.world)
         self._hooked = False  # whether there are hooks that a recorded step would not call
         self._audited = False  # whether what the loss depends on was looked at, since it was last known to change
-        self._finite: Later | None = None  # of a step that has not been looked at
+        self._sound: Later | None = None  # of a step that has not been looked at
+        self._broken = False  # whether a step ended halfway here, and other stages were left without its messages
         self._probed = False  # whether the user's modules have been seen to bear being split
         known = optimizer is None and self.spec.precision != "fp64"
         self.record(Capture.of(self.device, self.plan, self.model, self.optimizer) if known else None)
@@ -143,19 +145,26 @@ class Trainer:
         """
         result = self.update(*batches)
         if self.spec.on_nan == "stop":
-            self._look(result.finite)
-        return (result.loss_sum / result.count.clamp(min=1e-30)).to(torch.float32)
+            self._look(result)
+        mean = result.loss_sum / result.count.clamp(min=1e-30)
+        return mean if self.spec.precision == "fp64" else mean.to(torch.float32)
 
     @contact.kept
     def update(self, *batches: Batch) -> StepResult:
         """One optimizer step, with its sums; they last until the next one."""
         if not self.model.training:
             self.model.train()
+        if self._broken:
+            raise WorkerError(
+                "an earlier step of this trainer ended halfway, so that its stages no longer agree; make a new Trainer on all workers, and "
+                "give it what trainer.state_dict() returned before"
+            )
         check_batches(batches, self.model, keep_state=self.keep_state)
         check_surroundings(self.spec, self.device)
         if self._followed.changed():
             self._follow()
         self.agreement.before(batches, self.optimizer)
+        stood = self.uncounted, self.lanes
         keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
         if self.keep_state:
             self._check_lanes(batches)
@@ -168,8 +177,15 @@ class Trainer:
             if self.state is None or _lanes(self.state, lanes) != lanes:
                 self.state = self.stage.start(lanes, self.device).detach()
         state = flatten(self.state) if self.keep_state and self.state is not None else None
-        with self._audit(), self.hooks.put_off():
-            result, left = self._recorded(own, keys, state)
+        try:
+            with self._audit(), self.hooks.put_off():
+                result, left = self._recorded(own, keys, state)
+        except BaseException as error:
+            self.uncounted, self.lanes = stood  # the step may be taken again, with the same randomness
+            if self.mesh.links is not None and getattr(error, "told_by", None) is None:
+                self._broken = True
+                self.mesh.hang_up()
+            raise
         if left is not None:
             self.state = unflatten(left)
         return result
@@ -244,16 +260,18 @@ class Trainer:
             self.capture.forget()
         self.record(self.capture)
 
-    def _look(self, finite: Tensor) -> None:
+    def _look(self, result: StepResult) -> None:
         """Whether a step had bad numbers: this one, or with a GPU the one before it. All workers look at the same."""
         if self.agreement.at_once:
-            good = bool(finite)
+            finite, counted = result.sound.tolist()
         else:
-            before, self._finite = self._finite, Later(finite)
-            good = before is None or bool(before.read())
-        if good:
+            before, self._sound = self._sound, Later(result.sound)
+            finite, counted = (True, True) if before is None else before.read()
+        if not counted:
+            raise for_all(uncounted())
+        if finite:
             return
-        self._finite = None
+        self._sound = None
         seen = self.bad.look()
         cause = self.bad.cause(seen, weights=self.guards_weights)
         if self.state is not None and self.state.carries:
@@ -380,7 +398,8 @@ class Trainer:
         else:
             self.optimizer.step()
         self.bad.note(finite, sums.said)
-        return StepResult(loss_sum, count, norm, finite, sums.votes)
+        sound = torch.stack([finite, (count > 0) | (loss_sum == 0) | ~finite])
+        return StepResult(loss_sum, count, norm, finite, sums.votes, sound)
 
     def _mended(self, left: Lanes) -> Lanes:
         return mended(left, self.anew(left[0].shape[1])) if left and self.spec.on_nan == "skip" else left

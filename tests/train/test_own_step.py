@@ -1,0 +1,155 @@
+"""Around a step of a user's own loop: modes of modules, precision, counts, steps that end halfway, targets that can be read in two ways."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import carrywave as cw
+from carrywave.errors import UserError
+from carrywave.model.heads import PooledNumbers
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 4)
+        self.fails, self.count = False, None
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Any]:
+        if self.fails:
+            raise ValueError("mine")
+        total = nn.functional.cross_entropy(self.out(y).flatten(0, 1), target.flatten(), reduction="sum")
+        return total, (target != -100).sum() if self.count is None else self.count
+
+
+def net(seed: int = 0) -> cw.Model:
+    torch.manual_seed(seed)
+    return cw.Model(nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5)), cw.LSTM(6, 8), Head()).double()
+
+
+def batch(seed: int = 1, **keys: Any) -> cw.Batch:
+    torch.manual_seed(seed)
+    return cw.Batch.of(torch.randn(6, 5, 3, dtype=torch.float64), torch.randint(0, 4, (6, 5)), **keys)
+
+
+def apart(one: cw.Trainer, other: cw.Trainer) -> float:
+    theirs = other.gathered()
+    return max(float((tensor - theirs[name]).abs().max()) for name, tensor in one.gathered().items())
+
+
+def test_a_part_in_eval_stays_so_after_an_evaluation() -> None:
+    weights = []
+    for judged in (False, True):
+        model = net()
+        model.encoder.eval()
+        trainer = cw.Trainer(model, {"lr": 0.05})
+        for _ in range(3):
+            trainer.step(batch())
+            if judged:
+                trainer.evaluate([batch()])
+        assert model.training
+        assert not any(module.training for module in model.encoder.modules())
+        weights.append(trainer)
+    assert apart(*weights) == 0.0
+
+
+def test_a_trainer_is_not_copied() -> None:
+    with pytest.raises(UserError, match=r"a trainer cannot be copied; make another over copy\.deepcopy\(model\)"):
+        copy.deepcopy(cw.Trainer(net(), {}))
+
+
+def test_a_step_inside_autocast_is_refused() -> None:
+    trainer = cw.Trainer(net(), {})
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UserError, match=r"inside torch\.autocast, .* set precision=bf16"):
+        trainer.step(batch())
+
+
+def test_targets_that_can_be_read_in_two_ways_are_asked_about() -> None:
+    """As many steps as lanes and as numbers for each lane: lengths would shut off the wrong ones."""
+    model = cw.Model(nn.Linear(3, 6), cw.LSTM(6, 8), PooledNumbers(8, 4)).double()
+    x, target = torch.randn(4, 4, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    trainer = cw.Trainer(model, {})
+    with pytest.raises(UserError, match=r"targets of shape \[4, 4\] may be one for each step or several for each lane.*pooled=True"):
+        trainer.step(cw.Batch.of(x, target, lengths=[4, 1, 2, 3]))
+    sure = float(trainer.evaluate([cw.Batch.of(x, target, lengths=[4, 1, 2, 3], pooled=True)]))
+    assert sure == pytest.approx(
+        float(trainer.step(cw.Batch.of(x, target, lengths=[4, 1, 2, 3], pooled=True))), rel=1e-6
+    )  # said in float32
+    trainer.step(cw.Batch.of(x, target))  # nothing is shut off
+
+
+@pytest.mark.parametrize("plan", [{}, {"chunk_steps": 2}])
+def test_a_step_that_ended_halfway_can_be_taken_again(plan: dict[str, Any]) -> None:
+    trainers = [cw.Trainer(net(), {"lr": 0.05}, plan=plan) for _ in range(2)]
+    for number in range(4):
+        given = batch(number, fresh=number == 0)
+        if number == 2:
+            trainers[1].model.head.fails = True
+            with pytest.raises(ValueError, match="mine"):
+                trainers[1].step(given)
+            trainers[1].model.head.fails = False
+        one, other = (float(trainer.step(given)) for trainer in trainers)
+        assert one == other
+    assert apart(*trainers) == 0.0
+    assert trainers[0].state_dict()["position"] == trainers[1].state_dict()["position"]
+
+
+@pytest.mark.parametrize("count", [0, torch.zeros(()), np.int64(0)])
+def test_a_count_that_cannot_be_is_refused(count: Any) -> None:
+    model = net()
+    model.head.count = count
+    with pytest.raises(UserError, match=r"a count that is not above zero; return \(sum, number of targets\)"):
+        cw.Trainer(model, {}).step(batch())
+
+
+@pytest.mark.parametrize("count", [torch.ones(1), torch.ones(6, 5, dtype=torch.bool), "30", None])
+def test_a_count_that_is_no_number_is_refused(count: Any) -> None:
+    class Odd(Head):
+        def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Any]:
+            return super().loss(y, target)[0], count
+
+    with pytest.raises(UserError, match=r"loss of the head Odd must return \(sum over the targets, number of targets\), two scalars"):
+        cw.Trainer(cw.Model(nn.Linear(3, 6), cw.LSTM(6, 8), Odd()).double(), {}).step(batch())
+
+
+def test_a_step_without_targets_that_count_is_none() -> None:
+    """Nothing to divide by, and nothing to be divided: no mistake."""
+    trainer = cw.Trainer(net(), {"optimizer": "sgd", "lr": 0.1})
+    before = trainer.gathered()
+    x, target = torch.randn(6, 5, 3, dtype=torch.float64), torch.full((6, 5), -100)
+    assert float(trainer.step(cw.Batch.of(x, target))) == 0.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.gathered().items())
+
+
+def test_a_loss_in_float64_is_told_so() -> None:
+    model = net()
+    model.encoder.eval()
+    trainer = cw.Trainer(model, {})
+    expected = trainer.evaluate([batch()])
+    found = trainer.step(batch())
+    assert found.dtype == torch.float64
+    assert float(found) == pytest.approx(expected, rel=1e-14)
+
+
+def test_a_step_in_inference_mode_is_refused() -> None:
+    trainer = cw.Trainer(net(), {})
+    with torch.inference_mode(), pytest.raises(UserError, match=r"inside torch\.inference_mode, in which nothing can be differentiated"):
+        trainer.step(batch())
+
+
+def test_labels_that_are_no_numbers_from_zero_on_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    steps = np.random.default_rng(1).normal(size=(20, 6, 3))
+    labels = np.where(steps.sum(2) > 0, 5, 3)
+    own = cw.Model(nn.Linear(3, 6), cw.LSTM(6, 8), Head())
+    keys: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"max_steps": 1}, "device": "cpu"}
+    said = "the labels 3, 5 are given to your loss as 0 to 1, in this order; number them from 0 on to have them as they are"
+    for given, told in ((labels, True), ((labels - 3) // 2, False)):
+        cw.fit(own, (steps, given), **keys)
+        assert (said in caplog.text) == told
+        caplog.clear()
