@@ -28,7 +28,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 
-FORMAT = 3  # part of every key: entries of another format are other entries
+FORMAT = 4  # part of every key: entries of another format are other entries
 ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "warm")
 STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT = "manifest.json", "content.json"

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 
+from carrywave.data.quotes import check_quotes
 from carrywave.data.source import Source, to_utf8
 from carrywave.errors import DataError
 
@@ -161,6 +162,7 @@ class CsvRows:
         types = {"text": pa.string(), "label": pa.string()}
         delimiter = self.source.separator()
         self.source.check_utf8()
+        check_quotes(self.source, delimiter)
         with self.source.open() as stream:
             reader = self.source.guard(
                 lambda: pa_csv.open_csv(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.columns import A_NUMBER, SERIES_NAME, Choice, Roles, naming_column, roles_of
 from carrywave.data.moments import unusable
+from carrywave.data.quotes import check_quotes
 from carrywave.data.sequences import Ints
 from carrywave.data.source import Source
 from carrywave.data.times import Place, Times, is_text, read_times, with_frequency
@@ -64,9 +65,10 @@ def read_table(source: Source, series: str | None = None) -> Any:
         )
     if not any(block.strip() for block in source.blocks()):
         raise DataError(f"{source.name} is empty; give a table with a line of column names and rows below it")
-    options = pa_csv.ParseOptions(delimiter=source.separator())
+    delimiter = source.separator()
     kept = pa_csv.ConvertOptions(column_types={series or SERIES_NAME: pa.string()})
     source.check_utf8()
+    options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=check_quotes(source, delimiter))
     with source.open() as stream:
         return source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=kept))
 
