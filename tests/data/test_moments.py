@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrywave.data.moments import Moments, standardise, unusable
+from carrywave.data.moments import Moments, own_scale, standardise, unusable
+from carrywave.errors import DataError
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), max_size=5), max_size=6))
@@ -22,7 +23,7 @@ def test_pieces_give_the_moments_of_the_whole(pieces: list[list[float]]) -> None
         return
     # Sums of at most 30 terms of up to 1e6 (squares: 1e12) in float64.
     assert mean[0] == pytest.approx(whole.mean(), rel=1e-12, abs=1e-8)
-    assert std[0] == pytest.approx(whole.std(), rel=1e-9, abs=1e-8) or (std[0] == 1.0 and whole.std() < 1e-5)
+    assert std[0] == pytest.approx(whole.std(), rel=1e-9, abs=1e-8) or (std[0] == 1.0 and whole.std() <= 8 * 2.3e-16 * np.abs(whole).max())
 
 
 def test_constant_column_is_not_blown_up() -> None:
@@ -40,9 +41,29 @@ def test_no_scaling_wanted() -> None:
 
 def test_large_offsets_lose_nothing() -> None:
     times = 1.7e9 + np.arange(4.0)[:, None]  # float32 has steps of 128 there
-    assert standardise(times, (1.7e9,), (1.0,)).tolist() == [[0], [1], [2], [3]]
+    assert standardise(times, (1.7e9,), (1.0,), "here").tolist() == [[0], [1], [2], [3]]
 
 
 def test_what_is_usable_fits_float32_however_it_is_scaled() -> None:
     assert unusable(np.array([np.nan, np.inf, -np.inf, 1.1e25, 1e25, 0.0])).tolist() == [True, True, True, True, False, False]
-    assert np.isfinite(standardise(np.array([[1e25]]), (-1e25,), (1e-12,))).all()
+    assert np.isfinite(standardise(np.array([[1e25]]), (-1e25,), (1e-12,), "here")).all()
+    with pytest.raises(DataError, match=r"here holds a number more than 1e\+38 deviations .*; check its units"):
+        standardise(np.array([[1e25]]), (0.0,), (1e-20,), "here")
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-11, 1e-13, 1e-20, 1e-250, 1e20])
+def test_the_unit_of_a_column_changes_nothing(unit: float) -> None:
+    column = np.random.default_rng(3).normal(size=(50, 1))
+    mean, std = own_scale(column * unit)
+    assert std[0] == pytest.approx(column.std() * unit, rel=1e-12)
+    # Multiplying rounds; float32 is coarser.
+    np.testing.assert_allclose(standardise(column * unit, mean, std, "here"), standardise(column, *own_scale(column), "here"), rtol=1e-6)
+
+
+def test_constant_is_what_float64_cannot_tell_from_it() -> None:
+    changes = np.random.default_rng(3).normal(size=(1000, 1))
+    assert own_scale(1e9 + changes * 1e-4)[1][0] == pytest.approx(changes.std() * 1e-4, rel=1e-3)  # 1e9 has steps of 1e-7
+    noise = 0.1 + 0.2  # not 0.3
+    assert own_scale(np.array([[0.3], [noise], [0.3], [noise]]))[1] == (1.0,)
+    assert own_scale(np.zeros((5, 1))) == ((0.0,), (1.0,))
+    assert own_scale(np.full((100_000, 1), 0.1)) == ((0.1,), (1.0,))  # the mean is the number itself, not a rounded sum

@@ -216,3 +216,43 @@ def test_series_named_by_whole_numbers_keep_them(tmp_path: Path) -> None:
         device="cpu",
     )
     assert [row["store"] for row in cw.predict(tmp_path / "run", frame, device="cpu")] == [7, 7, 11, 11]
+
+
+@pytest.mark.filterwarnings("ignore:.*not in the training data")
+@pytest.mark.parametrize("several", [False, True])
+def test_the_unit_of_a_series_does_not_change_its_forecast(tmp_path: Path, several: bool) -> None:
+    waves = np.sin(np.arange(60) / 3) + np.random.default_rng(5).normal(size=60) / 9
+    found = []
+    for unit in (1.0, 2.0**-37, 2.0**-66):  # 1, about 1e-11 and 1e-20: powers of two round nothing
+        series = waves * unit
+        run = tmp_path / str(unit)
+        how: dict[str, Any] = {"data": {"horizon": 2}, "train": {"max_steps": 2}, "device": "cpu", "run": run}
+        metrics = cw.fit(
+            {"hidden": 4, "layers": 1}, [series[:, None], -2 * series[:, None]] if several else series, task="forecasting", **how
+        ).metrics
+        found.append(([row["0"] / unit for row in cw.predict(run, series, device="cpu")], metrics["valid"]))
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+def test_a_small_change_of_large_numbers_is_learned_and_comes_back(tmp_path: Path) -> None:
+    draw = np.random.default_rng(5)
+    steps = [draw.normal(size=(4, 1)) for _ in range(24)]
+    small = [float(step.mean()) * 1e-4 for step in steps]
+    runs = []
+    for offset, unit in ((1e9, 1.0), (0.0, 1e-20)):
+        run = tmp_path / str(offset)
+        fitted = cw.fit(
+            {"hidden": 4, "layers": 1},
+            (steps, [offset + value * unit for value in small]),
+            task="regression",
+            train={"max_steps": 3},
+            device="cpu",
+            run=run,
+        )
+        guesses = np.array([row["label"] for row in cw.predict(run, steps, device="cpu")])
+        runs.append((guesses - offset) / unit)
+        assert 0.0 < fitted.metrics["valid"]["mae"] / unit < 1e-3
+    # Float64 has steps of 1e-7 at 1e9, and targets are some 1e-4.
+    np.testing.assert_allclose(runs[0], runs[1], atol=1e-6)
+    assert runs[0].std() > 0

@@ -153,8 +153,8 @@ class Codec:
         return self.tokens.decode(ids)
 
     def restore(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Predicted numbers [..., outputs] in the units of the data."""
-        restored: NDArray[Any] = values * np.array(self.target_std, values.dtype) + np.array(self.target_mean, values.dtype)
+        """Predicted numbers [..., outputs] in the units of the data, in float64: they may be small beside their mean, or tiny."""
+        restored: NDArray[Any] = values * np.array(self.target_std) + np.array(self.target_mean)
         return restored
 
     def facts(self, sequences: Sequences) -> DataFacts:

@@ -221,7 +221,7 @@ class _Writer:
         codec = self.codec
         if codec.kind is None:
             matrix = fields.steps_of(row, where, len(codec.columns))
-            return standardise(matrix, *(own_scale(matrix) if codec.own_scale else (codec.mean, codec.std)))
+            return standardise(matrix, *(own_scale(matrix) if codec.own_scale else (codec.mean, codec.std)), where)
         if codec.field == "text":
             text = ended(fields.text_of(row, where), codec.task, codec.kind)
             return self._known(codec.tokens.ids(text), where, lambda place: codec.tokens.name(text, place))
@@ -252,7 +252,7 @@ class _Writer:
             _, label = fields.class_of(fields.take(row, "label", where), "label", where)
             self.labels.append(np.array([self._class(label, where)], np.int64))
         elif self.labels is not None:
-            scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std)
+            scaled = standardise(fields.target_of(row, where, codec.outputs), codec.target_mean, codec.target_std, where)
             self.labels.append(scaled[None])
         self.inputs.append(steps)
         self.starts.append(np.array([self.rows], np.int64))

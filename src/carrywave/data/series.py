@@ -158,7 +158,7 @@ def encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
     inputs = new(np.float32, len(codec.columns))
     for start, length, (mean, std) in zip(table.starts, table.lengths, scales(table, codec), strict=True):
         for first in range(int(start), int(start + length), BLOCK_ROWS):
-            inputs.append(standardise(table.values[first : min(first + BLOCK_ROWS, int(start + length))], mean, std))
+            inputs.append(standardise(table.values[first : min(first + BLOCK_ROWS, int(start + length))], mean, std, table.name))
     return inputs.close()
 
 

@@ -185,7 +185,7 @@ class Task:
     def meter(self, device: torch.device) -> metrics.Metric | None:
         """An empty metric, for one pass over a part."""
         scale = torch.tensor(self.scale) if self.scale else None
-        unit = torch.tensor(self.codec.target_std) if self.spec.task == "regression" else None
+        unit = torch.tensor(self.codec.target_std, dtype=torch.float64) if self.spec.task == "regression" else None
         return metrics.for_task(self.spec, self.facts, device, scale, unit)
 
     def derived(self, loss: float) -> dict[str, float]:
