@@ -94,7 +94,7 @@ def test_the_naive_forecast_is_judged_as_ours(quantiles: tuple[float, ...] | Non
     baseline = task.part("valid", found.valid).baseline
     point = {"naive_mae", "naive_rmse", "naive_mase"} if quantiles is None or 0.5 in quantiles else set()
     assert baseline.keys() == point | ({"naive_pinball"} if quantiles else set())
-    assert task.scale[1] == 0.0
+    assert task.scale.every[1] == 0.0
     if point:
         # The constant column counts in no MASE; the other is forecast by hand.
         mean, std = found.codec.mean[0], found.codec.std[0]
@@ -102,7 +102,7 @@ def test_the_naive_forecast_is_judged_as_ours(quantiles: tuple[float, ...] | Non
         errors = [abs(scaled[origin + ahead] - scaled[origin + ahead - 2]) for origin in range(41, 58) for ahead in (1, 2)]
         # In float32 from the start, as the model reads them.
         assert baseline["naive_mae"] == pytest.approx(np.mean(errors) / 2, rel=1e-5)
-        assert baseline["naive_mase"] == pytest.approx(np.mean(errors) / task.scale[0], rel=1e-5)
+        assert baseline["naive_mase"] == pytest.approx(np.mean(errors) / task.scale.every[0], rel=1e-5)
 
 
 def test_worse_than_naive_is_said() -> None:

@@ -84,17 +84,23 @@ def forecasts() -> tuple[Tensor, Tensor]:
 
 def test_forecasting_by_hand() -> None:
     out_TBHC, target_TBHC = forecasts()
-    scale_C = torch.tensor([0.5, 2.0])
-    errors = Errors(2, 2, scale_C=scale_C)
+    change_SC = torch.tensor([[0.5, 2.0], [0.25, 0.0], [3.0, 1.0]])  # the second column of series 1 never changes
+    errors = Errors(2, 2, change_SC=change_SC)
+    series = [2, 0, 1]  # of each lane
     for lane in range(3):  # lane by lane: the sums must not care
-        errors.update(out_TBHC[:, lane : lane + 1], target_TBHC[:, lane : lane + 1])
+        errors.update(out_TBHC[:, lane : lane + 1], target_TBHC[:, lane : lane + 1], torch.tensor(series[lane : lane + 1]))
+    at_once = Errors(2, 2, change_SC=change_SC)
+    at_once.update(out_TBHC, target_TBHC, torch.tensor(series))
+    assert at_once.values() == pytest.approx(errors.values(), rel=1e-13)
     absolute, square, scaled = [], [], []
-    for o, t, c in zip(out_TBHC.flatten(), target_TBHC.flatten(), [0, 1] * 24, strict=True):
+    lanes = torch.arange(3).reshape(1, 3, 1, 1).expand(4, 3, 2, 2).flatten()
+    for o, t, c, b in zip(out_TBHC.flatten(), target_TBHC.flatten(), [0, 1] * 24, lanes, strict=True):
         if not t.isnan():
             gap = (o - t).abs().item()
             absolute.append(gap)
             square.append(gap * gap)
-            scaled.append(gap / scale_C[c].item())
+            if change := change_SC[series[b], c].item():
+                scaled.append(gap / change)
     assert len(absolute) == 48 - 4 - 1
     wanted = {
         "mae": sum(absolute) / len(absolute),
@@ -105,11 +111,11 @@ def test_forecasting_by_hand() -> None:
 
 
 def test_a_column_without_a_scale_has_no_mase() -> None:
-    errors = Errors(1, 2, scale_C=torch.tensor([0.0, 2.0]))
-    errors.update(torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 0.0]]))
+    errors = Errors(1, 2, change_SC=torch.tensor([[0.0, 2.0]]))
+    errors.update(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
     assert errors.values()["mase"] == 0.5
-    none = Errors(1, 1, scale_C=torch.tensor([0.0]))
-    none.update(torch.tensor([[1.0]]), torch.tensor([[0.0]]))
+    none = Errors(1, 1, change_SC=torch.tensor([[0.0]]))
+    none.update(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
     assert "mase" not in none.values()
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from carrywave.data.sequences import Sequences
 from carrywave.spec.spec import DataSpec
 from carrywave.tasks import views
+from carrywave.tasks.changes import change
 
 
 def series(rows: int, columns: int = 2) -> np.ndarray:
@@ -51,7 +52,7 @@ def test_warm_rows_end_one_before_the_first_origin() -> None:
     assert view.warm is not None
     assert view.warm.tolist() == [4]
     assert view.lengths.tolist() == [11]
-    origins = np.concatenate(views._origins(data, 4))
+    origins = np.concatenate([rows for _, rows in views._origins(data, 4)])
     assert origins.tolist() == list(range(9, 16))
 
 
@@ -60,33 +61,35 @@ def test_naive_error_and_scale_by_hand() -> None:
     data = Sequences(values, np.array([0]), np.array([6]))
     spec = DataSpec(horizon=1, season=1)
     changes = np.abs(np.diff(values[:, 0]))
-    errors = views.naive_errors(data, spec, np.array([0]))
+    errors = views.naive_errors(data, spec, np.array([0]), np.array([[2.0]]))
     assert (errors.absolute.tolist(), errors.square.tolist(), errors.pinball) == ([changes.mean()], [(changes**2).mean()], None)
-    assert views.naive_scale(data, 2, np.array([0])).tolist() == [np.abs(values[2:] - values[:-2]).mean()]
+    assert errors.scaled == changes.mean() / 2.0
+    assert change(values, 2, np.array([0])).tolist() == [np.abs(values[2:] - values[:-2]).mean()]
 
 
 def test_naive_pinball_and_origins_without_a_season() -> None:
     values = np.array([[0.0], [1.0], [4.0], [9.0], [16.0], [25.0]], dtype=np.float32)
     data = Sequences(values, np.array([0]), np.array([6]))
-    errors = views.naive_errors(data, DataSpec(horizon=1, season=3, quantiles=(0.1, 0.7)), np.array([0]))
+    errors = views.naive_errors(data, DataSpec(horizon=1, season=3, quantiles=(0.1, 0.7)), np.array([0]), np.zeros((1, 1)))
     # Origins 0 and 1 have no season before them: the last value stands in. 2, 3 and 4 forecast rows 0, 1 and 2.
     changes = np.array([1, 3, 9 - 0, 16 - 1, 25 - 4])
     assert errors.pinball is not None
     np.testing.assert_allclose(errors.pinball, [(0.1 + 0.7) / 2 * changes.mean()], rtol=1e-15)
-    assert (errors.origins, errors.without_season) == (5, 2)
+    assert (errors.origins, errors.without_season, errors.scaled) == (5, 2, None)
 
 
 def test_what_is_the_same_every_season_has_no_scale() -> None:
     values = np.tile(np.array([1, 2, 3, 2], np.float32), 10)[:, None]
     values[::8] = np.nextafter(values[::8], np.float32(9))  # rounded up every other time
-    assert views.naive_scale(Sequences(values, np.array([0]), np.array([40])), 4, np.array([0])).tolist() == [0.0]
+    assert change(values, 4, np.array([0])).tolist() == [0.0]
 
 
 def test_a_column_that_never_changes_has_no_scale() -> None:
     values = np.array([[3.0, 0.0], [3.0, 1.0], [3.0, 4.0]], dtype=np.float32)
-    data = Sequences(values, np.array([0]), np.array([3]))
-    assert views.naive_scale(data, 1, np.array([0, 1])).tolist() == [0.0, 2.0]
-    assert views.naive_scale(data, 5, np.array([0, 1])).tolist() == [0.0, 0.0]
+    assert change(values, 1, np.array([0, 1])).tolist() == [0.0, 2.0]
+    assert change(values, 5, np.array([0, 1])).tolist() == [0.0, 0.0]
+    noise = (np.array([[0.3], [0.1 + 0.2], [0.3]]) - 0.3).astype(np.float32)  # a constant that was calculated
+    assert change(noise, 1, np.array([0]), np.array([0.3]), np.array([1.0])).tolist() == [0.0]
 
 
 def test_with_seasons_a_forecaster_reads_the_change_too() -> None:

@@ -1,7 +1,7 @@
 """Metrics as sums on the device: they can be added over ranks, kept in a snapshot, and are read by the host only at the end.
 
 Targets that count for nothing (-100, or NaN among floats) add nothing. Shapes: T time, B lane, K classes or outputs,
-H horizon, C columns, Q quantiles.
+H horizon, C columns, Q quantiles, S series of a part.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Metric(Protocol):
     def fits(self, out: object, target: Tensor) -> bool:
         """Whether this is something it can judge: a head of the user's own may put out anything."""
 
-    def update(self, out: Tensor, target: Tensor) -> None:
-        """Add a batch: what the head put out, and its targets."""
+    def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None) -> None:
+        """Add a batch: what the head put out, its targets, and which sequence stands in each lane."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The sums themselves, not copies: adding those of all ranks in place gives the metric of the whole."""
@@ -39,7 +39,7 @@ class Metric(Protocol):
 
 
 def for_task(
-    spec: Spec, facts: DataFacts, device: torch.device | str = "cpu", scale_C: Tensor | None = None, unit_C: Tensor | None = None
+    spec: Spec, facts: DataFacts, device: torch.device | str = "cpu", change_SC: Tensor | None = None, unit_C: Tensor | None = None
 ) -> Metric | None:
     """The metric of a spec's task; None for language models, whose loss says it all (see `language`).
 
@@ -52,7 +52,7 @@ def for_task(
         case "classification" | "tagging":
             return Confusion(len(facts.labels), device)
         case "forecasting":
-            return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, scale_C, device)
+            return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device)
         case "regression":
             return Errors(1, facts.outputs, device=device, unit_C=unit_C)
 
@@ -74,7 +74,7 @@ class Confusion:
         return isinstance(out, Tensor) and out.shape == (*target.shape, self.counts_KK.shape[0])
 
     @torch.no_grad()
-    def update(self, out: Tensor, target: Tensor) -> None:
+    def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None) -> None:
         """Add logits [B, K] or [T, B, K] and classes [B] or [T, B]."""
         real = (target != IGNORED).reshape(-1)
         place = (target * self.counts_KK.shape[0] + out.argmax(-1)).reshape(-1)
@@ -109,15 +109,19 @@ class Errors:
         horizon: int,
         outputs: int,
         quantiles: Sequence[float] | None = None,
-        scale_C: Tensor | None = None,
+        change_SC: Tensor | None = None,
         device: torch.device | str = "cpu",
         unit_C: Tensor | None = None,
     ) -> None:
         self.unit_C = None if unit_C is None else unit_C.to(device, torch.float64)  # what a standardised difference of 1 is worth
         self.quantiles = tuple(quantiles or ())
-        self.scale_C = None if scale_C is None else scale_C.to("cpu", torch.float64)  # the seasonal-naive MAE within train, of each column
         zeros_HC = torch.zeros(horizon, outputs, dtype=torch.float64, device=device)
         self.absolute_HC, self.square_HC, self.count_HC = zeros_HC.clone(), zeros_HC.clone(), zeros_HC.clone()
+        # Relative to how much each series changes over a season within train. What never changes there has no MASE, and weight 0.
+        self.scaled_HC, self.scaled_count_HC = zeros_HC.clone(), zeros_HC.clone()
+        self.weight_SC = None
+        if change_SC is not None:
+            self.weight_SC = torch.where(change_SC > 0, 1.0 / change_SC.to(torch.float64), 0.0).to(device)
         self.pinball_Q, self.covered_Q = torch.zeros(2, len(self.quantiles), dtype=torch.float64, device=device)
         self._share_Q = torch.tensor(self.quantiles, dtype=torch.float64, device=device)
 
@@ -126,8 +130,11 @@ class Errors:
         return isinstance(out, Tensor) and out.shape == (*target.shape, *([len(self.quantiles)] if self.quantiles else []))
 
     @torch.no_grad()
-    def update(self, out: Tensor, target: Tensor) -> None:
-        """Add forecasts [T, B, H, C] or [T, B, H, C, Q] and targets [T, B, H, C], or [B, K] and [B, K]."""
+    def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None) -> None:
+        """Add forecasts [T, B, H, C] or [T, B, H, C, Q] and targets [T, B, H, C], or [B, K] and [B, K].
+
+        `sequence_B` is the series in each lane, -1 in an idle one; it may be left out where there is one.
+        """
         tail = tuple(self.count_HC.shape)
         target_NHC = target.reshape(-1, *tail)
         real_NHC = ~target_NHC.isnan()
@@ -147,6 +154,11 @@ class Errors:
         error_NHC = error_NHC if self.unit_C is None else error_NHC * self.unit_C
         self.absolute_HC += error_NHC.abs().sum(0)
         self.square_HC += error_NHC.square().sum(0)
+        if self.weight_SC is not None:
+            weight_BC = self.weight_SC[:1] if sequence_B is None else self.weight_SC[sequence_B.clamp(min=0)]
+            weight_NHC = weight_BC[:, None].expand(*target.shape[:-2], 1, -1).reshape(-1, 1, tail[1])
+            self.scaled_HC += (error_NHC.abs() * weight_NHC).sum(0)
+            self.scaled_count_HC += (real_NHC & (weight_NHC > 0)).sum(0)
 
     def tensors(self) -> dict[str, Tensor]:
         """The sums."""
@@ -154,6 +166,8 @@ class Errors:
             "absolute": self.absolute_HC,
             "square": self.square_HC,
             "count": self.count_HC,
+            "scaled": self.scaled_HC,
+            "scaled_count": self.scaled_count_HC,
             "pinball": self.pinball_Q,
             "covered": self.covered_Q,
         }
@@ -163,17 +177,13 @@ class Errors:
         _take(self.tensors(), tensors)
 
     def values(self) -> dict[str, float]:
-        """MAE and RMSE of the point forecast; MASE where a scale was given; the loss and the coverage of quantiles."""
+        """MAE and RMSE of the point forecast; MASE where the change of a series is known; the loss and the coverage of quantiles."""
         count = self.count_HC.sum()
         found: dict[str, float] = {}
         if not self.quantiles or self._median is not None:
             found = {"mae": _ratio(self.absolute_HC.sum(), count), "rmse": math.sqrt(_ratio(self.square_HC.sum(), count))}
-            if self.scale_C is not None:
-                # A column that never changes within a season has no scale, and no MASE.
-                known_C = self.scale_C > 0
-                scaled_HC = self.absolute_HC.cpu()[:, known_C] / self.scale_C[known_C]
-                if known_C.any():
-                    found["mase"] = _ratio(scaled_HC.sum(), self.count_HC.cpu()[:, known_C].sum())
+            if (scaled_count := self.scaled_count_HC.sum()) > 0:
+                found["mase"] = _ratio(self.scaled_HC.sum(), scaled_count)
         if self.quantiles:
             found["pinball"] = _ratio(self.pinball_Q.mean(), count)
         for quantile, covered in zip(self.quantiles, self.covered_Q, strict=True):

@@ -24,6 +24,7 @@ from carrywave.model.pretrained import load_pretrained
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks import metrics, views
+from carrywave.tasks.changes import Changes
 
 POOLED = ("classification", "regression")  # tasks with one target for each sequence
 
@@ -37,6 +38,7 @@ class Part:
     view: View
     baseline: dict[str, float] = field(default_factory=dict)  # what a forecaster that knows nothing but the season reaches
     notes: tuple[str, ...] = ()  # what a person should know of it
+    change_SC: NDArray[np.float64] | None = None  # forecasting: what MASE divides by, for each series and column; 0 where it leaves it out
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,12 @@ class Task:
     spec: Spec
     codec: Codec
     facts: DataFacts
-    scale: tuple[float, ...] = ()  # forecasting: what MASE divides by, for each column that is forecast
+    scale: Changes = field(default_factory=Changes)  # forecasting: what MASE divides by
 
     @staticmethod
     def of(spec: Spec, codec: Codec, facts: DataFacts, train: Sequences) -> Task:
         """The task of a run that trains on this data."""
-        scale: tuple[float, ...] = ()
-        if spec.task == "forecasting":
-            scale = tuple(views.naive_scale(train, spec.data.season, np.array(codec.targets)).tolist())
+        scale = Changes.of(train, codec, spec.data.season) if spec.task == "forecasting" else Changes()
         return Task(spec, codec, facts, scale)
 
     def part(self, name: str, data: Sequences) -> Part:
@@ -67,11 +67,14 @@ class Task:
                 view = views.forecasting(data, self.spec.data, np.array(self.codec.targets))
             case "classification" | "regression":
                 view = views.pooled(data)
-        if self.spec.task != "forecasting" or name == "train":
+        if self.spec.task != "forecasting":
             return Part(name, data, view)
-        naive = views.naive_errors(data, self.spec.data, np.array(self.codec.targets))
-        notes = self._short_of_season(name, naive) + unseen_series(name, data.names or (), self.codec)
-        return Part(name, data, view, self._baseline(naive), notes)
+        change_SC = self.scale.of_series(data)
+        if name == "train":
+            return Part(name, data, view, change_SC=change_SC)
+        naive = views.naive_errors(data, self.spec.data, np.array(self.codec.targets), change_SC)
+        notes = self._short_of_season(name, naive) + unseen_series(name, data.names or (), self.codec) + self._without_mase(name, data)
+        return Part(name, data, view, self._baseline(naive), notes, change_SC)
 
     def _baseline(self, naive: views.NaiveErrors) -> dict[str, float]:
         """The metrics of the seasonal-naive forecast, under the names that ours have."""
@@ -79,9 +82,8 @@ class Task:
         quantiles = self.spec.data.quantiles
         if quantiles is None or 0.5 in quantiles:
             found = {"naive_mae": float(naive.absolute.mean()), "naive_rmse": float(np.sqrt(naive.square.mean()))}
-            scale = np.array(self.scale)
-            if (scale > 0).any():
-                found["naive_mase"] = float((naive.absolute[scale > 0] / scale[scale > 0]).mean())
+            if naive.scaled is not None:
+                found["naive_mase"] = naive.scaled
         if naive.pinball is not None:
             found["naive_pinball"] = float(naive.pinball.mean())
         return found
@@ -93,6 +95,15 @@ class Task:
         many = f"{naive.without_season:,} of {naive.origins:,} forecasts"
         remedy = f"set data.context={season} or more" if self.spec.data.context else "give it more rows before them"
         return (f"{name}: {many} have no season of {season} rows before them, and the last value stands in for the naive one; {remedy}",)
+
+    def _without_mase(self, name: str, data: Sequences) -> tuple[str, ...]:
+        """A line about series that train did not hold: their change is not known."""
+        new = len(self.scale.unknown(data.names or ()))
+        quantiles = self.spec.data.quantiles
+        if not new or (quantiles is not None and 0.5 not in quantiles):
+            return ()
+        many = f"{new:,} of {len(data):,} series" if new < len(data) else "all series"
+        return (f"{name}: mase leaves out {many}, whose change within train is not known; name series as train does",)
 
     def model(self, train: Sequences | None = None) -> Model:
         """The network, with initial weights keyed by the seed. Balanced class weights need the training data."""
@@ -182,11 +193,11 @@ class Task:
             raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters (data.tokens=word); leave it out")
         load_pretrained(path, list(self.codec.vocabulary), encoder.weight)
 
-    def meter(self, device: torch.device) -> metrics.Metric | None:
+    def meter(self, device: torch.device, part: Part) -> metrics.Metric | None:
         """An empty metric, for one pass over a part."""
-        scale = torch.tensor(self.scale) if self.scale else None
+        change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit = torch.tensor(self.codec.target_std, dtype=torch.float64) if self.spec.task == "regression" else None
-        return metrics.for_task(self.spec, self.facts, device, scale, unit)
+        return metrics.for_task(self.spec, self.facts, device, change, unit)
 
     def derived(self, loss: float) -> dict[str, float]:
         """Metrics that follow from the loss alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +12,6 @@ from numpy.typing import NDArray
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.view import View
 from carrywave.spec.spec import DataSpec
-
-TRACE = 2.0**-20  # rounding of float32 is sixteen times finer
 
 
 def language(data: Sequences) -> View:
@@ -121,22 +120,27 @@ class NaiveErrors:
 
     absolute: NDArray[np.float64]  # [columns]
     square: NDArray[np.float64]
+    scaled: float | None  # absolute errors relative to the change of each series, over all series and columns that have one
     pinball: NDArray[np.float64] | None  # averaged over quantiles, each forecast to be the naive one
     origins: int
     without_season: int  # origins before which a season of history is not there, so that the last value stands in
 
 
-def naive_errors(data: Sequences, spec: DataSpec, columns: Ints) -> NaiveErrors:
-    """The errors of the seasonal-naive forecast."""
+def naive_errors(data: Sequences, spec: DataSpec, columns: Ints, change_SC: NDArray[np.float64]) -> NaiveErrors:
+    """The errors of the seasonal-naive forecast; `change_SC` is what MASE divides those of each series by, 0 where it leaves them out."""
     seasonal = Naive(data, columns, spec.horizon, spec.season, "season")
     first = FirstRow(data)
     ahead = np.arange(1, spec.horizon + 1)
     absolute, square, pinball = (np.zeros(len(columns)) for _ in range(3))
     share_Q = np.array(spec.quantiles or ())
-    count = origins = without = 0
-    for rows in _origins(data, spec.horizon):
+    count = origins = without = scaled_count = 0
+    scaled = 0.0
+    for number, rows in _origins(data, spec.horizon):
         gap = np.asarray(data.inputs[rows[:, None] + ahead][..., columns], dtype=np.float64) - seasonal(rows)
-        absolute += np.abs(gap).sum(axis=(0, 1))
+        absolute += (sums := np.abs(gap).sum(axis=(0, 1)))
+        known = change_SC[number] > 0
+        scaled += float((sums[known] / change_SC[number][known]).sum())
+        scaled_count += gap.shape[0] * gap.shape[1] * int(known.sum())
         square += (gap**2).sum(axis=(0, 1))
         for share in share_Q:
             pinball += np.maximum(share * gap, (share - 1.0) * gap).sum(axis=(0, 1)) / len(share_Q)
@@ -144,28 +148,14 @@ def naive_errors(data: Sequences, spec: DataSpec, columns: Ints) -> NaiveErrors:
         origins += len(rows)
         without += int((rows - first(rows) + 1 < spec.season).sum())
     count = max(count, 1)
-    return NaiveErrors(absolute / count, square / count, pinball / count if len(share_Q) else None, origins, without)
+    mase = scaled / scaled_count if scaled_count else None
+    return NaiveErrors(absolute / count, square / count, mase, pinball / count if len(share_Q) else None, origins, without)
 
 
-def naive_scale(data: Sequences, season: int, columns: Ints) -> NDArray[np.float64]:
-    """Mean absolute change over one season for each column: what MASE divides by. 0 where a column never changes, or no season is there."""
-    total, sizes, count = np.zeros(len(columns)), np.zeros(len(columns)), 0
-    for start, length in zip(data.starts, data.lengths, strict=True):
-        if length <= season:
-            continue
-        part = np.asarray(data.inputs[start : start + length][:, columns], dtype=np.float64)
-        total += np.abs(part[season:] - part[:-season]).sum(axis=0)
-        sizes += np.abs(part[season:]).sum(axis=0)
-        count += length - season
-    # Of what is the same every season float32 leaves a trace of change; dividing by it would make nonsense of the rest.
-    return np.where(total > TRACE * sizes, total / max(count, 1), 0.0)
-
-
-def _origins(data: Sequences, horizon: int, block: int = 1024) -> list[Ints]:
-    """Rows that count as origins, in blocks, so that memory stays flat."""
-    blocks: list[Ints] = []
+def _origins(data: Sequences, horizon: int, block: int = 1024) -> Iterator[tuple[int, Ints]]:
+    """The number of a sequence and rows of it that count as origins, in blocks, so that memory stays flat."""
     warm = np.zeros(len(data), dtype=np.int64) if data.warm is None else np.maximum(data.warm - 1, 0)
-    for start, length, skip in zip(data.starts, data.lengths, warm, strict=True):
+    for number, (start, length, skip) in enumerate(zip(data.starts, data.lengths, warm, strict=True)):
         rows = np.arange(start + skip, start + length - horizon, dtype=np.int64)
-        blocks += [rows[i : i + block] for i in range(0, len(rows), block)]
-    return blocks
+        for first in range(0, len(rows), block):
+            yield number, rows[first : first + block]

@@ -63,10 +63,10 @@ def evaluate(
     if shards is not None:
         settle(device)
     places, own = (1, range(1)) if shards is None else (SHARDS, shards)
-    judges = {shard: _Judge(task.meter(device) if model.has_output else None) for shard in own}
+    judges = {shard: _Judge(task.meter(device, part) if model.has_output else None) for shard in own}
     watched = any(judge.meter is not None for judge in judges.values())
     sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs the metric cannot judge
-    observers = {shard: judge.see for shard, judge in judges.items()} if watched else {}
+    observers = {shard: judge.of for shard, judge in judges.items()} if watched else {}
     for shard, _, outcome in _walk(model, task.spec, part, mesh, stage, observers, tick, capture, shards):
         sums[shard, :2] += torch.stack([outcome.loss_sum, outcome.count])
     for shard, judge in judges.items():
@@ -110,7 +110,7 @@ def passes(
     Each worker sees its own lanes and, of the sums, those of its own stage. No worker waits for the others between batches. On
     CUDA batches of a shape that comes again are recorded; what is observed then, and the outcome, last until the next batch.
     """
-    observers = {} if observe is None else {0: observe}
+    observers = {} if observe is None else {0: lambda _: observe}
     for _, batch, outcome in _walk(model, spec, part, mesh, stage, observers, tick, capture, None):
         yield batch, outcome
 
@@ -121,7 +121,7 @@ def _walk(
     part: Part,
     mesh: Mesh,
     stage: Stage | Whole | None,
-    observers: Mapping[int, pipeline.Observer],
+    observers: Mapping[int, Callable[[Batch], pipeline.Observer]],
     tick: Callable[[int, int], None] | None,
     capture: Capture | None,
     shards: Sequence[int] | None,
@@ -142,11 +142,12 @@ def _walk(
                 state = states.get(shard)
                 if state is None or not spec.streams:
                     state = stage.start(own.lanes.shape[0], mesh.device).detach()
+                observe = observers[shard](own) if shard in observers else None
                 # What a pooled head has gathered is not among the tensors that go from one recording to the next.
                 if capture is None or (state.acc is not None and spec.streams):
-                    outcome = forward.run(own, state, observers.get(shard))
+                    outcome = forward.run(own, state, observe)
                 else:
-                    outcome = forward.recorded(capture, own, state, observers.get(shard))
+                    outcome = forward.recorded(capture, own, state, observe)
                 # The next shard may be computed in the same place.
                 states[shard] = outcome.state if shards is None else outcome.state.map(torch.clone)
                 yield shard, own, outcome
@@ -202,10 +203,15 @@ class _Judge:
     def __init__(self, meter: Metric | None) -> None:
         self.meter = meter
 
-    def see(self, out: Tensor, target: Tensor | None) -> None:
-        if self.meter is None or target is None:
-            return
-        if self.meter.fits(out, target):
-            self.meter.update(out, target)
-        else:
-            self.meter = None
+    def of(self, batch: Batch) -> pipeline.Observer:
+        """Sees what is put out for a batch."""
+
+        def see(out: Tensor, target: Tensor | None) -> None:
+            if self.meter is None or target is None:
+                return
+            if self.meter.fits(out, target):
+                self.meter.update(out, target, batch.sequence)
+            else:
+                self.meter = None
+
+        return see

@@ -253,7 +253,7 @@ def _train(start: Start, prepared: Prepared, own: Own | Whole | None, *, workers
                 folder.write_spec(spec)
                 folder.write_json("plan.json", asdict(plan) | {"backends": backends(spec, model, plan, order, str(world.device))})
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
-                origin = {"scale": list(task.scale), "own_model": own is not None, "given_codec": start.codec is not None}
+                origin = {"scale": task.scale.to_json(), "own_model": own is not None, "given_codec": start.codec is not None}
                 folder.write_json("facts.json", asdict(prepared.facts) | origin)
         keeper.writer.meet()
         if spec.train.reproducible and loop.trains:

@@ -27,6 +27,7 @@ from carrywave.plan.plan import Plan, resolve
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load
 from carrywave.spec.spec import PlanSpec, Spec
+from carrywave.tasks.changes import Changes
 from carrywave.tasks.task import POOLED, Part, Task
 from carrywave.train.evaluate import evaluate
 from carrywave.train.keep import take_weights
@@ -122,7 +123,7 @@ def _check_codec(run: Run) -> None:
         raise RunError(f"{path} is not the one that {run.weights.name} was trained with, and holds a copy of; put it back as it was")
 
 
-def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool, bool]:
+def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
     """What the model was shaped by, MASE's scale, and whether the model was the user's own and the codec another run's.
 
     The codec must say the same.
@@ -130,12 +131,10 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, tuple[float, ...], bool
     path = run.path / "facts.json"
     try:
         known = dict(run.read_object(path.name))
-        scale = tuple(float(value) for value in known.pop("scale"))
+        scale = Changes.from_json(known.pop("scale"), len(codec.targets))
         own_model, given_codec = (bool(known.pop(name, False)) for name in ("own_model", "given_codec"))
         facts = DataFacts.of(known)
         said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
-        if len(scale) != len(codec.targets):
-            raise ValueError(f"scale has {len(scale)} numbers, and codec.json {len(codec.targets)} targets")
         for name, value in said.items():
             if getattr(facts, name) != value:
                 raise ValueError(f"{name} is {getattr(facts, name)!r:.40}, and {value!r:.40} in codec.json")

@@ -1,0 +1,94 @@
+"""What MASE divides an error by: how much a series changes over a season within train, each series and column by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data.codec import Codec
+from carrywave.data.moments import NOISE
+from carrywave.data.sequences import Ints, Sequences
+
+TRACE = 2.0**-20  # rounding of float32 is sixteen times finer
+
+Numbers = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Mean absolute changes over a season, in standardised units, for each column that is forecast; 0 where there is none."""
+
+    every: Numbers = ()  # of any series, where train was one without a name
+    named: Mapping[str, Numbers] = field(default_factory=dict)  # else of each series in train
+
+    @staticmethod
+    def of(train: Sequences, codec: Codec, season: int) -> Changes:
+        """Those of the rows that are trained on."""
+        columns = np.array(codec.targets)
+        scales = dict(zip(codec.names, zip(codec.means, codec.stds, strict=True), strict=True))
+        names = train.names or ()
+        found = {}
+        for place, (start, length) in enumerate(zip(train.starts, train.lengths, strict=True)):
+            name = names[place] if names else str(place)
+            mean, std = scales.get(name, (codec.mean, codec.std))
+            values = change(train.inputs[start : start + length], season, columns, np.array(mean), np.array(std))
+            found[name] = tuple(float(value) for value in values)
+        if codec.series is None and len(found) == 1:
+            return Changes(every=next(iter(found.values())))
+        return Changes(named=found)
+
+    def of_series(self, data: Sequences) -> NDArray[np.float64]:
+        """For each series of a part [series, columns]; zeros for those that train did not hold."""
+        if not self.named:
+            return np.tile(np.array(self.every, np.float64), (len(data), 1))
+        none = (0.0,) * self.columns
+        names = data.names or tuple(str(place) for place in range(len(data)))
+        return np.array([self.named.get(name, none) for name in names], np.float64).reshape(len(data), self.columns)
+
+    def unknown(self, names: Sequence[str]) -> list[str]:
+        """Series that train did not hold."""
+        return [name for name in names if name not in self.named] if self.named else []
+
+    @property
+    def columns(self) -> int:
+        """How many numbers there are for a series."""
+        return len(next(iter(self.named.values()), self.every))
+
+    def to_json(self) -> Any:
+        """As facts.json holds them: a list where they are those of any series, else a list for each name."""
+        return {name: list(values) for name, values in self.named.items()} if self.named else list(self.every)
+
+    @staticmethod
+    def from_json(known: Any, columns: int) -> Changes:
+        """Those that `to_json` wrote; a ValueError says what is wrong with them."""
+        if isinstance(known, dict) and known:
+            found = Changes(named={name: tuple(float(value) for value in values) for name, values in known.items()})
+        else:
+            found = Changes(every=tuple(float(value) for value in known))
+        for values in found.named.values() or (found.every,):
+            if len(values) != columns:
+                raise ValueError(f"scale has {len(values)} numbers, and codec.json {columns} targets")
+        return found
+
+
+def change(
+    rows: NDArray[Any], season: int, columns: Ints, mean: NDArray[np.float64] | None = None, std: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """The mean absolute change over a season of each column of one series; 0 where it never changes, or no season is there.
+
+    `mean` and `std` are those that the rows were standardised by, of every column that is read.
+    """
+    if len(rows) <= season:
+        return np.zeros(len(columns))
+    part = np.asarray(rows[:, columns], dtype=np.float64)
+    found: NDArray[np.float64] = np.abs(part[season:] - part[:-season]).mean(axis=0)
+    # Of what is the same every season, float32 leaves a trace of change, and the reading of a constant column another;
+    # dividing by it would make nonsense of the rest.
+    real = found > TRACE * np.abs(part[season:]).mean(axis=0)
+    if mean is not None and std is not None:
+        real &= found * std[columns] > 2.0 * NOISE * np.abs(mean[columns])
+    return np.where(real, found, 0.0)
