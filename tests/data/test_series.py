@@ -167,7 +167,7 @@ BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("date,a\n2024-01-02,1\n2024-01-01,2\n2024-01-02,3\n", {}, "row 3, column date is 2024-01-02 for the second time; keep one row"),
     ("unique_id,ds,y\np,1,1\nq,1,1\nq,1,2\n", {}, "row 3, column ds is 1 for the second time of series q"),
     ("date,a\n2024-01-01,1\n,2\n", {}, "row 2, column date is empty; give every row its time"),
-    ("date,a\n31/01/2024,1\n01/02/2024,2\n", {}, "row 2, column date is '01/02/2024', which cannot be put in order"),
+    ("date,a\n31/01/2024,1\n01/02/2024,2\n", {}, "column date holds '31/01/2024', a date in a form that is not read; write 2024-01-31"),
     ("date,b\n2024-01-01,x\n", {}, "has no numeric column besides date"),
     ("date,a,a\n2024-01-01,1,2\n", {}, "the column a is there twice"),
     ("date,a\n2024-01-01,1,2\n", {}, "cannot be read .*Expected 2 columns, got 3"),

@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from carrywave.data.codec import Codec
+from carrywave.data.dates import is_dates, is_text, like_dates, share_of_dates, texts_of
 from carrywave.data.sequences import Ints
-from carrywave.data.times import is_dates, is_text
 from carrywave.errors import DataError
 from carrywave.spec.spec import DataSpec
 
 TIME_NAMES = ("ds", "date", "datetime", "timestamp", "time")
 SERIES_NAME = "unique_id"
 A_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
-LIKE_A_DATE = r"^\s*\d{1,4}[./-]\d{1,2}[./-]\d{1,4}"
+MOSTLY = 0.9  # share of dates from which a column whose name says nothing is one of times, the others being mistakes
 SHOWN = 8  # names in a message
 
 
@@ -53,9 +53,9 @@ class Roles:
     series: str | None
     left: tuple[tuple[str, str], ...]  # names of columns that are not read, and why
 
-    def told(self, name: str) -> str:
-        """A line on what is read and what is not."""
-        by = "" if self.time is None else f", ordered by {_quoted(self.time)}"
+    def told(self, name: str, *, as_it_stands: bool) -> str:
+        """A line on what is read and what is not; `as_it_stands`: there are times, and rows are not ordered by them."""
+        by = "" if self.time is None else ", in the order of the file" if as_it_stands else f", ordered by {_quoted(self.time)}"
         of = "" if self.series is None else f", a series for each {_quoted(self.series)}"
         left = "" if not self.left else f"; not read: {_listed([f'{_quoted(column)} ({why})' for column, why in self.left])}"
         return f"{name}: reads {_listed([_quoted(column) for column in self.columns])}{by}{of}{left}"
@@ -131,11 +131,12 @@ def _find_time(table: Any, series: str | None, index: str | None, counter: str |
 
 
 def _in_words(table: Any, column: str, series: str | None) -> bool:
-    """Times that are neither numbers nor ISO dates, such as Q1, Q2: never there twice, and in order; or dates of another form."""
+    """Times that are neither numbers nor dates, such as Q1, Q2: never there twice, and in order; or dates that cannot be read."""
     texts = table[column].cast(pa.string())
     if not _once(table, column, series):
         return False
-    if pc.all(pc.match_substring_regex(texts, LIKE_A_DATE)).as_py():
+    trimmed = texts_of(texts)
+    if pc.all(like_dates(trimmed)).as_py() or share_of_dates(trimmed) >= MOSTLY:
         return True
     return series is None and texts.to_pylist() == sorted(texts.to_pylist())
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from carrywave.data.times import is_dates
+from carrywave.data.dates import is_dates
 from carrywave.errors import DataError
 
 NUMBERS = "iufb"  # kinds of NumPy dtypes that hold numbers

@@ -5,7 +5,6 @@ A table is read whole, since rows must be sorted by series and time; what is tra
 
 from __future__ import annotations
 
-import datetime as dt
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +16,12 @@ import pyarrow.parquet as pa_parquet
 from numpy.typing import NDArray
 
 from carrywave.data.columns import A_NUMBER, SERIES_NAME, Choice, Roles, naming_column, roles_of
+from carrywave.data.dates import WRITE, is_text, problem, texts_of
 from carrywave.data.moments import unusable
 from carrywave.data.quotes import check_quotes
 from carrywave.data.sequences import Ints
 from carrywave.data.source import Source
-from carrywave.data.times import Place, Times, is_text, read_times, with_frequency
+from carrywave.data.times import Place, Times, read_times, with_frequency
 from carrywave.errors import DataError
 
 
@@ -93,7 +93,7 @@ def arrange(table: Any, name: str, choice: Choice, *, index: str | None = None) 
     order, times, notes = _in_time(table, roles, name, choice, codes, names)
     lengths = np.bincount(codes, minlength=len(names)).astype(np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
-    told = (roles.told(name), *notes)
+    told = (roles.told(name, as_it_stands=times is not None and times.in_words), *notes)
     return Table(name, roles.columns, values[order], starts, lengths, names, roles.time, roles.series, times, told, whole)
 
 
@@ -108,10 +108,11 @@ def _in_time(
     if choice.frequency != "none":
         _refuse_calendar_numbers(column, name, roles.time)
     times = read_times(column, name, roles.time)
-    if times.shape == "other" and is_text(column.type):
-        _refuse_disorder(column, times, name, roles.time, by_series, codes)
+    if times.in_words:
+        _refuse_unknown_dates(column, times, name, roles.time, by_series, codes, counted=choice.frequency == "none")
     order: Ints = np.lexsort((times.keys, codes))
     _refuse_twice(table, order, codes, times, names, name, roles)
+    order = by_series if times.in_words else order
     remedy = (
         f"give rows as far apart as those of the training data ({choice.frequency})"
         if choice.trained
@@ -120,11 +121,9 @@ def _in_time(
     place = Place(name, roles.time, column, order, names, codes[order], remedy)
     times, gaps = with_frequency(times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place)
     said = [] if gaps is None else [gaps]
-    if times.shape == "other" and is_text(column.type):
-        said.append(
-            f"{name}: column {roles.time} holds {column[0].as_py()!r}, which is no date that is known, so that forecasts have none; "
-            "write 2024-01-31 or 2024-01-31 23:00:00"
-        )
+    if times.in_words:
+        fact = f"column {roles.time} holds {column[0].as_py()!r:.40}, which is no date that is known"
+        said.append(f"{name}: {fact}: rows are taken in the order of the file, and forecasts have no times; {WRITE}")
     return order, times, tuple(said)
 
 
@@ -195,28 +194,19 @@ def _refuse_calendar_numbers(column: Any, name: str, label: str) -> None:
             )
 
 
-def _refuse_disorder(column: Any, times: Times, name: str, label: str, by_series: Ints, codes: Ints) -> None:
-    """Refuses text that is neither a number nor an ISO date, unless the rows are in order already: it cannot be sorted as time."""
+def _refuse_unknown_dates(column: Any, times: Times, name: str, label: str, by_series: Ints, codes: Ints, *, counted: bool) -> None:
+    """Refuses text that is meant as dates and cannot be read, and other text unless the rows are in its order: it cannot be sorted as time.
+
+    `counted`: rows are counted, whatever their times say; then only a broken date among good ones is refused.
+    """
+    wrong = problem(texts_of(column), label, counted=counted)
+    if wrong is not None:
+        raise DataError(f"{name}: {wrong}")
     falls = (np.diff(times.keys[by_series]) < 0) & (np.diff(codes[by_series]) == 0)
-    if falls.any():
-        odd = _first_odd(column)
-        row = int(by_series[int(np.argmax(falls)) + 1]) if odd is None else odd
-        remedy = "write 2024-01-31 23:00:00, or set data.time"
-        raise DataError(f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r}, which cannot be put in order; {remedy}")
-
-
-def _first_odd(column: Any) -> int | None:
-    """The first row whose text is no ISO date, where others are."""
-    odd = [not _is_date(value) for value in column.to_pylist()]
-    return odd.index(True) if True in odd and not all(odd) else None
-
-
-def _is_date(text: str) -> bool:
-    try:
-        dt.datetime.fromisoformat(text)
-    except ValueError:
-        return False
-    return True
+    if falls.any() and not counted:
+        row = int(by_series[int(np.argmax(falls)) + 1])
+        remedy = f"{WRITE}, or set data.frequency=none to take the rows in the order of the file"
+        raise DataError(f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r:.40}, which cannot be put in order; {remedy}")
 
 
 def _refuse_twice(table: Any, order: Ints, codes: Ints, times: Times, names: tuple[str, ...], name: str, roles: Roles) -> None:

@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from carrywave.data import frequency as frequencies
+from carrywave.data.dates import is_text, read_dates, texts_of
 from carrywave.data.frequency import Frequency, Keys
 from carrywave.data.sequences import Ints
 from carrywave.errors import DataError
 
 NONE = "none"  # rows count as equally far apart, and nothing is said of their times
-A_MONTH = r"^\s*\d{4}-\d{2}\s*$"
 Shape = Literal["number", "date", "month", "datetime", "other"]
 
 
@@ -26,10 +26,11 @@ class Times:
     """The times of all rows."""
 
     keys: Keys  # numbers, or datetime64[us], that sort as the times do; ranks of text that is no date
-    shape: Shape  # how they are written
+    shape: Shape  # how they are written; "other" can be put in order at most
     zone: str | None = None  # keys then are those of UTC,
     wall: Keys | None = None  # and these of the clocks there
     frequency: Frequency | None = None
+    in_words: bool = False  # text that is no date: keys only say which are the same
 
     def sorted(self, order: Ints) -> Times:
         """In another order."""
@@ -78,7 +79,7 @@ def read_times(column: Any, name: str, label: str) -> Times:
         row = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
         raise DataError(f"{name}: row {row + 1}, column {label} is empty; give every row its time")
     if is_text(flat.type):
-        return _from_text(flat.cast(pa.string()))
+        return _from_text(texts_of(flat))
     if pa.types.is_date(flat.type):
         return Times(_micros(flat.cast(pa.timestamp("us"))), "date")
     if pa.types.is_timestamp(flat.type):
@@ -96,43 +97,15 @@ def read_times(column: Any, name: str, label: str) -> Times:
     return Times(keys.astype(np.int64) if keys.dtype.kind == "u" and int(keys.max(initial=0)) < 2**63 else keys, "number")
 
 
-def is_text(kind: Any) -> bool:
-    """Whether an Arrow type holds text."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
-
-
-def is_dates(column: Any) -> bool:
-    """Whether a column of text holds dates as ISO has them, in every row."""
-    return _parsed(_whole(column).cast(pa.string())) is not None
-
-
-def _whole(column: Any) -> Any:
-    flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    return flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
-
-
-def _parsed(texts: Any) -> Times | None:
-    texts = pc.utf8_trim_whitespace(texts)
-    if pc.all(pc.match_substring_regex(texts, A_MONTH)).as_py():
-        return Times(_micros(pc.binary_join_element_wise(texts, "01", "-").cast(pa.timestamp("us"))), "month")
-    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
-        try:
-            found = texts.cast(kind)
-        except pa.ArrowInvalid:
-            continue
-        if kind.tz is not None:
-            return Times(_micros(found), "datetime", "UTC", _micros(pc.local_timestamp(found)))
-        return Times(_micros(found), "date" if pc.max(pc.utf8_length(texts)).as_py() <= len("2024-01-31") else "datetime")
-    return None
-
-
 def _from_text(texts: Any) -> Times:
-    """Dates where all are; else ranks: text cannot be sorted as time, and is taken only where it is in order already."""
-    parsed = _parsed(texts)
-    ranks: NDArray[Any] = pc.rank(texts, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
-    return parsed if parsed is not None else Times(ranks, "other")
+    """Dates where all are; else ranks: text cannot be sorted as time, and is taken only in the order in which it stands."""
+    dates = read_dates(texts)
+    if dates is None:
+        ranks: NDArray[Any] = pc.rank(texts, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
+        return Times(ranks, "other", in_words=True)
+    if dates.moments.type.tz is not None:
+        return Times(_micros(dates.moments), dates.shape, "UTC", _micros(pc.local_timestamp(dates.moments)))
+    return Times(_micros(dates.moments), dates.shape)
 
 
 def _from_timestamps(moments: Any) -> Times:

@@ -1,0 +1,77 @@
+"""Dates as text: the year first is read, other forms and broken ones are refused, and words are taken in the order of the file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from carrywave.data.columns import Choice
+from carrywave.data.table import Table, arrange
+from carrywave.errors import DataError
+
+DAYS = pd.date_range("2024-01-01", periods=60)
+
+
+def arranged(times: list[str], label: str = "ds", **choice: Any) -> Table:
+    return arrange(pa.table({label: times, "y": np.arange(float(len(times)))}), "t.csv", Choice(**choice))
+
+
+@pytest.mark.parametrize("form", ["%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", " %Y-%m-%d ", "%Y/%m/%d 00:00", "%Y/%-m/%-d"])
+@pytest.mark.parametrize("label", ["ds", "when"])
+def test_the_year_first_is_read(form: str, label: str) -> None:
+    table = arranged(list(DAYS.strftime(form))[::-1], label)
+    assert (table.frequency, table.values[:, 0].tolist()) == ("D", list(range(59, -1, -1)))
+    assert str((table.ahead(0, 1) or [""])[0]).startswith("2024-03-01")
+
+
+@pytest.mark.parametrize("label", ["ds", "when"])
+@pytest.mark.parametrize("form", ["%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%y", "%d %B %Y", "%b %d, %Y", "%d-%b-%y", "%Y-%m-%d 01:00 AM"])
+def test_other_forms_are_refused_even_where_they_are_in_order_as_text(form: str, label: str) -> None:
+    texts = list(DAYS.strftime(form))
+    for given in (texts, sorted(texts)):
+        with pytest.raises(DataError, match=rf"column {label} holds '.*', a date in a form that is not read; write 2024-01-31 ") as refused:
+            arranged(given, label)
+        assert "\n" not in str(refused.value)
+
+
+def test_other_forms_count_rows_as_they_stand_where_that_is_asked_for() -> None:
+    texts = list(DAYS.strftime("%d/%m/%Y"))
+    table = arranged(texts, frequency="none")
+    assert table.values[:, 0].tolist() == list(range(60))
+    assert table.notes[0] == "t.csv: reads y, in the order of the file"
+    assert "rows are taken in the order of the file" in table.notes[1]
+
+
+@pytest.mark.parametrize("text", ["Q1 2024", "Jan 2024", "2024/01", "20240131"])
+def test_so_are_months_quarters_and_days_without_marks(text: str) -> None:
+    with pytest.raises(DataError, match="a date in a form that is not read"):
+        arranged([text])
+
+
+@pytest.mark.parametrize("frequency", [None, "none"])
+@pytest.mark.parametrize("row", [0, 30, 59])
+@pytest.mark.parametrize("broken", ["2024-02-30", "n/a", "2024-1", "31/12/2024"])
+def test_a_broken_date_among_good_ones_is_named_with_its_row(broken: str, row: int, frequency: str | None) -> None:
+    texts = list(DAYS.strftime("%Y-%m-%d"))
+    texts[row] = broken
+    for label in ("ds", "when"):
+        with pytest.raises(DataError, match=f"row {row + 1}, column {label} is '{broken}', which is no date"):
+            arranged(texts, label, frequency=frequency)
+
+
+def test_a_month_that_there_is_not_is_named() -> None:
+    with pytest.raises(DataError, match="row 3, column ds is '2024-13', which is no date"):
+        arranged(["2024-11", "2024-12", "2024-13"])
+
+
+def test_words_in_order_are_taken_and_told() -> None:
+    table = arranged(["t01", "t02", "t10"])
+    assert table.notes[0] == "t.csv: reads y, in the order of the file"
+    assert "holds 't01', which is no date that is known: rows are taken in the order of the file" in table.notes[1]
+    with pytest.raises(DataError, match="row 3, column ds is 't10', which cannot be put in order"):
+        arranged(["t1", "t2", "t10"])
+    assert arranged(["t1", "t2", "t10"], frequency="none").values[:, 0].tolist() == [0, 1, 2]
