@@ -10,7 +10,7 @@ import pytest
 from carrywave.data.inputs import from_python
 from carrywave.data.order import SequenceOrder
 from carrywave.spec.spec import Spec
-from carrywave.tasks.doubts import doubts, flat_sequences, one_step, unknown_tokens, worse_than_naive
+from carrywave.tasks.doubts import doubts, flat_sequences, one_step, unknown_tokens, untrained_tokens, worse_than_naive
 from carrywave.tasks.task import Task
 
 
@@ -110,3 +110,21 @@ def test_worse_than_naive_is_said() -> None:
     assert worse_than_naive(values) == "worse than the naive forecast: mae 0.5 against 0.4"
     assert worse_than_naive({"mae": 0.3, "naive_mae": 0.4}) is None
     assert worse_than_naive({"accuracy": 0.3}) is None
+
+
+def test_the_vocabulary_is_that_of_the_whole_file_and_what_only_valid_holds_is_told() -> None:
+    text = " ".join(f"w{number % 20}" for number in range(400)) + "\n" + " ".join(f"z{number}" for number in range(60)) + "\n"
+    asked = spec("language", tokens="word", share=0.1, batch={"lanes": 1, "steps": 8})
+    found = from_python(text, asked)
+    assert found.valid is not None
+    assert {f"z{number}" for number in range(60)} <= set(found.codec.vocabulary)
+    told = untrained_tokens(found.codec, found.train, found.valid)
+    # The last 46 tokens: 45 words that are there once, and the end of the line.
+    assert told is not None
+    assert told.startswith(
+        "97.8% of valid's tokens never stand in what is trained on, so that nothing is learned of them; set data.min_count=2"
+    )
+    apart = from_python({"train": text, "valid": "w1 z1 new\n"}, asked)
+    assert "new" not in apart.codec.vocabulary
+    assert untrained_tokens(apart.codec, apart.train, apart.valid) is None
+    assert "whole training file" in (type(asked.data).model_fields["share"].description or "")

@@ -43,9 +43,11 @@ class DataSpec(Section):
     vocabulary: Positive | None = Field(
         None, description="keep this many most frequent tokens, the rest become <unk>; the size of a byte-pair vocabulary"
     )
-    min_count: Positive = Field(1, description="tokens seen less often in train become <unk>")
+    min_count: Positive = Field(1, description="tokens seen less often in the training file become <unk>")
     share: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
-        0.1, description="part of train held out when there is no valid file; 0 for none"
+        0.1,
+        description="part of train held out when there is no valid file; 0 for none. The vocabulary and the labels are those of the whole "
+        "training file, means and deviations those of the rows that are trained on",
     )
     split: tuple[float, ...] | None = Field(
         None, description="forecasting: rows (or shares) of train, valid and test in one file, in this order"

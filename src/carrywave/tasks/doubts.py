@@ -21,7 +21,8 @@ MANY_UNKNOWN, MANY_UNTRAINED = 0.1, 0.01  # share of <unk> in valid; and where t
 
 def doubts(spec: Spec, codec: Codec, order: Order, train: Sequences, valid: Sequences | None) -> list[str]:
     """A line for each."""
-    found = [one_step(spec, order), flat_sequences(spec, codec, train), unknown_tokens(codec, train, valid)]
+    found = [one_step(spec, order), flat_sequences(spec, codec, train)]
+    found += [unknown_tokens(codec, train, valid), untrained_tokens(codec, train, valid)]
     return [line for line in found if line is not None]
 
 
@@ -60,6 +61,25 @@ def unknown_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> s
     why = f"{learned:.1%} of train's" if learned else "and train holds none, so that nothing is learned of it"
     remedy = "set a larger data.vocabulary, or data.tokens=bpe" if learned else "set data.min_count=2, or data.tokens=bpe"
     return f"{there:.1%} of valid's tokens are {UNKNOWN}, {why}; {remedy}"
+
+
+def untrained_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> str | None:
+    """A valid part with tokens that are in the vocabulary, which the whole file gave, and never in what is trained on."""
+    if not codec.size or codec.kind in ("byte", "bpe") or valid is None:
+        return None
+    if len(train) > MOST_SEQUENCES or int(train.lengths.sum()) > MOST_ROWS:
+        return None  # what part of it holds says nothing of the rest
+    trained = np.zeros(codec.size, np.bool_)
+    for start, length in zip(train.starts, train.lengths, strict=True):
+        trained[train.inputs[start : start + length]] = True
+    if UNKNOWN in codec.vocabulary:
+        trained[codec.vocabulary.index(UNKNOWN)] = True  # told by itself
+    found = [(int((~trained[rows.astype(np.int64)]).sum()), len(rows)) for rows in _some(valid)]
+    share = sum(count for count, _ in found) / max(sum(total for _, total in found), 1)
+    if share < MANY_UNTRAINED:
+        return None
+    remedy = "; set data.min_count=2 to learn of <unk> instead" if codec.kind == "word" else "; give more data"
+    return f"{share:.1%} of valid's tokens never stand in what is trained on, so that nothing is learned of them{remedy}"
 
 
 def worse_than_naive(values: Mapping[str, object]) -> str | None:
