@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 
+from carrywave.data.columns import Choice
 from carrywave.data.prepare import Prepared, prepare
+from carrywave.data.table import arrange
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -93,3 +99,46 @@ def test_what_cannot_be_right_is_refused_with_a_remedy(tmp_path: Path, content: 
 def test_rows_of_a_csv_file(tmp_path: Path, content: str | bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         run(tmp_path, content, task="regression")
+
+
+def kaggle() -> Any:
+    """Sales by store and item: whole numbers, different on every day."""
+    draw = np.random.default_rng(0)
+    days = pd.date_range("2024-01-01", periods=60)
+    rows = [(day, store, item, int(draw.integers(0, 100_000))) for store in (1, 2) for item in (1, 2, 3) for day in days]
+    return pd.DataFrame(rows, columns=["date", "store", "item", "sales"])
+
+
+@pytest.mark.parametrize(
+    ("series", "remedy"),
+    [
+        (None, "join the columns store and item into one that names each series, and set data.series to it"),
+        ("store", "join the columns store and item into one that names each series, and set data.series to it"),
+        ("item", "join the columns item and store into one that names each series, and set data.series to it"),
+    ],
+)
+def test_what_is_measured_is_not_taken_for_the_name_of_a_series(series: str | None, remedy: str) -> None:
+    with pytest.raises(DataError, match=f"for the second time.*; {remedy}$"):
+        arrange(pa.Table.from_pandas(kaggle(), preserve_index=False), "t", Choice(series=series))
+    one = kaggle().query("store == 1")
+    with pytest.raises(DataError, match=r"for the second time; set data\.series=item$"):
+        arrange(pa.Table.from_pandas(one, preserve_index=False), "t", Choice())
+    twice = pd.concat([kaggle(), kaggle()])
+    with pytest.raises(DataError, match=r"for the second time.*; keep one row for each time$"):
+        arrange(pa.Table.from_pandas(twice, preserve_index=False), "t", Choice(series=series))
+
+
+@pytest.mark.parametrize(
+    ("label", "clock"),
+    [
+        ("Time", ["00:00", "01:00", "02:00"]),
+        ("Time", ["1:00 AM", "2:00 PM", "3:00 PM"]),
+        ("hour", [0, 1, 2]),
+        ("at", [time(1), time(2), time(3)]),
+    ],
+)
+def test_a_clock_is_joined_to_the_days_and_names_no_series(label: str, clock: list[Any]) -> None:
+    days = [day for day in ("2024-01-01", "2024-01-02", "2024-01-03") for _ in clock]
+    table = pa.table({"Date": days, label: clock * 3, "load": np.arange(9.0)})
+    with pytest.raises(DataError, match=f"for the second time; join the columns Date and {label} into one, 2024-01-31 23:00:00$"):
+        arrange(table, "t", Choice())

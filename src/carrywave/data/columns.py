@@ -23,6 +23,9 @@ SERIES_NAME = "unique_id"
 A_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 MOSTLY = 0.9  # share of dates from which a column whose name says nothing is one of times, the others being mistakes
 SHOWN = 8  # names in a message
+A_CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?$"
+HOURS = ("hour", "hr", "hours")  # columns that count them beside one of days
+DENSE = 0.25  # share of the times at which a number that names a series must be there on average: what is measured seldom is the same
 
 
 @dataclass(frozen=True)
@@ -180,34 +183,72 @@ def _share_of_numbers(column: Any) -> float:
     return float(pc.mean(pc.match_substring_regex(filled, A_NUMBER).cast(pa.float64())).as_py() or 0.0)
 
 
-def naming_column(table: Any, times: Any, roles: Roles) -> str | None:
-    """What `data.series` might be where times are there more than once: a column, or two, that together with the times tell rows apart."""
+def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
+    """What to do about times that are there more than once: join a clock to the days, or name the series by a column, or two.
+
+    `times` are those of the rows as they stand; with the right names no series has one twice.
+    """
     others = [column for column in table.column_names if column not in (roles.time, roles.series)]
-    kinds = {column: table[column].type for column in others}
-    names = [column for column, kind in kinds.items() if not pa.types.is_floating(kind) and not pa.types.is_nested(kind)]
-    codes = {column: np.unique(_codes(table[column]), return_inverse=True)[1] for column in names}
+    clock = next((column for column in others if _is_clock(table[column], column)), None)
+    if clock is not None:
+        return f"join the columns {_quoted(str(roles.time))} and {_quoted(clock)} into one, 2024-01-31 23:00:00"
     ranks = np.unique(times, return_inverse=True)[1]
-    # Text first: a number that tells rows apart may do so by chance.
-    likely = sorted(codes, key=lambda column: not (is_text(table[column].type)))
-    for column in likely:
-        if _apart(ranks, codes[column]):
-            return f"set data.series={_quoted(column)}"
-    for one, two in combinations(likely[:SHOWN], 2):
-        pairs = codes[one] * (int(codes[two].max(initial=0)) + 1) + codes[two]
-        if _apart(ranks, pairs):
-            return f"join the columns {_quoted(one)} and {_quoted(two)} into one that names each series, and set data.series to it"
+    codes = {column: _codes(table[column]) for column in others if _may_name(table[column])}
+    given = None if roles.series is None else _codes(table[roles.series])
+    alone: list[tuple[bool, int, tuple[str, ...]]] = []
+    pairs: list[tuple[bool, int, tuple[str, ...]]] = []
+    for chosen in [*combinations(codes, 1), *combinations(list(codes)[:SHOWN], 2 if given is None else 1)]:
+        parts = [codes[column] for column in chosen] if given is None else [given, *(codes[column] for column in chosen)]
+        joined = _joined(parts)
+        numbers = any(pa.types.is_integer(table[column].type) for column in chosen)
+        if _apart(ranks, joined, dense=numbers):
+            # Text first: a number that tells rows apart may do so by chance. Then what makes fewest series.
+            (alone if len(parts) == 1 else pairs).append((numbers, int(joined.max(initial=0)), chosen))
+    if alone:
+        return f"set data.series={_quoted(min(alone)[2][0])}"
+    if pairs:
+        chosen = min(pairs)[2]
+        one, two = chosen if given is None else (str(roles.series), chosen[0])
+        return f"join the columns {_quoted(one)} and {_quoted(two)} into one that names each series, and set data.series to it"
     return None
+
+
+def _may_name(column: Any) -> bool:
+    """Whether a column could name series: text, a category, or whole numbers."""
+    kind = column.type
+    return bool(is_text(kind) or pa.types.is_dictionary(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+
+
+def _is_clock(column: Any, label: str) -> bool:
+    """Whether a column holds times of day, apart from the days."""
+    if pa.types.is_time(column.type):
+        return True
+    if is_text(column.type) and not column.null_count:
+        return bool(pc.all(pc.match_substring_regex(texts_of(column), A_CLOCK)).as_py())
+    if label.strip().lower() not in HOURS or not pa.types.is_integer(column.type) or column.null_count:
+        return False
+    lowest, highest = pc.min_max(column).as_py().values()
+    return lowest is not None and lowest >= 0 and highest <= 24
+
+
+def _joined(parts: Sequence[Ints]) -> Ints:
+    """One number for each combination."""
+    found = parts[0]
+    for part in parts[1:]:
+        found = np.unique(found * (int(part.max(initial=0)) + 2) + part, return_inverse=True)[1].astype(np.int64)
+    return found
 
 
 def _codes(column: Any) -> Ints:
     flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
     coded: Ints = pc.fill_null(flat.dictionary_encode().indices, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-    return coded
+    return coded + 1
 
 
-def _apart(ranks: Ints, codes: Ints) -> bool:
-    """Whether no pair of time and name is there twice, and there are fewer names than rows."""
-    names = int(codes.max(initial=0)) + 1
-    pairs = ranks.astype(np.int64) * names + codes
-    return names < len(ranks) and len(np.unique(pairs)) == len(pairs)
+def _apart(ranks: Ints, codes: Ints, *, dense: bool) -> bool:
+    """Whether no time is there twice for a name, and a name has two rows or more; `dense`: on average it is there at many of the times."""
+    times, names = int(ranks.max(initial=0)) + 1, len(np.unique(codes))
+    if names * 2 > len(codes) or (dense and names * times * DENSE > len(codes)):
+        return False
+    return len(np.unique(ranks.astype(np.int64) * (int(codes.max(initial=0)) + 1) + codes)) == len(codes)

@@ -15,7 +15,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 from numpy.typing import NDArray
 
-from carrywave.data.columns import A_NUMBER, SERIES_NAME, Choice, Roles, naming_column, roles_of
+from carrywave.data.columns import A_NUMBER, SERIES_NAME, Choice, Roles, roles_of, second_rows
 from carrywave.data.dates import WRITE, is_text, problem, texts_of
 from carrywave.data.moments import unusable
 from carrywave.data.quotes import check_quotes
@@ -219,10 +219,5 @@ def _refuse_twice(table: Any, order: Ints, codes: Ints, times: Times, names: tup
     row = int(order[int(np.argmax(same)) + 1])
     of = f" of series {names[int(codes[row])]}" if len(names) > 1 else ""
     shown = table[roles.time][row].as_py()
-    clock = next((column for column in table.column_names if pa.types.is_time(table[column].type)), None)
-    remedy = "keep one row for each time"
-    if clock is not None:
-        remedy = f"join the columns {roles.time} and {clock} into one, 2024-01-31 23:00:00"
-    elif roles.series is None:
-        remedy = naming_column(table, times.keys, roles) or remedy
+    remedy = second_rows(table, times.keys, roles) or "keep one row for each time"
     raise DataError(f"{name}: row {row + 1}, column {roles.time} is {shown} for the second time{of}; {remedy}")
