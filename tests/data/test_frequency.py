@@ -172,3 +172,30 @@ def test_text_that_is_no_date_has_no_times_ahead_and_that_is_said() -> None:
     frequency, times, [said] = ahead(["day 1", "day 2", "day 3"])
     assert (frequency, times) == (None, None)
     assert "column date holds 'day 1', which is no date that is known: rows are taken in the order of the file" in said
+
+
+def test_times_that_can_only_be_put_in_order_say_so() -> None:
+    fine = pd.to_datetime([f"2024-01-01 00:00:00.{number:09}" for number in (1, 2, 3)])
+    clocks = [dt.time(0), dt.time(1), dt.time(2)]
+    for column, what in ((fine, "times finer than a microsecond"), (clocks, "times of day without the day")):
+        frequency, times, [said] = ahead(column)
+        assert (frequency, times) == (None, None)
+        assert said.endswith(f"column date holds {what}, so that forecasts have no times; write 2024-01-31 or 2024-01-31 23:00:00")
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        days("9999-12-26", "9999-12-27", "9999-12-28"),
+        ["9999-09", "9999-10", "9999-11"],
+        days("9995-01-01", "9996-01-01", "9997-01-01"),
+        days("9999-12-21", "9999-12-22", "9999-12-23", "9999-12-24", "9999-12-27"),
+        ["9999-12-30 20:00Z", "9999-12-30 21:00Z", "9999-12-30 22:00Z"],
+    ],
+)
+def test_times_beyond_the_year_9999_are_refused(times: list[Any]) -> None:
+    assert ahead(times, 1)[1] is not None
+    with pytest.raises(
+        DataError, match=r"forecasts of 40 steps of \w+ go beyond the year 9999; check the dates, set a smaller data\.horizon"
+    ):
+        ahead(times, 40)

@@ -49,6 +49,11 @@ class Table:
         """The times that come after those of a series; None where there is no telling."""
         return None if self.times is None else self.times.ahead(int(self.starts[number]), int(self.lengths[number]), count)
 
+    def check_ahead(self, count: int) -> None:
+        """Refuses so many steps ahead where their times cannot be written: tried on the series that ends last."""
+        if self.times is not None:
+            self.ahead(int(np.argmax(self.times.keys[self.starts + self.lengths - 1])), count)
+
     @property
     def frequency(self) -> str | None:
         """How far apart its times are, as `data.frequency` has it."""
@@ -124,6 +129,8 @@ def _in_time(
     if times.in_words:
         fact = f"column {roles.time} holds {column[0].as_py()!r:.40}, which is no date that is known"
         said.append(f"{name}: {fact}: rows are taken in the order of the file, and forecasts have no times; {WRITE}")
+    elif times.untold is not None and choice.frequency != "none":
+        said.append(f"{name}: column {roles.time} holds {times.untold}, so that forecasts have no times; {WRITE}")
     return order, times, tuple(said)
 
 

@@ -18,6 +18,7 @@ from carrywave.data.sequences import Ints
 from carrywave.errors import DataError
 
 NONE = "none"  # rows count as equally far apart, and nothing is said of their times
+LAST = np.datetime64("9999-12-30T23:59:59", "us")  # that can be written, whatever the zone
 Shape = Literal["number", "date", "month", "datetime", "other"]
 
 
@@ -31,6 +32,7 @@ class Times:
     wall: Keys | None = None  # and these of the clocks there
     frequency: Frequency | None = None
     in_words: bool = False  # text that is no date: keys only say which are the same
+    untold: str | None = None  # what they are, where they can be put in order and no more
 
     def sorted(self, order: Ints) -> Times:
         """In another order."""
@@ -48,7 +50,14 @@ class Times:
         rows = slice(int(start), int(start + length))
         by_wall = self.wall is not None and not (isinstance(self.frequency, frequencies.Step) and self.frequency.size < frequencies.DAY)
         keys = self.wall if by_wall and self.wall is not None else self.keys
-        return [self._written(key, by_wall) for key in self.frequency.ahead(keys[rows], count)]
+        found = self.frequency.ahead(keys[rows], count)
+        # Beyond what 64 bits hold they are those of the past again.
+        if self.shape != "number" and ((found > LAST) | (found < keys[rows][-1])).any():
+            raise DataError(
+                f"forecasts of {count} steps of {self.frequency.text} go beyond the year 9999; check the dates, set a smaller "
+                "data.horizon, or train with data.frequency=none to go without times"
+            )
+        return [self._written(key, by_wall) for key in found]
 
     def _written(self, key: Any, by_wall: bool) -> str | int | float:
         if self.shape == "number":
@@ -73,6 +82,7 @@ class Times:
 
 def read_times(column: Any, name: str, label: str) -> Times:
     """The times in a column, without gaps."""
+    keys: NDArray[Any]
     flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
     if flat.null_count:
@@ -85,10 +95,12 @@ def read_times(column: Any, name: str, label: str) -> Times:
     if pa.types.is_timestamp(flat.type):
         return _from_timestamps(flat)
     if pa.types.is_temporal(flat.type):
-        return Times(flat.cast(pa.int32() if pa.types.is_time32(flat.type) else pa.int64()).to_numpy(zero_copy_only=False), "other")
+        what = "times of day without the day" if pa.types.is_time(flat.type) else "lengths of time"
+        keys = flat.cast(pa.int32() if pa.types.is_time32(flat.type) else pa.int64()).to_numpy(zero_copy_only=False)
+        return Times(keys, "other", untold=what)
     if pa.types.is_decimal(flat.type):
         flat = flat.cast(pa.float64())
-    keys: NDArray[Any] = flat.to_numpy(zero_copy_only=False)
+    keys = flat.to_numpy(zero_copy_only=False)
     if keys.dtype.kind not in "iuf":
         raise DataError(f"{name}: the column {label} holds {column.type}, which is no time; set data.time to the column of dates")
     if keys.dtype.kind == "f" and not np.isfinite(keys).all():
@@ -113,7 +125,7 @@ def _from_timestamps(moments: Any) -> Times:
     try:
         exact = moments.cast(pa.timestamp("us", zone))
     except pa.ArrowInvalid:  # nanoseconds that matter: in order, but not calculated with
-        return Times(moments.cast(pa.int64()).to_numpy(zero_copy_only=False), "other")
+        return Times(moments.cast(pa.int64()).to_numpy(zero_copy_only=False), "other", untold="times finer than a microsecond")
     wall = None if zone is None else _micros(pc.local_timestamp(exact))
     return Times(_micros(exact), "datetime", zone, wall)
 

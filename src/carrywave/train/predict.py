@@ -68,6 +68,8 @@ def predict(
     codec, spec = saved.task.codec, saved.spec
     with together(world, patient=True):
         table = series_of(data, codec, spec) if spec.task == "forecasting" else None
+        if table is not None:
+            table.check_ahead(spec.data.horizon)
         sequences = read_python(data, codec, spec, labelled=False)
     if world.rank == 0:
         for line in () if table is None else (*table.notes[1:], *unseen_series(table.name, table.names, codec)):
