@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import subprocess
@@ -233,3 +234,13 @@ def test_bad_spec_or_file_is_refused(tmp_path: Path, task: str, data: dict[str, 
     batch = {"tokens": 64} if task != "language" else {}
     with pytest.raises(error, match=message):
         prepare(Spec.model_validate({"task": task, "data": {"cache": str(tmp_path / "cache"), **given}, "batch": batch}))
+
+
+def test_bytes_of_a_compressed_file_are_read_and_that_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(bz2.compress(b"some words\n" * 9))
+    found = prepare(spec(tmp_path, train="a.txt", tokens="byte"))
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith("its bytes are read as they stand: ")
+    assert "is compressed (bzip2)" in found.notes[0]
+    with pytest.raises(DataError, match=r"is compressed \(bzip2\)"):
+        prepare(spec(tmp_path, train="a.txt"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import os
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from carrywave.errors import DataError
 
 def written(folder: Path, content: bytes, block_bytes: int, name: str = "a.txt") -> Source:
     (folder / name).write_bytes(content)
-    return find(str(folder / name), field="data.train", block_bytes=block_bytes)
+    return find(str(folder / name), field="data.train", block_bytes=block_bytes, any_bytes=True)
 
 
 @given(text=st.text(max_size=60), block_bytes=st.integers(3, 9))
@@ -134,3 +136,38 @@ def test_builtin_text_is_long_prose() -> None:
 def test_digest_is_of_the_content(tmp_path: Path) -> None:
     one, two = written(tmp_path, b"x", 1, "one.txt"), written(tmp_path, b"x", 9, "two.txt")
     assert one.digest() == two.digest() != written(tmp_path, b"y", 1, "three.txt").digest()
+
+
+WORDS = b"one word after the other\n" * 20
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl", "a.txt.bz2"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            bz2.compress(WORDS),
+            r"is compressed \(bzip2\), and only what ends in \.gz or \.zst is decompressed on the way; unpack it with: bunzip2",
+        ),
+        (lzma.compress(WORDS), r"is compressed \(xz\), .* xz -dc"),
+        (gzip.compress(WORDS), r"is compressed \(gzip\), .*; name it .*\.gz, or unpack it"),
+        (pa.compress(WORDS, codec="zstd", asbytes=True), r"is compressed \(zstd\), .*; name it .*\.zst, or unpack it"),
+        (b"PK\x03\x04" + WORDS, r"is compressed \(zip\), .* unzip"),
+        (WORDS.decode().encode("utf-16"), "is text in utf-16, and utf-8 is read; convert it with: iconv -f utf-16 -t utf-8 "),
+        (WORDS.decode().encode("utf-32"), "iconv -f utf-32"),
+    ],
+)
+def test_what_is_compressed_or_of_another_encoding_is_called_so(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as refused:
+        find(str(tmp_path / name), field="data.train")
+    assert "\n" not in str(refused.value)
+    assert find(str(tmp_path / name), field="data.train", any_bytes=True).head() == content[:16]
+
+
+def test_a_workbook_is_called_so_and_a_text_may_begin_as_it_likes(tmp_path: Path) -> None:
+    (tmp_path / "a.xlsx").write_bytes(b"PK\x03\x04 and so on")
+    with pytest.raises(DataError, match=r"a\.xlsx is an Excel workbook; save the sheet as CSV"):
+        find(str(tmp_path / "a.xlsx"), field="data.train", format="csv")
+    (tmp_path / "a.txt").write_text("BZh is how it begins")
+    assert next(find(str(tmp_path / "a.txt"), field="data.train").texts()) == "BZh is how it begins"

@@ -16,7 +16,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.columns import Choice
 from carrywave.data.rows import open_rows
 from carrywave.data.sequences import Sequences
-from carrywave.data.source import Source, find
+from carrywave.data.source import Source, find, not_utf8
 from carrywave.data.table import Table, arrange, read_table
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.facts import DataFacts
@@ -66,7 +66,12 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
     if spec.data.train is None:
         raise SpecError("data.train is empty; give a file to train on")
     names = {"train": spec.data.train, "valid": spec.data.valid, "test": spec.data.test}
-    sources = {part: find(name, field=f"data.{part}", format=spec.data.format) for part, name in names.items() if name is not None}
+    any_bytes = _reads_bytes(spec)
+    sources = {
+        part: find(name, field=f"data.{part}", format=spec.data.format, any_bytes=any_bytes)
+        for part, name in names.items()
+        if name is not None
+    }
     for source in sources.values():
         _check_format(source, spec, labelled=True)
     key = _key(spec, sources, codec)
@@ -91,7 +96,7 @@ def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) ->
 
 def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
     """One more file by the codec of a run; without `labelled`, labels may be missing and are not read."""
-    source = find(str(path), field=part, format=spec.data.format)
+    source = find(str(path), field=part, format=spec.data.format, any_bytes=_reads_bytes(spec))
     _check_format(source, spec, labelled=labelled)
 
     def build(new: NewArray) -> cache.Entry:
@@ -123,6 +128,11 @@ def check_codec(codec: Codec | None, spec: Spec) -> None:
     """Refuses the codec of another task."""
     if codec is not None and codec.task != spec.task:
         raise DataError(f"task={spec.task}, but the codec to read by is of {codec.task}; start from a run of the same task")
+
+
+def _reads_bytes(spec: Spec) -> bool:
+    """Whether a file is read byte by byte, whatever it holds."""
+    return spec.task == "language" and spec.data.tokens == "byte" and spec.streams
 
 
 def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
@@ -165,6 +175,8 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
     if _is_stream(train, spec):
         codec = codec or text.learn_stream(train, spec.data, spec.task)
         held = np.zeros(0, np.bool_)
+        odd = [not_utf8(source.name, source.head()) for source in sources.values() if spec.data.tokens == "byte"]
+        notes = tuple(f"its bytes are read as they stand: {line}" for line in odd if line is not None)
     else:
         rows = open_rows(train, numeric_label=spec.task == "regression")
         held = parts.held_out(rows.count() if share else 0, share, spec.train.seed)

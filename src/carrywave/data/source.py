@@ -37,6 +37,16 @@ FORMATS: dict[str, Format] = {
     ".pq": "parquet",
 }
 BOM = codecs.BOM_UTF8
+PACKED: dict[bytes, tuple[str, str]] = {  # what files that are compressed begin with: by what, and how they are unpacked
+    b"\x1f\x8b\x08": ("gzip", "name it {name}.gz, or unpack it with: gunzip -c {name} > unpacked"),
+    b"(\xb5/\xfd": ("zstd", "name it {name}.zst, or unpack it with: zstd -dc {name} > unpacked"),
+    b"BZh": ("bzip2", "unpack it with: bunzip2 -c {name} > unpacked"),
+    b"\xfd7zXZ": ("xz", "unpack it with: xz -dc {name} > unpacked"),
+    b"PK\x03\x04": ("zip", "unpack it with: unzip {name}"),
+}
+BLOCK_OF_BZIP2 = b"1AY&SY"  # after the size of blocks: BZh alone may begin a text
+ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+HEAD_BYTES = 16
 SEPARATORS = (";", "\t", "|", ",")
 
 
@@ -54,6 +64,11 @@ class Source:
     def tabs(self) -> bool:
         """Whether the name says that columns are separated by tabs."""
         return ".tsv" in Path(self.name).suffixes
+
+    def head(self) -> bytes:
+        """The first bytes of the content."""
+        with self.guard(self.open) as stream:
+            return bytes(self.guard(lambda: stream.read(HEAD_BYTES)))
 
     def digest(self) -> str:
         """SHA-256 of the bytes as they are stored."""
@@ -152,8 +167,8 @@ class Source:
             yield number, last
 
 
-def find(name: str, *, field: str, format: str = "auto", block_bytes: int = BLOCK_BYTES) -> Source:
-    """The source behind a name in the spec, or an error that says what is wrong with it."""
+def find(name: str, *, field: str, format: str = "auto", block_bytes: int = BLOCK_BYTES, any_bytes: bool = False) -> Source:
+    """The source behind a name in the spec, or an error that says what is wrong with it; `any_bytes`: it need not be text."""
     if name == BUILTIN_TEXT:
         return Source(name, None, "text", block_bytes=block_bytes)
     if name.startswith("builtin:"):
@@ -173,9 +188,12 @@ def find(name: str, *, field: str, format: str = "auto", block_bytes: int = BLOC
         raise DataError(f"{field}={name}: Parquet is compressed inside; decompress the file and name it .parquet")
     try:
         with path.open("rb"):
-            return source
+            pass
     except OSError as error:
         raise DataError(f"{field}={name} cannot be opened ({error.strerror}); check its permissions") from error
+    if source.format != "parquet" and not any_bytes and (wrong := not_utf8(name, source.head())) is not None:
+        raise DataError(wrong)
+    return source
 
 
 def named_format(suffix: str, asked: str) -> Format:
@@ -189,6 +207,27 @@ def builtin_text() -> str:
     """The prose of Python's own language reference, about 460 kB of English."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     return "\n\n".join(topics[key] for key in sorted(topics))
+
+
+def not_utf8(name: object, head: bytes) -> str | None:
+    """What a file that begins so is, where it is not text in utf-8, and what to do about it."""
+    packing = packed(head)
+    if packing is not None:
+        how, remedy = PACKED[packing]
+        if how == "zip" and Path(str(name)).suffix.lower() in (".xlsx", ".xlsm"):
+            return f"{name} is an Excel workbook; save the sheet as CSV, or give cw.fit the frame pandas.read_excel({str(name)!r})"
+        read = "what ends in .gz or .zst is decompressed on the way"
+        return f"{name} is compressed ({how}), and only {read}; {remedy.format(name=name)}"
+    encoding = next((encoding for mark, encoding in ENCODINGS.items() if head.startswith(mark)), None)
+    if encoding is not None:
+        return f"{name} is text in {encoding}, and utf-8 is read; convert it with: iconv -f {encoding} -t utf-8 {name} > converted"
+    return None
+
+
+def packed(head: bytes) -> bytes | None:
+    """The mark of a compression that a file begins with."""
+    found = next((mark for mark in PACKED if head.startswith(mark)), None)
+    return None if found == b"BZh" and head[4:10] != BLOCK_OF_BZIP2 else found
 
 
 def to_utf8(name: object) -> str:

@@ -21,7 +21,7 @@ from carrywave.data.frames import columns_of, is_frame, plain_column
 from carrywave.data.inputs import file_of, read_python, series_of
 from carrywave.data.sequences import Sequences
 from carrywave.data.series import scales, unseen_series
-from carrywave.data.source import to_utf8
+from carrywave.data.source import HEAD_BYTES, not_utf8, to_utf8
 from carrywave.data.table import Table
 from carrywave.errors import DataError, PlanError, RunError, UserError
 from carrywave.model.model import Model
@@ -175,7 +175,8 @@ def _lines(path: Path) -> Iterator[Prompt]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}; give a file with a prompt on each line") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text at byte {error.start}; {to_utf8(path)}") from error
+        known = not_utf8(path, path.read_bytes()[:HEAD_BYTES])
+        raise DataError(known or f"{path} is not UTF-8 text at byte {error.start}; {to_utf8(path)}") from error
     for number, line in enumerate(lines, start=1):
         if path.suffix != ".jsonl":
             yield f"{path}:{number}", line
