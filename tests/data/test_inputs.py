@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -259,3 +260,19 @@ def test_bad_data_is_refused_by_item(task: str, data: Any, message: str) -> None
 def test_chosen_column_must_be_there() -> None:
     with pytest.raises(DataError, match=r"train has no column 'y' \(data\.columns\); it has 0, 1"):
         from_python(np.zeros((5, 2)), spec("forecasting", columns=["y"]))
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**60), 5 * 10**18, 10**20])
+def test_whole_numbers_that_would_be_rounded_are_refused_wherever_they_come_from(number: int) -> None:
+    fact = f"{number}, a whole number beyond 2\\*\\*53, which would be rounded; "
+    values = [1, 2, number, 3]
+    given: list[Any] = [values, [[value] for value in values]]
+    if number < 2**63:
+        given += [np.array(values), pd.DataFrame({"y": values}), pa.table({"y": values})]
+    if 0 < number < 2**63:
+        given += [np.array(values, np.uint64), pd.DataFrame({"y": np.array(values, np.uint64)})]
+    for data in given:
+        with pytest.raises(DataError, match=fact):
+            from_python(data, Spec.model_validate({"task": "forecasting", "data": {"share": 0, "horizon": 1}}))
+    with pytest.raises(DataError, match=fact):
+        from_python([{"steps": [1.0], "label": number}], Spec.model_validate({"task": "regression", "data": {"share": 0}}))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.frames import is_column, is_frame, plain_column, plain_frame
-from carrywave.data.moments import unusable
+from carrywave.data.moments import TOO_WHOLE, WHOLE, too_whole, unusable
 from carrywave.data.rows import Row
 from carrywave.errors import DataError
 
@@ -105,6 +105,8 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
     except (ValueError, OverflowError):
         array = None
     if array is not None and array.dtype.kind in "iufb":
+        if (beyond := too_whole(array)) is not None:
+            raise DataError(f"{where}: {field} holds {beyond}, {TOO_WHOLE}")
         return array.astype(np.float64)
     items = value if isinstance(value, (list, np.ndarray)) else [value]
     for step, item in enumerate(items):
@@ -117,11 +119,13 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
                 raise DataError(
                     f"{where}: step {step}, column {column} of {field} is {_kind(number)} ({number!r:.40}), not a number; write a number"
                 )
+            if isinstance(number, int) and abs(number) > WHOLE:
+                raise DataError(f"{where}: {field} holds {number}, {TOO_WHOLE}")
     widths = {len(item) if isinstance(item, (list, tuple, np.ndarray)) else -1 for item in items}
     if len(widths) > 1:
         raise DataError(f"{where}: {field} is ragged, it has steps of {_widths(widths)}; give every step the same number of features")
     try:
-        return np.array(value, np.float64)  # None becomes NaN, and a whole number beyond 64 bits the nearest float
+        return np.array(value, np.float64)  # None becomes NaN
     except (ValueError, TypeError, OverflowError) as error:
         raise DataError(
             f"{where}: {field} cannot be read as numbers ({str(error)[:80]}); write a list of steps, each a list of numbers"

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from carrywave.errors import DataError
 
 LARGEST = 1e25  # beyond this a number is refused where it enters
+WHOLE = 2**53  # up to which float64 holds every whole number
+TOO_WHOLE = "a whole number beyond 2**53, which would be rounded; subtract what all have in common, or give it as a float"
 FARTHEST = 1e38  # in deviations, beyond which a number is refused: float32 ends soon after
 NOISE = 8 * float(np.finfo(np.float64).eps)  # of the largest number: a deviation below it is rounding
 GROWN = 2.0**400  # squares of deviations are kept times its square, so that neither those of 1e-270 vanish nor those of 1e25 overflow
@@ -19,6 +21,14 @@ def unusable(values: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Where numbers are NaN, infinite or absurdly large."""
     refused: NDArray[np.bool_] = ~(np.abs(values) <= LARGEST)
     return refused
+
+
+def too_whole(values: NDArray[Any]) -> int | None:
+    """The first of whole numbers that float64 would round, where there is one; values of another kind are rounded already."""
+    if values.dtype.kind not in "iu" or not values.size or (int(values.max()) <= WHOLE and int(values.min()) >= -WHOLE):
+        return None
+    flat = values.reshape(-1)
+    return int(flat[int(np.argmax((flat > WHOLE) | (flat < -WHOLE if values.dtype.kind == "i" else False)))])
 
 
 class Moments:

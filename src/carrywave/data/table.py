@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.columns import A_NUMBER, SERIES_NAME, Choice, Roles, roles_of, second_rows
 from carrywave.data.dates import WRITE, is_text, problem, texts_of
-from carrywave.data.moments import unusable
+from carrywave.data.moments import TOO_WHOLE, too_whole, unusable
 from carrywave.data.quotes import check_quotes
 from carrywave.data.sequences import Ints
 from carrywave.data.source import Source
@@ -143,6 +143,11 @@ def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
             row = int(np.argmax(wrong.to_numpy(zero_copy_only=False)))
             raise _bad_value(name, row, label, column[row].as_py())
         column = pc.utf8_ltrim(pc.utf8_trim_whitespace(column), "+")  # Arrow reads no plus sign
+    if pa.types.is_integer(column.type):
+        beyond = too_whole(_flat(column).drop_null().to_numpy(zero_copy_only=False))
+        if beyond is not None:
+            row = int(pc.index(_flat(column), pa.scalar(beyond, column.type)).as_py())
+            raise DataError(f"{name}: row {row + 1}, column {label} is {beyond}, {TOO_WHOLE}, or leave the column out with data.columns")
     try:
         values: NDArray[np.float64] = (
             _flat(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column).cast(pa.float64()).to_numpy(zero_copy_only=False)
