@@ -256,3 +256,14 @@ def test_a_small_change_of_large_numbers_is_learned_and_comes_back(tmp_path: Pat
     # Float64 has steps of 1e-7 at 1e9, and targets are some 1e-4.
     np.testing.assert_allclose(runs[0], runs[1], atol=1e-6)
     assert runs[0].std() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*not in the training data")
+def test_forecasts_of_arrays_say_which_one_they_are_of(tmp_path: Path) -> None:
+    waves = [np.sin(np.arange(40.0) / speed)[:, None] for speed in (2, 3)]
+    run = tmp_path / "run"
+    how: dict[str, Any] = {"data": {"horizon": 2, "share": 0}, "train": {"max_steps": 1}, "device": "cpu"}
+    cw.fit({"hidden": 4, "layers": 1}, waves, task="forecasting", run=run, **how)
+    rows = cw.predict(run, waves, device="cpu")
+    assert [(row["series"], row["step"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert all(row.keys() == {"step", "0"} for row in cw.predict(run, waves[0], device="cpu"))

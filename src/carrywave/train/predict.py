@@ -37,6 +37,7 @@ from carrywave.train.generate import generate
 from carrywave.train.saved import Saved, open_run, warn
 from carrywave.train.watch import printable
 
+BY_PLACE = "series"  # the field of a forecast that says which of several series without names it is of, from 0
 Row = dict[str, Any]
 Prompt = tuple[str, str]  # how errors name it, and the text to continue
 
@@ -233,6 +234,8 @@ def _forecasts(saved: Saved, data: Sequences, table: Table) -> Iterator[Row]:
         times = table.ahead(number, spec.horizon)
         for step in range(spec.horizon):
             row: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
+            if codec.series is None and len(data) > 1:
+                row[BY_PLACE] = number  # series without names are told apart by where they stand
             if times is not None:
                 row[str(codec.time)] = times[step]
             row["step"] = step + 1
