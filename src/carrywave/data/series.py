@@ -146,7 +146,8 @@ def scales(table: Table, codec: Codec) -> list[tuple[tuple[float, ...], tuple[fl
 
 def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, ...]:
     """A line about series that train did not hold, where each series has a scale of its own."""
-    new = [name for name in names if name not in set(codec.names)] if codec.names else []
+    known = set(codec.names)
+    new = [] if not known or codec.own_scale else [name for name in names if name not in known]  # asked for, it is no news
     if not new:
         return ()
     many = f"series {new[0]} is" if len(new) == 1 else f"{len(new):,} series ({', '.join(new[:3])}{', …' if len(new) > 3 else ''}) are"
