@@ -156,6 +156,7 @@ WORDS = b"one word after the other\n" * 20
         (WORDS.decode().encode("utf-16"), "is text in utf-16, and utf-8 is read; convert it with: iconv -f utf-16 -t utf-8 "),
         (WORDS.decode().encode("utf-32"), "iconv -f utf-32"),
     ],
+    ids=["bzip2", "xz", "gzip", "zstd", "zip", "utf-16", "utf-32"],
 )
 def test_what_is_compressed_or_of_another_encoding_is_called_so(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
