@@ -1,9 +1,8 @@
-"""What commands are given alike: a spec with overrides, a device, and files to write, which are checked before the work is done."""
+"""What commands are given alike: a spec with overrides, a device, the name of a file to write."""
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -87,30 +86,6 @@ def spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
     return (Path(files[0]) if files else None), [word for word in words if "=" in word]
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuses a file that cannot be written before the work is done, not after."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: there is no folder {path.parent}; make it, or write elsewhere")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{path} cannot be written: folder {path.parent} is read-only; write elsewhere")
-
-
 def plain(value: object) -> object:
     """A value for JSON, which knows neither NaN nor infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes the whole file or none of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise UserError(f"{path} could not be written: {error.strerror or error}; free some room, or write elsewhere") from error
-    finally:
-        part.unlink(missing_ok=True)

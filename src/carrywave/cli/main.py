@@ -21,10 +21,8 @@ from carrywave.cli.given import (
     DeviceOption,
     Group,
     JsonOption,
-    check_writable,
     note,
     plain,
-    replace_file,
     spec_and_overrides,
 )
 from carrywave.cli.show import PlainWatcher, Recorder, row_line, table_of, watcher_for
@@ -43,7 +41,7 @@ from carrywave.parallel.launched import is_first
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
-from carrywave.train import begun
+from carrywave.train import begun, output
 from carrywave.train.causes import INTERRUPTED, STOPPED
 from carrywave.train.watch import Silent, printable
 
@@ -98,7 +96,7 @@ def train(
             raise RunError("--resume goes on with the weights of the run and --init starts from others; give one of the two")
     with agreed(device.value):
         resolved = load(path, overrides)
-        check_writable(json_file)
+        output.check(json_file)
     if devices is None and min_devices is None:
         devices = devices_that_pay(resolved, device.value, run if resume else None)
     workers = start_workers(devices, device.value, resolved.plan_spec, elastic=Elastic(restarts, min_devices), dry_run=dry_run)
@@ -149,7 +147,7 @@ def evaluate(
     json_file: JsonOption = None,
 ) -> None:
     """Evaluate the best weights of a run."""
-    check_writable(json_file)
+    output.check(json_file)
     start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.tasks.doubts import worse_than_naive
@@ -170,7 +168,7 @@ def predict(
     input_file: Annotated[
         Path | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format that was trained on.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if left out.")] = None,
+    file: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if left out.")] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Language: the text to continue.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Language: how many tokens to add.")] = 200,
     temperature: Annotated[float, typer.Option(help="Language: 0 takes the likeliest token, 1 samples as the model says.")] = 1.0,
@@ -181,12 +179,12 @@ def predict(
     """Predict with the best weights of a run; a language model continues a prompt."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"--temperature is {temperature}; use a number >= 0")
-    check_writable(output)
+    output.check(file, wanted=True)
     start_workers(devices, device.value)
     with leaving_at_once():
         from carrywave.train.predict import predict_run
 
-    predict_run(run, input_file, output, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, device=device.value)
+    predict_run(run, input_file, file, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, device=device.value)
 
 
 @app.command(cls=Command)
@@ -200,7 +198,7 @@ def bench(
     names = _benchmarks()
     if name not in names:
         raise UserError(f"there is no benchmark {name}; use one of {', '.join(names)}")
-    check_writable(json_file)
+    output.check(json_file)
     rows: list[dict[str, object]] = importlib.import_module(f"carrywave.benchmarks.{name}").run(quick=quick)
     console = Console()
     # A file or a pipe has no width of its own: rows stay whole.
@@ -211,15 +209,15 @@ def bench(
 @app.command(cls=Command)
 @with_exit_codes
 def schema(
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if left out.")] = None,
+    file: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if left out.")] = None,
 ) -> None:
     """Write the JSON schema of a spec, for editors."""
     text = json.dumps(spec_schema(), indent=2) + "\n"
-    if output is None:
+    output.check(file, wanted=True)
+    if file is None:
         typer.echo(text, nl=False)
     else:
-        check_writable(output)
-        replace_file(output, text)
+        output.write(file, text)
 
 
 def _benchmarks() -> list[str]:
@@ -243,7 +241,7 @@ def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
     """A JSON array with one row a line; what is not a number in JSON (NaN, infinity) becomes null."""
     if path is not None and is_first():
         lines = (json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
-        replace_file(path, "[\n" + ",\n".join(lines) + "\n]\n")
+        output.write(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def _evaluations(run: Path) -> list[dict[str, object]]:

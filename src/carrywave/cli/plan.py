@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from carrywave.cli.given import Device, DeviceOption, check_writable, note, plain, replace_file, spec_and_overrides
+from carrywave.cli.given import Device, DeviceOption, note, plain, spec_and_overrides
 from carrywave.errors import DataError, PlanError
 from carrywave.plan import shards
 from carrywave.plan.better import balance_text, remedies
@@ -30,6 +30,7 @@ from carrywave.plan.units import Shape, Units
 from carrywave.spec.facts import DataFacts, read_facts
 from carrywave.spec.load import load, parse_yaml
 from carrywave.spec.spec import PlanSpec, Spec
+from carrywave.train import output
 from carrywave.train.hardware import cores, gpus
 from carrywave.train.profiles import CROWDED, profile_for
 
@@ -64,8 +65,8 @@ def plan(
     if growth and (use_all or not resolved.plans_itself):
         what = "--all" if use_all else "a plan in the spec"
         raise PlanError(f"--scale finds the fastest plan for each number of devices, and {what} asks for another; leave one of them out")
-    check_writable(svg)
-    check_writable(json_file)
+    output.check(svg)
+    output.check(json_file)
     named = profile or os.environ.get(PROFILE) or None
     units = Units.of(resolved, read_facts(facts) if facts is not None else _facts_of(resolved))
     offer = _Offer(units, named, device.value, devices)
@@ -194,7 +195,7 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
         # What is asked for above what the planner would choose, on one axis.
         drawn = [shown] if shown.plan == best.best.plan else [shown, best.best]
         panels = [Panel(f"{describe(each.plan)}: {each.speed}", each.timeline, stage_names(each, len(units))) for each in drawn]
-        replace_file(svg, draw(panels, _model(spec, units)))
+        output.write(svg, draw(panels, _model(spec, units)))
     _write(json_file, choice_object(units, choice, tried) | {"asked": asked is not None})
 
 
@@ -247,4 +248,4 @@ def _about(units: Units, plan: Plan) -> str:
 
 def _write(path: Path | None, known: Mapping[str, Any]) -> None:
     if path is not None:
-        replace_file(path, json.dumps({name: plain(value) for name, value in known.items()}, indent=1, ensure_ascii=False) + "\n")
+        output.write(path, json.dumps({name: plain(value) for name, value in known.items()}, indent=1, ensure_ascii=False) + "\n")

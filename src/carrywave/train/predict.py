@@ -31,7 +31,7 @@ from carrywave.parallel.world import join, leave, together
 from carrywave.spec.spec import BatchSpec
 from carrywave.tasks.task import Part
 from carrywave.tasks.views import Naive
-from carrywave.train import durable
+from carrywave.train import output as outputs
 from carrywave.train.evaluate import passes
 from carrywave.train.generate import generate
 from carrywave.train.saved import Saved, open_run, warn
@@ -107,8 +107,7 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
         shown = text if prompt is None else rows[0]["text"] + "\n"
         sys.stdout.write(printable(shown) if sys.stdout.isatty() else shown)
     else:
-        with durable.writing(str(output)):
-            durable.write_bytes(output, text.encode())
+        outputs.write(output, text)
     return rows
 
 
