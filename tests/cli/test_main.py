@@ -20,9 +20,11 @@ from typer.testing import CliRunner
 import carrywave.benchmarks
 from carrywave.cli.main import app
 from carrywave.errors import DataError
+from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
 from carrywave.train import begun
+from carrywave.train.logs import Outputs
 
 Install = Callable[..., None]
 
@@ -350,3 +352,35 @@ def test_ctrl_c_while_libraries_load_is_one_line_and_130(tmp_path: Path) -> None
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "carrywave: interrupted\n")
+
+
+# Streams that are closed.
+
+
+def closed(streams: str, *words: str) -> subprocess.CompletedProcess[str]:
+    shell = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", "carrywave", *words]
+    return subprocess.run(shell, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("words", [["schema"], ["predict", "r", "in.jsonl"], ["predict", "r", "in.jsonl", "--devices", "2"]])
+def test_a_result_that_nobody_would_see_is_refused(words: list[str]) -> None:
+    ended = closed(">&-", *words)
+    message = "standard output is closed, so nobody would see the result; open it, or name a file with -o"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"carrywave: {message}\n")
+
+
+def test_with_all_streams_closed_a_file_holds_what_it_should_alone(tmp_path: Path) -> None:
+    assert closed("<&- >&- 2>&-", "schema", "-o", str(tmp_path / "schema.json")).returncode == 0
+    assert json.loads((tmp_path / "schema.json").read_text()) == spec_schema()
+    mistake = closed("2>&-", "schema", "-o", str(tmp_path))
+    assert (mistake.returncode, mistake.stdout) == (2, "")
+
+
+def test_what_workers_print_is_dropped_where_stdout_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = Outputs(tmp_path / "logs")
+    handle, _ = outputs.of(0)
+    assert handle is not None
+    os.write(handle, b"a line")
+    monkeypatch.setattr(sys, "stdout", None)
+    outputs.pass_on()
+    outputs.close()

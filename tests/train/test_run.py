@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ def test_nothing_is_made_before_the_first_write(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     with Run.create(None, "language") as run:
         assert run.path == Path("runs/language-1")
-        assert run.sizes() == (0, 0)
+        assert run.sizes()[:2] == (0, 0)
     with Run.create(tmp_path / "mine", "language"):
         pass
     assert files(tmp_path) == []
@@ -111,7 +113,7 @@ def test_cut_back_to_a_snapshot(tmp_path: Path) -> None:
     run.write_timing({"step": 10})
     sizes = run.sizes()
     straight = (run.path / "metrics.jsonl").read_bytes()
-    assert sizes == (len(straight), len('{"step": 10}\n'))
+    assert sizes == (len(straight), len('{"step": 10}\n'), hashlib.sha256(straight).hexdigest())
     run.write_metrics({**ROW, "step": 20})
     run.write_timing({"step": 20})
     run.close()
@@ -127,11 +129,68 @@ def test_cut_back_to_a_snapshot(tmp_path: Path) -> None:
 def test_a_log_that_lost_lines_is_refused_and_lost_timings_are_not(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "x", "language", events=False)
     run.write_metrics(ROW)
-    size, _ = run.sizes()
+    size, _, _ = run.sizes()
     run.cut_back(size, 1000)
     with pytest.raises(RunError, match=f"metrics.jsonl has {size} bytes, the snapshot was made after {size + 1}"):
         run.cut_back(size + 1, 0)
     assert (run.path / "metrics.jsonl").stat().st_size == size
+
+
+def test_a_log_that_was_changed_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "x", "language", events=False)
+    run.write_spec(Spec())
+    run.write_metrics(ROW)
+    sizes = run.sizes()
+    run.close()
+    log = run.path / "metrics.jsonl"
+    kept = log.read_bytes()
+    for changed in (b'{"by": "hand"}\n' + kept, kept.replace(b"train", b"tried") + kept):
+        log.write_bytes(changed)
+        with pytest.raises(RunError, match=rf"metrics.jsonl was changed: its first {len(kept)} bytes .*; put the file back, or start"):
+            Run.open(run.path, events=False).cut_back(*sizes)
+        assert log.read_bytes() == changed
+    Run.open(run.path, events=False).cut_back(*sizes[:2])  # of a snapshot from before there was a checksum
+
+
+def test_a_row_is_written_whole_by_a_system_that_takes_it_in_pieces(tmp_path: Path) -> None:
+    class Short:
+        def __init__(self, path: Path) -> None:
+            self.file = path.open("ab", buffering=0)
+
+        def write(self, data: bytes) -> int:
+            return self.file.write(data[:7])
+
+        def close(self) -> None:
+            self.file.close()
+
+    run = Run.create(tmp_path / "x", "language", events=False)
+    run.write_spec(Spec())
+    run.write_metrics(ROW)
+    run.close()
+    run._files["metrics.jsonl"] = Short(run.path / "metrics.jsonl")  # type: ignore[assignment]
+    run.write_metrics(ROW)
+    sizes = run.sizes()
+    run.close()
+    first, second = (run.path / "metrics.jsonl").read_text().splitlines()
+    assert first == second
+    Run.open(run.path, events=False).cut_back(*sizes)
+
+
+def test_a_folder_that_is_moved_is_one_error_and_no_traceback_of_another_thread(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run.create(tmp_path / "x", "language")
+    run.write_metrics(ROW)
+    (tmp_path / "x").rename(tmp_path / "y")
+
+    def go_on() -> None:
+        for step in range(100):
+            run.write_metrics({**ROW, "step": step})
+            run.sizes()
+
+    with pytest.raises(RunError, match=r"the folder of the run .*x was removed while it was trained; start"):
+        go_on()
+    with suppress(RunError):
+        run.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_events_are_written_and_purged(tmp_path: Path) -> None:

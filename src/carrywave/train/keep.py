@@ -54,13 +54,14 @@ class Keeper:
         groups = part_of(loop.trainer, loop.spec.lanes)
         meta = None
         if self.world.rank == 0:
-            metrics_bytes, timing_bytes = loop.folder.sizes()
+            metrics_bytes, timing_bytes, metrics_sha256 = loop.folder.sizes()
             meta = {
                 "progress": loop.numbers(),
                 "spec": loop.spec.model_dump(mode="json"),
                 "fingerprint": self.fingerprint,
                 "metrics_bytes": metrics_bytes,
                 "timing_bytes": timing_bytes,
+                "metrics_sha256": metrics_sha256,
             }
             groups["extra"] = {f"loop/{name}": tensor for name, tensor in loop.tensors().items()}
             if loop.trainer.scaler is not None:
@@ -173,7 +174,8 @@ def go_on(loop: Loop, stored: Stored, fingerprint: str) -> None:
         if trainer.scaler is not None:
             trainer.scaler.load(_under("scaler/", extra))
         loop.restore(meta["progress"], _under("loop/", extra))
-        loop.folder.cut_back(meta["metrics_bytes"], meta["timing_bytes"], loop.progress.step)
+        noted = meta["metrics_bytes"], meta["timing_bytes"], meta.get("metrics_sha256")  # which older snapshots do not have
+        loop.folder.cut_back(*noted, step=loop.progress.step)
         if world.rank == 0:
             mend_best(stored)
 

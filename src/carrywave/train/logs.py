@@ -100,7 +100,10 @@ def keep_trace(run: Path | None, attempt: str, rank: str, error: BaseException) 
 
 
 def _write_all(to: int, data: bytes) -> None:
+    stream = sys.stdout if to == OUT else sys.stderr
+    if stream is None:  # closed from the start: the number may be that of another file by now
+        return
     with suppress(OSError, ValueError):  # whoever read our output has left: the workers go on
-        (sys.stdout if to == OUT else sys.stderr).flush()
+        stream.flush()
         while data:
             data = data[os.write(to, data) :]

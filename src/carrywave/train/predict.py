@@ -104,11 +104,20 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
         return rows
     text = _csv(rows) if kind == ".csv" else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if output is None:
-        shown = text if prompt is None else rows[0]["text"] + "\n"
-        sys.stdout.write(printable(shown) if sys.stdout.isatty() else shown)
+        _show(text if prompt is None else rows[0]["text"] + "\n")
     else:
         outputs.write(output, text)
     return rows
+
+
+def _show(text: str) -> None:
+    """Write to standard output: as it is for a program, as it can be shown for a person."""
+    if sys.stdout is None:
+        raise UserError("standard output is closed, so nobody would see the result; open it, or name a file with -o")
+    try:
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    except UnicodeEncodeError:  # an encoding that does not know all letters, or half of a pair of surrogates
+        sys.stdout.write(text.encode(sys.stdout.encoding, errors="backslashreplace").decode(sys.stdout.encoding))
 
 
 def continuations(saved: Saved, prompts: list[Prompt], count: int, temperature: float, seed: int) -> list[Row]:

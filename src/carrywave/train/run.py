@@ -7,9 +7,11 @@ write to the end of the context.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +36,30 @@ MADE = ("spec.yaml", "plan.json", "codec.json", "facts.json", METRICS, TIMING, "
 Value = float | int | str | bool | None
 
 
+class _Hashed:
+    """How long metrics.jsonl is, and its SHA-256, as far as it was written: counted on with every row, not read again."""
+
+    def __init__(self) -> None:
+        self.num_bytes, self.digest = 0, hashlib.sha256()
+
+    @classmethod
+    def of(cls, path: Path, num_bytes: int | None = None) -> Self:
+        """Of what is there, or of the first of its bytes."""
+        found = cls()
+        if path.is_file():
+            with path.open("rb") as file:
+                left = _size(path) if num_bytes is None else num_bytes
+                while block := file.read(min(left, durable.BLOCK_BYTES)):
+                    found.add(block)
+                    left -= len(block)
+        return found
+
+    def add(self, data: bytes) -> None:
+        """Count what is written next."""
+        self.num_bytes += len(data)
+        self.digest.update(data)
+
+
 class Run:
     """One run's folder, and the files that are open in it."""
 
@@ -46,6 +72,7 @@ class Run:
         self._files: dict[str, IO[bytes]] = {}
         self._events: SummaryWriter | None = None
         self._purge_step: int | None = None
+        self._hashed: _Hashed | None = None
         self._claim: owner.Claim | None = None
 
     @classmethod
@@ -173,12 +200,13 @@ class Run:
         with self._writing(str(self.weights)):
             save_weights(self.weights, parameters, {"format": "pt", **metadata})
 
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of both logs, for the snapshot that is written next."""
+    def sizes(self) -> tuple[int, int, str]:
+        """Bytes of both logs, and the SHA-256 of metrics.jsonl as this run wrote it, for the snapshot that is written next."""
         with self._writing(str(self.path / "tb")):
             if self._events is not None:
                 self._events.flush()
-        return _size(self.path / METRICS), _size(self.path / TIMING)
+        metrics = self._metrics()
+        return metrics.num_bytes, _size(self.path / TIMING), metrics.digest.hexdigest()
 
     def sync(self) -> None:
         """Bring both logs to the disk, of a run that is still this process's; from any thread."""
@@ -189,13 +217,20 @@ class Run:
                 if (self.path / name).is_file():
                     durable.sync_path(self.path / name)
 
-    def cut_back(self, metrics_bytes: int, timing_bytes: int, step: int | None = None) -> None:
-        """Before resuming: cut both logs back to a snapshot, and have TensorBoard forget what came after its optimizer step."""
+    def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str | None = None, step: int | None = None) -> None:
+        """Before resuming: cut both logs back to a snapshot, and have TensorBoard forget what came after its optimizer step.
+
+        `sha256`: of metrics.jsonl up to there; None where the snapshot is older than that check.
+        """
         present = _size(self.path / METRICS)
         if present < metrics_bytes:
             had = f"{self.path / METRICS} has {present} bytes, the snapshot was made after {metrics_bytes}"
             raise RunError(f"{had}; put the file back, or start a new run with {option('init')}")
+        if sha256 is not None and _Hashed.of(self.path / METRICS, metrics_bytes).digest.hexdigest() != sha256:
+            fact = f"{self.path / METRICS} was changed: its first {metrics_bytes} bytes are not those that the run wrote"
+            raise RunError(f"{fact}; put the file back, or start a new run with {option('init')}")
         self.close()
+        self._hashed = None
         with self._writing(str(self.path / METRICS)):
             for name, kept in ((METRICS, metrics_bytes), (TIMING, timing_bytes)):
                 # Lost timings are no loss to the run: that file is only ever shortened.
@@ -262,10 +297,20 @@ class Run:
         line = json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
         self.make()
         with self._writing(str(self.path / name)):
+            written = self._metrics() if name == METRICS else None
             if name not in self._files:
                 # Unbuffered: one write a line, so what is on the disk ends with a whole line.
                 self._files[name] = (self.path / name).open("ab", buffering=0)
-            self._files[name].write(line.encode())
+            data = line.encode()
+            if written is not None:
+                written.add(data)
+            while data:  # a disk that is nearly full takes a part of it, and refuses the rest
+                data = data[self._files[name].write(data) :]
+
+    def _metrics(self) -> _Hashed:
+        if self._hashed is None:
+            self._hashed = _Hashed.of(self.path / METRICS)
+        return self._hashed
 
     def _open_events(self) -> SummaryWriter:
         if self._events is None:
@@ -275,6 +320,7 @@ class Run:
                 warnings.simplefilter("ignore")
                 from torch.utils.tensorboard import SummaryWriter
 
+                _hush_events()
                 self._events = SummaryWriter(str(self.path / "tb"), purge_step=self._purge_step)
                 self._purge_step = None
         return self._events
@@ -289,20 +335,13 @@ class Elsewhere(Run):
     def make(self) -> None:
         """Nothing."""
 
-    def read_object(self, name: str) -> dict[str, Any]:
-        """The same where it must be a mapping."""
-        found = self.read_json(name)
-        if not isinstance(found, dict):
-            raise RunError(f"{self.path / name} is damaged: it holds no mapping; give the folder of a whole run")
-        return found
-
     def write_metrics(self, row: Mapping[str, Value]) -> None:
         """Nothing."""
 
     def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Nothing."""
 
-    def cut_back(self, metrics_bytes: int, timing_bytes: int, step: int | None = None) -> None:
+    def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str | None = None, step: int | None = None) -> None:
         """Nothing."""
 
     def _write(self, name: str, text: str) -> None:
@@ -324,6 +363,21 @@ def _refuse_occupied(path: Path) -> None:
     if (path / "spec.yaml").is_file() and not (path / "snapshots" / POINTER).is_file():
         raise RunError(f"{path} holds a run that ended before its first snapshot; remove the folder, or use another {option('run')}")
     raise RunError(f"{path} is already there and not empty; use {option('resume')} to go on with it, or another {option('run')}")
+
+
+def _hush_events() -> None:
+    """What fails in TensorBoard's thread is raised at the next write too, and said there; not beside it, with a traceback."""
+    before = threading.excepthook
+    if getattr(before, "hushes_events", False):
+        return
+
+    def hook(failed: threading.ExceptHookArgs, /) -> None:
+        writes_events = type(failed.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
+        if not writes_events or not issubclass(failed.exc_type, OSError):
+            before(failed)
+
+    hook.hushes_events = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
