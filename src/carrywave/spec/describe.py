@@ -115,7 +115,8 @@ def reference() -> str:
         "a JSON schema for editors.",
         "Relative paths start at the current directory, wherever the spec file itself lies.",
         "",
-        "Numbers may be written `3e-4` or `1e5`; only `true` and `false` are truth values, and text that looks like a number needs quotes.",
+        "Numbers may be written `3e-4`, `1e5`, `.5`, `1_000`, `0x1f` or `0b1`; `010` and `1:30` (8 and 90 in YAML) are refused.",
+        "Only `true` and `false` are truth values, a date is text, and text that looks like a number needs quotes.",
         "",
     ]
     sections = [""] + [key.name for key in keys().values() if key.section]

@@ -1,8 +1,9 @@
 """Reads a spec: a YAML file, then `key=value` overrides, then validation. What is wrong becomes one line: fact and remedy.
 
-YAML is read with a `SafeLoader` that differs from PyYAML's in five ways: `3e-4` and `1e5` are numbers, only `true` and `false`
-are truth values (a label may be called `no`), keys are always text, and a key given twice and an alias (which could make a few
-lines into gigabytes) are refused.
+YAML is read with a `SafeLoader` that differs from PyYAML's in these ways: `3e-4` and `1e5` are numbers, only `true` and `false`
+are truth values (a label may be called `no`), dates and keys are always text, and four things are refused: a key given twice, an alias
+(which could make a few lines into gigabytes), and numbers that old YAML takes for something else than a person does: `010` (8 there)
+and `1:30` (90).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ YAML_TAG = "tag:yaml.org,2002:"
 NUMBER = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
 )
+LEADING_ZERO = re.compile(r"[-+]?0_*[0-9]")
 TRUTH = re.compile(r"true|True|TRUE|false|False|FALSE")
 
 
@@ -98,8 +100,8 @@ def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:
 
 
 def _resolvers(base: Mapping[str, list[tuple[str, Any]]]) -> dict[str, list[tuple[str, Any]]]:
-    """PyYAML's resolvers less the ones for floats and truth values, which are added anew below."""
-    dropped = (f"{YAML_TAG}float", f"{YAML_TAG}bool", f"{YAML_TAG}merge", f"{YAML_TAG}value")
+    """PyYAML's resolvers less those for floats and truth values, which are added anew below, and for dates."""
+    dropped = tuple(f"{YAML_TAG}{kind}" for kind in ("float", "bool", "merge", "value", "timestamp"))
     return {first: [(tag, pattern) for tag, pattern in rules if tag not in dropped] for first, rules in base.items()}
 
 
@@ -110,7 +112,21 @@ for _kind in (_Loader, _Dumper):
 _Loader.add_implicit_resolver(f"{YAML_TAG}bool", re.compile(f"^(?:{TRUTH.pattern})$"), list("tTfF"))
 
 
+def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
+    _refuse_doubtful(node)
+    return int(loader.construct_yaml_int(node))
+
+
+def _refuse_doubtful(node: yaml.ScalarNode) -> None:
+    """Numbers that mean one thing to YAML 1.1 and another to a person."""
+    if ":" in node.value:
+        raise _refusal(f"{node.value} is a number to the base 60 in YAML; write the number out, or put text in quotes", node.start_mark)
+    if LEADING_ZERO.match(node.value):
+        raise _refusal(f"{node.value} has a leading zero, which may mean octal; leave the zero out, or put text in quotes", node.start_mark)
+
+
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float | int:
+    _refuse_doubtful(node)
     value = loader.construct_yaml_float(node)
     # 1e5 is a fine way to write a whole number of steps; 1.0 is not.
     whole = "." not in node.value and math.isfinite(value) and abs(value) < 2**53 and value == int(value)
@@ -135,6 +151,7 @@ def _refuse_tag(loader: _Loader, node: yaml.Node) -> None:
 
 _Dumper.add_representer(list, lambda dumper, value: dumper.represent_sequence(f"{YAML_TAG}seq", value, flow_style=True))
 _Loader.add_constructor(f"{YAML_TAG}float", _number)
+_Loader.add_constructor(f"{YAML_TAG}int", _whole)
 _Loader.add_constructor(f"{YAML_TAG}map", _mapping)
 _Loader.add_constructor(None, _refuse_tag)
 
