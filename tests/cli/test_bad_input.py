@@ -688,7 +688,53 @@ def test_no_room_for_the_first_weights_keeps_the_rows_of_what_was_trained(disk: 
     assert [row["split"] for row in rows] == ["train", "valid"]
     assert not Path("new/owner.json").exists()
     assert one_line(*call("train", *LANGUAGE, "--run", "new")[:2]) == (
-        "new holds a run that ended before its first snapshot; remove the folder, or use another --run"
+        "new holds a run that ended before its first snapshot; use --resume to start it over, or use another --run"
+    )
+
+
+def test_of_the_data_the_file_that_has_changed_is_named() -> None:
+    words = [*LANGUAGE, "data.valid=valid.txt"]
+    write("valid.txt", TEXT[:80])
+    assert call("train", *words, "--run", "run")[0] == 0
+    for changed in ("valid.txt", "train.txt"):
+        kept = Path(changed).read_bytes()
+        write(changed, kept.replace(b"cat", b"act"))
+        message = refused("train", "--resume", "--run", "run", "train.epochs=3")
+        assert message.startswith(f"the data has changed since the snapshot was written ({changed}); put the old data back")
+        write(changed, kept)
+    assert call("train", "--resume", "--run", "run", "train.epochs=3")[0] == 0
+
+
+MADE = ("weights.safetensors", "metrics.jsonl", "spec.yaml", "plan.json", "codec.json", "facts.json")
+
+
+def test_a_run_that_ended_before_its_first_snapshot_starts_over(disk: Disk) -> None:
+    language = [*LANGUAGE, "train.log_every=1"]
+    assert call("train", *language, "--run", "straight")[0] == 0
+    disk.full(r"new/snapshots/.*/")
+    code, err, _ = call("train", *language, "train.epochs=1", "--run", "new")
+    assert one_line(code, err).startswith("snapshot new/snapshots/step-")
+    assert Path("new/weights.safetensors").is_file()
+    Path("new/notes.txt").write_text("my own")
+    disk.full("nowhere")
+    assert refused("train", *language, "model.hidden=5", "--resume", "--run", "new").startswith("the run was started with model.hidden=4")
+    code, err, _ = call("train", "--resume", "--run", "new", "train.epochs=2")
+    assert (code, err) == (0, "")
+    assert {name: Path("new", name).read_bytes() for name in MADE} == {name: Path("straight", name).read_bytes() for name in MADE}
+    assert sorted(os.listdir("new")) == sorted(["notes.txt", *os.listdir("straight")])
+    assert sorted(os.listdir("new/snapshots")) == sorted(os.listdir("straight/snapshots"))
+    shutil.rmtree("new/snapshots")  # it has had some: what was trained is not to be made again over it
+    assert refused("train", "--resume", "--run", "new").startswith("new/snapshots holds no snapshot; leave out --resume")
+
+
+def test_a_run_from_other_weights_does_not_start_over_without_them(disk: Disk) -> None:
+    assert call("train", *LANGUAGE, "--run", "first")[0] == 0
+    disk.full(r"new/snapshots/.*/")
+    assert call("train", *LANGUAGE, "--run", "new", "--init", "first")[0] == 2
+    disk.full("nowhere")
+    assert refused("train", "--resume", "--run", "new") == (
+        "new was started from the weights of first and ended before its first snapshot; "
+        "remove the folder, and start it again as it was started, or use another --run"
     )
 
 
@@ -698,7 +744,9 @@ def test_no_room_in_a_folder_that_was_empty(disk: Disk, work: Path) -> None:
     assert refused("train", *LANGUAGE, "--run", "new").startswith("new/codec.json could not be written")
 
 
-@pytest.mark.parametrize(("where", "told"), [("snapshots/", "the snapshot before it is kept; free"), ("metrics.jsonl", "free some room")])
+@pytest.mark.parametrize(
+    ("where", "told"), [(r"snapshots/\.tmp", "the snapshot before it is kept; free"), ("metrics.jsonl", "free some room")]
+)
 def test_no_room_after_the_first_weights_keeps_them(where: str, told: str, disk: Disk) -> None:
     disk.full(where)
     code, err, _ = call("train", *LANGUAGE, "--run", "new")
@@ -734,7 +782,7 @@ def test_no_room_for_the_cache(disk: Disk, work: Path) -> None:
 def test_no_room_for_predictions(run: Path, disk: Disk) -> None:
     write("out.jsonl", "old\n")
     disk.full("out.jsonl")
-    message = f"out.jsonl could not be written: {FULL}; free some room or make the folder writable, then go on"
+    message = f"out.jsonl could not be written: {FULL}; free some room, or write elsewhere"
     assert refused("predict", "run", "--prompt", "the", "-o", "out.jsonl") == message
 
 
@@ -752,14 +800,14 @@ def test_a_cache_that_is_read_only(disk: Disk, work: Path) -> None:
 
 
 def test_rows_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Path.write_text
+    plain = os.open
 
-    def write_text(path: Path, *args: Any, **kwargs: Any) -> int:
-        if path.suffix == ".part":
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith(".part"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return plain(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(os, "open", refuse)
     message = "rows.json could not be written: Permission denied; free some room, or write elsewhere"
     assert refused("evaluate", "run", "--json", "rows.json") == message
 

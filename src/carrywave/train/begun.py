@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -120,13 +119,6 @@ def _is_ours(run: Path, known: list[str]) -> bool:
         return told["call"] == _Call.number and any(name in told["launch"] for name in known)
     except (OSError, ValueError, TypeError, KeyError):
         return False
-
-
-def clear(run: Path) -> None:
-    """Empty a folder of this launch that has no snapshot to go on from: the run is begun anew in it."""
-    for entry in run.iterdir():
-        if entry.name not in KEPT:
-            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def last_step(run: Path | None) -> int | None:

@@ -40,7 +40,7 @@ from carrywave.train.compare import Comparison
 from carrywave.train.cost import cost_line
 from carrywave.train.evaluate import order_for
 from carrywave.train.given import check_dtype
-from carrywave.train.keep import Keeper, go_on, load_parameters, read_weights, take_weights
+from carrywave.train.keep import Data, Keeper, go_on, load_parameters, read_weights, take_weights
 from carrywave.train.launch import RESTARTS
 from carrywave.train.leaving import Stopped
 from carrywave.train.loop import Loop, Parts
@@ -82,8 +82,8 @@ def train(
     with _left_at_the_end(world):
         start = begin(spec, world, run, resume, init, watch or Silent(), from_files=True, hold=not dry_run)
         with start.folder:
-            prepared = prepare_in_turn(start)
-            return _train(start, prepared, None, workers=devices if dry_run and devices else world.size, dry_run=dry_run)
+            prepared, files = prepare_in_turn(start)
+            return _train(start, prepared, None, files, workers=devices if dry_run and devices else world.size, dry_run=dry_run)
 
 
 def fit(
@@ -149,12 +149,13 @@ def fit(
                 from_files=False,
             )
             with start.folder:
+                files: dict[str, str] = {}
                 if start.spec.data.train is not None:
-                    prepared = prepare_in_turn(start)
+                    prepared, files = prepare_in_turn(start)
                 else:
                     with together(world, patient=True):
                         prepared = from_python(data, start.spec, codec=start.codec)
-                result = _train(start, prepared, own, workers=world.size)
+                result = _train(start, prepared, own, files, workers=world.size)
         told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
         if again.is_script_worker():
             again.finish(told)
@@ -192,7 +193,9 @@ def _shown(model: Model | Whole) -> nn.Module:
     return model.module if isinstance(model, Whole) else model
 
 
-def _train(start: Start, prepared: Prepared, own: Own | Whole | None, *, workers: int, dry_run: bool = False) -> Result:
+def _train(
+    start: Start, prepared: Prepared, own: Own | Whole | None, files: Mapping[str, str], *, workers: int, dry_run: bool = False
+) -> Result:
     spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
         settle(world.device)  # before the first weight is drawn
@@ -229,7 +232,8 @@ def _train(start: Start, prepared: Prepared, own: Own | Whole | None, *, workers
         with together(world):
             mesh = Mesh(world, plan)
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
-            keeper = Keeper(world, folder, prepared.fingerprint, watch)
+            data = Data(prepared.fingerprint, files)
+            keeper = Keeper(world, folder, data, watch)
             loop = Loop(
                 spec,
                 task,
@@ -243,7 +247,7 @@ def _train(start: Start, prepared: Prepared, own: Own | Whole | None, *, workers
                 compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted else None,
             )
         if start.snapshot is not None:
-            go_on(loop, start.snapshot, prepared.fingerprint)
+            go_on(loop, start.snapshot, data)
             at = loop.progress
             at.extend(spec.train)
             watch.say(f"going on from step {at.step} (epoch {at.epoch + 1})" if loop.trains else at.over(spec.train))
@@ -255,6 +259,8 @@ def _train(start: Start, prepared: Prepared, own: Own | Whole | None, *, workers
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
                 origin = {"scale": task.scale.to_json(), "own_model": own is not None, "given_codec": start.codec is not None}
                 folder.write_json("facts.json", asdict(prepared.facts) | origin)
+                if start.snapshot is None:
+                    folder.expect_snapshot(start.init)
         keeper.writer.meet()
         if spec.train.reproducible and loop.trains:
             watch.say(cost_line(trainer, loop.loader))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,28 @@ AFTER_MISTAKE_SECONDS = 60.0
 AFTER_FAULT_SECONDS = 2.0  # another worker may be gone, and the launcher waits to start anew
 
 
+@dataclass(frozen=True)
+class Data:
+    """What a run is trained on."""
+
+    fingerprint: str  # of all that was read, and how
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by part, where it is a file
+
+    def changed(self, meta: Mapping[str, Any], spec: Spec) -> list[str]:
+        """The names of the files that are not what they were at a snapshot; of all, where that is not known."""
+        names = {part: name for part in ("train", "valid", "test") if (name := getattr(spec.data, part))}
+        before = meta.get("files")
+        if not isinstance(before, dict):
+            return list(names.values())
+        differ = [name for part, name in names.items() if before.get(part) != self.files.get(part)]
+        return differ or list(names.values())
+
+
 class Keeper:
     """Writes the snapshots of a run. A failure to write one is said, and the run goes on; at the end of the run it is an error."""
 
-    def __init__(self, world: World, folder: Run, fingerprint: str, watch: Watcher) -> None:
-        self.world, self.folder, self.fingerprint, self.watch = world, folder, fingerprint, watch
+    def __init__(self, world: World, folder: Run, data: Data, watch: Watcher) -> None:
+        self.world, self.folder, self.data, self.watch = world, folder, data, watch
         self.writer = Writer(world, folder.snapshots)
 
     def __call__(self, loop: Loop, final: bool) -> None:
@@ -58,7 +76,8 @@ class Keeper:
             meta = {
                 "progress": loop.numbers(),
                 "spec": loop.spec.model_dump(mode="json"),
-                "fingerprint": self.fingerprint,
+                "fingerprint": self.data.fingerprint,
+                "files": dict(self.data.files),
                 "metrics_bytes": metrics_bytes,
                 "timing_bytes": timing_bytes,
                 "metrics_sha256": metrics_sha256,
@@ -85,7 +104,7 @@ class Keeper:
         """Put a loop back to the last snapshot. One with bad weights that was being written is none."""
         with suppress(Diverged):
             self.settle()
-        go_on(loop, read_last(self.world, self.folder), self.fingerprint)
+        go_on(loop, read_last(self.world, self.folder), self.data)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -159,12 +178,12 @@ def hear(world: World, told: Sequence[Any]) -> Stored:
     return stored
 
 
-def go_on(loop: Loop, stored: Stored, fingerprint: str) -> None:
+def go_on(loop: Loop, stored: Stored, data: Data) -> None:
     """Put a loop where a snapshot left off, and cut its logs back to it. Each worker reads its own part."""
     meta, trainer, world = stored.meta, loop.trainer, loop.trainer.mesh.world
     with together(world, for_all_of_us=True, patient=True), _sound():
-        if meta["fingerprint"] != fingerprint:
-            files = ", ".join(name for name in (getattr(loop.spec.data, part) for part in ("train", "valid", "test")) if name)
+        if meta["fingerprint"] != data.fingerprint:
+            files = ", ".join(data.changed(meta, loop.spec))
             of = f" ({files})" if files else ""
             raise RunError(
                 f"the data has changed since the snapshot was written{of}; put the old data back, or start a new run from its weights"
@@ -227,11 +246,15 @@ def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
     return carry_state({name: stored.lanes(name, low, high) for name in wanted}, trainer.device, trainer.stage.layers)
 
 
-def check_same(asked: Spec, snapshot: Stored) -> None:
-    """Refuse to resume with a spec that asks for another answer; how the work is split, and when it ends, may change."""
+def spec_of(snapshot: Stored) -> Spec:
+    """The spec that a snapshot was made with."""
     with _sound():
-        before = Spec.model_validate(snapshot.meta["spec"]).model_dump(mode="json")
-    now = asked.model_dump(mode="json")
+        return Spec.model_validate(snapshot.meta["spec"])
+
+
+def check_same(asked: Spec, spec: Spec) -> None:
+    """Refuse to resume with a spec that asks for another answer than the run's; how the work is split, and when it ends, may change."""
+    before, now = spec.model_dump(mode="json"), asked.model_dump(mode="json")
     for section in ("task", "data", "model", "batch", "train"):
         if section == "task" or not isinstance(now[section], dict):
             pairs = [(section, before[section], now[section])]
@@ -248,8 +271,7 @@ def check_same(asked: Spec, snapshot: Stored) -> None:
 
 def with_batch_of(asked: Spec, snapshot: Stored) -> Spec:
     """The spec with the batch of a snapshot where it names none: what was chosen to suit the data is not chosen again."""
-    with _sound():
-        before = Spec.model_validate(snapshot.meta["spec"]).batch
+    before = spec_of(snapshot).batch
     left_out = {name: getattr(before, name) for name in ("lanes", "steps", "tokens") if getattr(asked.batch, name) is None}
     return asked.model_copy(update={"batch": asked.batch.model_copy(update=left_out)})
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from carrywave.data.codec import Codec
 from carrywave.errors import DataError, RunError, SpecError, option
-from carrywave.spec.load import parse, parse_yaml
+from carrywave.spec.load import load, parse, parse_yaml
 from carrywave.spec.spec import DataSpec, Spec
 from carrywave.train import begun, durable
+from carrywave.train.keep import check_same
 from carrywave.train.run import Run
 from carrywave.train.snapshot import Stored, open_stored
 
@@ -20,11 +21,18 @@ LEARNED_BY = ("tokens", "vocabulary", "min_count", "columns", "targets", "time",
 
 
 def open_folder(
-    spec: Spec, run: Path | None, resume: bool, *, restarted: bool = False, hold: Callable[[str], None] | None = None
+    spec: Spec,
+    run: Path | None,
+    resume: bool,
+    init: str | None = None,
+    *,
+    restarted: bool = False,
+    hold: Callable[[str], None] | None = None,
 ) -> tuple[Run, Stored | None]:
     """The folder of a new run, or of one to go on with, and then its last snapshot. Workers that were started again go on by themselves.
 
-    One to go on with is taken for this process, unless it is only to be looked at; `hold` is told what that waits for.
+    A run that ended before its first snapshot is begun anew, where all that it began with is known. One to go on with is taken for
+    this process, unless it is only to be looked at; `hold` is told what that waits for.
     """
     if not resume:
         ours = begun.find(run, spec.task) if restarted else None
@@ -39,10 +47,28 @@ def open_folder(
     if hold is not None:
         folder.hold(hold)
     try:
+        if _begins_again(folder, spec, init):
+            folder.start_over()
+            return folder, None
         return folder, open_stored(folder.snapshots)
     except BaseException:
         folder.release()
         raise
+
+
+def _begins_again(folder: Run, spec: Spec, init: str | None) -> bool:
+    """Whether a run has nothing to go on from and can be made again from its beginning."""
+    began = folder.began_with
+    if began is None:
+        return False
+    if began["init"] != init:
+        given = "no weights" if began["init"] is None else f"the weights of {began['init']}"
+        raise RunError(
+            f"{folder.path} was started from {given} and ended before its first snapshot; "
+            f"remove the folder, and start it again as it was started, or use another {option('run')}"
+        )
+    check_same(spec, load(folder.path / "spec.yaml"))
+    return True
 
 
 def refuse_python(spec: Spec, folder: Run) -> None:

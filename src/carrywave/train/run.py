@@ -25,7 +25,7 @@ from torch import Tensor
 from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError, option
 from carrywave.spec.spec import Spec
 from carrywave.train import begun, durable, owner
-from carrywave.train.snapshot import POINTER, save_weights
+from carrywave.train.snapshot import NONE_YET, POINTER, save_weights
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 FIRST = ("split", "epoch", "step", "loss")
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 MADE = ("spec.yaml", "plan.json", "codec.json", "facts.json", METRICS, TIMING, "tb", "snapshots", begun.NOTE)  # before it is trained
+WEIGHTS = "weights.safetensors"
 Value = float | int | str | bool | None
 
 
@@ -88,6 +89,28 @@ class Run:
         """A run that an earlier attempt of this launch began and left without a snapshot; what it wrote goes with the first write."""
         return cls(path, new=True, anew=True)
 
+    def start_over(self) -> None:
+        """The same for a run that is opened."""
+        self._made, self._anew = False, True
+
+    def expect_snapshot(self, init: str | None) -> None:
+        """All that a new run begins with is written; `init` are the weights that it starts from."""
+        self.make()
+        with self._writing(str(self.snapshots)):
+            self.snapshots.mkdir(exist_ok=True)
+            durable.write_bytes(self.snapshots / NONE_YET, json.dumps({"init": init}).encode())
+
+    @property
+    def began_with(self) -> dict[str, Any] | None:
+        """What `expect_snapshot` noted of a run that has had no snapshot ever since; None: it has had one, or that is not known."""
+        if (self.snapshots / POINTER).exists():
+            return None
+        try:
+            told = json.loads((self.snapshots / NONE_YET).read_bytes())
+            return {"init": told["init"]}
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
     @classmethod
     def open(cls, path: Path, *, events: bool = True) -> Self:
         """A run that is already there."""
@@ -105,7 +128,7 @@ class Run:
     @property
     def weights(self) -> Path:
         """The file of the best weights."""
-        return self.path / "weights.safetensors"
+        return self.path / WEIGHTS
 
     def hold(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Take the run for this process, to train it; refused where another does. What waits for an answer says so."""
@@ -137,7 +160,7 @@ class Run:
                 _remove_empty(founded)
                 raise
             if self._anew:
-                begun.clear(self.path)
+                self._clear()
             elif any(entry.name != owner.FILE for entry in self.path.iterdir()):
                 raise RunError(f"{self.path} was filled by another process just now; use another {option('run')}")
             else:
@@ -259,6 +282,11 @@ class Run:
             if withdrawn:
                 _remove_empty(self._founded or [])
 
+    def _clear(self) -> None:
+        """Remove what an earlier attempt wrote, and nothing else that may lie there."""
+        for entry in (self.path / name for name in (*MADE, WEIGHTS) if name not in begun.KEPT):
+            durable.remove(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
+
     def _withdraw(self, error: BaseException) -> bool:
         """Take back a new run that was refused before it had anything to go on from: the same command can then be given again.
 
@@ -335,6 +363,9 @@ class Elsewhere(Run):
     def make(self) -> None:
         """Nothing."""
 
+    def expect_snapshot(self, init: str | None) -> None:
+        """Nothing."""
+
     def write_metrics(self, row: Mapping[str, Value]) -> None:
         """Nothing."""
 
@@ -361,7 +392,9 @@ def _refuse_occupied(path: Path) -> None:
     if there is not None and not owner.is_gone(there, owner.this_process()):
         raise RunError(f"{path} is being trained by {there}; use another {option('run')}")
     if (path / "spec.yaml").is_file() and not (path / "snapshots" / POINTER).is_file():
-        raise RunError(f"{path} holds a run that ended before its first snapshot; remove the folder, or use another {option('run')}")
+        known = (path / "snapshots" / NONE_YET).is_file()
+        remedy = f"use {option('resume')} to start it over" if known else "remove the folder"
+        raise RunError(f"{path} holds a run that ended before its first snapshot; {remedy}, or use another {option('run')}")
     raise RunError(f"{path} is already there and not empty; use {option('resume')} to go on with it, or another {option('run')}")
 
 

@@ -27,6 +27,7 @@ from carrywave.train import durable
 from carrywave.train.manifest import GROUPS, MANIFEST, REMEDY, File, Manifest, encode, is_plain, read_manifest
 
 POINTER, BEST = "last", "best"
+NONE_YET = ".none-yet"  # there from the start of a run to its first snapshot: what it wrote up to then can be made again
 TEMPORARY = ".tmp-"
 
 Tensors = dict[str, Tensor]
@@ -165,6 +166,8 @@ def publish(draft: Path, name: str, manifest: Manifest, keep: int, *, best: bool
         if pointed(folder, POINTER) != target.name:
             durable.remove(target)
         raise
+    with suppress(OSError):
+        (folder / NONE_YET).unlink()
     if best:
         _point(folder, BEST, target.name)
     _prune(folder, target.name, keep)

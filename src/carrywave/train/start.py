@@ -14,7 +14,7 @@ from carrywave.parallel.world import World, exchange, together
 from carrywave.plan.plan import Plan
 from carrywave.spec.spec import Spec
 from carrywave.train import begun, causes
-from carrywave.train.keep import check_same, hear, with_batch_of
+from carrywave.train.keep import check_same, hear, spec_of, with_batch_of
 from carrywave.train.origin import given_codec, open_folder, read_alike, reading_of, refuse_python
 from carrywave.train.planning import plan_before
 from carrywave.train.run import Elsewhere, Run
@@ -58,12 +58,14 @@ def begin(
     try:
         with together(world, for_all_of_us=True, patient=True):
             if world.rank == 0:
-                folder, snapshot = open_folder(spec, run, resume, restarted=restarted, hold=watch.say if hold else None)
+                folder, snapshot = open_folder(spec, run, resume, init, restarted=restarted, hold=watch.say if hold else None)
                 causes.tell_run(folder.path)
+                if resume and snapshot is None:
+                    watch.say(f"{folder.path} ended before its first snapshot: it starts again from the beginning")
+                if from_files and (resume or snapshot is not None):
+                    refuse_python(spec, folder)
                 if snapshot is not None:
-                    if from_files:
-                        refuse_python(spec, folder)
-                    check_same(spec, snapshot)
+                    check_same(spec, spec_of(snapshot))
                     before = plan_before(folder)
                 codec = given_codec(init, folder, snapshot)
                 reading = {} if init is None else reading_of(init, spec)
@@ -84,8 +86,11 @@ def begin(
         raise
 
 
-def prepare_in_turn(start: Start) -> Prepared:
-    """Read the data into the cache on one worker of each host, then find it there on the others, who take its word for what it hashed."""
+def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
+    """Read the data into the cache on one worker of each host, then find it there on the others, who take its word for what it hashed.
+
+    Returned beside it, where it was hashed: the SHA-256 of the file of each part.
+    """
     world = start.world
     prepared: Prepared | None = None
     with hashes.keeping() as hashed:
@@ -96,4 +101,7 @@ def prepare_in_turn(start: Start) -> Prepared:
                 if turn and prepared is None:
                     prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
     assert prepared is not None  # the second turn is everyone's
-    return prepared
+    known = {path: digest for path, _, digest in hashed}
+    names = {part: getattr(start.spec.data, part) for part in ("train", "valid", "test")}
+    paths = {part: str(Path(name).absolute()) for part, name in names.items() if name is not None}
+    return prepared, {part: known[path] for part, path in paths.items() if path in known}
