@@ -812,6 +812,19 @@ def test_rows_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch)
     assert refused("evaluate", "run", "--json", "rows.json") == message
 
 
+def test_names_and_labels_that_are_no_text(run: Path) -> None:
+    name = os.fsdecode(b"in\xff.txt")
+    Path(name).write_text(TEXT)
+    assert refused("evaluate", "run", "--data", name) == r"in\udcff.txt is not UTF-8 text; rename the file or folder, or mend the text"
+    assert refused("train", *LANGUAGE, "--run", name).startswith(
+        r"the name of the folder in\udcff.txt is not UTF-8 text; use another --run"
+    )
+    write("half.jsonl", [{**row, "label": "\ud83d" if row["label"] == "up" else "b"} for row in ROWS])
+    message = refused("train", *LABELS, "data.train=half.jsonl", "--run", "half")
+    assert message.startswith("half/codec.json would hold ")
+    assert message.endswith("; mend it in the data, most likely in a label or a name")
+
+
 # As processes of their own: what a shell sees.
 
 

@@ -61,6 +61,13 @@ def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
         Run.create(tmp_path / "file", "language")
 
 
+def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"a\xff")
+    for attempt in (lambda: Run.create(path, "language"), lambda: Run.open(path)):
+        with pytest.raises(RunError, match="is not UTF-8 text; use another run="):
+            attempt()
+
+
 def test_a_folder_that_was_taken_since_is_refused(tmp_path: Path) -> None:
     first, second = Run.create(tmp_path / "x", "language"), Run.create(tmp_path / "x", "language")
     first.write_json("plan.json", {"of": "first"})

@@ -134,6 +134,8 @@ def _mistake(error: Exception) -> str | None:
         return f"no room on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"the name {str(error.filename)[:60]}… is too long for this system; use a shorter one"
+    if isinstance(error, UnicodeEncodeError) and "surrogate" in error.reason:  # so Python holds bytes of a name that are not UTF-8
+        return f"{error.object[:200]} is not UTF-8 text; rename the file or folder, or mend the text"
     if _is_out_of_memory(error):
         what = str(error).strip().partition(". ")[0].partition("\n")[0]
         remedy = "make model.hidden, batch.lanes, batch.steps or batch.tokens smaller"

@@ -81,6 +81,7 @@ class Run:
         """A new run in this folder, or in runs/TASK-NUMBER with the first number that is free. Nothing is written yet."""
         if path is None:
             path = next(free for number in count(1) if not (free := Path("runs") / f"{task}-{number}").exists())
+        _check_name(path)
         _refuse_occupied(path)
         return cls(path, new=True, events=events)
 
@@ -114,6 +115,7 @@ class Run:
     @classmethod
     def open(cls, path: Path, *, events: bool = True) -> Self:
         """A run that is already there."""
+        _check_name(path)
         if not path.is_dir():
             raise RunError(f"{path} is no run: there is no such folder; give the folder of a run, such as runs/language-1")
         if not (path / "spec.yaml").is_file():
@@ -316,8 +318,14 @@ class Run:
 
     def _write(self, name: str, text: str) -> None:
         self.make()
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            around = text[max(0, error.start - 20) : error.end + 20]
+            fact = f"{self.path / name} would hold {around!r}, where half of a pair of surrogates stands alone, which is no text"
+            raise DataError(f"{fact}; mend it in the data, most likely in a label or a name") from None
         with self._writing(str(self.path / name)):
-            durable.write_bytes(self.path / name, text.encode())
+            durable.write_bytes(self.path / name, data)
 
     def _append(self, name: str, row: Mapping[str, Value]) -> None:
         # JSON has no infinity and no NaN.
@@ -380,6 +388,14 @@ class Elsewhere(Run):
 
     def _append(self, name: str, row: Mapping[str, Value]) -> None:
         """Nothing."""
+
+
+def _check_name(path: Path) -> None:
+    """Names go into JSON, to other workers and to TensorBoard: all of that is UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise RunError(f"the name of the folder {path} is not UTF-8 text; use another {option('run')}, or rename the folder") from None
 
 
 def _refuse_occupied(path: Path) -> None:
