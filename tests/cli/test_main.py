@@ -249,6 +249,16 @@ def test_the_end_of_a_run_is_the_exit_code(install: Install, ending: str, code: 
             2,
             "carrywave: no room on the disk for runs/a/x; free some space, or choose another folder with --run, data.cache or TMPDIR",
         ),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            2,
+            "carrywave: too many files are open at once; allow more of them (ulimit -n 1024), or close other programs",
+        ),
+        (
+            ImportError("x.so: failed to map segment from shared object"),
+            2,
+            "carrywave: there is not enough memory to load the program; allow more of it (ulimit -v), or free some",
+        ),
         (ZeroDivisionError("our fault"), 1, "carrywave: ZeroDivisionError: our fault"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), 1, "carrywave: PermissionError: [Errno 13] Permission denied: 'x'"),
     ],

@@ -134,6 +134,10 @@ def _mistake(error: Exception) -> str | None:
         return f"no room on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"the name {str(error.filename)[:60]}… is too long for this system; use a shorter one"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too many files are open at once; allow more of them (ulimit -n 1024), or close other programs"
+    if isinstance(error, ImportError) and "failed to map segment" in str(error):
+        return "there is not enough memory to load the program; allow more of it (ulimit -v), or free some"
     if isinstance(error, UnicodeEncodeError) and "surrogate" in error.reason:  # so Python holds bytes of a name that are not UTF-8
         return f"{error.object[:200]} is not UTF-8 text; rename the file or folder, or mend the text"
     if _is_out_of_memory(error):
