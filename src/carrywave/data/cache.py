@@ -192,6 +192,12 @@ def _matching(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        if number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise  # nothing is wrong with the file
+        if number in (errno.EACCES, errno.EPERM, errno.EIO):
+            why = os.strerror(number)
+            raise DataError(f"the cache {place} cannot be read ({why}); set $CARRYWAVE_CACHE to a folder that can") from error
         raise DataError(f"the cache {place} does not match its hash; delete the folder {place}") from error
 
 
