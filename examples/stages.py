@@ -14,7 +14,7 @@ import sys
 from pydoc_data.topics import topics
 
 import carrywave as cw
-from carrywave.plan.schedule import show, wavefront
+from carrywave.plan.schedule.schedule import show, wavefront
 
 STEPS, CHUNK_STEPS = 32, 8
 

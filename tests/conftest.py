@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: many sm
 import hypothesis
 import pytest
 
-from carrywave.plan.profile import Link, Overheads, Profile, Sample
+from carrywave.plan.cost.profile import Link, Overheads, Profile, Sample
 
 # Never judged by the clock: the machine may be busy. Derandomized: a failure seen once can be seen again.
 hypothesis.settings.register_profile("carrywave", deadline=None, derandomize=True, database=None)

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from carrywave.model.lstm import LSTM
     from carrywave.model.model import Model
     from carrywave.plan.plan import Plan
+    from carrywave.runs.prediction import predict
+    from carrywave.runs.trained_run import evaluate_run as evaluate
     from carrywave.spec.load import load as load_spec
     from carrywave.spec.spec import Spec
+    from carrywave.step.trainer import Trainer
     from carrywave.train.fit import fit
-    from carrywave.train.predict import predict
-    from carrywave.train.saved import evaluate_run as evaluate
-    from carrywave.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -29,11 +29,11 @@ _HOMES = {
     "Model": ("carrywave.model.model", "Model"),
     "Plan": ("carrywave.plan.plan", "Plan"),
     "Spec": ("carrywave.spec.spec", "Spec"),
-    "Trainer": ("carrywave.train.trainer", "Trainer"),
-    "evaluate": ("carrywave.train.saved", "evaluate_run"),
+    "Trainer": ("carrywave.step.trainer", "Trainer"),
+    "evaluate": ("carrywave.runs.trained_run", "evaluate_run"),
     "fit": ("carrywave.train.fit", "fit"),
     "load_spec": ("carrywave.spec.load", "load"),
-    "predict": ("carrywave.train.predict", "predict"),
+    "predict": ("carrywave.runs.prediction", "predict"),
 }
 
 

@@ -18,7 +18,8 @@ from carrywave.benchmarks._gpu_peers import Case, Stack
 from carrywave.benchmarks.kernels import Measured
 from carrywave.cli.main import app
 from carrywave.errors import UserError
-from carrywave.kernels import choice, persistent
+from carrywave.kernels import dispatch
+from carrywave.kernels.hopper import persistent
 
 CPU = torch.device("cpu")
 SMALL = Case(2, 8, 3, 12, "fp32")
@@ -177,12 +178,12 @@ def test_a_backend_that_refuses_is_not_timed(host: None) -> None:
     assert found.ms == {"cudnn_eager": 2.0, "cudnn_graph": 2.0, "reference": 7.0}
     assert found.notes == ["ours: x is not on a GPU"]
     assert found.errors.keys() == {"cudnn"}
-    assert found.auto == choice.choose("auto", torch.zeros(1, 1, 1), Stack(SMALL, CPU).layers[0])
+    assert found.auto == dispatch.choose("auto", torch.zeros(1, 1, 1), Stack(SMALL, CPU).layers[0])
 
 
 def test_a_kernel_that_fails_is_not_timed_in_another_ones_guise(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "refusal", lambda x, layer: "")
-    monkeypatch.setattr(choice, "choose", lambda asked, x, layer: "aten")
+    monkeypatch.setattr(dispatch, "choose", lambda asked, x, layer: "aten")
     found = kernels.measure(replace(SMALL, lengths=True), CPU, budget_ms=1.0)
     assert found.ms.keys() == {"cudnn_eager", "cudnn_graph", "reference"}
     assert found.notes == ["ours: the kernel failed, as the warning says"]
@@ -190,8 +191,8 @@ def test_a_kernel_that_fails_is_not_timed_in_another_ones_guise(host: None, monk
 
 def test_ours_is_timed_where_it_runs(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "refusal", lambda x, layer: "")
-    monkeypatch.setattr(choice, "choose", lambda asked, x, layer: "reference" if asked == "reference" else "persistent")
-    monkeypatch.setattr(persistent, "layer", choice.BACKENDS["reference"])
+    monkeypatch.setattr(dispatch, "choose", lambda asked, x, layer: "reference" if asked == "reference" else "persistent")
+    monkeypatch.setattr(persistent, "layer", dispatch.BACKENDS["reference"])
     found = kernels.measure(replace(SMALL, dropout=0.5), CPU, budget_ms=1.0)
     assert found.ms.keys() == {"cudnn_eager", "cudnn_graph", "ours_eager", "ours_graph"}  # no reference with dropout
     assert found.errors.keys() == {"ours", "cudnn"}

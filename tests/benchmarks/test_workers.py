@@ -12,9 +12,9 @@ import pytest
 
 from carrywave.benchmarks import _workers
 from carrywave.errors import RunError, UserError
-from carrywave.parallel import crew
+from carrywave.parallel import worker_pool
 
-# Stands in for `python -m carrywave.parallel.crew MODULE FOLDER`: tells what it was given, or fails as it is told to.
+# Stands in for `python -m carrywave.parallel.worker_pool MODULE FOLDER`: tells what it was given, or fails as it is told to.
 STAND_IN = """#!{python}
 import json, os, pathlib, sys, time
 folder, rank = pathlib.Path(sys.argv[-1]), os.environ["RANK"]
@@ -51,7 +51,7 @@ def test_a_failure_ends_all_workers_and_is_told_by_its_last_line(tmp_path: Path,
 
 
 def test_of_several_failures_the_cause_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "POLL_SECONDS", 2.0)  # both are seen at once
+    monkeypatch.setattr(worker_pool, "POLL_SECONDS", 2.0)  # both are seen at once
     failures = {"0": "RuntimeError: Connection closed by peer [127.0.0.1]", "1": "ValueError: the cause"}
     with pytest.raises(RunError, match=r"worker 1 .* the cause"):
         _workers.start("some", {"failures": failures, "seconds": 0}, 2)

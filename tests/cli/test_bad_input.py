@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from carrywave.cli.main import app
+from carrywave.runs.checkpoint import atomic_files, manifest, snapshot
 from carrywave.tasks.task import Task
-from carrywave.train import durable, manifest, snapshot
 
 TEXT = "the cat sat on the mat\nthe dog ate the log\n" * 8
 ROWS = [{"steps": [[0.1 * i, -0.2 * i], [0.3, 0.1 * i]], "label": "up" if i % 2 else "down"} for i in range(12)]
@@ -451,7 +451,7 @@ def test_a_run_that_is_there(run: Path) -> None:
 
 def tamper(path: Path, change: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]) -> None:
     """Other tensors in the same file, as another program would write them."""
-    save_file(dict(change(load_file(path))), path, durable.read_metadata(path))
+    save_file(dict(change(load_file(path))), path, atomic_files.read_metadata(path))
 
 
 WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {

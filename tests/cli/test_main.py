@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 import carrywave.benchmarks
 from carrywave.cli.main import app
 from carrywave.errors import DataError
+from carrywave.launch import launch_record
+from carrywave.launch.worker_logs import Outputs
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
-from carrywave.train import begun
-from carrywave.train.logs import Outputs
 
 Install = Callable[..., None]
 
@@ -279,8 +279,8 @@ def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: 
     left: list[str] = []
 
     def train(spec: Spec, **rest: object) -> object:
-        begun.next_call()
-        begun.works_on(tmp_path)
+        launch_record.next_call()
+        launch_record.works_on(tmp_path)
         try:
             signal.raise_signal(signal.SIGTERM)
             raise AssertionError
@@ -293,7 +293,7 @@ def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: 
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "last").write_text("step-00000040\n")
     assert call("train") == (75, "", "carrywave: stopped by SIGTERM before the first step; the run is where it was, at step 40\n")
-    begun.next_call()
+    launch_record.next_call()
     assert left == ["in order"] * 2
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -306,7 +306,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
         seen.extend((run, data, device))
         return {"split": "test", "loss": 0.25, "accuracy": 0.975}
 
-    install("carrywave.train.saved", evaluate_run=evaluate_run)
+    install("carrywave.runs.trained_run", evaluate_run=evaluate_run)
     rows = tmp_path / "rows.json"
     assert call("evaluate", "r", "--data", "d.jsonl", "--json", str(rows)) == (
         0,
@@ -319,7 +319,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
 
 def test_predict(install: Install) -> None:
     seen: dict[str, object] = {}
-    install("carrywave.train.predict", predict_run=lambda run, input, output, **rest: seen.update(rest, files=(run, input, output)))
+    install("carrywave.runs.prediction", predict_run=lambda run, input, output, **rest: seen.update(rest, files=(run, input, output)))
     assert (
         call("predict", "r", "in.jsonl", "-o", "out.jsonl", "--prompt", "The", "--tokens", "5", "--temperature", "0", "--seed", "3")[0] == 0
     )

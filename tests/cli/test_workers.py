@@ -13,10 +13,10 @@ from carrywave.cli import workers
 from carrywave.cli.exits import with_exit_codes
 from carrywave.cli.workers import Elastic, start_workers
 from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
+from carrywave.launch.exit_reports import Ended
 from carrywave.parallel import world
-from carrywave.parallel.launched import is_first
+from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.spec.spec import PlanSpec
-from carrywave.train.causes import Ended
 
 HOSTS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 

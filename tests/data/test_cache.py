@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from carrywave.data import arrays, cache
-from carrywave.data.arrays import NewArray
 from carrywave.data.codec import Codec
+from carrywave.data.files import arrays, cache
+from carrywave.data.files.arrays import NewArray
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 

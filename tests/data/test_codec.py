@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from carrywave.data.codec import Codec, histogram
 from carrywave.data.sequences import Sequences
-from carrywave.data.tokens import tokenizers_library
+from carrywave.data.text.tokenizers import tokenizers_library
 from carrywave.errors import DataError, UserError
 
 CHARS = Codec("language", "text", "char", ("a", "é", "\n"), size=3)

@@ -11,9 +11,9 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from carrywave.data.columns import Choice
 from carrywave.data.prepare import Prepared, prepare
-from carrywave.data.table import arrange
+from carrywave.data.tables.columns import ColumnChoice
+from carrywave.data.tables.table import arrange
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
@@ -119,13 +119,13 @@ def kaggle() -> Any:
 )
 def test_what_is_measured_is_not_taken_for_the_name_of_a_series(series: str | None, remedy: str) -> None:
     with pytest.raises(DataError, match=f"for the second time.*; {remedy}$"):
-        arrange(pa.Table.from_pandas(kaggle(), preserve_index=False), "t", Choice(series=series))
+        arrange(pa.Table.from_pandas(kaggle(), preserve_index=False), "t", ColumnChoice(series=series))
     one = kaggle().query("store == 1")
     with pytest.raises(DataError, match=r"for the second time; set data\.series=item$"):
-        arrange(pa.Table.from_pandas(one, preserve_index=False), "t", Choice())
+        arrange(pa.Table.from_pandas(one, preserve_index=False), "t", ColumnChoice())
     twice = pd.concat([kaggle(), kaggle()])
     with pytest.raises(DataError, match=r"for the second time.*; keep one row for each time$"):
-        arrange(pa.Table.from_pandas(twice, preserve_index=False), "t", Choice(series=series))
+        arrange(pa.Table.from_pandas(twice, preserve_index=False), "t", ColumnChoice(series=series))
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_a_clock_is_joined_to_the_days_and_names_no_series(label: str, clock: li
     days = [day for day in ("2024-01-01", "2024-01-02", "2024-01-03") for _ in clock]
     table = pa.table({"Date": days, label: clock * 3, "load": np.arange(9.0)})
     with pytest.raises(DataError, match=f"for the second time; join the columns Date and {label} into one, 2024-01-31 23:00:00$"):
-        arrange(table, "t", Choice())
+        arrange(table, "t", ColumnChoice())

@@ -9,15 +9,15 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from carrywave.data.columns import Choice
-from carrywave.data.table import Table, arrange
+from carrywave.data.tables.columns import ColumnChoice
+from carrywave.data.tables.table import Table, arrange
 from carrywave.errors import DataError
 
 DAYS = pd.date_range("2024-01-01", periods=60)
 
 
 def arranged(times: list[str], label: str = "ds", **choice: Any) -> Table:
-    return arrange(pa.table({label: times, "y": np.arange(float(len(times)))}), "t.csv", Choice(**choice))
+    return arrange(pa.table({label: times, "y": np.arange(float(len(times)))}), "t.csv", ColumnChoice(**choice))
 
 
 @pytest.mark.parametrize("form", ["%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", " %Y-%m-%d ", "%Y/%m/%d 00:00", "%Y/%-m/%-d"])

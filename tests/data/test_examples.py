@@ -12,11 +12,11 @@ import pyarrow.parquet
 import pytest
 
 from carrywave.data import examples
-from carrywave.data.arrays import MemoryAppender
 from carrywave.data.codec import Codec
-from carrywave.data.rows import CsvRows, open_rows
+from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.files.rows import CsvRows, open_rows
+from carrywave.data.files.source import find
 from carrywave.data.sequences import Sequences
-from carrywave.data.source import find
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 

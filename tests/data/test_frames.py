@@ -10,8 +10,8 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from carrywave.data.fields import as_plain
-from carrywave.data.inputs import from_python
+from carrywave.data.files.fields import as_plain
+from carrywave.data.python_inputs import from_python
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 

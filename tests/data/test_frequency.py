@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from carrywave.data.frequency import parse
-from carrywave.data.inputs import from_python, series_of
+from carrywave.data.python_inputs import from_python, series_of
+from carrywave.data.tables.frequency import parse
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.load import parse as parse_spec
 from carrywave.spec.spec import Spec

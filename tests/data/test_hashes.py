@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from carrywave.data import hashes
+from carrywave.data.files import hashes
 
 
 @pytest.fixture

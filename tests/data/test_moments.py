@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrywave.data.moments import Moments, own_scale, standardise, unusable
+from carrywave.data.tables.moments import Moments, own_scale, standardise, unusable
 from carrywave.errors import DataError
 
 

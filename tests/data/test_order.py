@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder, Window
-from carrywave.data.permute import varied_steps
+from carrywave.data.shuffle import varied_steps
 from carrywave.errors import DataError
 
 many_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=25).map(lambda values: np.array(values))

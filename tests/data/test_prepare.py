@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from carrywave.data import prepare as prepare_module
-from carrywave.data.parts import held_out
+from carrywave.data.holdout import held_out
 from carrywave.data.prepare import prepare, read
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
@@ -45,7 +45,7 @@ def test_default_is_text_that_ships_with_python(tmp_path: Path) -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    program = "import sys, carrywave.data.prepare, carrywave.data.inputs; sys.exit('torch' in sys.modules)"
+    program = "import sys, carrywave.data.prepare, carrywave.data.python_inputs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

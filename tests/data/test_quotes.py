@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrywave.data.quotes import check_quotes
-from carrywave.data.rows import CsvRows
-from carrywave.data.source import Source
-from carrywave.data.table import read_table
+from carrywave.data.files.quotes import check_quotes
+from carrywave.data.files.rows import CsvRows
+from carrywave.data.files.source import Source
+from carrywave.data.tables.table import read_table
 from carrywave.errors import DataError
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carrywave.data.batch import Batch
+from carrywave.data.loader import Loader, Share
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
-from carrywave.data.stream import Loader, Share
 from carrywave.data.view import View
 
 CPU = torch.device("cpu")

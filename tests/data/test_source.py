@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrywave.data.source import Source, builtin_text, find
+from carrywave.data.files.source import Source, builtin_text, find
 from carrywave.errors import DataError
 
 

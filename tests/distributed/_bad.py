@@ -9,9 +9,9 @@ from _poison import poisoned
 from _train import main
 
 from carrywave.errors import UserError
+from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
-from carrywave.train.watch import Silent
 
 
 class Listening(Silent):

@@ -21,14 +21,14 @@ from carrywave.data.batch import Batch
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
-from carrywave.model.initial import initialize
+from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
-from carrywave.train import optimizer as optimizers
-from carrywave.train.trainer import Trainer
+from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.trainer import Trainer
 
 Case = dict[str, Any]
 

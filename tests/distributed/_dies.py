@@ -8,15 +8,15 @@ import signal
 from typing import Any
 
 from carrywave.cli.main import app
-from carrywave.parallel import heartbeat
-from carrywave.train import begun
+from carrywave.launch import launch_record
+from carrywave.parallel.liveness import heartbeat
 
 
 def harm() -> None:
-    plan = json.loads(os.environ.get("DIE", "{}")).get(str(begun.attempt()))
+    plan = json.loads(os.environ.get("DIE", "{}")).get(str(launch_record.attempt()))
     if plan is None or os.environ.get("RANK") != str(plan[0]):
         return
-    from carrywave.train.trainer import Trainer
+    from carrywave.step.trainer import Trainer
 
     steps = 0
     update = Trainer.update

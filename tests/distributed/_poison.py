@@ -12,7 +12,7 @@ from torch import Tensor
 from carrywave.data.batch import Batch
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
-from carrywave.train.trainer import StepResult, Trainer
+from carrywave.step.trainer import StepResult, Trainer
 
 
 @contextmanager

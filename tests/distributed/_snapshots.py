@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from carrywave.errors import UserError
+from carrywave.runs.checkpoint.writer import Writer
+from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
-from carrywave.train.watch import Silent
-from carrywave.train.writer import Writer
 
 RANK = int(os.environ["RANK"])
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import carrywave as cw
 from carrywave.errors import UserError
 from carrywave.parallel.world import leave
+from carrywave.runs.prediction import predict
+from carrywave.runs.trained_run import evaluate_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
-from carrywave.train.predict import predict
-from carrywave.train.saved import evaluate_run
 
 
 def own_loop(own: bool, encoder: nn.Module | None = None, plan: dict[str, Any] | None = None) -> None:

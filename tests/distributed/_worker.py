@@ -30,11 +30,11 @@ from _broken import broken
 from _cases import Run, plan_of, train
 
 from carrywave.parallel import mesh as mesh_module
-from carrywave.parallel.gradients import Reducer
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
-from carrywave.train import taking
+from carrywave.step import worker_setup
+from carrywave.step.gradients import Reducer
 
 
 class Worker:
@@ -58,7 +58,7 @@ class Worker:
         if line["meeting"] != self.meeting:
             self._meet(line["meeting"], plan.workers)
         options = {} if case.get("bucket_bytes") is None else {"bucket_bytes": case["bucket_bytes"]}
-        with broken(case.get("broken"), self.rank), mock.patch.object(taking, "Reducer", functools.partial(Reducer, **options)):
+        with broken(case.get("broken"), self.rank), mock.patch.object(worker_setup, "Reducer", functools.partial(Reducer, **options)):
             return train(case, self._mesh(plan))
 
     def _meet(self, path: str, size: int) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from carrywave.launch.launcher import start
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
-from carrywave.train.launch import start
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _poison import poisoned

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from carrywave.train.launch import start
+from carrywave.launch.launcher import start
 
 Write = Callable[[str, str], str]
 
@@ -141,10 +141,10 @@ MIXED = """
     import json, os, signal
     from pathlib import Path
     from carrywave.errors import Diverged
-    from carrywave.train import agreement
+    from carrywave.step.checks import agreement
     from carrywave.spec.load import load
     from carrywave.train.fit import train
-    from carrywave.train.trainer import Trainer
+    from carrywave.step.trainer import Trainer
 
     rank = int(os.environ["RANK"])
     steps, update = 0, Trainer.update

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from carrywave.errors import WorkerError
-from carrywave.parallel import heartbeat
-from carrywave.train.causes import Ended
-from carrywave.train.launch import start
+from carrywave.launch.exit_reports import Ended
+from carrywave.launch.launcher import start
+from carrywave.parallel.liveness import heartbeat
 
 Write = Callable[[str, str], str]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -30,8 +30,9 @@ DIES = str(Path(__file__).with_name("_dies.py"))
 PROLOGUE = """
 import os, signal, sys, time
 from pathlib import Path
-from carrywave.parallel import heartbeat
-from carrywave.train import begun, causes
+from carrywave.parallel.liveness import heartbeat
+from carrywave.launch import launch_record
+from carrywave.launch import exit_reports
 rank, attempt, place = (int(os.environ[name]) for name in ("RANK", "CARRYWAVE_ATTEMPT", "CARRYWAVE_PLACE"))
 here = Path(os.environ["HERE"])
 
@@ -110,7 +111,7 @@ def test_progress_starts_the_count_anew(launch: Callable[..., Launched]) -> None
     ids=["mistake", "stopped", "interrupted"],
 )
 def test_what_is_final(text: str, end: Ended, launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("carrywave.train.attempt.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("carrywave.launch.supervisor.GRACE_SECONDS", 0.2)
     done = launch(text)
     assert done.ended == end
     assert done.said == []
@@ -208,7 +209,7 @@ def test_asked_to_stop_while_starting_again(write: Write, tmp_path: Path, monkey
     monkeypatch.setenv("HERE", str(tmp_path))
     text = "if attempt == 0:\n    rank or snapshot(5)\n    die()\n(here / f'there-{rank}').touch()\ntime.sleep(60)"
     command = [sys.executable, write("worker.py", PROLOGUE + text)]
-    parent = f"from carrywave.train.launch import start\nimport sys\nsys.exit(start({command!r}, 2, restarts=3).code)\n"
+    parent = f"from carrywave.launch.launcher import start\nimport sys\nsys.exit(start({command!r}, 2, restarts=3).code)\n"
     process = subprocess.Popen([sys.executable, write("parent.py", parent)], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("there-*"))) < 2 and time.monotonic() < deadline:
@@ -305,9 +306,9 @@ TWICE = """
     import os, signal
     from pathlib import Path
     from carrywave.spec.load import load
-    from carrywave.train import begun
+    from carrywave.launch import launch_record
     from carrywave.train.fit import train
-    from carrywave.train.trainer import Trainer
+    from carrywave.step.trainer import Trainer
 
     spec = load(None, os.environ["SPEC"].split())
     train(spec, run=Path("calm"), device="cpu")
@@ -399,8 +400,8 @@ def test_a_script_is_started_again(folder: Path, python: Run, write: Write) -> N
     text = """
     import os, signal
     import carrywave as cw
-    from carrywave.train import begun
-    from carrywave.train.trainer import Trainer
+    from carrywave.launch import launch_record
+    from carrywave.step.trainer import Trainer
 
     if os.environ.get("RANK") == "1" and begun.attempt() == 0:
         Trainer.update = lambda self, *batches: os.kill(os.getpid(), signal.SIGKILL)

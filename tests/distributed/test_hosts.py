@@ -101,8 +101,8 @@ def tf_config(node: int, port: int) -> dict[str, str]:
 
 START = """
     import os, sys
-    from carrywave.train import tf_config
-    from carrywave.train.launch import start
+    from carrywave.launch import tf_config
+    from carrywave.launch.launcher import start
 
     end = start([sys.executable, "say.py"], int(sys.argv[1]), hosts=tf_config.read(os.environ))
     print(end.message, file=sys.stderr)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from carrywave.train import attempt
-from carrywave.train.causes import Ended
-from carrywave.train.launch import start
+from carrywave.launch import supervisor
+from carrywave.launch.exit_reports import Ended
+from carrywave.launch.launcher import start
 
 Write = Callable[[str, str], str]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -67,14 +67,14 @@ def test_exit_codes_pass_through(text: str, end: Ended, write: Write) -> None:
 
 
 def test_a_worker_that_does_not_end_by_itself_is_ended(write: Write, monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
-    monkeypatch.setattr(attempt, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.2)
     text = "rank or signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrank and sys.exit(3)\ntime.sleep(600)"
     assert start(worker(text, write), 2).code == 3
     assert list(temporary.iterdir()) == []
 
 
 def test_the_others_are_left_to_write_their_snapshot(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.1)
     text = f"rank and sys.exit(75)\ntime.sleep(1)\nPath({str(tmp_path)!r}, 'snapshot').touch()\nsys.exit(75)"
     assert start(worker(text, write), 2) == Ended(75)
     assert (tmp_path / "snapshot").exists()
@@ -85,7 +85,7 @@ def started(write: Write, tmp_path: Path, worker_text: str) -> subprocess.Popen[
     command = worker(worker_text, write)
     parent = write(
         "parent.py",
-        f"from carrywave.train.launch import start\nimport sys\nend = start({command!r}, 2)\nprint(end.message)\nsys.exit(end.code)\n",
+        f"from carrywave.launch.launcher import start\nimport sys\nend = start({command!r}, 2)\nprint(end.message)\nsys.exit(end.code)\n",
     )
     process = subprocess.Popen([sys.executable, parent], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     deadline = time.monotonic() + 60
@@ -194,7 +194,7 @@ def test_one_cause(how: str, code: int, message: str, write: Write, capfd: pytes
 @pytest.mark.parametrize("count", [1, 2])
 def test_workers_stop_in_good_order_when_the_process_that_started_them_is_gone(count: int, write: Write, tmp_path: Path) -> None:
     command = [*worker(FAILS, write), "orphaned"]
-    parent = write("parent.py", f"from carrywave.train.launch import start\nstart({command!r}, {count})\n")
+    parent = write("parent.py", f"from carrywave.launch.launcher import start\nstart({command!r}, {count})\n")
     assert subprocess.run([sys.executable, parent], cwd=tmp_path, timeout=60).returncode == -signal.SIGKILL
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("stopped-*"))) < count and time.monotonic() < deadline:
@@ -207,7 +207,7 @@ def test_workers_stop_in_good_order_when_the_process_that_started_them_is_gone(c
 SCRIPT = """
 import os, sys
 from carrywave.errors import DataError
-from carrywave.train import again
+from carrywave.launch import script_workers
 
 def say(line):
     os.write(1, (line + "\\n").encode())  # at once: several processes write
@@ -257,7 +257,7 @@ def test_a_script_runs_again_in_its_workers(how: list[str], write: Write, python
 
 @pytest.mark.parametrize("how", [["-c", "import again_here"], ["-"]], ids=["-c", "stdin"])
 def test_what_is_not_in_a_file_cannot_run_again(how: list[str], write: Write, tmp_path: Path) -> None:
-    write("again_here.py", "from carrywave.train.again import script_command\nscript_command()\n")
+    write("again_here.py", "from carrywave.launch.script_workers import script_command\nscript_command()\n")
     ended = subprocess.run([sys.executable, *how], cwd=tmp_path, input="import again_here\n", capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "put the code into a file and run it with python, or start it with torchrun" in ended.stderr

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from carrywave.train.launch import start
+from carrywave.launch.launcher import start
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _own_loop import train

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 from _machines import machine
 
-from carrywave.plan.profile import Link, Overheads
+from carrywave.plan.cost.profile import Link, Overheads
 
 SIZES = ("model.hidden=6", "model.layers=3", "batch.lanes=4", "batch.steps=8")
 WORDS = (*SIZES, "train.precision=fp64", "train.schedule=constant", "train.max_steps=40", "train.epochs=9")

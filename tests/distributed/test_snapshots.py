@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from carrywave.train.launch import start
-from carrywave.train.snapshot import load
+from carrywave.launch.launcher import start
+from carrywave.runs.checkpoint.snapshot import load
 
 WORKER = Path(__file__).with_name("_snapshots.py")
 FULL = "could not be written: No space left on device"

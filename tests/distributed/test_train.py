@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from carrywave.launch.launcher import start
+from carrywave.runs.prediction import predict
+from carrywave.runs.trained_run import evaluate_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
-from carrywave.train.launch import start
-from carrywave.train.predict import predict
-from carrywave.train.saved import evaluate_run
 
 WORKER = Path(__file__).with_name("_train.py")
 # Sums in another order, in float64, over some dozen steps.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from carrywave.train.launch import start
+from carrywave.launch.launcher import start
 
 Write = Callable[[str, str], str]
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from carrywave.errors import UserError
+from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
-from carrywave.train.watch import Silent
 
 RANK = int(os.environ.get("RANK", "0"))
 JUMPS_SECONDS = (0.0, 86_400.0, -3e8, 3600.0, 4e8, -7200.0)  # hours and years, forward and back

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from _small import Job, carry_out, spec
 
-from carrywave.train import manifest, snapshot
+from carrywave.runs.checkpoint import manifest, snapshot
 
 CHANGED = r"^the data has changed since the snapshot was written \(.*text.txt\); put the old data back"
 OTHER = "resume from another snapshot or start a new run"

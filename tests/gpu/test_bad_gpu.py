@@ -15,10 +15,10 @@ import carrywave as cw
 from carrywave.data.batch import Batch
 from carrywave.errors import Diverged
 from carrywave.model.encoders import Numbers
+from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
+from carrywave.step.trainer import Trainer
 from carrywave.train.fit import train
-from carrywave.train.trainer import Trainer
-from carrywave.train.watch import Silent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

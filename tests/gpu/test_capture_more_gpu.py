@@ -17,23 +17,23 @@ from _crew import Crew
 from _fixed import a_plan, sequences
 
 from carrywave.data.batch import Batch
+from carrywave.data.loader import build
 from carrywave.data.order import Cursor, SequenceOrder
-from carrywave.data.stream import build
 from carrywave.data.view import View
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.parallel.capture import Capture
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.slices import flatten
 from carrywave.plan.plan import Plan
+from carrywave.runs.evaluation import passes
 from carrywave.spec.load import parse
+from carrywave.step.graphs.capture import Capture
+from carrywave.step.micro_batches import flatten
+from carrywave.step.optim.optimizer import NTASGD
+from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Part
-from carrywave.train.evaluate import passes
-from carrywave.train.optimizer import NTASGD
-from carrywave.train.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from carrywave.kernels import aligned, casting, dropout, random
-from carrywave.kernels.dropout import Place, dropped, multiplier
+from carrywave.kernels import dropout, random
+from carrywave.kernels.cuda import aligned, casting
+from carrywave.kernels.dropout import Coordinates, dropped, multiplier
 from carrywave.model.dropout import Dropout
 from carrywave.model.lstm import LSTM
 
@@ -118,7 +119,7 @@ def test_dropout_is_the_definition(steps: int, lanes: int, units: int, p: float,
     key, lanes_B = random.key(3).cuda(), torch.randint(-(2**40), 2**40, (lanes,), device="cuda")
     for start, gap, numbered in ((0, 0, False), (-3, 6, True), (2**31 - 1, 1, True)):
         x = numbers(steps, lanes, units + gap, dtype=dtype)[..., :units].requires_grad_()
-        place, given = Place(random.site("here"), p, locked, start), lanes_B if numbered else None
+        place, given = Coordinates(random.site("here"), p, locked, start), lanes_B if numbered else None
         mask = dropout._defined(x, key, given, place)
         assert same_bits(multiplier(x, key, given, place), mask)
         by = numbers(steps, lanes, units, dtype=dtype)
@@ -146,7 +147,7 @@ def test_chunks_are_parts_of_the_whole(locked: bool) -> None:
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_recording_follows_key_and_lanes(locked: bool, dtype: torch.dtype) -> None:
     x, by = numbers(9, 6, 650, dtype=dtype).requires_grad_(), numbers(9, 6, 650, dtype=dtype)
-    key, lanes_B, place = random.key(1).cuda(), torch.arange(6, device="cuda"), Place(77, 0.5, locked, start=4)
+    key, lanes_B, place = random.key(1).cuda(), torch.arange(6, device="cuda"), Coordinates(77, 0.5, locked, start=4)
 
     def step() -> list[Tensor]:
         y = dropped(x, key, lanes_B, place)
@@ -180,7 +181,7 @@ def test_dropped_weights_and_layers_are_those_of_the_cpu() -> None:
 
 
 def test_while_a_graph_is_recorded_an_unchecked_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, key, place = numbers(4, 3, 16), random.key(1).cuda(), Place(1, 0.5)
+    x, key, place = numbers(4, 3, 16), random.key(1).cuda(), Coordinates(1, 0.5)
     expected = dropped(x, key, None, place)
     monkeypatch.setattr(dropout, "_checked", set())
     monkeypatch.setattr(dropout, "_launch", lambda *_: pytest.fail("it has not been checked"))

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from carrywave.errors import UserError
-from carrywave.kernels import aligned, choice, cross_entropy, dropout, random
-from carrywave.kernels.dropout import Place, dropped
+from carrywave.kernels import cross_entropy, dispatch, dropout, random
+from carrywave.kernels.cuda import aligned
+from carrywave.kernels.dropout import Coordinates, dropped
 from carrywave.model.lstm import LSTM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -47,7 +48,7 @@ def test_the_definition_has_second_derivatives_and_cudnn_says_that_it_has_none()
 
 def test_the_persistent_kernel_refuses() -> None:
     lstm, x = LSTM(64, 64, 2, device="cuda", dtype=torch.bfloat16), numbers(40, 8, 64, dtype=torch.bfloat16)
-    if choice.choose("auto", x, lstm.weights(0)) != "persistent":
+    if dispatch.choose("auto", x, lstm.weights(0)) != "persistent":
         pytest.skip("the persistent kernel does not run here")
     y, _ = lstm(x)
     torch.autograd.grad(y.sum(), x, retain_graph=True)
@@ -75,7 +76,7 @@ def test_torch_func_goes_through_plain_operations() -> None:
 
 @pytest.mark.parametrize("locked", [False, True])
 def test_dropout_goes_through_its_definition(locked: bool) -> None:
-    x, key, place = numbers(6, 3, 20), random.key(3).cuda(), Place(7, 0.5, locked)
+    x, key, place = numbers(6, 3, 20), random.key(3).cuda(), Coordinates(7, 0.5, locked)
     dropped(x, key, None, place)
     assert not dropout._own.failures
     [first] = torch.autograd.grad(dropped(x, key, None, place).square().sum(), x, create_graph=True)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carrywave.kernels import recurrence
+from carrywave.kernels.hopper import recurrence
 from carrywave.kernels.lengths import last_real, real_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -19,20 +19,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.data.loader import build
 from carrywave.data.order import Cursor, StreamOrder
-from carrywave.data.stream import build
 from carrywave.data.view import View
-from carrywave.kernels import nvrtc, random
+from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.choice import choose, run
-from carrywave.kernels.layout import shape_for
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.dispatch import choose, run
+from carrywave.kernels.hopper.layout import shape_for
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.spec.load import parse
-from carrywave.train.trainer import Trainer
+from carrywave.step.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]  # each layout compiles once
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from carrywave.parallel.world import World
+from carrywave.runs.checkpoint.snapshot import load, open_stored
+from carrywave.runs.checkpoint.writer import Writer
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
-from carrywave.train.snapshot import load, open_stored
-from carrywave.train.writer import Writer
 
 pytestmark = pytest.mark.gpu
 

@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from carrywave.kernels import aligned, cross_entropy, reference, wave
+from carrywave.kernels import cross_entropy, reference
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.layout import Shape, Wave
+from carrywave.kernels.cuda import aligned
+from carrywave.kernels.hopper import wave
+from carrywave.kernels.hopper.layout import LayerShape, Wave
 from carrywave.kernels.weights import LayerWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 WAVES = [
-    (3, 20, 16, 128, Wave(Shape(128, 1, 16, 1), 3, 6)),
-    (8, 40, 16, 512, Wave(Shape(512, 1, 16, 1, 32), 8, 8)),
-    (4, 33, 20, 650, Wave(Shape(704, 1, 24, 1), 2, 9)),
-    (8, 40, 16, 512, Wave(Shape(512, 1, 16, 1, 32), 8, 8, Shape(512, 1, 16, 1, 32, 4))),  # more clusters than run at once
-    (3, 30, 20, 256, Wave(Shape(256, 3, 8, 1, 16, 16), 2, 7)),
+    (3, 20, 16, 128, Wave(LayerShape(128, 1, 16, 1), 3, 6)),
+    (8, 40, 16, 512, Wave(LayerShape(512, 1, 16, 1, 32), 8, 8)),
+    (4, 33, 20, 650, Wave(LayerShape(704, 1, 24, 1), 2, 9)),
+    (8, 40, 16, 512, Wave(LayerShape(512, 1, 16, 1, 32), 8, 8, LayerShape(512, 1, 16, 1, 32, 4))),  # more clusters than run at once
+    (3, 30, 20, 256, Wave(LayerShape(256, 3, 8, 1, 16, 16), 2, 7)),
 ]
 
 

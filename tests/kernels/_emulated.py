@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carrywave.kernels.layout import Shape
-from carrywave.kernels.recurrence import SOURCE, Dealt, Packed
+from carrywave.kernels.hopper.layout import LayerShape
+from carrywave.kernels.hopper.recurrence import SOURCE, Dealt, Packed
 from carrywave.kernels.weights import LayerWeights
 
 WARPGROUPS = 4
@@ -62,7 +62,7 @@ def plain(grad_QI: Tensor, hidden: int, inputs: int) -> Tensor:
     return grad_QI.view(-1, 4, grad_QI.shape[1])[:hidden, :, :inputs].transpose(0, 1).reshape(4 * hidden, inputs)
 
 
-def pack(weights: LayerWeights, shape: Shape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
+def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
     w_hh_QP = interleaved(weights.w_hh.detach(), shape.hidden, shape.hidden).to(like.dtype)
     bias_G = torch.zeros(len(weights.w_ih)) if weights.b_ih is None or weights.b_hh is None else weights.b_ih + weights.b_hh
     bias_Q = interleaved(bias_G.detach()[:, None].to(like.dtype), shape.hidden, 1)[:, 0]
@@ -70,14 +70,14 @@ def pack(weights: LayerWeights, shape: Shape, pitch: int, like: Tensor, *, trans
     return Packed(w_ih_QJ, w_hh_QP, w_hh_QP.t().contiguous() if transposed else None, bias_Q)
 
 
-def states(h_BH: Tensor, shape: Shape, steps: int, like: Tensor) -> Tensor:
+def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
     hs_SBP = torch.full((steps + 1, len(h_BH), shape.hidden), torch.nan, dtype=like.dtype)
     hs_SBP[0] = 0.0
     hs_SBP[0, :, : h_BH.shape[1]] = h_BH
     return hs_SBP
 
 
-def gradients(gates_NQ: Tensor, shape: Shape, launches: int) -> tuple[Tensor, Tensor]:
+def gradients(gates_NQ: Tensor, shape: LayerShape, launches: int) -> tuple[Tensor, Tensor]:
     return torch.full_like(gates_NQ, torch.nan), torch.zeros(launches, 1)
 
 
@@ -110,12 +110,12 @@ def last_state(hs_SBP: Tensor, lengths_B: Tensor, hidden: int, dtype: torch.dtyp
     return hs_SBP[lengths_B, torch.arange(len(lengths_B)), :hidden].to(dtype)
 
 
-def prepare_backward(shape: Shape, like: Tensor) -> None:
+def prepare_backward(shape: LayerShape, like: Tensor) -> None:
     pass
 
 
 def forward(
-    shape: Shape,
+    shape: LayerShape,
     packed: Packed,
     hs_SBP: Tensor,
     gates_NQ: Tensor,
@@ -152,7 +152,7 @@ def forward(
 
 
 def backward(
-    shape: Shape,
+    shape: LayerShape,
     turned_PQ: Tensor,
     gates_NQ: Tensor,
     cells_TBP: Tensor,
@@ -206,13 +206,13 @@ def _lengths(dealt: Dealt, lanes: int, steps: int) -> list[int]:
     return [steps] * lanes if dealt.lengths_B is None else [min(length, steps) for length in dealt.lengths_B.tolist()]
 
 
-def _table(shape: Shape, group: int, dealt: Dealt, lengths: list[int]) -> Table:
+def _table(shape: LayerShape, group: int, dealt: Dealt, lengths: list[int]) -> Table:
     order = list(range(len(lengths))) if dealt.order_B is None else dealt.order_B.tolist()
     ranks = [place * shape.groups + group for place in range(shape.lanes * shape.passes)]
     return [(order[rank], lengths[order[rank]]) if rank < len(order) else (-1, 0) for rank in ranks]
 
 
-def _active(table: Table, shape: Shape, turn: int, step: int) -> list[int]:
+def _active(table: Table, shape: LayerShape, turn: int, step: int) -> list[int]:
     """The lanes of a pass that reach a step: the first ones."""
     of_pass = table[turn * shape.lanes : (turn + 1) * shape.lanes]
     reach = [length > step for _, length in of_pass]
@@ -220,7 +220,7 @@ def _active(table: Table, shape: Shape, turn: int, step: int) -> list[int]:
     return [lane for lane, length in of_pass if length > step]
 
 
-def _multiply(rows_RK: Tensor, gathered: Tensor, shape: Shape) -> Tensor:
+def _multiply(rows_RK: Tensor, gathered: Tensor, shape: LayerShape) -> Tensor:
     """[N, R]: each warpgroup has every fourth 64-wide block of K. Lanes beyond the active ones hold rubbish."""
     operand_NK = torch.full((shape.lanes, rows_RK.shape[1]), torch.nan, dtype=rows_RK.dtype)
     operand_NK[: len(gathered)] = gathered

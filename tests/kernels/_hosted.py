@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from carrywave.kernels import casting, nvrtc
+from carrywave.kernels.cuda import casting, nvrtc
 
 Constants = tuple[tuple[str, int], ...]
 
@@ -84,7 +84,7 @@ class Hosted:
             compiler = shutil.which("g++") or shutil.which("clang++")
             if compiler is None:
                 pytest.skip("no C++ compiler is here")
-            text = files("carrywave.kernels").joinpath(source).read_text("utf-8").replace('#include "half.cuh"', "")
+            text = files("carrywave.kernels").joinpath("source", source).read_text("utf-8").replace('#include "half.cuh"', "")
             exports = [_EXPORT.format(name=name) for name in self.names[source]]
             written = self.folder / f"{Path(source).stem}{len(self._libraries)}.cpp"
             written.write_text("\n".join([_BEFORE, text, _AFTER, *exports]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from carrywave.kernels import aligned
+from carrywave.kernels.cuda import aligned
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from carrywave.kernels import aten, manual, reference
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.choice import Backend
+from carrywave.kernels.dispatch import Backend
 from carrywave.kernels.weights import Layer, LayerWeights
 
 OTHERS = {"aten": aten.layer, "manual": manual.layer}

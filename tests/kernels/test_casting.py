@@ -14,7 +14,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from _hosted import Hosted
 
-from carrywave.kernels import casting, nvrtc
+from carrywave.kernels.cuda import casting, nvrtc
 
 BF16, FP16, SINGLE = torch.bfloat16, torch.float16, torch.float32
 NAMES = [f"{name}_{group}" for name in ("narrow", "move", "widen") for group in (1, 2, 4)]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from carrywave.kernels import cross_entropy, nvrtc
+from carrywave.kernels import cross_entropy
+from carrywave.kernels.cuda import nvrtc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from carrywave.kernels import aten, random
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.choice import choose
+from carrywave.kernels.dispatch import choose
 from carrywave.kernels.weights import LayerWeights
 from carrywave.model.lstm import LSTM
 

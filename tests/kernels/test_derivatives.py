@@ -15,10 +15,11 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional
 
 from carrywave.errors import UserError
-from carrywave.kernels import aligned, aten, choice, cross_entropy, deferred, derivatives, dropout, manual, nvrtc, random, reference
+from carrywave.kernels import aten, cross_entropy, deferred_gradients, derivatives, dispatch, dropout, manual, random, reference
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.deferred import Deferred, deferring
-from carrywave.kernels.dropout import Place
+from carrywave.kernels.cuda import aligned, nvrtc
+from carrywave.kernels.deferred_gradients import Deferred, deferring
+from carrywave.kernels.dropout import Coordinates
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.weights import LayerWeights
 
@@ -134,12 +135,12 @@ def test_an_ordinary_backward_does_not_go_through_the_definition(monkeypatch: py
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func.jvp itself
 def test_what_is_looked_at_from_outside_runs_on_plain_operations() -> None:
     x, layer = made(3, 2, 2), (LayerWeights(made(8, 2), made(8, 2, seed=1)),)
-    usual = choice.choose("auto", x, layer)
+    usual = dispatch.choose("auto", x, layer)
     assert usual != "reference"
     chosen = []
 
     def seen(each: Tensor) -> Tensor:
-        chosen.append(choice.choose("auto", x, layer))
+        chosen.append(dispatch.choose("auto", x, layer))
         return each.sum()
 
     torch.func.grad(seen)(torch.zeros(2))
@@ -148,8 +149,8 @@ def test_what_is_looked_at_from_outside_runs_on_plain_operations() -> None:
     with forward_ad.dual_level():
         seen(torch.zeros(2))
     assert chosen == ["reference"] * 4
-    assert choice.choose("auto", x[:, :0], layer) == "reference"
-    assert choice.choose("auto", x, layer) == usual
+    assert dispatch.choose("auto", x[:, :0], layer) == "reference"
+    assert dispatch.choose("auto", x, layer) == usual
 
 
 def test_a_put_off_gradient_is_no_hidden_part_of_one_that_a_loss_asks_for() -> None:
@@ -170,9 +171,9 @@ def test_a_put_off_gradient_is_no_hidden_part_of_one_that_a_loss_asks_for() -> N
         expected = torch.autograd.grad(loss(again, functional.embedding, functional.linear, reference.layer), leaves)
         owed = Deferred()
         with deferring(owed):
-            total = loss(again, deferred.embedding, deferred.linear, manual.layer)
+            total = loss(again, deferred_gradients.embedding, deferred_gradients.linear, manual.layer)
             assert not any(owed.owes(each) for each in leaves)
-            deferred.backward([total], [None])
+            deferred_gradients.backward([total], [None])
             assert all(owed.owes(each) for each in leaves)
         owed.pay()
         torch.testing.assert_close([each.grad for each in leaves], list(expected), **TOLERANCE)
@@ -206,7 +207,7 @@ def test_cross_entropy_of_the_own_kernel_goes_through_torchs(monkeypatch: pytest
 
 
 def test_dropout_of_the_own_kernel_goes_through_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    key, place, x = random.key(3), Place(7, 0.5), made(3, 2, 4)
+    key, place, x = random.key(3), Coordinates(7, 0.5), made(3, 2, 4)
     mask = dropout._defined(x.detach(), key, None, place)
     monkeypatch.setattr(dropout, "_launch", lambda given, *_: given * mask)
     monkeypatch.setattr(dropout, "_serves", lambda *_: True)

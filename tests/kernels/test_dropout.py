@@ -14,8 +14,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from _hosted import Hosted
 
-from carrywave.kernels import dropout, nvrtc, random
-from carrywave.kernels.dropout import Place, dropped, multiplier
+from carrywave.kernels import dropout, random
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.dropout import Coordinates, dropped, multiplier
 
 BF16, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 KEY = random.key(5)
@@ -40,7 +41,7 @@ def same_bits(own: Tensor, expected: Tensor) -> bool:
 
 
 PLACES = st.builds(
-    Place,
+    Coordinates,
     site=st.integers(0, 2**32 - 1),
     p=st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.9]),
     locked=st.booleans(),
@@ -59,7 +60,7 @@ PLACES = st.builds(
     numbered=st.booleans(),
 )
 def test_the_kernel_is_the_definition(
-    place: Place, steps: int, lanes: int, units: int, gap: int, dtype: torch.dtype, numbered: bool, hosted: Hosted
+    place: Coordinates, steps: int, lanes: int, units: int, gap: int, dtype: torch.dtype, numbered: bool, hosted: Hosted
 ) -> None:
     x = numbers(steps, lanes, units + gap, dtype=dtype)[..., :units]
     lanes_B = torch.arange(lanes) * 2**31 - 7 if numbered else None
@@ -79,7 +80,7 @@ def test_it_reads_as_much_at_once_as_lies_right(hosted: Hosted) -> None:
     for dtype, units in ((BF16, 640), (BF16, 652), (BF16, 650), (BF16, 649), (SINGLE, 640), (SINGLE, 650)):
         x = numbers(2, 2, 656, dtype=dtype)[..., :units]
         with hosted.in_place():
-            dropout._launch(x, x, KEY, None, Place(1, 0.5))
+            dropout._launch(x, x, KEY, None, Coordinates(1, 0.5))
     assert hosted.ran[-6:] == ["drop_8", "drop_4", "drop_2", "drop_1", "drop_4", "drop_2"]
 
 
@@ -115,7 +116,7 @@ def test_a_kernel_that_is_not_right_is_not_tried_again(fault: str, monkeypatch: 
     monkeypatch.setattr(dropout, "_launch", launch)
     if fault == "missing":
         monkeypatch.setattr(nvrtc, "available", lambda: "no compiler")
-    x, place = numbers(3, 2, 9), Place(4, 0.5)
+    x, place = numbers(3, 2, 9), Coordinates(4, 0.5)
     expected = dropped(x, KEY, None, place)
     reason = {"differs": r"its numbers differ .*\(640 units\)", "fails": "no room", "missing": "no compiler"}[fault]
     with pytest.warns(UserWarning, match=f"own kernel for dropout is not used, and steps run slower: {reason}"):
@@ -131,7 +132,7 @@ def test_a_kernel_that_is_not_right_is_not_tried_again(fault: str, monkeypatch: 
 def test_while_a_graph_is_recorded_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(dropout, "_launch", lambda *_: pytest.fail("it has not been checked"))
-    x, place = numbers(3, 2, 9), Place(4, 0.5)
+    x, place = numbers(3, 2, 9), Coordinates(4, 0.5)
     assert torch.equal(dropped(x.as_subclass(OnCuda), KEY, None, place), dropped(x, KEY, None, place))
     assert not dropout._own.failures
     assert not dropout._checked
@@ -162,8 +163,8 @@ def test_what_the_kernel_does_not_know_is_left_to_the_definition() -> None:
 @pytest.mark.parametrize("locked", [False, True])
 def test_chunks_of_time_and_lanes_are_parts_of_the_whole(locked: bool) -> None:
     x, lanes_B = numbers(7, 4, 9, dtype=DOUBLE), torch.tensor([7, 2, 9, 4])
-    whole = dropped(x, KEY, lanes_B, Place(3, 0.4, locked, start=10))
-    part = dropped(x[2:5, 1:3], KEY, lanes_B[1:3], Place(3, 0.4, locked, start=12))
+    whole = dropped(x, KEY, lanes_B, Coordinates(3, 0.4, locked, start=10))
+    part = dropped(x[2:5, 1:3], KEY, lanes_B[1:3], Coordinates(3, 0.4, locked, start=12))
     assert torch.equal(part, whole[2:5, 1:3])
-    assert torch.equal(multiplier(x, KEY, lanes_B, Place(3, 0.4, locked, start=10)) * x, whole)
-    assert not torch.equal(whole, dropped(x, KEY, lanes_B, Place(4, 0.4, locked, start=10)))
+    assert torch.equal(multiplier(x, KEY, lanes_B, Coordinates(3, 0.4, locked, start=10)) * x, whole)
+    assert not torch.equal(whole, dropped(x, KEY, lanes_B, Coordinates(4, 0.4, locked, start=10)))

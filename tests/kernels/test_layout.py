@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from carrywave.kernels.layout import MULTIPROCESSORS, Shape, alone, back_for, shape_for
+from carrywave.kernels.hopper.layout import MULTIPROCESSORS, LayerShape, alone, back_for, shape_for
 
 
 @given(st.integers(1, 2048), st.integers(1, 1100))
@@ -25,7 +25,7 @@ def test_every_lane_has_one_place_and_everything_fits(hidden: int, lanes: int) -
             assert shape.blocks <= 120
 
 
-def check(shape: Shape, hidden: int, lanes: int) -> None:
+def check(shape: LayerShape, hidden: int, lanes: int) -> None:
     assert shape.hidden % 64 == 0
     assert 0 <= shape.hidden - hidden < 128
     assert shape.hidden % (4 * shape.units) == 0  # whole quads

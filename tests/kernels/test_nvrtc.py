@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from carrywave.kernels import nvrtc, recurrence
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.hopper import recurrence
 
 SOURCE = recurrence.SOURCE
 CONSTANTS = (("LANES", 8), ("PASSES", 1))

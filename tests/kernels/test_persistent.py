@@ -22,12 +22,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 import _emulated
 
-from carrywave.kernels import nvrtc, persistent, random, recurrence, reference
+from carrywave.kernels import random, reference
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.layout import Shape, Wave, alone
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.hopper import persistent, recurrence
+from carrywave.kernels.hopper.layout import LayerShape, Wave, alone
+from carrywave.kernels.hopper.recurrence import Dealt
 from carrywave.kernels.lengths import last_real
 from carrywave.kernels.lstm import lstm
-from carrywave.kernels.recurrence import Dealt
 from carrywave.kernels.weights import LayerWeights
 
 
@@ -87,7 +89,7 @@ def defined(given: Problem) -> list[Tensor]:
     return [y.detach(), *(end.detach() for end in ends), *torch.autograd.grad([y, *ends], given.leaves, given.weigh)]
 
 
-def emulated(given: Problem, shape: Shape, back: Shape | None = None) -> list[Tensor]:
+def emulated(given: Problem, shape: LayerShape, back: LayerShape | None = None) -> list[Tensor]:
     """The same of one layer, by one launch forward, one backward, and products over the whole sequence; all of it float64."""
     (layer,), (carry,) = given.layers, given.carries
     steps, lanes, inputs = given.x.shape
@@ -133,17 +135,17 @@ def assert_same(got: list[Tensor], expected: list[Tensor], tolerance: float) -> 
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Problem, Shape]:
+def cases(draw: st.DrawFn) -> tuple[Problem, LayerShape]:
     steps, lanes, hidden = draw(st.integers(1, 6)), draw(st.integers(1, 40)), draw(st.integers(1, 140))
     units, width, groups = draw(st.sampled_from((16, 32))), draw(st.sampled_from((8, 16, 24, 32))), draw(st.integers(1, 5))
-    shape = Shape(-(-hidden // (4 * units)) * 4 * units, groups, width, -(-lanes // (groups * width)), units)
+    shape = LayerShape(-(-hidden // (4 * units)) * 4 * units, groups, width, -(-lanes // (groups * width)), units)
     lengths = draw(st.none() | st.tuples(*[st.integers(0, steps)] * lanes))
     return problem(steps, lanes, draw(st.integers(1, 5)), hidden, lengths, bias=draw(st.booleans()), seed=draw(st.integers(0, 99))), shape
 
 
 @given(cases())
 @settings(max_examples=30)
-def test_the_algorithm_is_the_definition_on_any_layout(case: tuple[Problem, Shape]) -> None:
+def test_the_algorithm_is_the_definition_on_any_layout(case: tuple[Problem, LayerShape]) -> None:
     # float64 has 53 bits; sums of up to some hundred terms in another order lose a few.
     assert_same(emulated(*case), defined(case[0]), 1e-12)
 
@@ -184,7 +186,7 @@ def test_layers_at_the_same_time_are_layers_one_after_the_other(locked: bool, mo
 
     def wave_of(x: Tensor, layers: object) -> Wave:
         asked.append(x.shape)
-        return Wave(Shape(128, 2, 8, 1), 1, 3)
+        return Wave(LayerShape(128, 2, 8, 1), 1, 3)
 
     monkeypatch.setattr(persistent, "wave_of", wave_of)
     y, after = lstm(case.x, case.carries, layers, case.lengths, backend="persistent", **options)

@@ -20,8 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from carrywave.data.permute import draw_words
-from carrywave.kernels import fused_random, random
+from carrywave.data.shuffle import draw_words
+from carrywave.kernels import random
+from carrywave.kernels.cuda import fused_random
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

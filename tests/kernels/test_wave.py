@@ -22,17 +22,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _emulated import deal, last_state, real_rows
 
 from carrywave.errors import UserError
-from carrywave.kernels import recurrence, reference, wave
+from carrywave.kernels import reference
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.layout import MULTIPROCESSORS, Shape, Wave, wave_for
-from carrywave.kernels.recurrence import Dealt, Packed
+from carrywave.kernels.hopper import recurrence, wave
+from carrywave.kernels.hopper.layout import MULTIPROCESSORS, LayerShape, Wave, wave_for
+from carrywave.kernels.hopper.recurrence import Dealt, Packed
 from carrywave.kernels.weights import LayerWeights
 
-SHAPE = Shape(64, 1, 8, 1)
+SHAPE = LayerShape(64, 1, 8, 1)
 NAN = float("nan")
 
 
-def pack(weights: LayerWeights, shape: Shape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
+def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
     hidden = weights.w_hh.shape[1]
 
     def packed(weight_GI: Tensor, width: int) -> Tensor:
@@ -46,18 +47,18 @@ def pack(weights: LayerWeights, shape: Shape, pitch: int, like: Tensor, *, trans
     return Packed(packed(weights.w_ih, pitch), w_hh, w_hh.t().contiguous() if transposed else None, bias.view(-1))
 
 
-def states(h_BH: Tensor, shape: Shape, steps: int, like: Tensor) -> Tensor:
+def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
     hs = like.new_full((steps + 1, h_BH.shape[0], shape.hidden), NAN)
     hs[0] = torch.nn.functional.pad(h_BH, (0, shape.hidden - h_BH.shape[1]))
     return hs
 
 
-def gradients(gates_NQ: Tensor, shape: Shape, launches: int) -> tuple[Tensor, Tensor]:
+def gradients(gates_NQ: Tensor, shape: LayerShape, launches: int) -> tuple[Tensor, Tensor]:
     return torch.full_like(gates_NQ, NAN), torch.zeros(launches, 1)
 
 
 def forward(
-    shape: Shape,
+    shape: LayerShape,
     packed: Packed,
     hs: Tensor,
     gates: Tensor,
@@ -83,7 +84,7 @@ def forward(
 
 
 def backward(
-    shape: Shape,
+    shape: LayerShape,
     turned: Tensor,
     gates: Tensor,
     cells: Tensor,

@@ -7,9 +7,9 @@ import torch
 
 from carrywave.measure import rig
 from carrywave.measure.rig import Rig, nothing, time_task, time_unit
-from carrywave.parallel.clock import Clock
-from carrywave.plan.asks import Ask
-from carrywave.plan.profile import Sample
+from carrywave.plan.cost.profile import Sample
+from carrywave.plan.cost.sample_requests import Ask
+from carrywave.step.task_clock import TaskClock
 
 CPU = torch.device("cpu")
 KINDS = [
@@ -47,20 +47,20 @@ def test_every_kind_is_timed(ask: Ask, whole: bool, precision: str) -> None:
 
 
 def test_a_stage_of_one_unit_runs_forward_and_backward_in_chunks() -> None:
-    clock = Clock(CPU)
+    clock = TaskClock(CPU)
     unit = Rig(Ask("lstm", 6, 8, 3, 8), CPU)
     unit.run(4, clock)
     assert [lap.label for lap in clock.laps if lap.label in "FB"] == ["F"] * 4 + ["B"] * 4
     assert [lap.label for lap in clock.laps].count("pay") == 1
     assert all(parameter.grad is not None for name, parameter in unit.stage.lstm.named_parameters() if "weight" in name)
-    one = Clock(CPU)
+    one = TaskClock(CPU)
     unit.run(1, one)
     assert one.seconds("pay") == 0  # nothing is put off where time is not cut
 
 
 def test_only_layers_have_work_in_them() -> None:
     empty = Rig(nothing("fp32"), CPU)
-    clock = Clock(CPU)
+    clock = TaskClock(CPU)
     empty.run(2, clock)
     assert [lap.label for lap in clock.laps if lap.label in "FB"] == ["F", "F", "B", "B"]
     assert time_task(CPU, "fp32", lambda: None) > 0

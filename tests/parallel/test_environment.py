@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from carrywave.errors import WorkerError
-from carrywave.parallel import environment
-from carrywave.parallel.interfaces import check_hosts, unreachable
+from carrywave.parallel.startup import environment
+from carrywave.parallel.startup.interfaces import check_hosts, unreachable
 
 OWN = "carrywave sets it for the workers that it starts: unset it"
 
@@ -96,7 +96,7 @@ QUIET = """
 import datetime, sys
 import torch
 from torch.distributed import TCPStore
-from carrywave.parallel import quiet
+from carrywave.parallel.startup import native_logs
 
 with quiet.silent():
     try:

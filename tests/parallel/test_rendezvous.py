@@ -26,10 +26,10 @@ from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
-from carrywave.parallel.pipeline import Job, program_for, run
-from carrywave.plan.messages import Line, Program, Step
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule import Phase
+from carrywave.plan.schedule.messages import Channel, Program, ProgramStep
+from carrywave.plan.schedule.schedule import Phase
+from carrywave.step.compute import Job, program_for, run
 
 VOCABULARY, WIDTH, CLASSES = 7, 4, 3
 
@@ -46,8 +46,8 @@ class Hall:
         self.live = set(range(stages))
         self.waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
         self.failure: BaseException | None = None
-        self.sent: dict[Line, list[Tensor]] = {}
-        self.posted: dict[Line, list[tuple[tuple[int, ...], torch.dtype]]] = {}  # shapes and dtypes
+        self.sent: dict[Channel, list[Tensor]] = {}
+        self.posted: dict[Channel, list[tuple[tuple[int, ...], torch.dtype]]] = {}  # shapes and dtypes
 
     def wait(self, stage: int, what: str, ready: Callable[[], bool]) -> None:
         """Until something is ready. The caller holds the lock."""
@@ -100,7 +100,7 @@ class StrictLinks:
     def __init__(self, hall: Hall, stage: int) -> None:
         self.hall, self.stage = hall, stage
 
-    def receive(self, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> StrictReceive:
+    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> StrictReceive:
         assert line.receiver == self.stage
         with self.hall.changed:
             posted = self.hall.posted.setdefault(line, [])
@@ -108,7 +108,7 @@ class StrictLinks:
             self.hall.changed.notify_all()
             return StrictReceive(self.hall, line, len(posted) - 1)
 
-    def send(self, line: Line, tensor: Tensor) -> None:
+    def send(self, line: Channel, tensor: Tensor) -> None:
         assert line.sender == self.stage
         with self.hall.changed:
             sent = self.hall.sent.setdefault(line, [])
@@ -133,7 +133,7 @@ class StrictLinks:
 
 
 class StrictReceive:
-    def __init__(self, hall: Hall, line: Line, place: int) -> None:
+    def __init__(self, hall: Hall, line: Channel, place: int) -> None:
         self.hall, self.line, self.place = hall, line, place
 
     def wait(self) -> Tensor:
@@ -236,7 +236,7 @@ def test_stages_that_meet_strictly_give_the_gradients_of_one(
 
 
 PLAN = Plan(stages=2, cuts=(2,), chunk_steps=2)
-UP, DOWN = Line("F", 0, 1), Line("B", 1, 0)
+UP, DOWN = Channel("F", 0, 1), Channel("B", 1, 0)
 
 
 def swapped(program: Program, place: int, phase: Phase) -> Program:
@@ -247,7 +247,7 @@ def swapped(program: Program, place: int, phase: Phase) -> Program:
     return with_stage(program, place, steps)
 
 
-def with_stage(program: Program, place: int, steps: list[Step]) -> Program:
+def with_stage(program: Program, place: int, steps: list[ProgramStep]) -> Program:
     rows = list(program.stages)
     rows[place] = tuple(steps)
     return replace(program, stages=tuple(rows))

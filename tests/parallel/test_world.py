@@ -13,9 +13,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from carrywave.errors import ContactLost, DataError, SpecError, WorkerError
 from carrywave.parallel import world
-from carrywave.parallel.contact import lost
-from carrywave.parallel.meeting import open_store
-from carrywave.parallel.world import World, check_gpus, exchange, join, leave, pick_device, same, tell_once, together
+from carrywave.parallel.liveness.lost_contact import lost
+from carrywave.parallel.startup.rendezvous import open_store
+from carrywave.parallel.world import World, all_gather_text, check_agreement, check_gpus, join, leave, pick_device, raise_on_all, tell_once
 
 VARIABLES = (
     "RANK",
@@ -55,15 +55,15 @@ def test_without_a_launcher_a_process_is_alone() -> None:
     found = join("cpu")
     assert found == ALONE
     assert (found.rank, found.size, found.backend) == (0, 1, "")
-    assert exchange(found, "me") == ["me"]
-    same(found, {"version": "1"})
+    assert all_gather_text(found, "me") == ["me"]
+    check_agreement(found, {"version": "1"})
     leave(found)
     assert not dist.is_initialized()
 
 
 def test_alone_a_mistake_is_raised_as_it_is() -> None:
     mistake = DataError("no")
-    with pytest.raises(DataError) as raised, together(ALONE):
+    with pytest.raises(DataError) as raised, raise_on_all(ALONE):
         raise mistake
     assert raised.value is mistake
     assert mistake.told_by is None

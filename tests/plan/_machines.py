@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from carrywave.plan.fit import Size
-from carrywave.plan.profile import Crowd, Link, Overheads, Profile, Sample
+from carrywave.plan.cost.interpolation import Size
+from carrywave.plan.cost.profile import Crowd, Link, Overheads, Profile, Sample
 
 GIB = 1 << 30
 

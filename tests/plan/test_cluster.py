@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _machines import machine
 
 from carrywave.errors import PlanError
-from carrywave.plan.cluster import Cluster, Host, reduce_seconds
-from carrywave.plan.profile import Link, Reduction
+from carrywave.plan.cost.cluster import Cluster, Host, reduce_seconds
+from carrywave.plan.cost.profile import Link, Reduction
 
 FAST, SLOW = machine(name="fast", speed=2.0), machine(name="slow")
 LINKS = {"cable": Link(1e-5, 1e9)}

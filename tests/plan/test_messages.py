@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carrywave.errors import PlanError
-from carrywave.plan.messages import Program, Step, incoming, lines, outgoing, prove, spell, with_messages
-from carrywave.plan.schedule import Phase, Schedule, Task, gpipe, peak, sequential, serial, wavefront
+from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, lines, outgoing, prove, spell, with_messages
+from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, gpipe, peak, sequential, serial, wavefront
 
 Generator = Callable[[int, list[int], bool], Schedule]
 
@@ -31,11 +31,11 @@ def program(*rows: str, schedule: Schedule) -> Program:
     return Program(schedule, tuple(tuple(step(word, stage) for word in row.split()) for stage, row in enumerate(rows)))
 
 
-def step(word: str, stage: int) -> Step:
+def step(word: str, stage: int) -> ProgramStep:
     found = re.fullmatch(r"(<?)([FBH])(\d+)([a-z]?)(>?)", word)
     assert found is not None
-    task = Task(cast(Phase, found[2]), stage, int(found[3]), ord(found[4]) - ord("a") if found[4] else 0)
-    return Step("receive" if found[1] else "send" if found[5] else "run", task)
+    task = StageTask(cast(Phase, found[2]), stage, int(found[3]), ord(found[4]) - ord("a") if found[4] else 0)
+    return ProgramStep("receive" if found[1] else "send" if found[5] else "run", task)
 
 
 def rows(text: str) -> list[str]:
@@ -113,7 +113,7 @@ def test_open_receives_are_bounded(name: str, stages: int, counts: list[int], ba
     schedule = GENERATORS[name](stages, counts, backward)
     for stage, steps in enumerate(with_messages(schedule, ahead).stages):
         for line in lines(stages, share_head=True):
-            waiting: list[Task] = []
+            waiting: list[StageTask] = []
             for each in steps:
                 if line.receiver != stage or incoming(each.task, schedule) != line:
                     continue

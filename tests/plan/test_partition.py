@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrywave.errors import PlanError
-from carrywave.plan.partition import NoFit, all_cuts, balanced, partition, say
+from carrywave.plan.search.partition import NoFit, all_cuts, balanced, partition, say
 
 NUMBERS = st.integers(0, 20)
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _machines import machine
 
 from carrywave.errors import PlanError
-from carrywave.plan.profile import Profile, Reduction
+from carrywave.plan.cost.profile import Profile, Reduction
 
 
 def known(**changes: Any) -> dict[str, Any]:

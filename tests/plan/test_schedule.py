@@ -12,7 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule import Schedule, Task, bubble, gpipe, needs, peak, place, reader, sequential, serial, show, source, wavefront
+from carrywave.plan.schedule.schedule import (
+    Schedule,
+    StageTask,
+    bubble,
+    gpipe,
+    needs,
+    peak,
+    place,
+    reader,
+    sequential,
+    serial,
+    show,
+    source,
+    wavefront,
+)
 
 COUNTS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
@@ -227,20 +241,20 @@ def test_bubbles() -> None:
 
 def test_moments_follow_the_costs() -> None:
     moments = place(wavefront(2, 1), forward=1.5, backward=4)
-    assert [moments[task] for task in (Task("F", 1, 0), Task("B", 1, 0), Task("B", 0, 0))] == [1.5, 3, 7]
+    assert [moments[task] for task in (StageTask("F", 1, 0), StageTask("B", 1, 0), StageTask("B", 0, 0))] == [1.5, 3, 7]
 
 
 def test_what_a_task_needs() -> None:
     schedule = wavefront(2, [2, 3])
-    assert needs(Task("F", 1, 1, 1), schedule) == [Task("F", 0, 1, 1), Task("F", 1, 0, 1)]
-    assert needs(Task("B", 0, 1, 1), schedule) == [Task("B", 1, 1, 1), Task("F", 0, 1, 1), Task("B", 0, 2, 1)]
-    assert needs(Task("B", 1, 1, 0), schedule) == [Task("F", 1, 1, 0)]
-    assert needs(Task("B", 0, 1, 0), replace(schedule, in_turn=True))[0] == Task("B", 1, 0, 0)
+    assert needs(StageTask("F", 1, 1, 1), schedule) == [StageTask("F", 0, 1, 1), StageTask("F", 1, 0, 1)]
+    assert needs(StageTask("B", 0, 1, 1), schedule) == [StageTask("B", 1, 1, 1), StageTask("F", 0, 1, 1), StageTask("B", 0, 2, 1)]
+    assert needs(StageTask("B", 1, 1, 0), schedule) == [StageTask("F", 1, 1, 0)]
+    assert needs(StageTask("B", 0, 1, 0), replace(schedule, in_turn=True))[0] == StageTask("B", 1, 0, 0)
     shared = wavefront(2, 4, share_head=True)  # the last stage scores chunk 3 alone
-    assert needs(Task("H", 0, 2), shared) == [Task("F", 1, 2)]
-    assert needs(Task("H", 1, 3), shared) == [Task("F", 1, 3)]
-    assert needs(Task("B", 1, 2), shared) == [Task("H", 0, 2), Task("F", 1, 2), Task("B", 1, 3)]
-    assert needs(Task("B", 1, 3), shared) == [Task("F", 1, 3), Task("H", 1, 3)]
+    assert needs(StageTask("H", 0, 2), shared) == [StageTask("F", 1, 2)]
+    assert needs(StageTask("H", 1, 3), shared) == [StageTask("F", 1, 3)]
+    assert needs(StageTask("B", 1, 2), shared) == [StageTask("H", 0, 2), StageTask("F", 1, 2), StageTask("B", 1, 3)]
+    assert needs(StageTask("B", 1, 3), shared) == [StageTask("F", 1, 3), StageTask("H", 1, 3)]
 
 
 def test_many_slices_stay_distinct() -> None:
@@ -249,12 +263,12 @@ def test_many_slices_stay_distinct() -> None:
     assert len(set(names)) == 2000
 
 
-def broken(*rows: Sequence[Task], chunks: int) -> Schedule:
+def broken(*rows: Sequence[StageTask], chunks: int) -> Schedule:
     return Schedule(tuple(tuple(row) for row in rows), (chunks,))
 
 
-F0, F1, B0, H0 = Task("F", 0, 0), Task("F", 0, 1), Task("B", 0, 0), Task("H", 0, 0)
-UP, BACK = Task("F", 1, 0), Task("B", 1, 0)
+F0, F1, B0, H0 = StageTask("F", 0, 0), StageTask("F", 0, 1), StageTask("B", 0, 0), StageTask("H", 0, 0)
+UP, BACK = StageTask("F", 1, 0), StageTask("B", 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -266,25 +280,25 @@ UP, BACK = Task("F", 1, 0), Task("B", 1, 0)
         (broken([F0, F1, B0], chunks=2), "B1 is missing from stage 0"),
         (broken([F0, B0, B0], chunks=1), "B0 stands 2 times on stage 0"),
         (broken([F0, F1], chunks=1), "F1 of stage 0 does not belong on stage 0"),
-        (broken([F0, Task("F", 1, 0)], [], chunks=1), "F0 of stage 1 does not belong on stage 0"),
+        (broken([F0, StageTask("F", 1, 0)], [], chunks=1), "F0 of stage 1 does not belong on stage 0"),
         (broken([F0], [], chunks=1), "F0 is missing from stage 1"),
         (broken(chunks=1), "nothing to run"),
         (broken([F0, B0, H0], [UP, BACK], chunks=1), "cannot go on: B0 on stage 0, B0 on stage 1 wait"),
-        (broken([F0, H0, B0], [UP, Task("H", 1, 0), BACK], chunks=1), "H0 stands 2 times in the schedule"),
-        (broken([F0, F1, H0, Task("B", 0, 1), B0], chunks=2), "H1 is missing from the schedule"),
-        (broken([F0, H0, Task("H", 0, 1), B0], chunks=1), "H1 scores a chunk that is not there"),
-        (broken([F0, Task("H", 1, 0), B0], [UP, BACK], chunks=1), "H0 of stage 1 does not belong on stage 0"),
+        (broken([F0, H0, B0], [UP, StageTask("H", 1, 0), BACK], chunks=1), "H0 stands 2 times in the schedule"),
+        (broken([F0, F1, H0, StageTask("B", 0, 1), B0], chunks=2), "H1 is missing from the schedule"),
+        (broken([F0, H0, StageTask("H", 0, 1), B0], chunks=1), "H1 scores a chunk that is not there"),
+        (broken([F0, StageTask("H", 1, 0), B0], [UP, BACK], chunks=1), "H0 of stage 1 does not belong on stage 0"),
         (broken([F0, H0], chunks=1), "H0 of stage 0 does not belong on stage 0"),
         (
-            Schedule(((Task("F", 0, 0, 0), Task("F", 0, 0, 1)), (Task("F", 1, 0, 0),)), (1, 1)),
+            Schedule(((StageTask("F", 0, 0, 0), StageTask("F", 0, 0, 1)), (StageTask("F", 1, 0, 0),)), (1, 1)),
             "F0b is missing from stage 1",
         ),
         (
             # Stage 0 wants slice a back first, stage 1 gives it b first but only once stage 0 has sent it.
             Schedule(
                 (
-                    (Task("F", 0, 0, 0), Task("B", 0, 0, 0), Task("F", 0, 0, 1), Task("B", 0, 0, 1)),
-                    (Task("F", 1, 0, 0), Task("F", 1, 0, 1), Task("B", 1, 0, 1), Task("B", 1, 0, 0)),
+                    (StageTask("F", 0, 0, 0), StageTask("B", 0, 0, 0), StageTask("F", 0, 0, 1), StageTask("B", 0, 0, 1)),
+                    (StageTask("F", 1, 0, 0), StageTask("F", 1, 0, 1), StageTask("B", 1, 0, 1), StageTask("B", 1, 0, 0)),
                 ),
                 (1, 1),
             ),

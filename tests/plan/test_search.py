@@ -14,16 +14,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _machines import GIB, machine
 
 from carrywave.errors import PlanError
-from carrywave.plan import search as searching
-from carrywave.plan.cluster import Cluster, Host
-from carrywave.plan.partition import NoFit, all_cuts
+from carrywave.plan.cost.cluster import Cluster, Host
+from carrywave.plan.cost.profile import Crowd, Link, Overheads, Sample
+from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, resolve
-from carrywave.plan.predict import Predictor
-from carrywave.plan.profile import Crowd, Link, Overheads, Sample
-from carrywave.plan.scale import scale
-from carrywave.plan.search import GAIN_PER_DOUBLING, describe, price, search
-from carrywave.plan.space import CHUNKS, SLICES
-from carrywave.plan.units import Units
+from carrywave.plan.search import search as searching
+from carrywave.plan.search.partition import NoFit, all_cuts
+from carrywave.plan.search.predictor import Predictor
+from carrywave.plan.search.scaling import scale
+from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, price, search
+from carrywave.plan.search.space import CHUNKS, SLICES
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import PlanSpec, Spec
 

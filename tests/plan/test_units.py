@@ -8,11 +8,11 @@ import pytest
 from carrywave.errors import PlanError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
-from carrywave.model.holding import hold, shared
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.model.parameter_placement import hold, shared
+from carrywave.plan.cost.units import BatchShape, Units
 from carrywave.plan.plan import Plan
-from carrywave.plan.units import Shape, Units
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
@@ -80,11 +80,11 @@ def test_batches_of_sequences_stand_for_equal_parts_of_all_steps() -> None:
     spec = Spec.model_validate({"task": "classification", "batch": {"tokens": 1000}})
     facts = DataFacts(features=3, labels=("a", "b"), histogram=((10, 60), (50, 12), (100, 6)))
     units = Units.of(spec, facts)
-    assert units.shapes == (Shape(100, 10, 1 / 3), Shape(20, 50, 1 / 3), Shape(10, 100, 1 / 3))
+    assert units.shapes == (BatchShape(100, 10, 1 / 3), BatchShape(20, 50, 1 / 3), BatchShape(10, 100, 1 / 3))
     assert units.tokens == pytest.approx(1000)
     assert (units.pooled, units.streams) == (True, False)
     one = Units.of(spec, DataFacts(features=3, labels=("a",), longest=2000))
-    assert one.shapes == (Shape(1, 1000),)
+    assert one.shapes == (BatchShape(1, 1000),)
 
 
 def test_slices_share_lanes_as_the_runtime_does_and_shards_take_their_place() -> None:

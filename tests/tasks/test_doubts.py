@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from carrywave.data.inputs import from_python
 from carrywave.data.order import SequenceOrder
+from carrywave.data.python_inputs import from_python
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import doubts, flat_sequences, one_step, unknown_tokens, untrained_tokens, worse_than_naive
 from carrywave.tasks.task import Task

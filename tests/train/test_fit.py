@@ -16,12 +16,12 @@ from torch import nn
 
 from carrywave.data.batch import Batch
 from carrywave.errors import Diverged, PlanError, RunError, SpecError, UserError
+from carrywave.runs.trained_run import evaluate_run
+from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
+from carrywave.step.trainer import StepResult, Trainer
 from carrywave.train.fit import Result, train
-from carrywave.train.saved import evaluate_run
-from carrywave.train.trainer import StepResult, Trainer
-from carrywave.train.watch import Silent
 
 NTASGD = {"optimizer": "ntasgd", "lr": 3.0, "nonmono": 1, "evaluate_every": 4, "early_stop": 9}
 TEXT = "".join(f"line {i % 7} says {i * i % 11} and then {'abcdefg'[i % 7] * (i % 5)}\n" for i in range(160))

@@ -18,20 +18,20 @@ from torch.nn.functional import cross_entropy
 
 from carrywave import LSTM, Model
 from carrywave.data.batch import Batch
-from carrywave.data.permute import varied_steps
+from carrywave.data.shuffle import varied_steps
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.stage import Stage
-from carrywave.parallel import pipeline
-from carrywave.plan.messages import Program
 from carrywave.plan.plan import Plan
+from carrywave.plan.schedule.messages import Program
+from carrywave.runs.evaluation import evaluate
+from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
+from carrywave.step import compute
+from carrywave.step.trainer import StepResult, Trainer
 from carrywave.train import loop as loops
-from carrywave.train.evaluate import evaluate
 from carrywave.train.fit import train
-from carrywave.train.trainer import StepResult, Trainer
-from carrywave.train.watch import Silent
 
 TEXT = "".join(f"line {i % 7} says {i * i % 11} and {'abcdefg'[i % 7] * (i % 5)}\n" for i in range(60))
 LANES, STEPS = 4, 16
@@ -156,16 +156,16 @@ def test_evaluation_has_lanes_of_its_own(
 ) -> None:
     lanes: dict[str, set[int]] = {"train": set(), "valid": set()}
     targets = {"train": 0, "valid": 0}
-    plain = pipeline.run
+    plain = compute.run
 
-    def run(stage: Stage, plan: Plan, program: Program, jobs: list[pipeline.Job], *others: Any, **how: Any) -> list[pipeline.Outcome]:
+    def run(stage: Stage, plan: Plan, program: Program, jobs: list[compute.Job], *others: Any, **how: Any) -> list[compute.BatchOutcome]:
         phase = "train" if program.schedule.backward else "valid"
         lanes[phase] |= {job.batch.lanes.shape[0] for job in jobs}
         outcomes = plain(stage, plan, program, jobs, *others, **how)
         targets[phase] += sum(int(outcome.count) for outcome in outcomes)
         return outcomes
 
-    monkeypatch.setattr(pipeline, "run", run)
+    monkeypatch.setattr(compute, "run", run)
     train(language(text, {"eval_lanes": asked}, epochs=1), run=tmp_path / "run", device="cpu")
     assert lanes == {"train": {LANES}, "valid": {expected}}
     # However it is cut, all of it is judged.

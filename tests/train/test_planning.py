@@ -16,15 +16,15 @@ from _machines import machine
 
 from carrywave.errors import PlanError
 from carrywave.parallel.world import World
+from carrywave.plan.cost.profile import Link, Overheads, Profile, Sample
+from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
-from carrywave.plan.profile import Link, Overheads, Profile, Sample
-from carrywave.plan.units import Units
+from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.spec import PlanSpec
 from carrywave.train import planning
-from carrywave.train.planning import Given, Planned, best_number, check_workers, plan_before, plan_run
-from carrywave.train.run import Run
+from carrywave.train.planning import Planned, PlanRequest, best_number, check_workers, plan_before, plan_run
 
 ALONE = World.alone(torch.device("cpu"))
 
@@ -38,10 +38,10 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return by
 
 
-def given(workers: int, plan: Any = "auto", before: Plan | None = None, own: bool = False, lanes: int = 8) -> Given:
+def given(workers: int, plan: Any = "auto", before: Plan | None = None, own: bool = False, lanes: int = 8) -> PlanRequest:
     spec = parse({"task": "language", "model": {"hidden": 256, "layers": 4}, "batch": {"lanes": lanes, "steps": 64}, "plan": plan})
     units = None if own else Units.of(spec, DataFacts(vocabulary=500, sequences=1, steps=10**5, longest=10**5))
-    return Given(spec, units, 4, False, workers, before)
+    return PlanRequest(spec, units, 4, False, workers, before)
 
 
 def planned(*args: Any, **options: Any) -> Planned:

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from carrywave.errors import PlanError
-from carrywave.parallel import crew
-from carrywave.plan.asks import Ask
-from carrywave.plan.cluster import Cluster
+from carrywave.launch import hardware
+from carrywave.parallel import worker_pool
+from carrywave.plan.cost.cluster import Cluster
+from carrywave.plan.cost.profile import Crowd, Link, Profile, Sample
+from carrywave.plan.cost.sample_requests import Ask
+from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
-from carrywave.plan.predict import Predictor
-from carrywave.plan.profile import Crowd, Link, Profile, Sample
-from carrywave.plan.search import search
-from carrywave.plan.units import Units
+from carrywave.plan.search.predictor import Predictor
+from carrywave.plan.search.search import search
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
-from carrywave.train import hardware, profiles
+from carrywave.train import profiles
 from carrywave.train.profiles import crowds, empty, known_profile, merged, profile_for
 
 
@@ -50,7 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         rows += [{"link": {"latency_seconds": 1e-4, "bytes_per_second": 1e9}}] * job["links"]
         return [[*rows, {"overheads": {"task_seconds": 1e-4, "message_seconds": 5e-5}}]] * workers
 
-    monkeypatch.setattr(crew, "start", start)
+    monkeypatch.setattr(worker_pool, "start", start)
     monkeypatch.setattr(profiles, "cores", lambda: 8)
     return jobs
 

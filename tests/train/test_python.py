@@ -18,8 +18,8 @@ import carrywave as cw
 from carrywave.errors import DataError, PlanError, RunError, SpecError, UserError
 from carrywave.model.dropout import Dropout
 from carrywave.spec.facts import DataFacts
+from carrywave.step.trainer import StepResult
 from carrywave.train.fit import Result
-from carrywave.train.trainer import StepResult
 
 NARROW = {"hidden": 6, "layers": 1}
 ONCE = {"epochs": 1, "lr": 1e-2}

@@ -12,8 +12,8 @@ import runpy
 import time
 from typing import Any
 
-from carrywave.parallel import heartbeat
-from carrywave.train import begun
+from carrywave.launch import launch_record
+from carrywave.parallel.liveness import heartbeat
 
 FOLDER = "CARRYWAVE_LEDGER"
 
@@ -33,7 +33,7 @@ def keep(folder: str, rank: int) -> None:
     def step(self: Loop, group: list[Batch], *more: Any) -> Any:
         done = plain(self, group, *more)
         # A monotonic clock is the same for all processes of a host.
-        line = {"attempt": begun.attempt(), "step": self.progress.step, "seconds": time.monotonic()}
+        line = {"attempt": launch_record.attempt(), "step": self.progress.step, "seconds": time.monotonic()}
         windows = [[batch.epoch, lanes_of(batch)] for batch in group]
         os.write(handle, json.dumps(line | {"windows": windows}).encode() + b"\n")
         return done

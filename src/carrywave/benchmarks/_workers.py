@@ -19,10 +19,10 @@ import torch
 from torch import distributed as dist
 
 from carrywave.errors import UserError
-from carrywave.parallel import crew as crews
-from carrywave.parallel.crew import Row
+from carrywave.launch.hardware import cores as own_cores
+from carrywave.parallel import worker_pool as crews
+from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
-from carrywave.train.hardware import cores as own_cores
 
 Loop = Callable[[int], int]  # does step number i; gives the real tokens that this worker answers for
 
@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Crew:
+class TimedWorkers:
     """The workers of one job, and which of them this is."""
 
     world: World
@@ -114,7 +114,7 @@ def crew_sizes(cores: int | None = None) -> list[int]:
     return [workers for workers in (2, 4, 8) if workers <= max(2, cores // 2)]
 
 
-def take_turns(crew: Crew, loops: Mapping[str, Loop], *, rounds: int, seconds: float, first: int = 0) -> dict[str, Timing]:
+def take_turns(crew: TimedWorkers, loops: Mapping[str, Loop], *, rounds: int, seconds: float, first: int = 0) -> dict[str, Timing]:
     """Times the loops, one block of at least so many seconds each, in turn; steps are numbered from `first`."""
     timings = {name: Timing(_steps_in(crew, loop, seconds, first), [], []) for name, loop in loops.items()}
     for number in range(rounds):
@@ -126,12 +126,12 @@ def take_turns(crew: Crew, loops: Mapping[str, Loop], *, rounds: int, seconds: f
     return timings
 
 
-def _steps_in(crew: Crew, loop: Loop, seconds: float, first: int) -> int:
+def _steps_in(crew: TimedWorkers, loop: Loop, seconds: float, first: int) -> int:
     elapsed, _ = timed_block(crew, loop, 1, first)
     return max(1, math.ceil(seconds / elapsed))
 
 
-def timed_block(crew: Crew, loop: Loop, steps: int, first: int) -> tuple[float, float]:
+def timed_block(crew: TimedWorkers, loop: Loop, steps: int, first: int) -> tuple[float, float]:
     """Seconds of the slowest worker, and the real tokens of all."""
     crew.barrier()
     begin, tokens = time.perf_counter(), 0

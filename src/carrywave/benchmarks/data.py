@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, SequenceOrder
 from carrywave.data.sequences import Ints
-from carrywave.data.stream import Loader
 from carrywave.data.view import View
 
 title = "data: batches of variable lengths, one thread against DataLoader with two workers"

@@ -15,8 +15,8 @@ from typing import Any
 
 from carrywave.benchmarks._workers import spread
 from carrywave.benchmarks.plan import CASES, QUICK, WARM_UP, Case, loop_of
-from carrywave.parallel import crew
-from carrywave.parallel.crew import Row
+from carrywave.parallel import worker_pool
+from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.train.profiles import threads
@@ -37,7 +37,7 @@ def run(*, quick: bool = False) -> list[Row]:
         job = {"case": asdict(case), "seconds": 0.1 if quick else SECONDS}
         for _ in range(2 if quick else ROUNDS):
             for name, environment in (("given_back", AS_THEY_ARE), ("kept", KEPT)):
-                found[name] += crew.start(__name__, job, 1, threads=threads(1), environment=environment, name="bench heap")[0]
+                found[name] += worker_pool.start(__name__, job, 1, threads=threads(1), environment=environment, name="bench heap")[0]
         rows.append(_row(case, found))
     return rows
 

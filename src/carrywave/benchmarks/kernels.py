@@ -27,7 +27,8 @@ import torch
 from carrywave.benchmarks import _gpu_peers as peers
 from carrywave.benchmarks._gpu_peers import Call, Case, Stack
 from carrywave.errors import UserError
-from carrywave.kernels import choice, persistent
+from carrywave.kernels import dispatch
+from carrywave.kernels.hopper import persistent
 
 title = "LSTM kernels against cuDNN"
 COLUMNS = (
@@ -211,7 +212,7 @@ def measure(case: Case, device: torch.device, *, budget_ms: float) -> Measured:
     timed = peers.take_turns(calls, block_ms=BLOCK_MS, budget_ms=budget_ms, rounds=ROUNDS)
     found.ms |= {name: statistics.median(values) for name, values in timed.items()}
     found.errors = _errors(case, device, [who for who in ("ours", "cudnn") if f"{who}_eager" in calls], found)
-    found.auto = choice.choose("auto", stack.x_TBI, stack.layers[0])
+    found.auto = dispatch.choose("auto", stack.x_TBI, stack.layers[0])
     del calls, stack
     gc.collect()
     torch.cuda.empty_cache()  # graphs hold memory of their own
@@ -232,7 +233,7 @@ def _calls(stack: Stack, refused: str, found: Measured) -> dict[str, Call]:
         try:
             ready = peers.graphed(call) if name.endswith("_graph") else peers.warmed_up(call)
             # A kernel that fails is replaced for good, with a warning that says why.
-            if call is ours and choice.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
+            if call is ours and dispatch.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
                 found.notes.append("ours: the kernel failed, as the warning says")
                 break
             calls[name] = ready

@@ -29,17 +29,17 @@ from torch import Tensor
 
 from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks._pipeline_peers import Case, balanced_cuts
-from carrywave.benchmarks._workers import Crew, crew_sizes, memory_mib, reset_peak, spread, start, take_turns, timed_block
+from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, memory_mib, reset_peak, spread, start, take_turns, timed_block
 from carrywave.data.batch import Batch
 from carrywave.errors import RunError
-from carrywave.parallel.crew import Row
+from carrywave.launch.hardware import cores
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
-from carrywave.plan import schedule as schedules
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule import Schedule
-from carrywave.train.hardware import cores
-from carrywave.train.trainer import Trainer
+from carrywave.plan.schedule import schedule as schedules
+from carrywave.plan.schedule.schedule import Schedule
+from carrywave.step.trainer import Trainer
 
 title = "one step shared by several workers"
 COLUMNS = (
@@ -96,7 +96,7 @@ class Variant:
         return self.family + (f" {' x '.join(parts)}" if parts else "") + ending
 
 
-class Loop(Protocol):
+class TimedLoop(Protocol):
     """One optimizer step after the other; the loss on the workers that know it."""
 
     def step(self, number: int) -> Tensor | None:
@@ -167,14 +167,14 @@ def variants_of(case: Case, size: int, *, quick: bool = False) -> list[Variant]:
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """What every worker does: times all loops in turn, or measures the memory of one."""
-    crew = Crew(world)
+    crew = TimedWorkers(world)
     case = Case(**job["case"])
     if job["what"] == "memory":
         yield from _remember(crew, case, Variant(**job["variant"]), job["lstm"])
         return
     variants = [Variant(**each) for each in job["variants"]]
     lstms = _choose(crew, case)
-    loops: dict[Variant, Loop | None] = {}
+    loops: dict[Variant, TimedLoop | None] = {}
     losses: dict[Variant, list[float]] = {}
     first_ms: dict[Variant, float] = {}
     for variant in variants:
@@ -197,7 +197,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
         }
 
 
-def _choose(crew: Crew, case: Case) -> tuple[str, str]:
+def _choose(crew: TimedWorkers, case: Case) -> tuple[str, str]:
     """The LSTM of the peers, and that of plain PyTorch alone: the fastest on this machine, as worker 0 finds."""
     kinds = (peers.NATIVE, peers.ONEDNN, peers.OURS)
     found = (0, 0)
@@ -213,7 +213,7 @@ def _lstm_name(variant: Variant, lstms: tuple[str, str]) -> str:
     return peers.OURS if ours else lstms[variant.family == "serial PyTorch" or variant.family.endswith(TORCH)]
 
 
-def loop_of(variant: Variant, case: Case, crew: Crew, lstm: str) -> Loop | None:
+def loop_of(variant: Variant, case: Case, crew: TimedWorkers, lstm: str) -> TimedLoop | None:
     """The loop of a variant on this worker; None where it has no part in it."""
     match variant.family.removesuffix(TORCH):
         case "serial":
@@ -274,13 +274,13 @@ class Ours:
         return self.trainer.step(self.batches[number % len(self.batches)])
 
 
-def _mean_loss(crew: Crew, loop: Loop | None, number: int) -> float:
+def _mean_loss(crew: TimedWorkers, loop: TimedLoop | None, number: int) -> float:
     """The loss of a step, the same number on every worker; where several know a loss, each knows that of an equal share."""
     loss = None if loop is None else loop.step(number)
     return crew.sum(0.0 if loss is None else float(loss)) / crew.sum(loss is not None)
 
 
-def first_steps(crew: Crew, loop: Loop | None) -> tuple[float, list[float]]:
+def first_steps(crew: TimedWorkers, loop: TimedLoop | None) -> tuple[float, list[float]]:
     """Milliseconds of the fastest of the steps after the first, and the losses of all."""
     losses: list[float] = []
 
@@ -292,7 +292,7 @@ def first_steps(crew: Crew, loop: Loop | None) -> tuple[float, list[float]]:
     return 1e3 * min(seconds[1:]), losses
 
 
-def _counted(loop: Loop | None) -> Callable[[int], int]:
+def _counted(loop: TimedLoop | None) -> Callable[[int], int]:
     def step(number: int) -> int:
         if loop is not None:
             loop.step(number)
@@ -324,7 +324,7 @@ def _best_of_families(first_ms: dict[Variant, float]) -> list[Variant]:
     return [each for each in first_ms if each.family not in tuned or best[each.family] == each]
 
 
-def _remember(crew: Crew, case: Case, variant: Variant, lstm: str) -> Iterator[Row]:
+def _remember(crew: TimedWorkers, case: Case, variant: Variant, lstm: str) -> Iterator[Row]:
     """Peak memory of a few steps, above the level before the model was built."""
     # Libraries, threads and connections that any first step brings with it belong to no model.
     small = replace(case, hidden=16, vocabulary=50, steps=max(8, variant.chunks * 2))

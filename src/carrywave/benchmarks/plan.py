@@ -18,27 +18,27 @@ from typing import Any
 import torch
 
 from carrywave.benchmarks import _pipeline_peers as peers
-from carrywave.benchmarks._workers import Crew, crew_sizes, spread, take_turns
+from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, spread, take_turns
 from carrywave.data.batch import Batch
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.parallel import crew as crews
-from carrywave.parallel.crew import Row
+from carrywave.parallel import worker_pool as crews
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
-from carrywave.plan.cluster import Cluster
+from carrywave.plan.cost.cluster import Cluster
+from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, even_cuts
-from carrywave.plan.predict import Predictor
-from carrywave.plan.search import describe, search
-from carrywave.plan.units import Units
+from carrywave.plan.search.predictor import Predictor
+from carrywave.plan.search.search import describe, search
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
+from carrywave.step.trainer import Trainer
 from carrywave.train.profiles import profile_for, threads
-from carrywave.train.trainer import Trainer
 
 title = "predicted and measured step times"
 
@@ -194,7 +194,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     for loop in loops.values():
         for number in range(WARM_UP):
             loop(number)
-    for timing in take_turns(Crew(world), loops, rounds=job["rounds"], seconds=job["seconds"], first=WARM_UP).values():
+    for timing in take_turns(TimedWorkers(world), loops, rounds=job["rounds"], seconds=job["seconds"], first=WARM_UP).values():
         yield {"step_ms": statistics.median(timing.step_ms), "spread": spread(timing.step_ms)}
 
 

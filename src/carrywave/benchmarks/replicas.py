@@ -26,25 +26,25 @@ from torch import Tensor
 from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks._pipeline_peers import Case
 from carrywave.benchmarks._replica_peers import DataParallelSequences, classifier, collate
-from carrywave.benchmarks._workers import Crew, crew_sizes, spread, start, take_turns
+from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, spread, start, take_turns
 from carrywave.benchmarks.pipeline import CHECKED, Ours, check_losses, first_steps
 from carrywave.data.batch import Batch
 from carrywave.data.codec import Codec
+from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor
 from carrywave.data.sequences import Sequences
-from carrywave.data.stream import Loader
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads import PooledSoftmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.parallel.crew import Row
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
+from carrywave.runs.evaluation import order_for
 from carrywave.spec.load import parse
+from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Task
-from carrywave.train.evaluate import order_for
-from carrywave.train.trainer import Trainer
 
 title = "replicas against DDP"
 COLUMNS = ("case", "workers", "loop", "lstm", "tokens_per_second", "spread", "speedup", "ratio", "target")
@@ -121,7 +121,7 @@ Loop = Callable[[int], int]
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """What every worker does: one case after the other."""
-    crew = Crew(world)
+    crew = TimedWorkers(world)
     for number, given in enumerate(job["cases"]):
         loops, lstm, first = _lengths(crew, Lengths(**given)) if "longest" in given else _fixed(crew, Case(**given))
         for name, timing in take_turns(crew, loops, rounds=job["rounds"], seconds=job["seconds"], first=first).items():
@@ -135,7 +135,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
             }
 
 
-def _fixed(crew: Crew, case: Case) -> tuple[dict[str, Loop], str, int]:
+def _fixed(crew: TimedWorkers, case: Case) -> tuple[dict[str, Loop], str, int]:
     lstm = _fastest(crew, case, case.lanes // crew.size)
     plan = Plan(replicas=crew.size)
     made = {
@@ -162,7 +162,7 @@ def _fixed(crew: Crew, case: Case) -> tuple[dict[str, Loop], str, int]:
     return {name: counted(name) for name in made}, lstm, CHECKED[-1] + 1
 
 
-def _lengths(crew: Crew, case: Lengths) -> tuple[dict[str, Loop], str, int]:
+def _lengths(crew: TimedWorkers, case: Lengths) -> tuple[dict[str, Loop], str, int]:
     data = case.data()
     mean_length = float(data.lengths.mean())
     batch = max(1, round(case.tokens / mean_length / crew.size))
@@ -190,7 +190,7 @@ def _lengths(crew: Crew, case: Lengths) -> tuple[dict[str, Loop], str, int]:
 
 
 def _plain(
-    crew: Crew, case: Lengths, sequences: Sequence[Tensor], labels: Sequence[int], batch: int, lstm: str, packed: bool
+    crew: TimedWorkers, case: Lengths, sequences: Sequence[Tensor], labels: Sequence[int], batch: int, lstm: str, packed: bool
 ) -> DataParallelSequences:
     return DataParallelSequences(
         sequences,
@@ -206,7 +206,7 @@ def _plain(
     )
 
 
-def _check(crew: Crew, case: Lengths, sequences: Sequence[Tensor], labels: Sequence[int], lstm: str) -> None:
+def _check(crew: TimedWorkers, case: Lengths, sequences: Sequence[Tensor], labels: Sequence[int], lstm: str) -> None:
     """All loops on a few sequences that make one batch, so that their order does not matter: the losses must be one worker's."""
     each = len(sequences) // crew.size
     x_TBF, lengths_B, labels_B = collate(list(zip(sequences, labels, strict=True)))
@@ -275,7 +275,7 @@ def _forever(loader: Loader) -> Iterator[Batch]:
         epoch += 1
 
 
-def _fastest(crew: Crew, case: Case, lanes: int) -> str:
+def _fastest(crew: TimedWorkers, case: Case, lanes: int) -> str:
     """The LSTM of the peers, as worker 0 finds while the others sleep."""
     kinds = (peers.NATIVE, peers.ONEDNN, peers.OURS)
     found = kinds.index(peers.fastest_lstm(case, lanes, kinds)) if crew.rank == 0 else 0

@@ -19,20 +19,20 @@ from typing import Any
 
 import torch
 
-from carrywave.benchmarks._workers import Crew, spread, start
+from carrywave.benchmarks._workers import TimedWorkers, spread, start
 from carrywave.data.batch import Batch
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.parallel.crew import Row
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.world import World, exchange
+from carrywave.parallel.worker_pool import Row
+from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.plan import Plan
-from carrywave.train.keep import part_of
-from carrywave.train.snapshot import open_stored
-from carrywave.train.trainer import Trainer
-from carrywave.train.writer import Writer
+from carrywave.runs.checkpoint.snapshot import open_stored
+from carrywave.runs.checkpoint.trainer_parts import part_of
+from carrywave.runs.checkpoint.writer import Writer
+from carrywave.step.trainer import Trainer
 
 title = "what a snapshot costs"
 COLUMNS = ("case", "workers", "snapshot_mb", "every", "step_ms", "stall", "spread", "held_ms", "held", "written_s", "target")
@@ -96,7 +96,7 @@ def row_of(case: Case, told: list[list[Row]]) -> dict[str, object]:
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     """Both kinds of block in turn, one pair more than counts."""
-    crew = Crew(world)
+    crew = TimedWorkers(world)
     case = Case(**job)
     plan = Plan(replicas=crew.size)
     model = Model(Embedding(case.words, case.hidden), LSTM(case.hidden, case.hidden, case.layers), Softmax(case.hidden, case.words))
@@ -108,7 +108,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
     for batch in batches:
         trainer.update(batch)
     with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
-        folder = Path(exchange(crew.world, name)[0]) / "snapshots"
+        folder = Path(all_gather_text(crew.world, name)[0]) / "snapshots"
         writer = Writer(crew.world, folder)
         writer.meet()
 

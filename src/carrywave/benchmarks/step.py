@@ -27,13 +27,13 @@ from carrywave.benchmarks import _gpu_peers as peers
 from carrywave.benchmarks._gpu_peers import DTYPES, CompiledLoop, GraphedLoop, PlainLoop, Recipe, Windows
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
-from carrywave.kernels import choice
+from carrywave.kernels import dispatch
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.train.trainer import Trainer
+from carrywave.step.trainer import Trainer
 
 title = "a training step against plain PyTorch"
 COLUMNS = (
@@ -153,7 +153,7 @@ def kernel_of(recipe: Recipe) -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     one = torch.empty((), dtype=DTYPES[recipe.precision], device=device)
     layer = LSTM(recipe.hidden, recipe.hidden, device=device).weights(0)
-    return choice.in_use("auto", one.expand(recipe.steps, recipe.lanes, recipe.hidden), layer)
+    return dispatch.in_use("auto", one.expand(recipe.steps, recipe.lanes, recipe.hidden), layer)
 
 
 def build(name: str, recipe: Recipe, model: Model, windows: Windows) -> Step:

@@ -23,16 +23,16 @@ import torch
 from carrywave.benchmarks import _peers as peers
 from carrywave.data.batch import Batch
 from carrywave.data.codec import Codec
+from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order
 from carrywave.data.sequences import Sequences
-from carrywave.data.stream import Loader
 from carrywave.data.view import View
 from carrywave.parallel.mesh import Mesh
+from carrywave.runs.evaluation import order_for
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
+from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Task
-from carrywave.train.evaluate import order_for
-from carrywave.train.trainer import Trainer
 
 title = "training against a loop written by hand"
 COLUMNS = ("case", "device", "loop", "tokens_per_second", "spread", "ratio", "target")

@@ -19,13 +19,13 @@ from typing import ParamSpec
 
 import typer
 
-from carrywave.cli.given import note
+from carrywave.cli.options import note
 from carrywave.errors import UserError, by_command
-from carrywave.parallel import environment
-from carrywave.parallel.launched import launched
-from carrywave.train import begun, causes, logs
-from carrywave.train.causes import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
-from carrywave.train.stop import let_go_of_terminal, wanted
+from carrywave.launch import exit_reports, launch_record, worker_logs
+from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
+from carrywave.launch.signals import let_go_of_terminal, wanted
+from carrywave.parallel.startup import environment
+from carrywave.parallel.startup.launcher_env import launched
 
 P = ParamSpec("P")
 
@@ -64,7 +64,7 @@ def ending_in_order() -> Iterator[None]:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        if begun.trains():  # a second time: at once
+        if launch_record.trains():  # a second time: at once
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         raise Terminated(number)
@@ -78,7 +78,7 @@ def ending_in_order() -> Iterator[None]:
     except Terminated as asked:
         let_go_of_terminal()
         # A run that goes on has its snapshot still: that is a stop as any other.
-        waiting = begun.last_step(begun.run_in_hand())
+        waiting = launch_record.last_step(launch_record.run_in_hand())
         code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is where it was, at step {waiting}")
         _say(code, f"stopped by {asked} before the first step; {what}", asked)
         raise typer.Exit(code) from None
@@ -150,21 +150,21 @@ def _mistake(error: Exception) -> str | None:
 def _say(code: int, message: str, error: BaseException | None = None) -> None:
     """The message to where it is said once, with the traceback of a fault of our own."""
     world = sys.modules.get("carrywave.parallel.world")  # not imported here, since it loads torch: without it no contact is to be lost
-    contact = sys.modules.get("carrywave.parallel.contact")
+    contact = sys.modules.get("carrywave.parallel.liveness.lost_contact")
     is_lost = code == FAULT and error is not None and contact is not None and contact.lost(error)
     peer: int | None = None
     if is_lost and contact is not None:
         said = contact.of(error)
         message, peer = str(said), said.rank
-    folder = causes.folder()
+    folder = exit_reports.folder()
     if folder is not None:
-        kind: causes.Kind = "lost" if is_lost else "fault" if code == FAULT else "user"
-        causes.leave(folder, kind, code, message, error, with_trace=code == FAULT, peer=peer)
+        kind: exit_reports.Kind = "lost" if is_lost else "fault" if code == FAULT else "user"
+        exit_reports.leave(folder, kind, code, message, error, with_trace=code == FAULT, peer=peer)
         return
     kept: Path | None = None
     rank = os.environ.get("RANK", "") if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     if rank.isdecimal() and code == FAULT and error is not None:
-        kept = logs.keep_trace(begun.run_in_hand(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), rank, error)
+        kept = worker_logs.keep_trace(launch_record.run_in_hand(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), rank, error)
     more = "" if kept is None else f"; full log: {shown(kept)}"
     if not rank.isdecimal() or (code == INTERRUPTED and rank == "0"):
         note(message)

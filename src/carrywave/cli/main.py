@@ -15,7 +15,7 @@ from rich.console import Console
 from carrywave import __version__
 from carrywave.cli import plan as planning
 from carrywave.cli.exits import ending_in_order, leaving_at_once, with_exit_codes
-from carrywave.cli.given import (
+from carrywave.cli.options import (
     Command,
     Device,
     DeviceOption,
@@ -37,13 +37,14 @@ from carrywave.cli.workers import (
     start_workers,
 )
 from carrywave.errors import RunError, UserError
-from carrywave.parallel.launched import is_first
+from carrywave.launch import launch_record
+from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
+from carrywave.parallel.startup.launcher_env import is_first
+from carrywave.runs import output_file
+from carrywave.runs.watcher import Silent, printable
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import dump, load
 from carrywave.spec.spec import Spec
-from carrywave.train import begun, output
-from carrywave.train.causes import INTERRUPTED, STOPPED
-from carrywave.train.watch import Silent, printable
 
 app = typer.Typer(
     name="carrywave",
@@ -96,7 +97,7 @@ def train(
             raise RunError("--resume goes on with the weights of the run and --init starts from others; give one of the two")
     with agreed(device.value):
         resolved = load(path, overrides)
-        output.check(json_file)
+        output_file.check(json_file)
     if devices is None and min_devices is None:
         devices = devices_that_pay(resolved, device.value, run if resume else None)
     workers = start_workers(devices, device.value, resolved.plan_spec, elastic=Elastic(restarts, min_devices), dry_run=dry_run)
@@ -127,7 +128,7 @@ def _train(
         how = {} if workers is None else {"devices": workers}
         result = train_run(resolved, run=run, resume=resume, init=init, device=device, watch=watch, dry_run=dry_run, **how)
     # What earlier attempts of this launch evaluated is in the run's own rows.
-    _write_rows(json_file, watch.rows if not begun.attempt() else _evaluations(result.run))
+    _write_rows(json_file, watch.rows if not launch_record.attempt() else _evaluations(result.run))
     if result.ending in ENDINGS:
         raise typer.Exit(ENDINGS[result.ending])
 
@@ -147,11 +148,11 @@ def evaluate(
     json_file: JsonOption = None,
 ) -> None:
     """Evaluate the best weights of a run."""
-    output.check(json_file)
+    output_file.check(json_file)
     start_workers(devices, device.value)
     with leaving_at_once():
+        from carrywave.runs.trained_run import evaluate_run
         from carrywave.tasks.doubts import worse_than_naive
-        from carrywave.train.saved import evaluate_run
 
     row = evaluate_run(run, data, device.value, note=note)
     if is_first():
@@ -179,10 +180,10 @@ def predict(
     """Predict with the best weights of a run; a language model continues a prompt."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"--temperature is {temperature}; use a number >= 0")
-    output.check(file, wanted=True)
+    output_file.check(file, wanted=True)
     start_workers(devices, device.value)
     with leaving_at_once():
-        from carrywave.train.predict import predict_run
+        from carrywave.runs.prediction import predict_run
 
     predict_run(run, input_file, file, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, device=device.value)
 
@@ -198,7 +199,7 @@ def bench(
     names = _benchmarks()
     if name not in names:
         raise UserError(f"there is no benchmark {name}; use one of {', '.join(names)}")
-    output.check(json_file)
+    output_file.check(json_file)
     rows: list[dict[str, object]] = importlib.import_module(f"carrywave.benchmarks.{name}").run(quick=quick)
     console = Console()
     # A file or a pipe has no width of its own: rows stay whole.
@@ -213,11 +214,11 @@ def schema(
 ) -> None:
     """Write the JSON schema of a spec, for editors."""
     text = json.dumps(spec_schema(), indent=2) + "\n"
-    output.check(file, wanted=True)
+    output_file.check(file, wanted=True)
     if file is None:
         typer.echo(text, nl=False)
     else:
-        output.write(file, text)
+        output_file.write(file, text)
 
 
 def _benchmarks() -> list[str]:
@@ -241,7 +242,7 @@ def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
     """A JSON array with one row a line; what is not a number in JSON (NaN, infinity) becomes null."""
     if path is not None and is_first():
         lines = (json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
-        output.write(path, "[\n" + ",\n".join(lines) + "\n]\n")
+        output_file.write(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def _evaluations(run: Path) -> list[dict[str, object]]:

@@ -11,27 +11,27 @@ from typing import Annotated, Any
 
 import typer
 
-from carrywave.cli.given import Device, DeviceOption, note, plain, spec_and_overrides
+from carrywave.cli.options import Device, DeviceOption, note, plain, spec_and_overrides
 from carrywave.errors import DataError, PlanError
-from carrywave.plan import shards
-from carrywave.plan.better import balance_text, remedies
-from carrywave.plan.cluster import Cluster
-from carrywave.plan.cost import far_off
-from carrywave.plan.picture import figures_text, rivals_text, scale_text, stage_names, stages_text, timeline_text
+from carrywave.launch.hardware import cores, gpus
+from carrywave.plan import canonical_shards
+from carrywave.plan.cost.cluster import Cluster
+from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cost.shipped_profiles import LINKS, PROFILE, find_profile
+from carrywave.plan.cost.stage_costs import far_off
+from carrywave.plan.cost.units import BatchShape, Units
 from carrywave.plan.plan import Plan, resolve
-from carrywave.plan.predict import Predictor
-from carrywave.plan.profile import Profile
-from carrywave.plan.report import choice_object, scale_object, yaml_line
-from carrywave.plan.scale import MOST_DEVICES, scale
-from carrywave.plan.search import asked_for, describe, search
-from carrywave.plan.shipped import LINKS, PROFILE, find_profile
-from carrywave.plan.svg import Panel, draw
-from carrywave.plan.units import Shape, Units
+from carrywave.plan.search.predictor import Predictor
+from carrywave.plan.search.scaling import MOST_DEVICES, scale
+from carrywave.plan.search.search import asked_for, describe, search
+from carrywave.plan.show.report import choice_object, scale_object, yaml_line
+from carrywave.plan.show.svg import Panel, draw
+from carrywave.plan.show.text import figures_text, rivals_text, scale_text, stage_names, stages_text, timeline_text
+from carrywave.plan.show.what_if import balance_text, remedies
+from carrywave.runs import output_file
 from carrywave.spec.facts import DataFacts, read_facts
 from carrywave.spec.load import load, parse_yaml
 from carrywave.spec.spec import PlanSpec, Spec
-from carrywave.train import output
-from carrywave.train.hardware import cores, gpus
 from carrywave.train.profiles import CROWDED, profile_for
 
 THIS_MACHINE = "this machine"  # where a cluster names no profile
@@ -65,8 +65,8 @@ def plan(
     if growth and (use_all or not resolved.plans_itself):
         what = "--all" if use_all else "a plan in the spec"
         raise PlanError(f"--scale finds the fastest plan for each number of devices, and {what} asks for another; leave one of them out")
-    output.check(svg)
-    output.check(json_file)
+    output_file.check(svg)
+    output_file.check(json_file)
     named = profile or os.environ.get(PROFILE) or None
     units = Units.of(resolved, read_facts(facts) if facts is not None else _facts_of(resolved))
     offer = _Offer(units, named, device.value, devices)
@@ -155,7 +155,7 @@ def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
     workers = (asked.replicas or max(1, devices // asked.stages)) * asked.stages
     found = resolve(asked, layers=units.layers, workers=workers, lanes=units.lanes if units.streams else None, pooled=units.pooled)
     if units.reproducible:
-        shards.check(found)
+        canonical_shards.check(found)
     return found
 
 
@@ -195,7 +195,7 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
         # What is asked for above what the planner would choose, on one axis.
         drawn = [shown] if shown.plan == best.best.plan else [shown, best.best]
         panels = [Panel(f"{describe(each.plan)}: {each.speed}", each.timeline, stage_names(each, len(units))) for each in drawn]
-        output.write(svg, draw(panels, _model(spec, units)))
+        output_file.write(svg, draw(panels, _model(spec, units)))
     _write(json_file, choice_object(units, choice, tried) | {"asked": asked is not None})
 
 
@@ -223,7 +223,7 @@ def _model(spec: Spec, units: Units) -> str:
     return f"{spec.task}, {many}, {units.parameters(0, len(units)):,} parameters, {spec.train.precision}, batches of {shapes}"
 
 
-def _size(shape: Shape) -> str:
+def _size(shape: BatchShape) -> str:
     return f"{shape.lanes} lane{'s' if shape.lanes > 1 else ''} x {shape.steps} steps"
 
 
@@ -248,4 +248,4 @@ def _about(units: Units, plan: Plan) -> str:
 
 def _write(path: Path | None, known: Mapping[str, Any]) -> None:
     if path is not None:
-        output.write(path, json.dumps({name: plain(value) for name, value in known.items()}, indent=1, ensure_ascii=False) + "\n")
+        output_file.write(path, json.dumps({name: plain(value) for name, value in known.items()}, indent=1, ensure_ascii=False) + "\n")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
-from carrywave.train.watch import StepInfo, Watcher, printable
+from carrywave.runs.watcher import StepInfo, Watcher, printable
 
 Clock = Callable[[], float]
 

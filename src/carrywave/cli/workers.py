@@ -12,15 +12,15 @@ from typing import Annotated
 import typer
 
 from carrywave.cli.exits import end_as, leaving_at_once
-from carrywave.cli.given import note
+from carrywave.cli.options import note
 from carrywave.errors import PlanError, UserError
-from carrywave.parallel import heartbeat
-from carrywave.parallel.launched import launched
+from carrywave.launch import tf_config
+from carrywave.launch.hardware import gpus
+from carrywave.launch.launcher import RESTARTS, is_worker, start
+from carrywave.launch.script_workers import script_command
+from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.startup.launcher_env import launched
 from carrywave.spec.spec import PlanSpec, Spec
-from carrywave.train import tf_config
-from carrywave.train.again import script_command
-from carrywave.train.hardware import gpus
-from carrywave.train.launch import RESTARTS, is_worker, start
 
 DevicesOption = Annotated[
     int | None, typer.Option(metavar="N", help="Workers to start on this machine; one for each GPU that pays if left out.")
@@ -47,11 +47,11 @@ def agreed(device: str) -> Iterator[None]:
         return
     heartbeat.start()
     with leaving_at_once():
-        from carrywave.parallel.world import join, leave, together
+        from carrywave.parallel.world import join, leave, raise_on_all
 
     world = join(device)
     try:
-        with together(world):
+        with raise_on_all(world):
             yield
     except UserError:
         leave(world)

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.sequences import Sequences
-from carrywave.data.tokens import UNKNOWN, Ids, Kind, Tokens
-from carrywave.data.tokens import make as make_tokens
+from carrywave.data.text.tokenizers import UNKNOWN, Ids, Kind, Tokens
+from carrywave.data.text.tokenizers import make as make_tokens
 from carrywave.errors import DataError
 from carrywave.spec.facts import DataFacts
 

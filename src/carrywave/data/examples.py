@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.data import fields, vocabulary
-from carrywave.data.arrays import Appender, NewArray, token_dtype
 from carrywave.data.codec import Codec, first_unknown, unknown_token
-from carrywave.data.moments import Moments, own_scale, standardise
-from carrywave.data.rows import Row, Rows
+from carrywave.data.files import fields
+from carrywave.data.files.arrays import Appender, NewArray, token_dtype
+from carrywave.data.files.rows import Row, Rows
 from carrywave.data.sequences import Sequences
-from carrywave.data.tokens import Ids, Words
+from carrywave.data.tables.moments import Moments, own_scale, standardise
+from carrywave.data.text import vocabulary
+from carrywave.data.text.tokenizers import Ids, Words
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.buckets import length_grid
-from carrywave.data.permute import BATCHES, MEMBERS, permutation, varied_steps
 from carrywave.data.sequences import Ints
+from carrywave.data.shuffle import BATCHES, MEMBERS, permutation, varied_steps
 from carrywave.errors import DataError
 
 

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from carrywave.data import cache, examples, parts, series, text
-from carrywave.data.arrays import MemoryAppender, NewArray
+from carrywave.data import examples, holdout
 from carrywave.data.codec import Codec
-from carrywave.data.columns import Choice
-from carrywave.data.rows import open_rows
+from carrywave.data.files import cache
+from carrywave.data.files.arrays import MemoryAppender, NewArray
+from carrywave.data.files.rows import open_rows
+from carrywave.data.files.source import Source, find, not_utf8
 from carrywave.data.sequences import Sequences
-from carrywave.data.source import Source, find, not_utf8
-from carrywave.data.table import Table, arrange, read_table
+from carrywave.data.tables import series
+from carrywave.data.tables.columns import ColumnChoice
+from carrywave.data.tables.table import Table, arrange, read_table
+from carrywave.data.text import token_stream
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
@@ -173,13 +176,13 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
     train, share = sources["train"], 0.0 if "valid" in sources else spec.data.share
     notes: tuple[str, ...] = ()
     if _is_stream(train, spec):
-        codec = codec or text.learn_stream(train, spec.data, spec.task)
+        codec = codec or token_stream.learn_stream(train, spec.data, spec.task)
         held = np.zeros(0, np.bool_)
         odd = [not_utf8(source.name, source.head()) for source in sources.values() if spec.data.tokens == "byte"]
         notes = tuple(f"its bytes are read as they stand: {line}" for line in odd if line is not None)
     else:
         rows = open_rows(train, numeric_label=spec.task == "regression")
-        held = parts.held_out(rows.count() if share else 0, share, spec.train.seed)
+        held = holdout.held_out(rows.count() if share else 0, share, spec.train.seed)
         codec = codec or examples.learn(rows, spec, held)
         notes = examples.not_read(rows, codec)
     found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
@@ -190,9 +193,9 @@ def hold_out(found: dict[str, Sequences], spec: Spec, share: float, held: exampl
     """The parts, with a share of train as valid where there is none: the end of a stream, or the rows that are `held`."""
     valid: Sequences | None = None
     if share and spec.task == "language" and spec.streams and len(found["train"]) == 1:
-        train, valid = parts.split_tail(found["train"], share, name)
+        train, valid = holdout.split_tail(found["train"], share, name)
     else:
-        train, valid = parts.split_keyed(found["train"], held)
+        train, valid = holdout.split_keyed(found["train"], held)
     return {**found, "train": train} if valid is None else {**found, "train": train, "valid": valid}
 
 
@@ -205,8 +208,8 @@ def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled
     if spec.task == "forecasting":
         return series.read(_table_opener(source, spec)(codec), codec, spec, new, part=part, labelled=labelled)
     if _is_stream(source, spec):
-        tokens = text.encode_stream(source, codec, new)
-        if len(tokens) < parts.LEAST_TOKENS and labelled:
+        tokens = token_stream.encode_stream(source, codec, new)
+        if len(tokens) < holdout.LEAST_TOKENS and labelled:
             raise DataError(f"{source.name} holds {len(tokens)} token, and a language model needs 2 to have a target; give more text")
         return Sequences(tokens, np.array([0], np.int64), np.array([len(tokens)], np.int64))
     rows = open_rows(source, numeric_label=spec.task == "regression")
@@ -218,7 +221,7 @@ def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]
     """Reads a table by the spec, or as the codec of the training data says."""
 
     def open_table(codec: Codec | None) -> Table:
-        choice = Choice.of(spec.data, codec)
+        choice = ColumnChoice.of(spec.data, codec)
         if source.format == "jsonl":
             return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice.columns)
         return arrange(read_table(source, choice.series), source.name, choice)

@@ -1,0 +1,1 @@
+"""The LSTM layer itself on each device, keyed randomness, and the kernels around it."""

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from carrywave.kernels import derivatives, nvrtc
-from carrywave.kernels.aligned import empty_rows
-from carrywave.kernels.casting import HALVES
+from carrywave.kernels import derivatives
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.cuda.aligned import empty_rows
+from carrywave.kernels.cuda.casting import HALVES
 
 _SOURCE = "cross_entropy.cu"
 _own = nvrtc.Replaceable("cross entropy")

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from carrywave.kernels import derivatives, nvrtc, random
-from carrywave.kernels.casting import BLOCK, HALVES, MOST, begin_at_multiples, grid_of
+from carrywave.kernels import derivatives, random
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.cuda.casting import BLOCK, HALVES, MOST, begin_at_multiples, grid_of
 
 _SOURCE = "dropout.cu"
 _TILE = 256  # units of a row that a warp takes at once
@@ -26,7 +27,7 @@ _own = nvrtc.Replaceable("dropout")
 _checked: set[tuple[int, torch.dtype]] = set()  # devices and dtypes for which it has been held against the definition
 
 
-class Place(NamedTuple):
+class Coordinates(NamedTuple):
     """Where the numbers stand, but for their lanes: a site, its share of dropped numbers, and the time of the first step."""
 
     site: int
@@ -35,7 +36,7 @@ class Place(NamedTuple):
     start: int = 0
 
 
-def dropped(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) -> Tensor:
+def dropped(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
     """x with a share p of its numbers 0 and the others over 1 - p; `lanes_B` are the global numbers of its lanes, or 0, 1, …"""
     if _serves(x_TBU, key, lanes_B, place.p):
         apply: Any = _Dropped.apply
@@ -44,14 +45,14 @@ def dropped(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) ->
     return x_TBU * _defined(x_TBU, key, lanes_B, place)
 
 
-def multiplier(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) -> Tensor:
+def multiplier(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
     """What `dropped` multiplies with: [T, B, U], or [1, B, U] when locked."""
     if not _serves(like_TBU, key, lanes_B, place.p):
         return _defined(like_TBU, key, lanes_B, place)
     return _launch(None, like_TBU[:1] if place.locked else like_TBU, key, lanes_B, place)
 
 
-def _defined(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) -> Tensor:
+def _defined(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
     """The definition of the multiplier."""
     steps, count, units = like_TBU.shape
     device = like_TBU.device
@@ -72,7 +73,7 @@ def _whole(
     shape: Sequence[int], key: Tensor, lanes_B: Tensor | None, site: int, p: float, locked: bool, start: int, dtype: torch.dtype
 ) -> Tensor:
     """The definition as one operation for torch.compile, which would take minutes over the many small ones on words."""
-    return _defined(key.new_empty((), dtype=dtype).expand(*shape), key, lanes_B, Place(site, p, locked, start))
+    return _defined(key.new_empty((), dtype=dtype).expand(*shape), key, lanes_B, Coordinates(site, p, locked, start))
 
 
 @_whole.register_fake
@@ -85,7 +86,7 @@ def _(
 
 class _Dropped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) -> Tensor:
+    def forward(ctx: Any, x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
         ctx.save_for_backward(key, lanes_B)
         ctx.place = place
         return _launch(x_TBU, x_TBU, key, lanes_B, place)
@@ -98,7 +99,7 @@ class _Dropped(torch.autograd.Function):
         return _launch(grad_TBU, grad_TBU, key, lanes_B, ctx.place), None, None, None
 
 
-def _launch(x_TBU: Tensor | None, like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Place) -> Tensor:
+def _launch(x_TBU: Tensor | None, like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
     """x times its multiplier, or without x the multiplier, for numbers like these: dense."""
     steps, lanes, units = like_TBU.shape
     dtype = like_TBU.dtype
@@ -167,7 +168,7 @@ def _compare(device: torch.device, dtype: torch.dtype) -> bool:
     there, key_there, lanes_there = (each.to(device) for each in (x_TBU, key, lanes_B))
     for number, units in enumerate((640, 540, 302, 7)):
         for locked in (False, True):
-            place = Place(0x89ABCDEF + number, (0.5, 0.3)[number % 2], locked, start=-2)
+            place = Coordinates(0x89ABCDEF + number, (0.5, 0.3)[number % 2], locked, start=-2)
             given, given_there = (None, None) if number == 1 else (lanes_B, lanes_there)
             here, seen = x_TBU[..., :units], there[..., :units]
             mask = _defined(here, key, given, place)

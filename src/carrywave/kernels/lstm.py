@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from carrywave.kernels import choice
+from carrywave.kernels import dispatch
 from carrywave.kernels.carry import Carries, Carry
-from carrywave.kernels.dropout import Place, dropped, multiplier
+from carrywave.kernels.dropout import Coordinates, dropped, multiplier
 from carrywave.kernels.lengths import real_steps
 from carrywave.kernels.weights import Layer
 
@@ -50,7 +50,7 @@ def lstm(
     compute = _dtype(x_TBI.device.type, layers)
     ends: list[Carry] = []
 
-    places = [Place(site, dropout, locked, start) for site in sites] if dropout else []
+    places = [Coordinates(site, dropout, locked, start) for site in sites] if dropout else []
 
     def dropped_after(number: int, y_TBU: Tensor) -> Tensor:
         return y_TBU if key is None or number >= len(places) else dropped(y_TBU, key, lanes, places[number])
@@ -61,15 +61,15 @@ def lstm(
     # Backends see one dtype throughout, so the autocast that chose it must not cast within.
     with torch.autocast(x_TBI.device.type, enabled=False) if is_cast(x_TBI.device.type) else contextlib.nullcontext():
         y_TBO = x_TBI.to(compute)
-        wave = choice.wave_of(backend, y_TBO, layers) if norms is None else None
+        wave = dispatch.wave_of(backend, y_TBO, layers) if norms is None else None
         if wave is not None:
             like_TBO = y_TBO.new_empty(()).expand(*x_TBI.shape[:2], layers[0][0].w_hh.shape[1])
             masks = (mask_after(number, like_TBO) for number in range(len(layers) - 1))
-            ran = choice.run_wave(y_TBO, carries, layers, [*masks, None], lengths, wave)
+            ran = dispatch.run_wave(y_TBO, carries, layers, [*masks, None], lengths, wave)
             if ran is not None:
                 return dropped_after(len(layers) - 1, ran[0]), ran[1]
         for number, (carry, layer) in enumerate(zip(carries, layers, strict=True)):
-            y_TBO, end = choice.run(backend, y_TBO, carry, layer, lengths, clean=number > 0)
+            y_TBO, end = dispatch.run(backend, y_TBO, carry, layer, lengths, clean=number > 0)
             ends.append(end)
             norm = None if norms is None else norms[number]
             if norm is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from carrywave.kernels import derivatives, reference
 from carrywave.kernels.blas import without_onednn
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.deferred import deferred_for
+from carrywave.kernels.deferred_gradients import deferred_for
 from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
 from carrywave.kernels.weights import Layer, LayerWeights
 

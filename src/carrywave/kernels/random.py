@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from carrywave.kernels.fused_random import fused, fused_fold
+from carrywave.kernels.cuda.fused_random import fused, fused_fold
 
 _WORD = 1 << 32
 _FEW = 1 << 16

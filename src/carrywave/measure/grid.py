@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from carrywave.parallel import crew
-from carrywave.plan.asks import Ask
-from carrywave.plan.profile import Profile
-from carrywave.plan.shipped import LINKS
+from carrywave.parallel import worker_pool
+from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cost.sample_requests import Ask
+from carrywave.plan.cost.shipped_profiles import LINKS
 from carrywave.train.profiles import MEASURED_BY, empty, merged, threads
 
 HIDDEN, LANES, STEPS = (128, 256, 512, 1024, 2048), (16, 64), (8, 32, 128)
@@ -53,7 +53,7 @@ def measure(name: str, kind: str) -> Profile:
         asks = [ask.to_json() for ask in grid(precision)]
         optimizers = OPTIMIZERS if precision == "bf16" or kind == "cpu" else ()
         job = {"device": kind, "precision": precision, "asks": asks, "optimizers": optimizers, "links": False}
-        found = merged(found, crew.start(MEASURED_BY, job, 1, threads=threads(1), name="the measurement"), 1)
+        found = merged(found, worker_pool.start(MEASURED_BY, job, 1, threads=threads(1), name="the measurement"), 1)
     if kind == "cuda":
         overheads = replace(found.overheads, message_seconds=20e-6)  # a launch each; assumed, for there was no second GPU
         found = replace(found, within=LINKS["nvlink4"], between=LINKS["infiniband-ndr"], overheads=overheads)

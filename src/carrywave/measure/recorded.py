@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from carrywave.measure.rig import Rig, between, nothing
-from carrywave.plan.asks import Ask
-from carrywave.plan.profile import Sample
+from carrywave.plan.cost.profile import Sample
+from carrywave.plan.cost.sample_requests import Ask
 
 BLOCKS, LEAST_SECONDS = 5, 0.02
 

@@ -25,13 +25,13 @@ from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk
-from carrywave.parallel import pipeline
-from carrywave.parallel.clock import Arrived, Clock
-from carrywave.parallel.precision import HALVES, autocast, configure, parameter_dtype
-from carrywave.plan.asks import Ask
-from carrywave.plan.messages import Line
+from carrywave.plan.cost.profile import Sample
+from carrywave.plan.cost.sample_requests import Ask
 from carrywave.plan.plan import Plan
-from carrywave.plan.profile import Sample
+from carrywave.plan.schedule.messages import Channel
+from carrywave.step import compute
+from carrywave.step.precision import HALVES, autocast, configure, parameter_dtype
+from carrywave.step.task_clock import Arrived, TaskClock
 
 STAGES = 3  # encoder, a layer, head: each is a stage of its own
 LEAST_RUNS, LEAST_SECONDS = 3, 0.06
@@ -48,14 +48,14 @@ class Echo:
     device: torch.device
     known: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
-    def receive(self, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> Arrived:
+    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Arrived:
         """A message of this shape."""
         key = shape, dtype
         if key not in self.known:
             self.known[key] = 0.1 * torch.randn(shape, dtype=dtype, device=self.device)
         return Arrived(self.known[key].detach())
 
-    def send(self, line: Line, tensor: Tensor) -> None:
+    def send(self, line: Channel, tensor: Tensor) -> None:
         """Nobody reads it."""
 
     def flush(self) -> None:
@@ -91,21 +91,21 @@ class Rig:
         self.key = random.key(1, 0, 0).to(device)
         self.parameters = [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
 
-    def run(self, chunks: int, clock: Clock | None) -> None:
+    def run(self, chunks: int, clock: TaskClock | None) -> None:
         """One step: forward and backward in so many chunks."""
         for parameter in self.parameters:
             parameter.grad = None
         plan = Plan(1, STAGES, self.cuts, None if chunks == 1 else -(-self.ask.steps // chunks))
-        job = pipeline.Job(self.batch, self.stage.start(self.ask.lanes, self.device), self.key, precision=self.ask.precision)
-        program = pipeline.program_for(plan, [self.batch], backward=True)
-        pipeline.run(self.stage, plan, program, [job], self.echo, place=self.place, clock=clock)
+        job = compute.Job(self.batch, self.stage.start(self.ask.lanes, self.device), self.key, precision=self.ask.precision)
+        program = compute.program_for(plan, [self.batch], backward=True)
+        compute.run(self.stage, plan, program, [job], self.echo, place=self.place, clock=clock)
 
     def forward(self) -> Tensor:
         """Forward of one chunk alone, with all that backward needs."""
         batch = self.batch
         chunk = Chunk(batch.lengths, batch.fresh, batch.lanes, 0, self.key, True)
         shape = (self.ask.steps, self.ask.lanes, self.stage.width_in)
-        x = self.echo.receive(Line("F", 0, 1), shape, self.stage.dtype) if self.place else Arrived(batch.inputs)
+        x = self.echo.receive(Channel("F", 0, 1), shape, self.stage.dtype) if self.place else Arrived(batch.inputs)
         state = self.stage.start(self.ask.lanes, self.device)
         with torch.enable_grad(), autocast(self.ask.precision, self.device):
             y, _, left = self.stage(x.wait().requires_grad_(self.place > 0), state, chunk)
@@ -118,7 +118,7 @@ class Rig:
         self.run(chunks, None)  # memory is taken, libraries set themselves up
         together()
         while not found or (spent < LONG_SECONDS and (len(found) < LEAST_RUNS or spent < LEAST_SECONDS) and len(found) < 200):
-            clock = Clock(self.device)
+            clock = TaskClock(self.device)
             self.run(chunks, clock)
             spent += clock.seconds()
             found.append((clock.seconds("F") / chunks, clock.seconds("B") / chunks, clock.seconds("pay")))
@@ -200,7 +200,7 @@ def _plain(ask: Ask, device: torch.device, together: Callable[[], None]) -> Samp
     """Dropout and norm, timed from the host."""
     run = between(ask, device)
     run(True)
-    clock = Clock(device)
+    clock = TaskClock(device)
     found: list[tuple[float, float]] = []
     together()
     while len(found) < LEAST_RUNS or (sum(map(sum, found)) < LEAST_SECONDS and len(found) < 200):

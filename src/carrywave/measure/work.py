@@ -16,19 +16,19 @@ from torch import Tensor
 from torch import distributed as dist
 
 from carrywave.data.batch import Batch
-from carrywave.kernels import persistent
+from carrywave.kernels.hopper import persistent
 from carrywave.measure.recorded import recorded_task, time_recorded
 from carrywave.measure.rig import Rig, time_task, time_unit
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads import Forecast
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.parallel.clock import Clock
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
-from carrywave.plan.asks import OPTIMIZER_SIZES, REDUCED_BYTES, Ask
-from carrywave.plan.profile import Sample
-from carrywave.train.trainer import Trainer
+from carrywave.plan.cost.profile import Sample
+from carrywave.plan.cost.sample_requests import OPTIMIZER_SIZES, REDUCED_BYTES, Ask
+from carrywave.step.task_clock import TaskClock
+from carrywave.step.trainer import Trainer
 
 Row = dict[str, Any]
 
@@ -83,7 +83,7 @@ def _update(device: torch.device, name: str, parameters: int, layers: int, preci
     found = []
     for number in range(UPDATES + 1):
         together()
-        trainer.clock = clock = Clock(device)
+        trainer.clock = clock = TaskClock(device)
         begin = clock.now()
         trainer.step(batch)
         took = clock.now() - begin - clock.seconds()
@@ -99,7 +99,7 @@ def _recorded_update(device: torch.device, name: str, parameters: int, precision
     trainer = Trainer(model, {"optimizer": name, "precision": precision, "clip": 1.0}, mesh=Mesh.alone(device))
     lanes = 16
     batch = Batch.of(torch.zeros(GPU_STEPS, lanes, hidden), torch.zeros(GPU_STEPS, lanes, 1, 1)).to(device)
-    clock = Clock(device)
+    clock = TaskClock(device)
     for _ in range(3):
         trainer.step(batch)
     begin = clock.now()

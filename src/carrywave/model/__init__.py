@@ -1,0 +1,1 @@
+"""Encoders, the stacked LSTM, heads, and the stages they are cut into."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels import random
-from carrywave.kernels.dropout import Place, dropped
+from carrywave.kernels.dropout import Coordinates, dropped
 from carrywave.model.lstm import LSTM
 
 
@@ -44,7 +44,7 @@ class Dropout(nn.Module):
             )
         x_TBU = x.reshape(1 if pooled else x.shape[0], x.shape[lead - 1], -1)
         site = random.site(self.name) if scope is None else scope.site(self.name)
-        return dropped(x_TBU, key, lanes, Place(site, self.p, self.locked or pooled, start)).reshape(x.shape)
+        return dropped(x_TBU, key, lanes, Coordinates(site, self.p, self.locked or pooled, start)).reshape(x.shape)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, locked={self.locked}, name={self.name!r}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import UserError
 from carrywave.kernels import random
-from carrywave.kernels.deferred import embedding
+from carrywave.kernels.deferred_gradients import embedding
 
 
 class Embedding(nn.Module):

@@ -21,7 +21,7 @@ from torch.nn.functional import softplus
 
 from carrywave.errors import UserError
 from carrywave.kernels import cross_entropy
-from carrywave.kernels.deferred import linear
+from carrywave.kernels.deferred_gradients import linear
 from carrywave.kernels.lengths import last_real, real_steps
 
 IGNORED = -100  # an integer target that counts for nothing

@@ -22,9 +22,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carries, Carry
-from carrywave.kernels.casting import HALVES
-from carrywave.kernels.choice import check
-from carrywave.kernels.dropout import Place, dropped
+from carrywave.kernels.cuda.casting import HALVES
+from carrywave.kernels.dispatch import check
+from carrywave.kernels.dropout import Coordinates, dropped
 from carrywave.kernels.lstm import is_cast, lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 
@@ -234,7 +234,7 @@ class LSTM(nn.Module):
         kept = []
         for suffix, direction in zip(self._suffixes(layer), directions, strict=True):
             # Rows and columns in the place of lanes and units.
-            place = Place(random.site(f"{self.path}.weight_hh{suffix}.drop"), self.weight_drop, locked=True)
+            place = Coordinates(random.site(f"{self.path}.weight_hh{suffix}.drop"), self.weight_drop, locked=True)
             kept.append(direction._replace(w_hh=dropped(direction.w_hh[None], key, None, place)[0]))
         return tuple(kept)
 

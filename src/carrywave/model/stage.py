@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.kernels.lengths import real_steps
-from carrywave.model.leaves import Audit
+from carrywave.model.foreign_parameters import Audit
 from carrywave.model.state import Chunk, State
 
 if TYPE_CHECKING:

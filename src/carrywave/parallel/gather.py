@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from carrywave.parallel import contact
-from carrywave.parallel.world import World, exchange
+from carrywave.parallel.liveness import lost_contact
+from carrywave.parallel.world import World, all_gather_text
 
 Named = Mapping[str, Tensor]
 
 
-@contact.kept
+@lost_contact.kept
 def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
     """On rank 0 the tensors of every rank, by rank; on all others nothing."""
     if world.size == 1:
         return [dict(tensors)]
-    headers = [json.loads(text) for text in exchange(world, _header(tensors))]
+    headers = [json.loads(text) for text in all_gather_text(world, _header(tensors))]
     if world.rank > 0:
         for tensor in tensors.values():
             dist.send(tensor.detach().cpu().contiguous(), 0)
@@ -38,12 +38,12 @@ def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
     return found
 
 
-@contact.kept
-def spread(world: World, tensors: Named | None) -> dict[str, Tensor]:
+@lost_contact.kept
+def broadcast(world: World, tensors: Named | None) -> dict[str, Tensor]:
     """The tensors of rank 0, on every rank, in host memory (on rank 0 as they are)."""
     if world.size == 1:
         return dict(tensors or {})
-    header = json.loads(exchange(world, _header(tensors or {}) if world.rank == 0 else "")[0])
+    header = json.loads(all_gather_text(world, _header(tensors or {}) if world.rank == 0 else "")[0])
     found: dict[str, Tensor] = {}
     for name, shape, dtype in header:
         if world.rank == 0 and tensors is not None:

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from carrywave.data.stream import Share
+from carrywave.data.loader import Share
 from carrywave.errors import PlanError
-from carrywave.kernels import persistent
-from carrywave.parallel import contact, groups
-from carrywave.parallel.transport import Channel, GroupLinks, Links, OrderedLinks, takes_order
-from carrywave.parallel.world import World, exchange
-from carrywave.plan.messages import Line, lines
+from carrywave.kernels.hopper import persistent
+from carrywave.parallel import process_groups
+from carrywave.parallel.liveness import lost_contact
+from carrywave.parallel.transport import GroupLinks, Links, OrderedLinks, PeerLink, takes_order
+from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.plan import Plan
+from carrywave.plan.schedule.messages import Channel, lines
 
 
 class Mesh:
@@ -60,7 +61,7 @@ class Mesh:
         if len(stages) == 1:
             return self._replicas
         ranks = [replica * self.plan.stages + stage for replica in range(self.plan.replicas) for stage in stages]
-        return groups.group(ranks, "replicas")
+        return process_groups.group(ranks, "replicas")
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add up over all workers, in place: the same bits on each."""
@@ -73,13 +74,13 @@ class Mesh:
         if self.links is not None:
             self.links.close()
 
-    @contact.kept
+    @lost_contact.kept
     def _connect(self) -> None:
         plan, world = self.plan, self.world
-        groups.agree(lambda text: exchange(world, text))
+        process_groups.agree(lambda text: all_gather_text(world, text))
         if plan.replicas > 1:
             for stage in range(plan.stages):
-                group = groups.group(range(stage, world.size, plan.stages), "replicas")
+                group = process_groups.group(range(stage, world.size, plan.stages), "replicas")
                 self._replicas = group if stage == self.stage else self._replicas
         if plan.stages == 1:
             return
@@ -89,21 +90,21 @@ class Mesh:
         known = lines(plan.stages, share_head=plan.shares_head)
         if takes_order(world.backend):
             ranks = [range(replica * plan.stages, (replica + 1) * plan.stages) for replica in range(plan.replicas)]
-            own = [groups.group(each, "messages") for each in ranks][self.replica]
+            own = [process_groups.group(each, "messages") for each in ranks][self.replica]
             ordered = OrderedLinks(own, ranks[self.replica], self.device)
             ordered.greet(self.stage, known)
             self.links = ordered
             return
-        channels: dict[Line, Channel] = {}
+        channels: dict[Channel, PeerLink] = {}
         staged = world.backend == "gloo" and self.device.type == "cuda"
         where = torch.device("cpu") if staged else self.device
         # Every worker makes every group, in one order; the two ends of a channel then greet each other along the chain of stages.
         for replica in range(plan.replicas):
             for line in known:
                 sender, receiver = (replica * plan.stages + stage for stage in line[1:])
-                group = groups.group([min(sender, receiver), max(sender, receiver)], f"{line.phase} {sender}>{receiver}")
+                group = process_groups.group([min(sender, receiver), max(sender, receiver)], f"{line.phase} {sender}>{receiver}")
                 if world.rank in (sender, receiver):
                     sends = world.rank == sender
-                    channels[line] = Channel(group, receiver if sends else sender)
+                    channels[line] = PeerLink(group, receiver if sends else sender)
                     channels[line].greet(sends=sends, device=where)
         self.links = GroupLinks(channels, self.device, staged=staged)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from carrywave.parallel import groups
-from carrywave.plan.messages import Line
+from carrywave.parallel import process_groups
+from carrywave.plan.schedule.messages import Channel
 
 # Under way at once, or two to each stage where that is more. gloo does not tell when one is through, so that each is kept until then.
 MOST_SENDS = 4
@@ -47,10 +47,10 @@ class Links(Protocol):
     def in_order(self) -> bool:
         """Whether messages are carried out one after the other, so that programs must be in order too."""
 
-    def receive(self, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message of a line."""
 
-    def send(self, line: Line, tensor: Tensor) -> None:
+    def send(self, line: Channel, tensor: Tensor) -> None:
         """Send the next message of a line; the tensor must not change afterwards."""
 
     def flush(self) -> None:
@@ -63,7 +63,7 @@ class Links(Protocol):
         """Close the connections, so that nobody waits for messages that will not come."""
 
 
-class Channel:
+class PeerLink:
     """One direction of an edge, seen from one of its ends."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
@@ -83,12 +83,12 @@ class GroupLinks:
 
     in_order = False
 
-    def __init__(self, channels: dict[Line, Channel], device: torch.device, *, staged: bool) -> None:
+    def __init__(self, channels: dict[Channel, PeerLink], device: torch.device, *, staged: bool) -> None:
         self.channels, self.device, self.staged = channels, device, staged
         self._most = max(MOST_SENDS, len(channels))  # half of them go out
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def receive(self, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message of a line."""
         channel = self.channels[line]
         where = torch.device("cpu") if self.staged else self.device
@@ -96,7 +96,7 @@ class GroupLinks:
         work = _work(dist.irecv(buffer, channel.peer, group=channel.group))
         return _Receive(work, buffer, self.device)
 
-    def send(self, line: Line, tensor: Tensor) -> None:
+    def send(self, line: Channel, tensor: Tensor) -> None:
         """Send the next message of a line; waits only where too many are under way."""
         channel = self.channels[line]
         if self.staged:
@@ -120,7 +120,7 @@ class GroupLinks:
         """Close the connections, so that nobody waits for messages that will not come."""
         self._sent.clear()
         for channel in self.channels.values():
-            groups.drop(channel.group)
+            process_groups.drop(channel.group)
         self.channels = {}
 
 
@@ -144,7 +144,7 @@ class OrderedLinks:
         self._next = _Batch()
         self._under_way: deque[_Batch] = deque()
 
-    def greet(self, own: int, known: Sequence[Line]) -> None:
+    def greet(self, own: int, known: Sequence[Channel]) -> None:
         """Make the communicator, and the connection of each pair of stages: NCCL makes them at the first message, and waits meanwhile."""
         word = torch.zeros(1, device=self.device)
         dist.all_reduce(word, group=self.group)
@@ -156,12 +156,12 @@ class OrderedLinks:
                 self._add(dist.irecv, torch.empty_like(word), other)
                 self.drain()
 
-    def receive(self, line: Line, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message of a line."""
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         return _InBatch(self, self._add(dist.irecv, buffer, line.sender), buffer)
 
-    def send(self, line: Line, tensor: Tensor) -> None:
+    def send(self, line: Channel, tensor: Tensor) -> None:
         """Send the next message of a line."""
         self._add(dist.isend, tensor, line.receiver)
 
@@ -183,7 +183,7 @@ class OrderedLinks:
     def close(self) -> None:
         """Close the connections, so that nobody waits for messages that will not come."""
         self._next, self._under_way = _Batch(), deque()
-        groups.drop(self.group)
+        process_groups.drop(self.group)
 
     def _add(self, kind: Callable[..., dist.Work | None], tensor: Tensor, stage: int) -> _Batch:
         self._next.operations.append(dist.P2POp(kind, tensor, self.ranks[stage], self.group))

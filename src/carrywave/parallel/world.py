@@ -23,10 +23,22 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave import errors
 from carrywave.errors import SpecError, UserError, WorkerError, option
-from carrywave.parallel import contact, environment, groups, heartbeat, quiet
-from carrywave.parallel.interfaces import check_hosts, leads_home, unreachable
-from carrywave.parallel.launched import launched
-from carrywave.parallel.meeting import everyone, find_store, for_all, identity, number, reason, seconds_of, short, start_seconds
+from carrywave.parallel import process_groups
+from carrywave.parallel.liveness import heartbeat, lost_contact
+from carrywave.parallel.startup import environment, native_logs
+from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
+from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.startup.rendezvous import (
+    everyone,
+    find_store,
+    identity,
+    number,
+    on_every_rank,
+    reason,
+    seconds_of,
+    short,
+    start_seconds,
+)
 
 # A worker that dies is noticed at once, by its closed connections; this is for one that stays silent. Where one worker may work for
 # long while the others wait, they wait in the store (`together(patient=True)`).
@@ -114,7 +126,7 @@ def join(device: str = "auto") -> World:
     if size == 1:
         return World(0, 1, local_rank, 1, where, "")
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
-    quiet.hush()
+    native_logs.hush()
     _Joined.store = _Joined.store or find_store(rank, size, start)
     _Joined.times += 1
     store = PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store)
@@ -124,10 +136,10 @@ def join(device: str = "auto") -> World:
     gpus = [one["gpu"] for one in there]
     check_gpus(there)
     backend = "nccl" if "" not in gpus and len(set(gpus)) == size else "gloo"
-    contact.remember(there)
-    groups.limit(timeout)
+    lost_contact.remember(there)
+    process_groups.limit(timeout)
     try:
-        with quiet.silent():
+        with native_logs.silent():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
                 store=PrefixStore("group", store),
@@ -136,8 +148,8 @@ def join(device: str = "auto") -> World:
                 timeout=timedelta(seconds=timeout),
             )
     except (RuntimeError, ValueError, OSError) as error:
-        if contact.lost(error):
-            raise contact.of(error) from None
+        if lost_contact.lost(error):
+            raise lost_contact.of(error) from None
         raise WorkerError(
             f"rank {rank} cannot connect to the others ({reason(error)}); see that they reach each other, and which "
             "interface is meant (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
@@ -163,7 +175,7 @@ def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
         if gpus.count((host, gpu)) > 1:
             workers = [one["host"] for one in there].count(host)
             own = len({each for where, each in gpus if where == host})
-            raise for_all(too_few_gpus(workers, own, host))
+            raise on_every_rank(too_few_gpus(workers, own, host))
 
 
 def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerError:
@@ -177,14 +189,14 @@ def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerErro
 def leave(world: World) -> None:
     """Undo what `join` made. A group that the user made stays, and a second call does nothing."""
     if world.size > 1 and _Joined.made_group and dist.is_initialized():
-        groups.forget()
+        process_groups.forget()
         dist.destroy_process_group()
         _Joined.made_group = False
         _Joined.waits = None
 
 
-@contact.kept
-def exchange(world: World, text: str) -> list[str]:
+@lost_contact.kept
+def all_gather_text(world: World, text: str) -> list[str]:
     """The texts of all ranks, in their order."""
     if world.size == 1:
         return [text]
@@ -200,7 +212,7 @@ def exchange(world: World, text: str) -> list[str]:
 
 
 @contextmanager
-def together(world: World, *, for_all_of_us: bool = False, patient: bool = False) -> Iterator[None]:
+def raise_on_all(world: World, *, for_all_of_us: bool = False, patient: bool = False) -> Iterator[None]:
     """A mistake that any worker meets in this block is raised by all of them, so that none waits for one that has given up.
 
     `for_all_of_us`: one worker does what all would do, so that it does not matter which of them met the mistake.
@@ -216,14 +228,14 @@ def together(world: World, *, for_all_of_us: bool = False, patient: bool = False
         failure = error
     if patient:
         _wait_for_all(world)
-    told = exchange(world, json.dumps(None if failure is None else [type(failure).__name__, str(failure)]))
+    told = all_gather_text(world, json.dumps(None if failure is None else [type(failure).__name__, str(failure)]))
     failures = [(rank, told_by) for rank, told_by in enumerate(map(json.loads, told)) if told_by is not None]
     if not failures:
         return
     rank, (kind, message) = failures[0]
     alike = len(failures) == world.size and all(told_by == [kind, message] for _, told_by in failures)
     known = getattr(errors, kind, UserError)
-    raise for_all(known(message if alike or for_all_of_us else f"rank {rank}: {message}")) from failure
+    raise on_every_rank(known(message if alike or for_all_of_us else f"rank {rank}: {message}")) from failure
 
 
 def _wait_for_all(world: World) -> None:
@@ -248,15 +260,15 @@ def _attempt() -> str:
     return "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def same(world: World, what: Mapping[str, str]) -> None:
+def check_agreement(world: World, what: Mapping[str, str]) -> None:
     """Refuses workers that were started with another spec, other data or another version than rank 0."""
     if world.size == 1:
         return
-    said = [json.loads(text) for text in exchange(world, json.dumps(dict(what)))]
+    said = [json.loads(text) for text in all_gather_text(world, json.dumps(dict(what)))]
     for rank, theirs in enumerate(said):
         for name in dict.fromkeys([*said[0], *theirs]):
             if theirs.get(name) != said[0].get(name):
-                raise for_all(
+                raise on_every_rank(
                     WorkerError(
                         f"rank {rank} has {name} {short(theirs.get(name))}, rank 0 has {short(said[0].get(name))}; "
                         "start every worker with the same command, files and versions"
@@ -307,11 +319,11 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
     world = World(rank, size, local_rank, local_size, where, "")
     if size == 1:
         return world
-    there = [json.loads(text) for text in exchange(world, json.dumps(_self(where)))]
-    contact.remember(there)
+    there = [json.loads(text) for text in all_gather_text(world, json.dumps(_self(where)))]
+    lost_contact.remember(there)
     gpus = [bool(one["gpu"]) for one in there]
     if any(gpus) and not all(gpus) and "cuda:nccl" in config:
-        raise for_all(
+        raise on_every_rank(
             WorkerError(
                 "some workers compute on a GPU and some do not, and the process group sends from GPUs by NCCL, which the others have not; "
                 'make it with init_process_group("gloo")'

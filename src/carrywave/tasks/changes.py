@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.codec import Codec
-from carrywave.data.moments import NOISE
 from carrywave.data.sequences import Ints, Sequences
+from carrywave.data.tables.moments import NOISE
 
 TRACE = 2.0**-20  # rounding of float32 is sixteen times finer
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.order import Order
 from carrywave.data.sequences import Sequences
-from carrywave.data.tokens import UNKNOWN
+from carrywave.data.text.tokenizers import UNKNOWN
 from carrywave.spec.spec import Spec
 
 MOST_SEQUENCES, MOST_ROWS = 4096, 1 << 22  # looked at

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
-from carrywave.data.series import unseen_series
+from carrywave.data.tables.series import unseen_series
 from carrywave.data.view import View
 from carrywave.errors import SpecError
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
-from carrywave.model.initial import initialize
+from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.pretrained import load_pretrained

@@ -1,0 +1,1 @@
+"""From a spec to trained weights: the loop, its plan, its checkpoints and its end."""

@@ -13,49 +13,50 @@ import torch
 from torch import Tensor, nn
 
 from carrywave import __version__, heap
-from carrywave.data.inputs import from_python, naming
 from carrywave.data.prepare import Prepared
+from carrywave.data.python_inputs import from_python, naming
 from carrywave.errors import PlanError, SpecError, UserError
-from carrywave.model.holding import fill
+from carrywave.launch import launch_record, script_workers
+from carrywave.launch.launcher import RESTARTS
+from carrywave.launch.signals import Stop
 from carrywave.model.model import Model
-from carrywave.model.whole import Loss, Whole
-from carrywave.parallel.gather import spread
-from carrywave.parallel.launched import launched
+from carrywave.model.opaque_model import Loss, Whole
+from carrywave.model.parameter_placement import fill
+from carrywave.parallel.gather import broadcast
+from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.neighbours import watched
-from carrywave.parallel.precision import parameter_dtype
-from carrywave.parallel.shards import settle
-from carrywave.parallel.world import World, join, leave, pick_device, same, together
-from carrywave.plan import shards
+from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.world import World, check_agreement, join, leave, pick_device, raise_on_all
+from carrywave.plan import canonical_shards
+from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
-from carrywave.plan.units import Units
+from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights, take_weights
+from carrywave.runs.evaluation import order_for
+from carrywave.runs.run import Run
+from carrywave.runs.run_source import weights_file
+from carrywave.runs.summary import backends, summarize
+from carrywave.runs.trained_run import codec_of, facts_of, open_run
+from carrywave.runs.watcher import Logged, Silent, Watcher
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load, parse
 from carrywave.spec.spec import Spec
+from carrywave.step.checks.arguments import check_dtype
+from carrywave.step.precision import parameter_dtype
+from carrywave.step.reproducible.shard_cost import cost_line
+from carrywave.step.reproducible.shards import settle
+from carrywave.step.trainer import Trainer
 from carrywave.tasks.doubts import worse_than_naive
 from carrywave.tasks.task import POOLED, Task
-from carrywave.train import again, begun
-from carrywave.train.compare import Comparison
-from carrywave.train.cost import cost_line
-from carrywave.train.evaluate import order_for
-from carrywave.train.given import check_dtype
-from carrywave.train.keep import Data, Keeper, go_on, load_parameters, read_weights, take_weights
-from carrywave.train.launch import RESTARTS
-from carrywave.train.leaving import Stopped
-from carrywave.train.loop import Loop, Parts
-from carrywave.train.noted import noted
-from carrywave.train.origin import weights_file
-from carrywave.train.planning import Given, check_workers, plan_run
-from carrywave.train.progress import ASKED
+from carrywave.train.checkpointer import Checkpointer, Data, restore
+from carrywave.train.evaluation_stop import Stopped
+from carrywave.train.loop import DataParts, Loop
+from carrywave.train.loop_state import ASKED
+from carrywave.train.opening_notes import noted
+from carrywave.train.plan_check import Comparison
+from carrywave.train.planning import PlanRequest, check_workers, plan_run
 from carrywave.train.result import Result
-from carrywave.train.run import Run
-from carrywave.train.saved import codec_of, facts_of, open_run
-from carrywave.train.start import Start, begin, prepare_in_turn
-from carrywave.train.stop import Stop
-from carrywave.train.summary import backends, summarize
-from carrywave.train.trainer import Trainer
-from carrywave.train.watch import Logged, Silent, Watcher
+from carrywave.train.run_start import Start, begin, prepare_in_turn
 
 Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or what makes one once the data is known
 
@@ -119,8 +120,8 @@ def fit(
     `fit({"hidden": 64}, frame, task="forecasting", data={"horizon": 24}, train={"epochs": 3})`.
     """
     heap.keep()
-    told = again.begin()
-    with again.working():
+    told = script_workers.begin()
+    with script_workers.working():
         if model is not None and not isinstance(model, Mapping) and not callable(model):
             raise UserError(f"model is a {type(model).__name__}; give a cw.Model, a function that makes one, or the spec's model section")
         if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
@@ -132,11 +133,11 @@ def fit(
             own = Whole(own, loss, pooled=asked.task in POOLED)
         if told is None and devices > 1 and not launched():
             check_workers(asked.plan_spec, devices)
-            told = again.relaunch(devices, restarts=restarts, min_devices=min_devices)
+            told = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices)
         if told is not None:
             return _result_of(told, own, device)
         world = join(device)
-        if launched() and devices not in (1, world.size) and not begun.with_fewer():
+        if launched() and devices not in (1, world.size) and not launch_record.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; leave devices out")
         with _left_at_the_end(world):
             start = begin(
@@ -153,13 +154,13 @@ def fit(
                 if start.spec.data.train is not None:
                     prepared, files = prepare_in_turn(start)
                 else:
-                    with together(world, patient=True):
+                    with raise_on_all(world, patient=True):
                         prepared = from_python(data, start.spec, codec=start.codec)
                 result = _train(start, prepared, own, files, workers=world.size)
         told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
-        if again.is_script_worker():
-            again.finish(told)
-        again.remember(told)
+        if script_workers.is_script_worker():
+            script_workers.finish(told)
+        script_workers.remember(told)
         return result
 
 
@@ -199,9 +200,9 @@ def _train(
     spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
         settle(world.device)  # before the first weight is drawn
-    with together(world):
+    with raise_on_all(world):
         task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
-        parts = Parts(
+        parts = DataParts(
             task.part("train", prepared.train),
             None if prepared.valid is None else task.part("valid", prepared.valid),
             None if prepared.test is None else task.part("test", prepared.test),
@@ -209,11 +210,11 @@ def _train(
         model = task.model(prepared.train) if own is None else _own_model(own, spec, prepared.facts)
     units = Units.of(spec, prepared.facts) if own is None else None
     layers = model.lstm.num_layers if isinstance(model, Model) else 0
-    planned = plan_run(world, Given(spec, units, layers, model.pooled, workers, start.before), watch.say)
+    planned = plan_run(world, PlanRequest(spec, units, layers, model.pooled, workers, start.before), watch.say)
     plan = planned.plan
-    with together(world):
+    with raise_on_all(world):
         if spec.train.reproducible:
-            shards.check(plan)
+            canonical_shards.check(plan)
         if own is not None:
             check_dtype(spec.train, model)
         model.to(parameter_dtype(spec.train.precision))
@@ -221,7 +222,7 @@ def _train(
             # Class weights follow from this run's spec and data, not from those of the run before.
             take_weights(model, weights_file(start.init), start.init, ignored=CLASS_WEIGHTS)
         order = order_for(spec, parts.train.view, training=True)
-    same(world, {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint} | _flat(spec))
+    check_agreement(world, {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint} | _flat(spec))
     watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units))
     for line in noted(spec, order, model, planned.said, prepared, parts):
         watch.say(line)
@@ -229,11 +230,11 @@ def _train(
         watch.end("dry run: nothing was trained, and no run was written")
         return Result(folder.path, None, {}, _shown(model), task)
     with folder:
-        with together(world):
+        with raise_on_all(world):
             mesh = Mesh(world, plan)
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
             data = Data(prepared.fingerprint, files)
-            keeper = Keeper(world, folder, data, watch)
+            keeper = Checkpointer(world, folder, data, watch)
             loop = Loop(
                 spec,
                 task,
@@ -247,13 +248,13 @@ def _train(
                 compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted else None,
             )
         if start.snapshot is not None:
-            go_on(loop, start.snapshot, data)
+            restore(loop, start.snapshot, data)
             at = loop.progress
             at.extend(spec.train)
             watch.say(f"going on from step {at.step} (epoch {at.epoch + 1})" if loop.trains else at.over(spec.train))
         if loop.trains:
             # Of a run that is over, what its files say is what was trained.
-            with together(world):
+            with raise_on_all(world):
                 folder.write_spec(spec)
                 folder.write_json("plan.json", asdict(plan) | {"backends": backends(spec, model, plan, order, str(world.device))})
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
@@ -325,10 +326,10 @@ def _finish(loop: Loop) -> dict[str, dict[str, float]]:
     """Take up the best weights, and judge them on the test part. Rank 0 reads them; in the end each worker has the whole model again."""
     trainer, world = loop.trainer, loop.trainer.mesh.world
     best: dict[str, Tensor] = {}
-    with together(world, for_all_of_us=True):
+    with raise_on_all(world, for_all_of_us=True):
         if world.rank == 0:
             best = read_weights(trainer.model, loop.folder.weights)
-    best = spread(world, best)
+    best = broadcast(world, best)
     load_parameters(trainer.parameters(), best, "weights.safetensors", whole=best.keys())
     trainer.model.eval()
     reached = {}

@@ -16,28 +16,28 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order
-from carrywave.data.stream import Loader
 from carrywave.errors import Diverged
-from carrywave.parallel import heartbeat
-from carrywave.parallel.meeting import for_all
-from carrywave.parallel.world import together
+from carrywave.launch import launch_record
+from carrywave.launch.signals import Reason, Stop
+from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.startup.rendezvous import on_every_rank
+from carrywave.parallel.world import raise_on_all
+from carrywave.runs.evaluation import evaluate
+from carrywave.runs.run import Run, Value
+from carrywave.runs.watcher import StepInfo, Watcher
 from carrywave.spec.spec import Spec
+from carrywave.step.checks.arguments import uncounted
+from carrywave.step.nonfinite import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW
+from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.trainer import StepResult, Trainer
 from carrywave.tasks.task import Part, Task
-from carrywave.train import begun
-from carrywave.train import optimizer as optimizers
-from carrywave.train import rate as rates
-from carrywave.train.bad import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW
-from carrywave.train.clock import Clock
-from carrywave.train.compare import Comparison
-from carrywave.train.evaluate import evaluate
-from carrywave.train.given import uncounted
-from carrywave.train.leaving import Stopped, leave_if_asked
-from carrywave.train.progress import Ending, Progress
-from carrywave.train.run import Run, Value
-from carrywave.train.stop import Reason, Stop
-from carrywave.train.trainer import StepResult, Trainer
-from carrywave.train.watch import StepInfo, Watcher
+from carrywave.train import lr_schedule as rates
+from carrywave.train.evaluation_stop import Stopped, leave_if_asked
+from carrywave.train.loop_state import Ending, Progress
+from carrywave.train.plan_check import Comparison
+from carrywave.train.run_clock import RunClock
 
 LOOK_EVERY = 8  # steps between two looks at what a GPU has computed, where several workers train
 SMALLEST_SCALE = 2.0**-14  # an fp16 loss scale that has been halved down to this finds no gradient that is a number
@@ -46,7 +46,7 @@ Row = dict[str, Value]
 
 
 @dataclass(frozen=True)
-class Parts:
+class DataParts:
     """What a run reads."""
 
     train: Part
@@ -62,7 +62,7 @@ class Loop:
         spec: Spec,
         task: Task,
         trainer: Trainer,
-        parts: Parts,
+        parts: DataParts,
         order: Order,
         run: Run,
         watch: Watcher,
@@ -80,7 +80,7 @@ class Loop:
         self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps; steps with bad numbers
         self._one_bad = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=trainer.device)
         self.cells = [0, 0]  # real and padded steps since the last row
-        self.clock = Clock()
+        self.clock = RunClock()
         self.stop: Stop | None = None  # what evaluations look at; None: they are not left
         # Windows of varying length make epochs of varying numbers of them; otherwise one epoch tells of all.
         epochs = spec.train.epochs if spec.batch.vary else 1
@@ -99,7 +99,7 @@ class Loop:
                 return self.run(own)
         train, at = self.spec.train, self.progress
         self.stop = stop
-        begun.begins_to_train()
+        launch_record.begins_to_train()
         try:
             if train.on_nan == "back" and at.step == 0:
                 self.save(self, False)  # there is always one to go back to
@@ -261,7 +261,7 @@ class Loop:
             self.watch.say(f"{fact}; {'that step was' if seen.bad == 1 else f'{seen.bad} steps since then were'} skipped")
             return
         skipped = f"{seen.longest} steps in a row were skipped; " if skips else ""
-        raise for_all(
+        raise on_every_rank(
             Diverged(
                 f"{fact}; {skipped}lower train.lr={train.lr:g} or set train.clip; nothing of {'them' if skips else 'that step'} was saved"
             )
@@ -273,7 +273,7 @@ class Loop:
         if self.spec.train.on_nan != "back":
             raise error
         if at.backs >= MOST_BACKS:
-            raise for_all(Diverged(f"{error} (after going back {MOST_BACKS} times, to a rate of {at.lr:g})"))
+            raise on_every_rank(Diverged(f"{error} (after going back {MOST_BACKS} times, to a rate of {at.lr:g})"))
         # The file of the best weights stays as it is, also where they came after the snapshot.
         backs, best = at.backs + 1, at.best
         self.back(self)
@@ -289,7 +289,7 @@ class Loop:
             return
         at = self.progress
         if count <= 0 and loss_sum:
-            raise for_all(uncounted())
+            raise on_every_rank(uncounted())
         loss = loss_sum / count if count else 0.0
         waste = 1.0 - self.cells[0] / self.cells[1]
         # Rows of an epoch's end may be of fewer steps than others: each says of how many.
@@ -316,7 +316,7 @@ class Loop:
             loss = values["loss"]
             if not math.isfinite(loss):
                 fact = f"the validation loss is {loss} at step {at.step}"
-                raise for_all(Diverged(f"{fact}; lower train.lr={train.lr:g} or set train.clip; nothing of it was saved"))
+                raise on_every_rank(Diverged(f"{fact}; lower train.lr={train.lr:g} or set train.clip; nothing of it was saved"))
             if at.best is None or loss < at.best["loss"]:
                 at.best, at.best_step = values, at.step
                 self._write_weights()
@@ -333,7 +333,7 @@ class Loop:
         """Rank 0 writes them; weights that are no numbers are refused, which is then everyone's end of the attempt."""
         named = self.trainer.gathered(each_once=True)
         heartbeat.rest()  # a disk may be slow
-        with together(self.trainer.mesh.world, for_all_of_us=True, patient=True):
+        with raise_on_all(self.trainer.mesh.world, for_all_of_us=True, patient=True):
             self.folder.write_weights(named)
         heartbeat.mark()
 

@@ -14,20 +14,20 @@ from typing import Any
 
 from carrywave.data.prepare import prepare
 from carrywave.errors import PlanError, RunError, UserError, option
-from carrywave.parallel.launched import launched
-from carrywave.parallel.world import World, exchange, together
-from carrywave.plan.cluster import Cluster, Host
+from carrywave.launch import launch_record
+from carrywave.launch.hardware import gpus
+from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.plan.cost.cluster import Cluster, Host
+from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile
+from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, fewer, resolve
-from carrywave.plan.predict import Prediction, Predictor
-from carrywave.plan.profile import Profile
-from carrywave.plan.search import GAIN_PER_DOUBLING, describe, search
-from carrywave.plan.shipped import PROFILE, find_profile
-from carrywave.plan.units import Units
+from carrywave.plan.search.predictor import Prediction, Predictor
+from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, search
+from carrywave.runs.run import Run
 from carrywave.spec.spec import PlanSpec, Spec
-from carrywave.train import begun
-from carrywave.train.hardware import gpus
 from carrywave.train.profiles import known_profile, profile_for
-from carrywave.train.run import Run
 
 Say = Callable[[str], None]
 NEAR = 0.97  # of each other's time: measurements are not nearer than that
@@ -44,7 +44,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Given:
+class PlanRequest:
     """What a plan is made for."""
 
     spec: Spec
@@ -55,19 +55,19 @@ class Given:
     before: Plan | None = None  # the plan that the run has had so far
 
 
-def plan_run(world: World, given: Given, say: Say) -> Planned:
+def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
     """The plan that all workers follow."""
     told = ""
     prediction: Prediction | None = None
-    with together(world, for_all_of_us=True, patient=True):
+    with raise_on_all(world, for_all_of_us=True, patient=True):
         if world.rank == 0:
             plan, prediction, said = _plan(world, given, say)
             told = json.dumps([asdict(plan), prediction is not None, said])
-    known, predicted, said = json.loads(exchange(world, told)[0])
+    known, predicted, said = json.loads(all_gather_text(world, told)[0])
     return Planned(_of_json(known), prediction, predicted, tuple(said))
 
 
-def _plan(world: World, given: Given, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
+def _plan(world: World, given: PlanRequest, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
     spec, workers, units = given.spec, given.workers, given.units
     # With equal bytes on any number of replicas there is nothing to choose: every worker is one.
     auto = spec.plans_itself and not spec.train.reproducible
@@ -85,12 +85,12 @@ def _plan(world: World, given: Given, say: Say) -> tuple[Plan, Prediction | None
     return plan, None if units is None or profile is None else _predicted(units, world, plan, profile), []
 
 
-def _chosen(world: World, units: Units, given: Given, say: Say) -> tuple[Plan, Prediction, list[str]]:
+def _chosen(world: World, units: Units, given: PlanRequest, say: Say) -> tuple[Plan, Prediction, list[str]]:
     """The best plan that uses all workers."""
     here, kind = _here(world, given.workers), world.device.type
     profile = _known(world, units, given.workers)
     if profile is None:
-        if begun.with_fewer():
+        if launch_record.with_fewer():
             raise PlanError("this machine was not measured for fewer workers, and is not while one of them is broken; start the run anew")
         profile = profile_for(units, device=kind, devices=here, note=say)
     found = search(units, _cluster(world, given.workers, profile), use_all=True)
@@ -99,10 +99,10 @@ def _chosen(world: World, units: Units, given: Given, say: Say) -> tuple[Plan, P
     return plan, found.best, [f"chosen: {found.why}{by}", *_advice(found.serial, found.best)]
 
 
-def _resolved(given: Given) -> Plan:
+def _resolved(given: PlanRequest) -> Plan:
     """The plan that the spec asks for; where it asks for none, replicas."""
     spec = given.spec
-    asked = fewer(spec.plan_spec, given.workers) if begun.with_fewer() else spec.plan_spec
+    asked = fewer(spec.plan_spec, given.workers) if launch_record.with_fewer() else spec.plan_spec
     lanes = spec.lanes if spec.streams else None
     return resolve(asked, layers=given.layers, workers=given.workers, lanes=lanes, pooled=given.pooled)
 

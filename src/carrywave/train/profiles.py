@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from carrywave import __version__
-from carrywave.data import cache
+from carrywave.data.files import cache
 from carrywave.errors import PlanError, RunError, UserError
-from carrywave.parallel import crew
-from carrywave.plan.asks import Ask, asks_of, called
-from carrywave.plan.profile import Crowd, Link, Overheads, Profile, Reduction, Sample
-from carrywave.plan.shipped import LINKS
-from carrywave.plan.units import Units
-from carrywave.train.hardware import cores, gpus, nvidia_smi
+from carrywave.launch.hardware import cores, gpus, nvidia_smi
+from carrywave.parallel import worker_pool
+from carrywave.plan.cost.profile import Crowd, Link, Overheads, Profile, Reduction, Sample
+from carrywave.plan.cost.sample_requests import Ask, asks_of, called
+from carrywave.plan.cost.shipped_profiles import LINKS
+from carrywave.plan.cost.units import Units
 
 Row = dict[str, Any]
 Note = Callable[[str], None]
@@ -158,7 +158,7 @@ def _measured(profile: Profile, kind: str, precision: str, workers: int, missing
         "links": missing.links,
     }
     try:
-        rows = crew.start(MEASURED_BY, job, workers, threads=threads(workers), name="the measurement of this machine")
+        rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), name="the measurement of this machine")
     except RunError as error:
         raise PlanError(f"{error}; give plan.replicas and plan.stages, or a profile of such a machine (CARRYWAVE_PROFILE)") from None
     return merged(profile, rows, workers)

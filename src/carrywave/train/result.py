@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from carrywave.data.batch import Batch
-from carrywave.data.inputs import read_python
+from carrywave.data.loader import build
 from carrywave.data.order import Cursor, Window
-from carrywave.data.stream import build
+from carrywave.data.python_inputs import read_python
 from carrywave.tasks.task import Task
-from carrywave.train.progress import Ending
+from carrywave.train.loop_state import Ending
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Files, rows and frames as they come, and the cache of what was parsed."""

@@ -1,0 +1,211 @@
+"""Parsed data on disk, kept by a hash of what was read and how: arrays as .npy files, memory-mapped, each with its SHA-256.
+
+An entry is a folder. It is written beside its place, made durable, and published by one rename: whoever loses a race to
+publish the same entry uses the winner's. What is opened is verified first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from carrywave.data.codec import Codec
+from carrywave.data.files import hashes
+from carrywave.data.files.arrays import FileAppender, NewArray, open_array
+from carrywave.data.sequences import Sequences
+from carrywave.errors import DataError
+
+FORMAT = 4  # part of every key: entries of another format are other entries
+ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "warm")
+STALE_SECONDS = 7 * 24 * 3600
+MANIFEST, CONTENT = "manifest.json", "content.json"
+PLAIN_NAME = re.compile(r"[a-z0-9]+\.(npy|json)")
+
+Parts = dict[str, Sequences]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What an entry holds."""
+
+    parts: Parts
+    codec: Codec
+    notes: tuple[str, ...] = ()  # what a person should know of how it was read
+
+
+Build = Callable[[NewArray], Entry]
+
+
+def folder(asked: str | None) -> Path:
+    """Where entries are kept."""
+    return Path(asked or os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave").expanduser()
+
+
+def fetch(where: Path, key: str, build: Build) -> Entry:
+    """The entry of a key, built first if it is not there."""
+    place = where / key
+    try:
+        there = place.exists()
+    except OSError as error:
+        _refuse(where, error)
+    if not there:
+        _write(where, place, build)
+    return _open(place)
+
+
+def _write(where: Path, place: Path, build: Build) -> None:
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        _sweep(where)
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=where))
+        draft.chmod(where.stat().st_mode & 0o777)  # who may read the cache may read its entries
+    except OSError as error:
+        _refuse(where, error)
+    writers: list[FileAppender] = []
+    names: dict[int, tuple[NDArray[Any], str]] = {}  # by identity; the array is held so that its identity stays its own
+
+    class Named(FileAppender):
+        def __init__(self, dtype: DTypeLike, columns: int | None) -> None:
+            self.file_name = f"a{len(writers)}.npy"
+            super().__init__(draft / self.file_name, dtype, columns)
+            writers.append(self)
+
+        def close(self) -> NDArray[Any]:
+            array = super().close()
+            names[id(array)] = (array, self.file_name)
+            return array
+
+    try:
+        built = build(Named)
+        layouts = {part: _layout(draft, part, value, names) for part, value in built.parts.items()}
+        content = {"codec": built.codec.to_json(), "parts": layouts, "notes": built.notes}
+        (draft / CONTENT).write_text(json.dumps(content))
+        _seal(draft, content)
+        _publish(draft, place)
+    except OSError as error:
+        _refuse(where, error)
+    finally:
+        for writer in writers:
+            writer.abandon()
+        shutil.rmtree(draft, ignore_errors=True)  # gone already where it was published
+
+
+def _sweep(where: Path) -> None:
+    """Removes drafts of processes that were killed long ago."""
+    for draft in where.glob(".draft-*"):
+        with contextlib.suppress(OSError):  # its owner may have published it just now
+            if time.time() - draft.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(draft, ignore_errors=True)
+
+
+def _layout(draft: Path, part: str, sequences: Sequences, names: dict[int, tuple[NDArray[Any], str]]) -> dict[str, Any]:
+    """Which file holds which array of a part; an array that parts share is stored once."""
+    layout: dict[str, Any] = {"names": sequences.names}
+    for field in ARRAYS:
+        array = getattr(sequences, field)
+        if array is None:
+            continue
+        if id(array) not in names:
+            file_name = f"{part}{field}.npy"
+            np.save(draft / file_name, array, allow_pickle=False)
+            names[id(array)] = (array, file_name)
+        layout[field] = names[id(array)][1]
+    return layout
+
+
+def _seal(draft: Path, content: dict[str, Any]) -> None:
+    """Drops what no part uses, makes the rest durable, and writes down size and hash of each file."""
+    used = {CONTENT} | {layout[field] for layout in content["parts"].values() for field in ARRAYS if field in layout}
+    files = {}
+    for path in sorted(draft.iterdir()):
+        if path.name not in used:
+            path.unlink()
+            continue
+        _sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": hashes.sha256(path)}
+    manifest = draft / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "files": files}))
+    _sync(manifest)
+    _sync(draft)
+
+
+def _publish(draft: Path, place: Path) -> None:
+    try:
+        draft.rename(place)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return  # another process published the same entry first
+    _sync(place.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _open(place: Path) -> Entry:
+    with _matching(place):
+        files = json.loads((place / MANIFEST).read_text())["files"]
+        for name, known in files.items():
+            path = place / name
+            # A manifest may not lead out of its folder, neither by a path nor by a link.
+            if (
+                not PLAIN_NAME.fullmatch(name)
+                or path.is_symlink()
+                or path.stat().st_size != known["bytes"]
+                or hashes.sha256(path) != known["sha256"]
+            ):
+                raise ValueError(name)
+        if CONTENT not in files:
+            raise ValueError(CONTENT)
+        content = json.loads((place / CONTENT).read_text())
+        arrays = {name: open_array(place / name) for name in files if name.endswith(".npy")}
+        parts = {part: _sequences(layout, arrays) for part, layout in content["parts"].items()}
+        return Entry(parts, Codec.from_json(content["codec"]), tuple(str(note) for note in content["notes"]))
+
+
+def _sequences(layout: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sequences:
+    names = layout["names"]
+    fields: dict[str, Any] = {field: arrays[layout[field]] for field in ARRAYS if field in layout}
+    return Sequences(**fields, names=None if names is None else tuple(names))
+
+
+@contextlib.contextmanager
+def _matching(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        if number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise  # nothing is wrong with the file
+        if number in (errno.EACCES, errno.EPERM, errno.EIO):
+            why = os.strerror(number)
+            raise DataError(f"the cache {place} cannot be read ({why}); set $CARRYWAVE_CACHE to a folder that can") from error
+        raise DataError(f"the cache {place} does not match its hash; delete the folder {place}") from error
+
+
+def _refuse(where: Path, error: OSError) -> NoReturn:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise DataError(
+            f"there is no room on the disk for the cache {where}; free some, or set $CARRYWAVE_CACHE to a folder with room"
+        ) from error
+    raise DataError(
+        f"the cache {where} cannot be written ({error.strerror or error}); set $CARRYWAVE_CACHE to a folder that can"
+    ) from error

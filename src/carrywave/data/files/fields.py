@@ -1,0 +1,221 @@
+"""The fields of one row, checked where they enter: what it holds (`steps`, `text`, `tokens`) and what it is labelled with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data.files.frames import is_column, is_frame, plain_column, plain_frame
+from carrywave.data.files.rows import Row
+from carrywave.data.tables.moments import TOO_WHOLE, WHOLE, too_whole, unusable
+from carrywave.errors import DataError
+
+FIELDS = ("steps", "tokens", "text")
+IGNORED = -100
+Matrix = NDArray[np.float64]
+
+
+def content_field(row: Row, where: str) -> str:
+    """Which field holds the row's sequence."""
+    for field in FIELDS:
+        if row.get(field) is not None:
+            return field
+    raise DataError(f"{where}: the row has none of the fields steps, text and tokens (it has {_names(row)}); add one of them")
+
+
+def take(row: Row, field: str, where: str) -> Any:
+    """A field that must be there."""
+    value = row.get(field)
+    if value is None:
+        others = [name for name in FIELDS if row.get(name) is not None]
+        if field in FIELDS and others:
+            raise DataError(f"{where}: the row holds {others[0]} where the rows before hold {field}; use one kind of field in all rows")
+        raise DataError(f"{where}: the field {field} is missing (the row has {_names(row)}); add it")
+    return value
+
+
+def text_of(row: Row, where: str) -> str:
+    """The text of a row."""
+    text = take(row, "text", where)
+    if not isinstance(text, str):
+        raise DataError(f"{where}: text is {_kind(text)}, not a string; write it in quotes")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: text is not valid Unicode at character {error.start}; remove the lone surrogate there") from error
+    return text
+
+
+def tokens_of(row: Row, where: str) -> list[str] | NDArray[np.int64]:
+    """The tokens of a row: words as a list, numbers as an array."""
+    value = as_plain(take(row, "tokens", where))
+    if isinstance(value, np.ndarray):
+        return _whole(value, where)
+    if not isinstance(value, list):
+        raise DataError(f'{where}: tokens is {_kind(value)}, not a list; write ["a", "b"] or [1, 2]')
+    if all(isinstance(token, str) for token in value):
+        return value
+    for place, token in enumerate(value):
+        if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
+            raise DataError(f"{where}: token {place} is {_kind(token)} ({token!r}); write all tokens as strings, or all as whole numbers")
+    return _whole(np.array(value), where)
+
+
+def _whole(value: NDArray[Any], where: str) -> NDArray[np.int64]:
+    if value.ndim != 1 or (value.size and value.dtype.kind not in "iu"):
+        raise DataError(
+            f"{where}: tokens must be a flat list of whole numbers, got {value.dtype} of shape {list(value.shape)}; give one a step"
+        )
+    if value.size and int(value.min()) < 0:
+        raise DataError(f"{where}: token {int(value.min())} at step {int(value.argmin())} is negative; tokens count from 0")
+    if value.size and int(value.max()) >= 2**31 - 1:
+        raise DataError(f"{where}: token {int(value.max())} at step {int(value.argmax())} is too large; tokens must be below 2147483647")
+    return value.astype(np.int64)
+
+
+def steps_of(row: Row, where: str, columns: int | None) -> Matrix:
+    """The numbers of a row, [steps, features]; a flat list is one feature a step."""
+    matrix = numbers(take(row, "steps", where), "steps", where)
+    if matrix.size == 0 and len(matrix) == 0:
+        raise DataError(f"{where}: steps is a zero-length sequence; remove the row, or give it at least one step")
+    if matrix.ndim == 1:
+        matrix = matrix[:, None]
+    if matrix.ndim != 2 or matrix.shape[1] == 0:
+        raise DataError(f"{where}: steps has shape {list(matrix.shape)}; write a list of steps, each a list of numbers")
+    if columns is not None and matrix.shape[1] != columns:
+        raise DataError(f"{where}: a step has {matrix.shape[1]} features, the training data has {columns}; give {columns} in every step")
+    bad = unusable(matrix)
+    if bad.any():
+        step, column = (int(place) for place in np.argwhere(bad)[0])
+        value = matrix[step, column]
+        raise DataError(f"{where}: step {step}, column {column} of steps is {value}, not a finite number (below 1e25); fill the gap")
+    return matrix
+
+
+def numbers(value: Any, field: str, where: str) -> Matrix:
+    """A list of numbers, or of lists of numbers, as float64; JSON null is NaN."""
+    value = as_plain(value)
+    if isinstance(value, list):
+        value = [as_plain(item) for item in value]
+    try:
+        array = np.array(value)
+    except (ValueError, OverflowError):
+        array = None
+    if array is not None and array.dtype.kind in "iufb":
+        if (beyond := too_whole(array)) is not None:
+            raise DataError(f"{where}: {field} holds {beyond}, {TOO_WHOLE}")
+        return array.astype(np.float64)
+    items = value if isinstance(value, (list, np.ndarray)) else [value]
+    for step, item in enumerate(items):
+        for column, number in enumerate(item if isinstance(item, (list, tuple, np.ndarray)) else [item]):
+            if isinstance(number, (list, tuple, np.ndarray)):
+                raise DataError(
+                    f"{where}: step {step}, column {column} of {field} is a list; write a list of steps, each a list of numbers"
+                )
+            if number is not None and not isinstance(number, (int, float, np.number)):
+                raise DataError(
+                    f"{where}: step {step}, column {column} of {field} is {_kind(number)} ({number!r:.40}), not a number; write a number"
+                )
+            if isinstance(number, int) and abs(number) > WHOLE:
+                raise DataError(f"{where}: {field} holds {number}, {TOO_WHOLE}")
+    widths = {len(item) if isinstance(item, (list, tuple, np.ndarray)) else -1 for item in items}
+    if len(widths) > 1:
+        raise DataError(f"{where}: {field} is ragged, it has steps of {_widths(widths)}; give every step the same number of features")
+    try:
+        return np.array(value, np.float64)  # None becomes NaN
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(
+            f"{where}: {field} cannot be read as numbers ({str(error)[:80]}); write a list of steps, each a list of numbers"
+        ) from error
+
+
+def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
+    """A label as (its kind, its name): string, whole number or boolean."""
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()
+    if isinstance(value, bool):
+        return "boolean", "true" if value else "false"
+    if isinstance(value, int) and value == IGNORED:
+        raise DataError(f"{where}: {field} is {IGNORED}, which stands for no label; leave the row out")
+    if isinstance(value, int):
+        return "whole number", str(value)
+    if isinstance(value, str):
+        return "string", value
+    raise DataError(
+        f"{where}: {field} is {_kind(value)} ({value!r:.40}); a class is a string, a whole number or a boolean (numbers: task=regression)"
+    )
+
+
+def tags_of(row: Row, steps: int, where: str) -> list[tuple[str, str] | None]:
+    """One label for each step, None where it is ignored (null or -100)."""
+    value = as_plain(take(row, "labels", where))
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list):
+        raise DataError(f"{where}: labels is {_kind(value)}, not a list; give one label for each step")
+    if len(value) != steps:
+        raise DataError(f"{where}: {len(value)} labels for {steps} steps; give one label for each step (null where there is none)")
+    return [None if _ignored(label) else class_of(label, "a label", where) for label in value]
+
+
+def _ignored(label: Any) -> bool:
+    return label is None or (not isinstance(label, (str, bool)) and label == IGNORED)
+
+
+def target_of(row: Row, where: str, outputs: int | None) -> Matrix:
+    """The numbers that regression predicts for a row, [outputs]."""
+    target = numbers(take(row, "label", where), "label", where)
+    target = target[None] if target.ndim == 0 else target
+    if target.ndim != 1 or not target.size:
+        raise DataError(f"{where}: label has shape {list(target.shape)}; write a number or a flat list of numbers")
+    if outputs is not None and len(target) != outputs:
+        raise DataError(f"{where}: label has {len(target)} numbers, the rows before have {outputs}; give {outputs} in every row")
+    bad = unusable(target)
+    if bad.any():
+        place = int(np.argmax(bad))
+        raise DataError(
+            f"{where}: number {place} of label is {target[place]}, not a finite number (below 1e25); remove the row or fill the gap"
+        )
+    return target
+
+
+def as_plain(value: Any) -> Any:
+    """Tensors, columns and frames as arrays, tuples and arrays of objects as lists; all else as it is.
+
+    Always by position: the index of a column says nothing of where a value stands. Duck-typed, so that torch need not be there.
+    """
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        return (value.float() if value.dtype.is_floating_point and value.dtype.itemsize < 4 else value).numpy()
+    if is_frame(value):
+        return plain_frame(value)
+    if is_column(value):
+        return plain_column(value)
+    if isinstance(value, np.ma.MaskedArray) and value.mask.any():
+        return value.tolist()  # None where a value is masked
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OUT":
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _kind(value: Any) -> str:
+    return {
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+        type(None): "null",
+    }.get(type(value), f"of type {type(value).__name__}")
+
+
+def _names(row: Row) -> str:
+    return ", ".join(list(row)[:8]) or "none at all"
+
+
+def _widths(widths: Sequence[int] | set[int]) -> str:
+    return " and ".join("a bare number" if width < 0 else str(width) for width in sorted(widths)[:3]) + " features"

@@ -1,0 +1,140 @@
+"""Columns and frames of pandas, polars and Arrow as plain values, always by position: an index is a label, never a place.
+
+None of these libraries but Arrow is imported: each object is known by what it can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from carrywave.data.tables.dates import is_dates
+from carrywave.errors import DataError
+
+NUMBERS = "iufb"  # kinds of NumPy dtypes that hold numbers
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame as an Arrow table, and what became of its index."""
+
+    table: Any
+    index: str | None = None  # the column that holds the frame's index, where that says more than the number of a row
+
+
+def is_frame(value: Any) -> bool:
+    """Whether it has named columns."""
+    return isinstance(value, pa.Table | pa.RecordBatch) or (
+        hasattr(value, "columns") and hasattr(value, "to_numpy") and not isinstance(value, Mapping)
+    )
+
+
+def is_column(value: Any) -> bool:
+    """Whether it is one column of a frame, or a pandas index or array."""
+    if is_frame(value) or isinstance(value, np.ndarray):
+        return False
+    return isinstance(value, pa.Array | pa.ChunkedArray) or (hasattr(value, "to_numpy") and hasattr(value, "__len__"))
+
+
+def columns_of(frame: Any) -> Iterator[tuple[str, Any]]:
+    """Each column with its name, by position: names may be numbers, and may be there twice."""
+    names = frame.column_names if isinstance(frame, pa.Table | pa.RecordBatch) else frame.columns
+    for place, name in enumerate(names):
+        if hasattr(frame, "iloc"):
+            yield str(name), frame.iloc[:, place]
+        else:
+            yield str(name), frame.columns[place] if isinstance(frame, pa.Table | pa.RecordBatch) else frame.get_column(name)
+
+
+def plain_column(column: Any) -> NDArray[Any] | list[Any]:
+    """The values of a column, first to last: numbers as an array, anything else as a list, with None where a value is missing."""
+    if isinstance(column, pa.Array | pa.ChunkedArray):
+        return list(column.to_pylist())
+    if hasattr(column, "null_count") and hasattr(column, "to_list"):  # polars
+        return _numeric(column.to_numpy()) if not column.null_count() and column.dtype.is_numeric() else list(column.to_list())
+    values: NDArray[Any] = np.asarray(column.to_numpy())
+    # What pandas marks as missing has many forms: NaN, NaT, NA, None.
+    missing: NDArray[Any] = np.flatnonzero(np.asarray(column.isna())) if hasattr(column, "isna") else np.empty(0, np.int64)
+    if len(missing) and getattr(column.dtype, "kind", "") in "iub":
+        values = np.asarray(column.to_numpy(dtype=object))  # else whole numbers beside a gap would become fractions
+    if values.dtype.kind not in "OUT":
+        return values
+    items: list[Any] = values.tolist()
+    for place in missing:
+        items[int(place)] = None
+    return items
+
+
+def _numeric(values: Any) -> NDArray[Any] | list[Any]:
+    array: NDArray[Any] = np.asarray(values)
+    return array if array.dtype.kind in NUMBERS else array.tolist()
+
+
+def plain_frame(frame: Any) -> NDArray[Any] | list[Any]:
+    """The rows of a frame: a matrix where all columns hold numbers, else a list of lists."""
+    columns = [plain_column(column) for _, column in columns_of(frame)]
+    if columns and all(isinstance(column, np.ndarray) and column.dtype.kind in NUMBERS for column in columns):
+        return np.stack(columns, axis=1)
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def rows_of(frame: Any) -> list[dict[str, Any]] | None:
+    """The rows of a pandas frame; None for frames that are tables of Arrow, or can become one without loss.
+
+    Not by way of Arrow, which has no place for a cell that holds a matrix.
+    """
+    if not hasattr(frame, "iloc"):
+        return None
+    columns = {name: plain_column(column) for name, column in columns_of(frame)}
+    if len(columns) < len(frame.columns):
+        raise DataError("the frame has two columns of one name; give every column a name of its own")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def as_table(data: Any, name: str) -> Frame | None:
+    """A frame, or a single column of one, as an Arrow table; None for anything else."""
+    if isinstance(data, pa.Table):
+        return Frame(data)
+    if is_column(data) and hasattr(data, "to_frame"):
+        data = data.to_frame() if getattr(data, "name", None) != "" else data.to_frame("value")
+    if not is_frame(data):
+        return Frame(pa.table(data)) if hasattr(data, "__arrow_c_stream__") and not is_column(data) else None
+    try:
+        if not hasattr(data, "iloc"):
+            return Frame(pa.table(data))
+        data, index = _with_index(data)
+        return Frame(pa.Table.from_pandas(_without_periods(data), preserve_index=False), index)
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        told = " ".join(str(error).split())[:160]
+        raise DataError(f"{name}: the frame cannot be read ({told}); give columns of numbers, and one of times") from error
+
+
+def _with_index(frame: Any) -> tuple[Any, str | None]:
+    """The frame with its index as a column, where that holds more than the numbers of rows; and the name of that column.
+
+    An index of times without a name is the column `time`. Numbers without a name only count rows, and may be in any order.
+    """
+    index = frame.index
+    if index.nlevels > 1:
+        return frame.reset_index(), None  # a column for each level: one may name the series, another the time
+    if hasattr(index, "to_timestamp"):  # periods, as their first moment
+        frame = frame.set_axis(index.to_timestamp().rename(index.name), axis=0)
+        index = frame.index
+    if index.name is not None:
+        return frame.reset_index(), str(index.name)
+    if getattr(index.dtype, "kind", "O") in NUMBERS:
+        return frame.reset_index(drop=True), None
+    dates = getattr(index.dtype, "kind", "O") == "M" or is_dates(pa.array(index.astype(str)))
+    name = next(name for name in ("time", "index", "index of the frame")[not dates :] if name not in frame.columns)
+    return frame.rename_axis(name).reset_index(), name
+
+
+def _without_periods(frame: Any) -> Any:
+    """Columns of periods as their first moments: Arrow has no such type."""
+    periods = [name for name in frame.columns if str(frame.dtypes[name]).startswith("period[")]
+    return frame.assign(**{name: frame[name].dt.to_timestamp() for name in periods}) if periods else frame

@@ -1,0 +1,222 @@
+"""Rows of fields, from JSON lines, lines of text, CSV, Parquet or Arrow tables: one shape for all that holds examples.
+
+Rows are read one after the other and can be read again; each knows how an error should name it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pa_parquet
+
+from carrywave.data.files.quotes import check_quotes
+from carrywave.data.files.source import Source, to_utf8
+from carrywave.errors import DataError
+
+Row = dict[str, Any]
+BATCH_ROWS = 1024
+EXAMPLE = '{"steps": [[0.1, 0.2], …], "label": "a"}'
+
+
+class Rows(Protocol):
+    """Numbered rows that can be read several times."""
+
+    @property
+    def name(self) -> str:
+        """How errors name the whole."""
+
+    @property
+    def join(self) -> bool:
+        """Whether texts follow each other, so that a stream may run from one row into the next."""
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]: ...
+
+    def count(self) -> int:
+        """How many rows there are, without parsing them where that can be."""
+
+    def where(self, number: int) -> str:
+        """How errors name a row."""
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """One JSON object a line; blank lines are passed over."""
+
+    source: Source
+    join: bool = True
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.source.name
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        for number, line in self.source.lines():
+            if line.strip():
+                yield number, self._parse(number, line)
+
+    def _parse(self, number: int, line: bytes) -> Row:
+        try:
+            row = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; {to_utf8(self.name)}") from error
+        except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
+            raise DataError(
+                f"{self.where(number)}: the line is not JSON ({str(error)[:100]}); write one object on each line: {EXAMPLE}"
+            ) from error
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{self.where(number)}: the line holds a JSON {_json_type(row)}, not an object; write one object on each line: {EXAMPLE}"
+            )
+        return row
+
+    def count(self) -> int:
+        """Lines that are not blank."""
+        return sum(1 for _, line in self.source.lines() if line.strip())
+
+    def where(self, number: int) -> str:
+        """File and line."""
+        return f"{self.name}:{number}"
+
+
+@dataclass(frozen=True)
+class LineRows:
+    """Each line of a text file that is not blank is a row with a `text`."""
+
+    source: Source
+    join: bool = False
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.source.name
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        for number, line in self.source.lines():
+            if line.strip():
+                try:
+                    yield number, {"text": line.decode().rstrip("\r")}
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; {to_utf8(self.name)}"
+                    ) from error
+
+    def count(self) -> int:
+        """Lines that are not blank."""
+        return sum(1 for _, line in self.source.lines() if line.strip())
+
+    def where(self, number: int) -> str:
+        """File and line."""
+        return f"{self.name}:{number}"
+
+
+@dataclass(frozen=True)
+class ParquetRows:
+    """Rows of a Parquet file."""
+
+    source: Source
+    join: bool = True
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.source.name
+
+    def _open(self) -> Any:
+        return self.source.guard(lambda: pa_parquet.ParquetFile(self.source.path, memory_map=True))
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        with self._open() as file:
+            yield from _batches(file.iter_batches(batch_size=BATCH_ROWS), self.source)
+
+    def count(self) -> int:
+        """Rows, from the file's own table of contents."""
+        with self._open() as file:
+            return int(file.metadata.num_rows)
+
+    def where(self, number: int) -> str:
+        """File and row."""
+        return f"{self.name}: row {number}"
+
+
+@dataclass(frozen=True)
+class CsvRows:
+    """Rows of a CSV file with the columns text and label, read as they stand."""
+
+    source: Source
+    numeric_label: bool
+    join: bool = True
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.source.name
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        # Everything is text: guessing from the first block would read "007" as 7, and be wrong about the next.
+        types = {"text": pa.string(), "label": pa.string()}
+        delimiter = self.source.separator()
+        self.source.check_utf8()
+        check_quotes(self.source, delimiter)
+        with self.source.open() as stream:
+            reader = self.source.guard(
+                lambda: pa_csv.open_csv(
+                    stream,
+                    parse_options=pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+                    convert_options=pa_csv.ConvertOptions(column_types=types),
+                )
+            )
+            for number, row in _batches(iter(reader), self.source):
+                if self.numeric_label and "label" in row:
+                    row["label"] = self._number(number, row["label"])
+                elif not (row.get("label") or "").strip():
+                    row.pop("label", None)  # an empty cell is no label, and no class of its own
+                yield number, row
+
+    def _number(self, number: int, label: str | None) -> float | None:
+        """The label of regression, an empty one as none."""
+        if label is None or not label.strip():
+            return None
+        try:
+            return float(label)
+        except ValueError:
+            raise DataError(
+                f"{self.where(number)}, column label is {label!r:.40}, which is text and not a number; correct it, or remove the row"
+            ) from None
+
+    def count(self) -> int:
+        """Rows."""
+        return sum(1 for _ in self)
+
+    def where(self, number: int) -> str:
+        """File and row."""
+        return f"{self.name}: row {number}"
+
+
+def _batches(batches: Iterator[Any], source: Source) -> Iterator[tuple[int, Row]]:
+    number = 0
+    while (batch := source.guard(lambda: next(batches, None))) is not None:
+        for row in batch.to_pylist():
+            number += 1
+            yield number, row
+
+
+def open_rows(source: Source, *, numeric_label: bool) -> Rows:
+    """The rows of a file, by its format."""
+    if source.format == "jsonl":
+        return JsonRows(source)
+    if source.format == "parquet":
+        return ParquetRows(source)
+    if source.format == "csv":
+        return CsvRows(source, numeric_label)
+    return LineRows(source)
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+    return names[type(value)]

@@ -1,0 +1,244 @@
+"""A `Source` is one file as the user named it: found, decompressed by its name, and read in blocks, never whole.
+
+Everything above reads blocks of bytes, blocks of text or numbered lines; nothing above knows about compression.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import importlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from carrywave.data.files import hashes
+from carrywave.errors import DataError
+from carrywave.spec.spec import BUILTIN_TEXT
+
+Format = Literal["text", "jsonl", "csv", "parquet"]
+
+BLOCK_BYTES = 8 << 20
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+FORMATS: dict[str, Format] = {
+    ".txt": "text",
+    ".text": "text",
+    ".tokens": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
+BOM = codecs.BOM_UTF8
+PACKED: dict[bytes, tuple[str, str]] = {  # what files that are compressed begin with: by what, and how they are unpacked
+    b"\x1f\x8b\x08": ("gzip", "name it {name}.gz, or unpack it with: gunzip -c {name} > unpacked"),
+    b"(\xb5/\xfd": ("zstd", "name it {name}.zst, or unpack it with: zstd -dc {name} > unpacked"),
+    b"BZh": ("bzip2", "unpack it with: bunzip2 -c {name} > unpacked"),
+    b"\xfd7zXZ": ("xz", "unpack it with: xz -dc {name} > unpacked"),
+    b"PK\x03\x04": ("zip", "unpack it with: unzip {name}"),
+}
+BLOCK_OF_BZIP2 = b"1AY&SY"  # after the size of blocks: BZh alone may begin a text
+ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+HEAD_BYTES = 16
+SEPARATORS = (";", "\t", "|", ",")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, or a text that ships with Python."""
+
+    name: str  # as the user wrote it; errors speak of it so
+    path: Path | None  # None for the built-in text
+    format: Format
+    compression: str | None = None
+    block_bytes: int = BLOCK_BYTES
+
+    @property
+    def tabs(self) -> bool:
+        """Whether the name says that columns are separated by tabs."""
+        return ".tsv" in Path(self.name).suffixes
+
+    def head(self) -> bytes:
+        """The first bytes of the content."""
+        with self.guard(self.open) as stream:
+            return bytes(self.guard(lambda: stream.read(HEAD_BYTES)))
+
+    def digest(self) -> str:
+        """SHA-256 of the bytes as they are stored."""
+        if self.path is None:
+            return hashlib.sha256(builtin_text().encode()).hexdigest()
+        path = self.path
+        return str(self.guard(lambda: hashes.sha256(path)))
+
+    def open(self) -> Any:
+        """A binary stream of the decompressed content."""
+        if self.path is None:
+            return io.BytesIO(builtin_text().encode())
+        file = pa.OSFile(str(self.path), "rb")
+        return pa.CompressedInputStream(file, self.compression) if self.compression else file
+
+    def blocks(self) -> Iterator[bytes]:
+        """The content in blocks of at most `block_bytes`."""
+        with self.open() as stream:
+            while block := self.guard(lambda: stream.read(self.block_bytes)):
+                yield bytes(block)
+
+    def guard(self, read: Callable[[], Any]) -> Any:
+        """The result of `read`, with what pyarrow says about a broken file turned into a user's error."""
+        try:
+            return read()
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"{self.name} cannot be read ({one_line(error)}); check that the file is whole and of the format its name says"
+            ) from error
+
+    def separator(self) -> str:
+        """What separates columns: tabs or commas, as the name says; another one in its first line is refused by name."""
+        first = next((line for _, line in self.lines()), b"")
+        ours = "\t" if self.tabs else ","
+        if ours.encode() not in first:
+            others = [mark for mark in SEPARATORS if mark != ours and mark.encode() in first]
+            if others:
+                shown = "tabs" if others[0] == "\t" else f"`{others[0]}`"
+                read = "tabs" if self.tabs else "commas"
+                raise DataError(
+                    f"{self.name}: columns seem separated by {shown}, and are read as separated by {read}; write it with {read}"
+                    + (", or name it .tsv" if others[0] == "\t" else f", or give cw.fit the frame pandas.read_csv(…, sep={others[0]!r})")
+                )
+        return ours
+
+    def check_utf8(self) -> None:
+        """Refuses a file of another encoding, with the line where that shows: Arrow would take such a column for bytes, and say nothing."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            for block in self.blocks():
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as fault:
+            for number, line in self.lines():
+                try:
+                    line.decode()
+                except UnicodeDecodeError as error:
+                    shown = line[max(error.start - 12, 0) : error.end + 12]
+                    raise DataError(f"{self.name}:{number}: {shown!r} is not valid utf-8; {to_utf8(self.name)}") from fault
+
+    def texts(self) -> Iterator[str]:
+        """The content as blocks of text; a character whose bytes straddle a border is kept whole."""
+        pending, offset_bytes = b"", 0
+        for number, block in enumerate(self.blocks()):
+            data = pending + block
+            if number == 0 and data.startswith(BOM):
+                data, offset_bytes = data[len(BOM) :], len(BOM)
+            text, used = self._decode(data, offset_bytes, final=False)
+            pending, offset_bytes = data[used:], offset_bytes + used
+            if text:
+                yield text
+        if pending:
+            self._decode(pending, offset_bytes, final=True)
+
+    def _decode(self, data: bytes, offset_bytes: int, *, final: bool) -> tuple[str, int]:
+        try:
+            return codecs.utf_8_decode(data, "strict", final)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.name}: byte {offset_bytes + error.start} is not valid utf-8; {to_utf8(self.name)}, or use data.tokens=byte"
+            ) from error
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Numbered lines (from 1) without their line end."""
+        number = 1
+        parts: list[bytes] = []
+        for index, block in enumerate(self.blocks()):
+            data = block[len(BOM) :] if index == 0 and block.startswith(BOM) else block
+            *whole, rest = data.split(b"\n")
+            for line in whole:
+                yield number, b"".join((*parts, line))
+                number, parts = number + 1, []
+            parts.append(rest)
+        last = b"".join(parts)
+        if last:
+            yield number, last
+
+
+def find(name: str, *, field: str, format: str = "auto", block_bytes: int = BLOCK_BYTES, any_bytes: bool = False) -> Source:
+    """The source behind a name in the spec, or an error that says what is wrong with it; `any_bytes`: it need not be text."""
+    if name == BUILTIN_TEXT:
+        return Source(name, None, "text", block_bytes=block_bytes)
+    if name.startswith("builtin:"):
+        raise DataError(f"{field}={name} is not built in; use {BUILTIN_TEXT} or a file's path")
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise DataError(f"{field}={name}: there is no such file{_from_where(path)}; give the path of a file that exists")
+    if path.is_dir():
+        raise DataError(f"{field}={name} is a folder; give the path of a file")
+    if not path.is_file():
+        raise DataError(f"{field}={name} is not a plain file, and data is read more than once; write it to a file first")
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    kind = suffixes[-2] if compression and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
+    source = Source(name, path, named_format(kind, format), compression, block_bytes)
+    if source.format == "parquet" and compression:
+        raise DataError(f"{field}={name}: Parquet is compressed inside; decompress the file and name it .parquet")
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise DataError(f"{field}={name} cannot be opened ({error.strerror}); check its permissions") from error
+    if source.format != "parquet" and not any_bytes and (wrong := not_utf8(name, source.head())) is not None:
+        raise DataError(wrong)
+    return source
+
+
+def named_format(suffix: str, asked: str) -> Format:
+    """The format that the spec asks for, or else the one that a file's name says; text where it says nothing."""
+    if asked in ("text", "jsonl", "csv", "parquet"):
+        return asked  # type: ignore[return-value]
+    return FORMATS.get(suffix, "text")
+
+
+def builtin_text() -> str:
+    """The prose of Python's own language reference, about 460 kB of English."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return "\n\n".join(topics[key] for key in sorted(topics))
+
+
+def not_utf8(name: object, head: bytes) -> str | None:
+    """What a file that begins so is, where it is not text in utf-8, and what to do about it."""
+    packing = packed(head)
+    if packing is not None:
+        how, remedy = PACKED[packing]
+        if how == "zip" and Path(str(name)).suffix.lower() in (".xlsx", ".xlsm"):
+            return f"{name} is an Excel workbook; save the sheet as CSV, or give cw.fit the frame pandas.read_excel({str(name)!r})"
+        read = "what ends in .gz or .zst is decompressed on the way"
+        return f"{name} is compressed ({how}), and only {read}; {remedy.format(name=name)}"
+    encoding = next((encoding for mark, encoding in ENCODINGS.items() if head.startswith(mark)), None)
+    if encoding is not None:
+        return f"{name} is text in {encoding}, and utf-8 is read; convert it with: iconv -f {encoding} -t utf-8 {name} > converted"
+    return None
+
+
+def packed(head: bytes) -> bytes | None:
+    """The mark of a compression that a file begins with."""
+    found = next((mark for mark in PACKED if head.startswith(mark)), None)
+    return None if found == b"BZh" and head[4:10] != BLOCK_OF_BZIP2 else found
+
+
+def to_utf8(name: object) -> str:
+    """What to do about a file of another encoding."""
+    return f"convert the file to utf-8, from Latin-1 with: iconv -f latin1 -t utf-8 {name} > converted"
+
+
+def one_line(error: BaseException) -> str:
+    """An error of a library in one line."""
+    return " ".join(str(error).split())[:200]
+
+
+def _from_where(path: Path) -> str:
+    return "" if path.is_absolute() else f" in {Path.cwd()}"

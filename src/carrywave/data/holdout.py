@@ -1,0 +1,55 @@
+"""What is held out of the training data where there is no file for it: a keyed share of the sequences, or the end of a stream.
+
+A pure function of (seed, number of the sequence): it knows nothing of workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data.sequences import Sequences
+from carrywave.data.shuffle import HELD_OUT, permutation
+from carrywave.errors import DataError
+
+LEAST_TOKENS = 2  # a token and the one that follows it
+
+
+def held_out(count: int, share: float, seed: int) -> NDArray[np.bool_]:
+    """Which sequences are held out: those with the smallest keys; at least one is, and at least one is not, where there are two."""
+    held = np.zeros(count, np.bool_)
+    if share > 0 and count >= 2:
+        wanted = min(max(round(count * share), 1), count - 1)
+        held[permutation(count, seed=seed, epoch=0, site=HELD_OUT)[:wanted]] = True
+    return held
+
+
+def split_keyed(sequences: Sequences, held: NDArray[np.bool_]) -> tuple[Sequences, Sequences | None]:
+    """Train and valid, which share the flat arrays."""
+    return (sequences, None) if not held.any() else (pick(sequences, ~held), pick(sequences, held))
+
+
+def pick(sequences: Sequences, wanted: NDArray[np.bool_]) -> Sequences:
+    """Some of the sequences."""
+    return replace(
+        sequences,
+        starts=sequences.starts[wanted],
+        lengths=sequences.lengths[wanted],
+        labels=None if sequences.labels is None else sequences.labels[wanted],
+        names=None if sequences.names is None else tuple(name for name, keep in zip(sequences.names, wanted, strict=True) if keep),
+    )
+
+
+def split_tail(stream: Sequences, share: float, name: str) -> tuple[Sequences, Sequences]:
+    """Train and valid of one stream: the last share of its tokens is held out."""
+    total = int(stream.lengths[0])
+    if total < 2 * LEAST_TOKENS:
+        raise DataError(f"{name} holds {total} tokens, too few to hold some out; give data.valid, or set data.share=0")
+    held = min(max(round(total * share), LEAST_TOKENS), total - LEAST_TOKENS)
+    start = int(stream.starts[0])
+    return (
+        replace(stream, lengths=np.array([total - held], np.int64)),
+        replace(stream, starts=np.array([start + total - held], np.int64), lengths=np.array([held], np.int64)),
+    )

@@ -1,0 +1,293 @@
+"""Data from Python without a file: arrays, tensors, lists of sequences, texts, frames and map-style Datasets, checked as files are.
+
+Nothing here imports torch, pandas, polars or datasets: each object is known by what it can do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data import examples
+from carrywave.data.codec import Codec
+from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.files.cache import ARRAYS, Entry
+from carrywave.data.files.fields import FIELDS, as_plain, steps_of
+from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of
+from carrywave.data.files.rows import BATCH_ROWS, Row, Rows
+from carrywave.data.files.source import COMPRESSIONS, FORMATS
+from carrywave.data.holdout import held_out
+from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, prepare, read, table_of_file
+from carrywave.data.sequences import Sequences
+from carrywave.data.tables import series
+from carrywave.data.tables.columns import ColumnChoice
+from carrywave.data.tables.table import Table, arrange
+from carrywave.errors import DataError
+from carrywave.spec.spec import Spec
+
+LONGEST_NAME = 4096  # characters that a file's name may have
+PARTS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
+
+
+def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepared:
+    """Data ready to train on. `data` is train, or a dict of train, valid and test; each part may be
+
+    - a Path, or a string that names a file (see `file_of`): all parts then are files;
+    - a text (language); an array or tensor of tokens, one stream or [sequences, steps]; a list of sequences of any lengths;
+    - a pair (inputs, targets); a list of such pairs, or of dicts with the fields of a JSON line;
+    - a frame (pandas, polars, Arrow): series for forecasting, else rows with the fields of a JSON line;
+    - a map-style Dataset of dicts or pairs; an array [rows, columns], or a list of them, for forecasting.
+
+    With `codec` it is read as the data of another run was read.
+    """
+    check_spec(spec)
+    check_codec(codec, spec)
+    given = _by_part(data)
+    if _files(given, spec):
+        return prepare(naming(data, spec), codec=codec)
+    if spec.task == "forecasting":
+        openers = {part: _table_opener(value, part, spec) for part, value in given.items()}
+        found = series.build(openers, spec, MemoryAppender, codec=codec)
+    else:
+        found = _examples({part: _rows(value, part, spec) for part, value in given.items()}, spec, codec)
+    return bundle(found, _fingerprint(found.parts, found.codec), lambda _: None)
+
+
+def naming(data: Any, spec: Spec) -> Spec:
+    """The spec, with the files that data from Python names; with no file at all where it is objects."""
+    files = _files(_by_part(data), spec)
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"train": None, "valid": None, "test": None, **files})})
+
+
+def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
+    """One more part, a file or an object, by the codec of a run; without `labelled`, labels may be missing and are not read."""
+    file = file_of(data, spec)
+    if file is not None:
+        return read(file, codec, spec, labelled=labelled, part=part)
+    if spec.task == "forecasting":
+        found = series.read(_table_opener(data, part, spec)(codec), codec, spec, MemoryAppender, part=part, labelled=labelled)
+    else:
+        rows = _rows(data, part, spec)
+        join = spec.task == "language" and spec.streams and rows.join
+        found = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join)
+    return replace(found, fingerprint=_fingerprint({part: found}, codec))
+
+
+def series_of(data: Any, codec: Codec, spec: Spec) -> Table:
+    """The series of a file or an object, as they stand there."""
+    file = file_of(data, spec)
+    return table_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec)(codec)
+
+
+def file_of(value: Any, spec: Spec) -> str | None:
+    """The file that a value names, or None: a Path always; a string unless the task is language and it may be a text.
+
+    For language, a string is a file where one of that name is there, or where it is one word that ends as data files do.
+    """
+    if isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, str):
+        return None
+    if spec.task != "language":
+        return value
+    if len(value) > LONGEST_NAME or "\n" in value:
+        return None
+    suffixes = [suffix.lower() for suffix in Path(value).suffixes if suffix.lower() not in COMPRESSIONS]
+    ends_as_files_do = bool(suffixes) and suffixes[-1] in FORMATS and not any(letter.isspace() for letter in value)
+    return value if ends_as_files_do or value.startswith("builtin:") or os.path.isfile(value) else None
+
+
+def _files(given: Mapping[str, Any], spec: Spec) -> dict[str, str]:
+    files = {part: file for part, value in given.items() if (file := file_of(value, spec)) is not None}
+    if files and len(files) < len(given):
+        raise DataError(f"data mixes files ({', '.join(files)}) and objects; give all parts as files, or all as objects")
+    return files
+
+
+def _by_part(data: Any) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        return {"train": data}
+    unknown = [name for name in data if name not in PARTS]
+    if unknown or "train" not in data:
+        raise DataError(f"data is a dict with the keys {', '.join(map(str, data)) or 'none'}; give it train, and perhaps valid and test")
+    return {PARTS[name]: value for name, value in data.items() if value is not None}
+
+
+def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None) -> Entry:
+    share = 0.0 if "valid" in rows else spec.data.share
+    held = held_out(rows["train"].count() if share else 0, share, spec.train.seed)
+    codec = codec or examples.learn(rows["train"], spec, held)
+    found = {}
+    for part, value in rows.items():
+        join = spec.task == "language" and spec.streams and value.join
+        found[part] = examples.encode(value, codec, MemoryAppender, labelled=True, join=join)
+    return Entry(hold_out(found, spec, share, held, "train"), codec, examples.not_read(rows["train"], codec))
+
+
+@dataclass(frozen=True)
+class ItemRows:
+    """Rows of anything that has a length and items."""
+
+    name: str
+    length: int
+    get: Callable[[int], Row]
+    join: bool = False
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        for number in range(self.length):
+            yield number, self.get(number)
+
+    def count(self) -> int:
+        """Items."""
+        return self.length
+
+    def where(self, number: int) -> str:
+        """Part and item."""
+        return f"{self.name} item {number}"
+
+
+@dataclass(frozen=True)
+class FrameRows:
+    """Rows of an Arrow table."""
+
+    name: str
+    table: Any
+    join: bool = True
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        number = 0
+        for batch in self.table.to_batches(max_chunksize=BATCH_ROWS):
+            for row in batch.to_pylist():
+                yield number, row
+                number += 1
+
+    def count(self) -> int:
+        """Rows of the frame."""
+        return int(self.table.num_rows)
+
+    def where(self, number: int) -> str:
+        """Part and row."""
+        return f"{self.name} item {number}"
+
+
+def as_rows(data: Any, part: str) -> Rows | None:
+    """The rows of a frame; None for anything else."""
+    if (rows := rows_of(data) if is_frame(data) else None) is not None:
+        return ItemRows(part, len(rows), rows.__getitem__, join=True)
+    frame = as_table(data, part)
+    return None if frame is None else FrameRows(part, frame.table)
+
+
+def _rows(data: Any, part: str, spec: Spec) -> Rows:
+    """Any object as rows with the fields of a JSON line."""
+    if isinstance(data, str):
+        texts = [data] if spec.streams else [line for line in data.split("\n") if line.strip()]
+        return ItemRows(part, len(texts), lambda number: {"text": texts[number]}, join=spec.streams)
+    if not is_column(data) and (frame := as_rows(data, part)) is not None:
+        return frame
+    if isinstance(data, tuple):
+        return _pairs(data, part, spec)
+    plain = as_plain(data)
+    if (isinstance(plain, np.ndarray) and plain.ndim < 2) or _is_flat(plain):
+        # A flat row of tokens is one stream, not many sequences of one token.
+        return ItemRows(part, 1, lambda _: _row(plain, part, spec))
+    if not hasattr(plain, "__len__") or not hasattr(plain, "__getitem__"):
+        raise DataError(
+            f"{part} is a {type(data).__name__}, which has no length or no items; give a list, an array, a frame or a map-style Dataset"
+        )
+    first = plain[0] if len(plain) else None
+    return ItemRows(
+        part, len(plain), lambda number: _row(plain[number], f"{part} item {number}", spec), join=isinstance(first, (Mapping, str))
+    )
+
+
+def _is_flat(plain: Any) -> bool:
+    return isinstance(plain, list) and bool(plain) and isinstance(plain[0], (int, float, np.number)) and not isinstance(plain[0], bool)
+
+
+def _pairs(data: tuple[Any, ...], part: str, spec: Spec) -> Rows:
+    if len(data) != 2:
+        raise DataError(f"{part} is a tuple of {len(data)}; give a pair (inputs, targets), or a list of sequences")
+    inputs, targets = (_side(value, f"{part}: the {name}") for value, name in zip(data, ("inputs", "targets"), strict=True))
+    if not hasattr(inputs, "__len__") or not hasattr(targets, "__len__") or len(inputs) != len(targets):
+        sizes = [len(value) if hasattr(value, "__len__") else type(value).__name__ for value in (inputs, targets)]
+        raise DataError(f"{part}: {sizes[0]} inputs for {sizes[1]} targets; give one target for each input")
+    return ItemRows(part, len(inputs), lambda number: _row((inputs[number], targets[number]), f"{part} item {number}", spec))
+
+
+def _side(value: Any, what: str) -> Any:
+    """The items of one side of a pair. A frame of one column is that column; one of several gives a row of numbers for each item."""
+    if not is_frame(value):
+        return as_plain(value)
+    columns = dict(columns_of(value))
+    content = [name for name in FIELDS if name in columns]
+    if len(columns) == 1 or content:
+        return plain_column(columns[content[0]] if content else next(iter(columns.values())))
+    rows = as_plain(value)
+    if not isinstance(rows, np.ndarray):
+        raise DataError(f"{what} are a frame whose columns ({', '.join(list(columns)[:6])}) are not all numbers; give one column of it")
+    return rows
+
+
+def _row(item: Any, where: str, spec: Spec) -> Row:
+    """One item as a row: a dict as it stands, a pair (content, target), or content alone."""
+    if isinstance(item, Mapping):
+        return dict(item)
+    if isinstance(item, tuple) and len(item) == 2:
+        if spec.task in ("language", "forecasting"):
+            raise DataError(f"{where} is a pair, and the targets of {spec.task} follow from the data itself; give the inputs alone")
+        return {**_content(item[0], spec), "labels" if spec.task == "tagging" else "label": item[1]}
+    return _content(item, spec)
+
+
+def _content(item: Any, spec: Spec) -> Row:
+    """What a sequence is: a text, tokens (a flat row of whole numbers, or of strings), or steps of numbers."""
+    if isinstance(item, str):
+        return {"text": item}
+    plain = as_plain(item)
+    if isinstance(plain, list) and plain and all(isinstance(token, str) for token in plain):
+        return {"tokens": plain}
+    try:
+        array: NDArray[Any] = np.asarray(plain)
+    except ValueError:  # ragged: the check of steps says where
+        return {"steps": plain}
+    flat_tokens = array.ndim == 1 and array.dtype.kind in "iu" and spec.task != "forecasting"
+    return {"tokens": array} if flat_tokens or spec.task == "language" else {"steps": plain}
+
+
+def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], Table]:
+    """Reads series by the spec, or as the codec of the training data says."""
+
+    def open_table(codec: Codec | None) -> Table:
+        choice = ColumnChoice.of(spec.data, codec)
+        frame = as_table(data, part)
+        if frame is not None:
+            return arrange(frame.table, part, choice, index=frame.index)
+        plain = as_plain(data)
+        if (isinstance(plain, np.ndarray) and plain.ndim < 3) or _is_flat(plain):
+            return series.choose_columns(series.from_matrices([steps_of({"steps": plain}, part, None)], part), choice.columns)
+        return series.choose_columns(series.from_rows(_rows(data, part, spec)), choice.columns)
+
+    return open_table
+
+
+def _fingerprint(found: dict[str, Sequences], codec: Codec) -> str:
+    """A hash of the arrays and of the codec."""
+    digest = hashlib.sha256(codec.to_json().encode())
+    seen: set[int] = set()
+    for part, sequences in found.items():
+        for field in ARRAYS:
+            array = getattr(sequences, field)
+            if array is not None:
+                digest.update(f"{part} {field} {array.dtype} {array.shape}".encode())
+                if id(array) not in seen:
+                    digest.update(np.ascontiguousarray(array).data)
+                seen.add(id(array))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""Tables as time series: columns, times, frequency, scale."""

@@ -1,0 +1,254 @@
+"""Which column of a table plays which part: the times, the name of a series, the numbers; and why the others are not read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from carrywave.data.codec import Codec
+from carrywave.data.sequences import Ints
+from carrywave.data.tables.dates import is_dates, is_text, like_dates, share_of_dates, texts_of
+from carrywave.errors import DataError
+from carrywave.spec.spec import DataSpec
+
+TIME_NAMES = ("ds", "date", "datetime", "timestamp", "time")
+SERIES_NAME = "unique_id"
+A_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
+MOSTLY = 0.9  # share of dates from which a column whose name says nothing is one of times, the others being mistakes
+SHOWN = 8  # names in a message
+A_CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?$"
+HOURS = ("hour", "hr", "hours")  # columns that count them beside one of days
+DENSE = 0.25  # share of the times at which a number that names a series must be there on average: what is measured seldom is the same
+
+
+@dataclass(frozen=True)
+class ColumnChoice:
+    """Which columns play which part, and how far apart times are; None leaves it to the table."""
+
+    columns: tuple[str, ...] | None = None
+    time: str | None = None
+    series: str | None = None
+    frequency: str | None = None
+    strict: bool = True  # irregular times are refused; else there are no times ahead of them
+    trained: bool = False  # as the training data was read
+
+    @staticmethod
+    def of(data: DataSpec, codec: Codec | None) -> ColumnChoice:
+        """By the spec, or as the codec of the training data says."""
+        if codec is None:
+            return ColumnChoice(data.columns, data.time, data.series, data.rhythm)
+        return ColumnChoice(codec.columns, codec.time, codec.series, codec.frequency, strict=codec.frequency is not None, trained=True)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What each column of a table is."""
+
+    columns: tuple[str, ...]  # read as numbers
+    time: str | None
+    series: str | None
+    left: tuple[tuple[str, str], ...]  # names of columns that are not read, and why
+
+    def told(self, name: str, *, as_it_stands: bool) -> str:
+        """A line on what is read and what is not; `as_it_stands`: there are times, and rows are not ordered by them."""
+        by = "" if self.time is None else ", in the order of the file" if as_it_stands else f", ordered by {_quoted(self.time)}"
+        of = "" if self.series is None else f", a series for each {_quoted(self.series)}"
+        left = "" if not self.left else f"; not read: {_listed([f'{_quoted(column)} ({why})' for column, why in self.left])}"
+        return f"{name}: reads {_listed([_quoted(column) for column in self.columns])}{by}{of}{left}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _quoted(column: str) -> str:
+    return column if column.strip() else repr(column)
+
+
+def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> Roles:
+    """The parts that columns play; `index` is the column that was the index of a frame."""
+    for wanted, field in ((choice.time, "data.time"), (choice.series, "data.series")):
+        require(table, [] if wanted is None else [wanted], name, field)
+    names = table.column_names
+    series = choice.series if choice.series is not None else SERIES_NAME if SERIES_NAME in names else None
+    counter = _counter(table, {choice.time, series})
+    time = choice.time if choice.time is not None else _find_time(table, series, index, counter)
+    if choice.columns is not None:
+        require(table, choice.columns, name, "data.columns")
+    left: dict[str, str] = {}
+    read: list[str] = []
+    for column in names:
+        if column in (time, series) and (choice.columns is None or column not in choice.columns):
+            continue
+        why = "not in data.columns" if choice.columns is not None else _why_not(table[column], column in (index, counter))
+        if why is None:
+            read.append(column)
+        elif choice.columns is None or column not in choice.columns:
+            left[column] = why
+    if choice.columns is None and not read:
+        taken = ", ".join(_quoted(column) for column in (time, series) if column is not None)
+        others = "" if not left else f" ({_listed([f'{_quoted(column)}: {why}' for column, why in left.items()])})"
+        raise DataError(f"{name} has no numeric column{f' besides {taken}' if taken else ''}{others}; give numbers, or set data.columns")
+    return Roles(choice.columns or tuple(read), time, series, tuple(left.items()))
+
+
+def require(table: Any, wanted: Sequence[str], name: str, field: str) -> None:
+    """Refuses a column that is not there, and names the nearest ones."""
+    for column in wanted:
+        if column not in table.column_names:
+            near = difflib.get_close_matches(column, table.column_names, n=3, cutoff=0.4) or table.column_names[:SHOWN]
+            raise DataError(f"{name} has no column {column!r} ({field}); the nearest are {', '.join(map(_quoted, near))}")
+
+
+def _counter(table: Any, taken: set[str | None]) -> str | None:
+    """An unnamed first column of whole numbers, each there once: an index that was written along with the table."""
+    first = table.column_names[0]
+    unnamed = not first.strip() or first.startswith("Unnamed: ")
+    if not unnamed or first in taken or len(table.column_names) < 2 or not pa.types.is_integer(table[first].type):
+        return None
+    return first if not table[first].null_count and pc.count_distinct(table[first]).as_py() == table.num_rows else None
+
+
+def _find_time(table: Any, series: str | None, index: str | None, counter: str | None) -> str | None:
+    """Known names come first, then a frame's index, columns of dates, text that is dates, and last any text that is never there twice."""
+    columns: list[str] = [column for column in table.column_names if column not in (series, counter)]
+    lower = {column.strip().lower(): column for column in reversed(columns)}
+    named = next((lower[name] for name in TIME_NAMES if name in lower), None)
+    if named is not None:
+        return named
+    typed = [column for column in columns if pa.types.is_timestamp(table[column].type) or pa.types.is_date(table[column].type)]
+    texts = [column for column in columns if is_text(table[column].type) and not table[column].null_count]
+    dates = typed + [column for column in texts if is_dates(table[column])]
+    if dates:
+        return index if index in dates else dates[0]
+    if index is not None and (_is_numeric(table[index]) or pa.types.is_duration(table[index].type)) and _once(table, index, series):
+        return index
+    return next((column for column in texts if not _is_numeric(table[column]) and _in_words(table, column, series)), None)
+
+
+def _in_words(table: Any, column: str, series: str | None) -> bool:
+    """Times that are neither numbers nor dates, such as Q1, Q2: never there twice, and in order; or dates that cannot be read."""
+    texts = table[column].cast(pa.string())
+    if not _once(table, column, series):
+        return False
+    trimmed = texts_of(texts)
+    if pc.all(like_dates(trimmed)).as_py() or share_of_dates(trimmed) >= MOSTLY:
+        return True
+    return series is None and texts.to_pylist() == sorted(texts.to_pylist())
+
+
+def _once(table: Any, column: str, series: str | None) -> bool:
+    """Whether no value is there twice, within a series."""
+    keys = [column] if series is None else [column, series]
+    return int(table.select(keys).group_by(keys).aggregate([]).num_rows) == int(table.num_rows)
+
+
+def _why_not(column: Any, is_index: bool) -> str | None:
+    """Why a column is not read as numbers; None where it is."""
+    if is_index:
+        return "an index, it numbers the rows"
+    if _is_numeric(column):
+        return None
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return "a category"
+    if is_text(kind):
+        share = _share_of_numbers(column)
+        return "text" if not share else f"text; {share:.0%} of it numbers"
+    return "times" if pa.types.is_temporal(kind) else str(kind)[:40]
+
+
+def _is_numeric(column: Any) -> bool:
+    kind = column.type
+    if pa.types.is_null(kind):
+        return True  # a column of gaps: refused by row, not passed over
+    if pa.types.is_dictionary(kind):
+        return False
+    if is_text(kind):
+        return _share_of_numbers(column) >= 0.5  # the rest are mistakes, and refused by row
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind))
+
+
+def _share_of_numbers(column: Any) -> float:
+    """Of the cells of text that are not empty, those that hold numbers."""
+    texts = pc.drop_null(column.cast(pa.string()))
+    filled = texts.filter(pc.not_equal(pc.utf8_trim_whitespace(texts), ""))
+    return float(pc.mean(pc.match_substring_regex(filled, A_NUMBER).cast(pa.float64())).as_py() or 0.0)
+
+
+def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
+    """What to do about times that are there more than once: join a clock to the days, or name the series by a column, or two.
+
+    `times` are those of the rows as they stand; with the right names no series has one twice.
+    """
+    others = [column for column in table.column_names if column not in (roles.time, roles.series)]
+    clock = next((column for column in others if _is_clock(table[column], column)), None)
+    if clock is not None:
+        return f"join the columns {_quoted(str(roles.time))} and {_quoted(clock)} into one, 2024-01-31 23:00:00"
+    ranks = np.unique(times, return_inverse=True)[1]
+    codes = {column: _codes(table[column]) for column in others if _may_name(table[column])}
+    given = None if roles.series is None else _codes(table[roles.series])
+    alone: list[tuple[bool, int, tuple[str, ...]]] = []
+    pairs: list[tuple[bool, int, tuple[str, ...]]] = []
+    for chosen in [*combinations(codes, 1), *combinations(list(codes)[:SHOWN], 2 if given is None else 1)]:
+        parts = [codes[column] for column in chosen] if given is None else [given, *(codes[column] for column in chosen)]
+        joined = _joined(parts)
+        numbers = any(pa.types.is_integer(table[column].type) for column in chosen)
+        if _apart(ranks, joined, dense=numbers):
+            # Text first: a number that tells rows apart may do so by chance. Then what makes fewest series.
+            (alone if len(parts) == 1 else pairs).append((numbers, int(joined.max(initial=0)), chosen))
+    if alone:
+        return f"set data.series={_quoted(min(alone)[2][0])}"
+    if pairs:
+        chosen = min(pairs)[2]
+        one, two = chosen if given is None else (str(roles.series), chosen[0])
+        return f"join the columns {_quoted(one)} and {_quoted(two)} into one that names each series, and set data.series to it"
+    return None
+
+
+def _may_name(column: Any) -> bool:
+    """Whether a column could name series: text, a category, or whole numbers."""
+    kind = column.type
+    return bool(is_text(kind) or pa.types.is_dictionary(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+
+
+def _is_clock(column: Any, label: str) -> bool:
+    """Whether a column holds times of day, apart from the days."""
+    if pa.types.is_time(column.type):
+        return True
+    if is_text(column.type) and not column.null_count:
+        return bool(pc.all(pc.match_substring_regex(texts_of(column), A_CLOCK)).as_py())
+    if label.strip().lower() not in HOURS or not pa.types.is_integer(column.type) or column.null_count:
+        return False
+    lowest, highest = pc.min_max(column).as_py().values()
+    return lowest is not None and lowest >= 0 and highest <= 24
+
+
+def _joined(parts: Sequence[Ints]) -> Ints:
+    """One number for each combination."""
+    found = parts[0]
+    for part in parts[1:]:
+        found = np.unique(found * (int(part.max(initial=0)) + 2) + part, return_inverse=True)[1].astype(np.int64)
+    return found
+
+
+def _codes(column: Any) -> Ints:
+    flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
+    coded: Ints = pc.fill_null(flat.dictionary_encode().indices, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return coded + 1
+
+
+def _apart(ranks: Ints, codes: Ints, *, dense: bool) -> bool:
+    """Whether no time is there twice for a name, and a name has two rows or more; `dense`: on average it is there at many of the times."""
+    times, names = int(ranks.max(initial=0)) + 1, len(np.unique(codes))
+    if names * 2 > len(codes) or (dense and names * times * DENSE > len(codes)):
+        return False
+    return len(np.unique(ranks.astype(np.int64) * (int(codes.max(initial=0)) + 1) + codes)) == len(codes)

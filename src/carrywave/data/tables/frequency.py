@@ -1,0 +1,242 @@
+"""How far apart the times of a series are: steps of one length, months, or certain days of the week. Told from all times, never from a few.
+
+Times are numbers, or datetime64[us] on a clock without a time zone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.errors import SpecError
+from carrywave.spec.spec import FREQUENCY, WEEKDAYS
+
+Keys = NDArray[Any]
+Counts = NDArray[np.int64]
+
+SECOND = 1_000_000
+DAY = 86_400 * SECOND
+SIZES = {"W": 7 * DAY, "D": DAY, "h": 3600 * SECOND, "min": 60 * SECOND, "s": SECOND, "ms": 1000, "us": 1}
+SAME = {"H": "h", "T": "min", "S": "s", "sec": "s", "d": "D", "w": "W", "b": "B"}
+MONTHS = {"M": 1, "Q": 3, "Y": 12, "A": 12}
+BUSINESS = "1111100"
+MOST = 0.5  # of all steps must be single ones; fewer are no rhythm with gaps in it, but no rhythm at all
+RECURRING = 3  # gaps at the same time of a day or week are no chance
+DIGITS = 9  # of a step of decimal fractions
+ROUNDING = 1e-6  # of a step: by so much may decimal fractions miss
+
+
+class Frequency(Protocol):
+    """A rhythm of times."""
+
+    @property
+    def text(self) -> str:
+        """As `data.frequency` has it."""
+
+    def count(self, before: Keys, after: Keys) -> Counts:
+        """How many steps lie between times; 0 where it is no whole number of them."""
+
+    def ahead(self, known: Keys, count: int) -> Keys:
+        """The times after the last of a series, all of whose times are `known`."""
+
+
+@dataclass(frozen=True)
+class FixedStep:
+    """Equal steps: of time in microseconds, or of numbers."""
+
+    size: float
+    timed: bool
+
+    @property
+    def text(self) -> str:
+        """As `data.frequency` has it."""
+        if not self.timed:
+            return f"{self.size:g}" if float(f"{self.size:g}") == self.size else repr(self.size)
+        unit = next(unit for unit, size in SIZES.items() if self.size % size == 0)
+        times = int(self.size // SIZES[unit])
+        return unit if times == 1 else f"{times}{unit}"
+
+    def count(self, before: Keys, after: Keys) -> Counts:
+        """How many steps lie between times; 0 where it is no whole number of them."""
+        gap = (after - before).astype(np.int64) if self.timed else after - before
+        units = np.rint(gap / self.size)
+        return np.where(np.abs(gap - units * self.size) <= ROUNDING * self.size, units, 0).astype(np.int64)
+
+    def ahead(self, known: Keys, count: int) -> Keys:
+        """The times after the last."""
+        steps = np.arange(1, count + 1) * (int(self.size) if float(self.size).is_integer() else self.size)
+        found: Keys = known[-1] + (steps.astype("timedelta64[us]") if self.timed else steps)
+        return found
+
+
+@dataclass(frozen=True)
+class Months:
+    """Months, quarters or years: the same day of each, or the last where it has none such; `anchor` S or E asks for first or last days."""
+
+    size: int
+    anchor: str = ""
+
+    @property
+    def text(self) -> str:
+        """As `data.frequency` has it."""
+        unit, months = next((unit, months) for unit, months in (("Y", 12), ("Q", 3), ("M", 1)) if self.size % months == 0)
+        times = self.size // months
+        return f"{'' if times == 1 else times}{unit}{self.anchor}"
+
+    def count(self, before: Keys, after: Keys) -> Counts:
+        """How many steps lie between times; 0 where it is no whole number of them."""
+        day_a, end_a, clock_a = _in_month(before)
+        day_b, end_b, clock_b = _in_month(after)
+        # The 30th is followed by the 28th of February, and that by the 30th of March.
+        alike = (day_a == day_b) | (end_a & end_b) | (end_b & (day_b < day_a)) | (end_a & (day_a < day_b))
+        alike &= clock_a == clock_b
+        if self.anchor:
+            alike &= ((day_a == 1) & (day_b == 1)) if self.anchor == "S" else (end_a & end_b)
+        months = (after.astype("datetime64[M]") - before.astype("datetime64[M]")).astype(np.int64)
+        return np.where(alike & (months % self.size == 0), months // self.size, 0)
+
+    def ahead(self, known: Keys, count: int) -> Keys:
+        """The times after the last."""
+        day, end, clock = _in_month(known)
+        months = known[-1].astype("datetime64[M]") + np.arange(1, count + 1) * self.size
+        lengths = _lengths(months)
+        days = lengths if bool(end.all()) else np.minimum(int(day.max()), lengths)
+        found: Keys = months.astype("datetime64[us]") + (days - 1) * np.timedelta64(DAY, "us") + clock[-1]
+        return found
+
+
+@dataclass(frozen=True)
+class Weekdays:
+    """Certain days of every week, Monday first: `1111100` are business days. `size` counts them: every second, every third."""
+
+    mask: str
+    size: int = 1
+
+    @property
+    def text(self) -> str:
+        """As `data.frequency` has it."""
+        if self.mask == BUSINESS:
+            return "B" if self.size == 1 else f"{self.size}B"
+        return " ".join(name for name, on in zip(WEEKDAYS, self.mask, strict=True) if on == "1")
+
+    def count(self, before: Keys, after: Keys) -> Counts:
+        """How many steps lie between times; 0 where a time is on another day, or it is no whole number of them."""
+        (days_a, clock_a), (days_b, clock_b) = _days(before), _days(after)
+        fits = (clock_a == clock_b) & np.is_busday(days_a, self.mask) & np.is_busday(days_b, self.mask)
+        days = np.busday_count(days_a, days_b, self.mask)
+        return np.where(fits & (days % self.size == 0), days // self.size, 0)
+
+    def ahead(self, known: Keys, count: int) -> Keys:
+        """The times after the last."""
+        days, clock = _days(known[-1:])
+        return np.busday_offset(days, np.arange(1, count + 1) * self.size, weekmask=self.mask).astype("datetime64[us]") + clock
+
+
+def parse(text: str) -> Frequency:
+    """The frequency that `data.frequency` names."""
+    found = FREQUENCY.fullmatch(text.strip())
+    if found is None:
+        raise SpecError(f"data.frequency={text} is not known; use for instance 15min, h, D, B, W, MS, a number, or none")
+    if found["number"]:
+        return FixedStep(float(found["number"]), timed=False)
+    if found["days"]:
+        names = found["days"].split()
+        return Weekdays("".join("1" if name in names else "0" for name in WEEKDAYS))
+    times, unit = int(found["times"] or 1), SAME.get(found["unit"], found["unit"])
+    if unit == "B":
+        return Weekdays(BUSINESS, times)
+    if unit[0] in MONTHS and unit not in SIZES:
+        return Months(times * MONTHS[unit[0]], unit[1:])
+    return FixedStep(times * SIZES[unit], timed=True)
+
+
+def infer(keys: Keys, inside: NDArray[np.bool_]) -> Frequency | None:
+    """The rhythm of sorted times, `inside` where a time and the next are of one series; None where there is none.
+
+    It may have gaps, as long as most steps are single ones and gaps do not come at the same time of every day or week: hours of business
+    are no hours with gaps. Where no step is to be seen at all, a single one of any length is none.
+    """
+    before, after = keys[:-1][inside], keys[1:][inside]
+    if not len(before):
+        return None
+    timed = keys.dtype.kind == "M"
+    gaps = (after - before).astype(np.int64) if timed else after - before
+    shortest = gaps.min()
+    if not shortest > 0:
+        return None
+    if timed:
+        # Months first: three of them may be equally long by chance.
+        months = Months(1).count(before, after)
+        if (months > 0).all() and _steady(found := Months(int(months.min())), before, after):
+            return found
+    # The middle of all steps that are about the shortest, in as many digits as anyone writes: decimal fractions are not exact.
+    alike = gaps[gaps <= shortest * (1 + ROUNDING)]
+    step = FixedStep(float(shortest) if timed or keys.dtype.kind in "iu" else float(f"{np.median(alike):.{DIGITS}g}"), timed)
+    if (step.count(before, after) == 1).all():
+        return step
+    if timed and (days := _weekdays(keys, before, after)) is not None:
+        return days
+    return step if _steady(step, before, after) and not (timed and _recurring(step, keys, before, after)) else None
+
+
+def _steady(frequency: Frequency, before: Keys, after: Keys) -> bool:
+    units = frequency.count(before, after)
+    return bool((units > 0).all() and (units == 1).mean() > MOST)
+
+
+def _weekdays(keys: Keys, before: Keys, after: Keys) -> Weekdays | None:
+    """The days of the week that occur, where the others were passed over again and again."""
+    present = set(((keys.astype("datetime64[D]").astype(np.int64) + 3) % 7).tolist())  # 1970 began on a Thursday
+    mask = "".join("1" if day in present else "0" for day in range(7))
+    if len(present) == 7:
+        return None
+    found = Weekdays(mask)
+    if mask == BUSINESS and (units := found.count(before, after)).all():
+        found = Weekdays(mask, int(units.min()))
+    if not _steady(found, before, after):
+        return None
+    # A weekend is known by one that was passed over; any other day off by three.
+    days_a, days_b = before.astype("datetime64[D]"), after.astype("datetime64[D]")
+    needed = 1 if mask == BUSINESS else 3
+    for day in set(range(7)) - present:
+        only = "".join("1" if day == other else "0" for other in range(7))
+        if int(np.busday_count(days_a, days_b, only).sum()) < needed:
+            return None
+    return found
+
+
+def _recurring(step: FixedStep, keys: Keys, before: Keys, after: Keys) -> bool:
+    """Whether most gaps begin where the next time of that day, or of that week, is never there: nights, weekends."""
+    size = int(step.size)
+    gaps = step.count(before, after) > 1
+    for cycle in (DAY, 7 * DAY):
+        if size >= cycle or cycle % size:
+            continue
+        present = np.unique(keys.astype(np.int64) % cycle)
+        nexts, counts = np.unique((before[gaps].astype(np.int64) + size) % cycle, return_counts=True)
+        again = counts[~np.isin(nexts, present) & (counts >= RECURRING)]
+        if int(again.sum()) > MOST * int(gaps.sum()):
+            return True
+    return False
+
+
+def _in_month(times: Keys) -> tuple[Counts, NDArray[np.bool_], Keys]:
+    """The day of the month, whether it is the last, and the time of the day."""
+    months = times.astype("datetime64[M]")
+    days, clock = _days(times)
+    day = (days - months.astype("datetime64[D]")).astype(np.int64) + 1
+    return day, day == _lengths(months), clock
+
+
+def _lengths(months: Keys) -> Counts:
+    lengths: Counts = ((months + 1).astype("datetime64[D]") - months.astype("datetime64[D]")).astype(np.int64)
+    return lengths
+
+
+def _days(times: Keys) -> tuple[Keys, Keys]:
+    """The days, and the times of the day."""
+    days = times.astype("datetime64[D]")
+    return days, times - days

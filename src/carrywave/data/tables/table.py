@@ -1,0 +1,235 @@
+"""Tables for forecasting: long format (a row for each series and time) or wide (a row for each time, a column for each series).
+
+A table is read whole, since rows must be sorted by series and time; what is trained from afterwards is memory-mapped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pa_parquet
+from numpy.typing import NDArray
+
+from carrywave.data.files.quotes import check_quotes
+from carrywave.data.files.source import Source
+from carrywave.data.sequences import Ints
+from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, ColumnChoice, Roles, roles_of, second_rows
+from carrywave.data.tables.dates import WRITE, is_text, problem, texts_of
+from carrywave.data.tables.moments import TOO_WHOLE, too_whole, unusable
+from carrywave.data.tables.times import TimeColumn, Times, read_times, with_frequency
+from carrywave.errors import DataError
+
+
+@dataclass(frozen=True)
+class Table:
+    """Series that lie end to end, each in the order of time."""
+
+    name: str
+    columns: tuple[str, ...]
+    values: NDArray[np.float64]  # [rows, columns]
+    starts: Ints
+    lengths: Ints
+    names: tuple[str, ...]  # of the series
+    time: str | None
+    series: str | None
+    times: Times | None = None
+    notes: tuple[str, ...] = ()  # what a person should know of how it was read
+    whole_numbers: bool = False  # the names of series are such in the file
+
+    def series_name(self, number: int) -> str | int:
+        """The name of a series as the file has it."""
+        return int(self.names[number]) if self.whole_numbers else self.names[number]
+
+    def ahead(self, number: int, count: int) -> list[str | int | float] | None:
+        """The times that come after those of a series; None where there is no telling."""
+        return None if self.times is None else self.times.ahead(int(self.starts[number]), int(self.lengths[number]), count)
+
+    def check_ahead(self, count: int) -> None:
+        """Refuses so many steps ahead where their times cannot be written: tried on the series that ends last."""
+        if self.times is not None:
+            self.ahead(int(np.argmax(self.times.keys[self.starts + self.lengths - 1])), count)
+
+    @property
+    def frequency(self) -> str | None:
+        """How far apart its times are, as `data.frequency` has it."""
+        return None if self.times is None or self.times.frequency is None else self.times.frequency.text
+
+
+def read_table(source: Source, series: str | None = None) -> Any:
+    """The Arrow table in a CSV or Parquet file. The names of series, in the column `series`, stay the text that they are: 007 is not 7."""
+    if source.format == "parquet":
+        return source.guard(lambda: pa_parquet.read_table(source.path, memory_map=True))
+    if source.format != "csv":
+        raise DataError(
+            f"{source.name} is read as {source.format}, and forecasting reads CSV or Parquet; name the file so, or set data.format"
+        )
+    if not any(block.strip() for block in source.blocks()):
+        raise DataError(f"{source.name} is empty; give a table with a line of column names and rows below it")
+    delimiter = source.separator()
+    kept = pa_csv.ConvertOptions(column_types={series or SERIES_NAME: pa.string()})
+    source.check_utf8()
+    options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=check_quotes(source, delimiter))
+    with source.open() as stream:
+        return source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=kept))
+
+
+def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None) -> Table:
+    """An Arrow table as series sorted by time, its numbers checked; `index` is the column that was the index of a frame."""
+    if len(set(table.column_names)) != len(table.column_names):
+        twice = next(column for column in table.column_names if table.column_names.count(column) > 1)
+        raise DataError(f"{name}: the column {twice} is there twice; give every column a name of its own")
+    if not table.num_rows:
+        raise DataError(f"{name} is empty; give a table with at least one row")
+    roles = roles_of(table, name, choice, index)
+    values = np.empty((table.num_rows, len(roles.columns)), np.float64)
+    for place, column in enumerate(roles.columns):
+        values[:, place] = _numbers(table[column], name, column)
+    codes, names, whole = _series_codes(table, roles.series, name)
+    if choice.trained and choice.series is None and len(names) > 1:
+        raise DataError(
+            f"{name}: the column {roles.series} names {len(names)} series, and the run was trained on one, without such a column; "
+            "give one of them, or train with the column"
+        )
+    order, times, notes = _in_time(table, roles, name, choice, codes, names)
+    lengths = np.bincount(codes, minlength=len(names)).astype(np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
+    told = (roles.told(name, as_it_stands=times is not None and times.in_words), *notes)
+    return Table(name, roles.columns, values[order], starts, lengths, names, roles.time, roles.series, times, told, whole)
+
+
+def _in_time(
+    table: Any, roles: Roles, name: str, choice: ColumnChoice, codes: Ints, names: tuple[str, ...]
+) -> tuple[Ints, Times | None, tuple[str, ...]]:
+    """The order of rows by series and time, the times in that order, and what is to be said of them."""
+    by_series: Ints = np.argsort(codes, kind="stable")
+    if roles.time is None:
+        return by_series, None, ()
+    column = table[roles.time]
+    if choice.frequency != "none":
+        _refuse_calendar_numbers(column, name, roles.time)
+    times = read_times(column, name, roles.time)
+    if times.in_words:
+        _refuse_unknown_dates(column, times, name, roles.time, by_series, codes, counted=choice.frequency == "none")
+    order: Ints = np.lexsort((times.keys, codes))
+    _refuse_twice(table, order, codes, times, names, name, roles)
+    order = by_series if times.in_words else order
+    remedy = (
+        f"give rows as far apart as those of the training data ({choice.frequency})"
+        if choice.trained
+        else "give rows at even steps, set data.frequency, or data.frequency=none to count rows and go without times"
+    )
+    place = TimeColumn(name, roles.time, column, order, names, codes[order], remedy)
+    times, gaps = with_frequency(times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place)
+    said = [] if gaps is None else [gaps]
+    if times.in_words:
+        fact = f"column {roles.time} holds {column[0].as_py()!r:.40}, which is no date that is known"
+        said.append(f"{name}: {fact}: rows are taken in the order of the file, and forecasts have no times; {WRITE}")
+    elif times.untold is not None and choice.frequency != "none":
+        said.append(f"{name}: column {roles.time} holds {times.untold}, so that forecasts have no times; {WRITE}")
+    return order, times, tuple(said)
+
+
+def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
+    """A column as float64; anything that is not a finite number is refused with its row."""
+    if is_text(column.type):
+        column = _flat(column.cast(pa.string()))
+        wrong = pc.invert(pc.fill_null(pc.match_substring_regex(column, A_NUMBER), False))
+        if pc.any(wrong).as_py():
+            row = int(np.argmax(wrong.to_numpy(zero_copy_only=False)))
+            raise _bad_value(name, row, label, column[row].as_py())
+        column = pc.utf8_ltrim(pc.utf8_trim_whitespace(column), "+")  # Arrow reads no plus sign
+    if pa.types.is_integer(column.type):
+        beyond = too_whole(_flat(column).drop_null().to_numpy(zero_copy_only=False))
+        if beyond is not None:
+            row = int(pc.index(_flat(column), pa.scalar(beyond, column.type)).as_py())
+            raise DataError(f"{name}: row {row + 1}, column {label} is {beyond}, {TOO_WHOLE}, or leave the column out with data.columns")
+    try:
+        values: NDArray[np.float64] = (
+            _flat(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column).cast(pa.float64()).to_numpy(zero_copy_only=False)
+        )
+    except (pa.ArrowException, ValueError) as error:
+        raise DataError(f"{name}: the column {label} holds {column.type}, not numbers; leave it out of data.columns") from error
+    bad = unusable(values)
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise _bad_value(name, row, label, column[row].as_py())
+    return values
+
+
+def _bad_value(name: str, row: int, column: str, value: Any) -> DataError:
+    if isinstance(value, str) and value.strip():
+        remedy = "correct it, or leave the column out with data.columns"
+        return DataError(f"{name}: row {row + 1}, column {column} is {value!r:.40}, which is text and not a finite number; {remedy}")
+    shown = "empty or NaN" if value is None or isinstance(value, str) else repr(value)
+    return DataError(f"{name}: row {row + 1}, column {column} is {shown}, not a finite number (below 1e25); fill the gap or remove the row")
+
+
+def _flat(column: Any) -> Any:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _series_codes(table: Any, series: str | None, name: str) -> tuple[Ints, tuple[str, ...], bool]:
+    """A number for each row's series, in the order in which they first appear, their names, and whether these are whole numbers."""
+    if series is None:
+        return np.zeros(table.num_rows, np.int64), (name,), False
+    column = _flat(table[series])
+    plain = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    plain = plain.cast(pa.string()) if is_text(plain.type) else plain
+    missing = pc.or_(plain.is_null(), pc.fill_null(pc.equal(plain, ""), False)) if is_text(plain.type) else plain.is_null()
+    if pc.any(missing).as_py():
+        row = int(np.argmax(missing.to_numpy(zero_copy_only=False)))
+        raise DataError(f"{name}: row {row + 1}, column {series} is empty; name the series of every row")
+    if pa.types.is_floating(plain.type) and pc.all(pc.equal(plain, pc.floor(plain))).as_py():
+        plain = plain.cast(pa.int64())  # pandas makes fractions of whole numbers easily: 7.0 is the series 7
+    coded = plain.dictionary_encode()
+    names = tuple(str(value) for value in coded.dictionary.to_pylist())
+    return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), names, bool(pa.types.is_integer(plain.type))
+
+
+def _refuse_calendar_numbers(column: Any, name: str, label: str) -> None:
+    """Refuses months and days that are written as whole numbers, 202312: to count on from them gives 202313."""
+    if not pa.types.is_integer(column.type) or column.null_count or len(column) < 3:
+        return
+    numbers = column.to_numpy()
+    for example, kind, divisor in (("2023-12", "months", 100), ("2023-12-31", "days", 10_000)):
+        years = numbers // divisor
+        months, days = (numbers % 100, np.ones_like(numbers)) if divisor == 100 else (numbers // 100 % 100, numbers % 100)
+        if years.min() >= 1900 and years.max() < 2200 and ((months >= 1) & (months <= 12) & (days >= 1) & (days <= 31)).all():
+            raise DataError(
+                f"{name}: column {label} holds {numbers[0]}, {numbers[1]} …, which seem to be {kind} written as numbers; write {example}, "
+                "or set data.frequency=none to count rows"
+            )
+
+
+def _refuse_unknown_dates(column: Any, times: Times, name: str, label: str, by_series: Ints, codes: Ints, *, counted: bool) -> None:
+    """Refuses text that is meant as dates and cannot be read, and other text unless the rows are in its order: it cannot be sorted as time.
+
+    `counted`: rows are counted, whatever their times say; then only a broken date among good ones is refused.
+    """
+    wrong = problem(texts_of(column), label, counted=counted)
+    if wrong is not None:
+        raise DataError(f"{name}: {wrong}")
+    falls = (np.diff(times.keys[by_series]) < 0) & (np.diff(codes[by_series]) == 0)
+    if falls.any() and not counted:
+        row = int(by_series[int(np.argmax(falls)) + 1])
+        remedy = f"{WRITE}, or set data.frequency=none to take the rows in the order of the file"
+        raise DataError(f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r:.40}, which cannot be put in order; {remedy}")
+
+
+def _refuse_twice(table: Any, order: Ints, codes: Ints, times: Times, names: tuple[str, ...], name: str, roles: Roles) -> None:
+    """Refuses a time that a series has twice, and says which column may name the series."""
+    same = (np.diff(times.keys[order]).astype(np.int64 if times.keys.dtype.kind == "M" else times.keys.dtype) == 0) & (
+        np.diff(codes[order]) == 0
+    )
+    if not same.any():
+        return
+    row = int(order[int(np.argmax(same)) + 1])
+    of = f" of series {names[int(codes[row])]}" if len(names) > 1 else ""
+    shown = table[roles.time][row].as_py()
+    remedy = second_rows(table, times.keys, roles) or "keep one row for each time"
+    raise DataError(f"{name}: row {row + 1}, column {roles.time} is {shown} for the second time{of}; {remedy}")

@@ -1,0 +1,217 @@
+"""The column of times of a table: numbers that sort as they do, how far apart they are, and the times that come next."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from carrywave.data.sequences import Ints
+from carrywave.data.tables import frequency as frequencies
+from carrywave.data.tables.dates import is_text, read_dates, texts_of
+from carrywave.data.tables.frequency import Frequency, Keys
+from carrywave.errors import DataError
+
+NONE = "none"  # rows count as equally far apart, and nothing is said of their times
+LAST = np.datetime64("9999-12-30T23:59:59", "us")  # that can be written, whatever the zone
+Shape = Literal["number", "date", "month", "datetime", "other"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of all rows."""
+
+    keys: Keys  # numbers, or datetime64[us], that sort as the times do; ranks of text that is no date
+    shape: Shape  # how they are written; "other" can be put in order at most
+    zone: str | None = None  # keys then are those of UTC,
+    wall: Keys | None = None  # and these of the clocks there
+    frequency: Frequency | None = None
+    in_words: bool = False  # text that is no date: keys only say which are the same
+    untold: str | None = None  # what they are, where they can be put in order and no more
+
+    def sorted(self, order: Ints) -> Times:
+        """In another order."""
+        return replace(self, keys=self.keys[order], wall=None if self.wall is None else self.wall[order])
+
+    @property
+    def dated(self) -> bool:
+        """Whether they can be calculated with."""
+        return self.shape != "other"
+
+    def ahead(self, start: int, length: int, count: int) -> list[str | int | float] | None:
+        """The times that come after those of a series, which are sorted; None where there is no telling."""
+        if self.frequency is None or not length:
+            return None
+        rows = slice(int(start), int(start + length))
+        by_wall = self.wall is not None and not (
+            isinstance(self.frequency, frequencies.FixedStep) and self.frequency.size < frequencies.DAY
+        )
+        keys = self.wall if by_wall and self.wall is not None else self.keys
+        found = self.frequency.ahead(keys[rows], count)
+        # Beyond what 64 bits hold they are those of the past again.
+        if self.shape != "number" and ((found > LAST) | (found < keys[rows][-1])).any():
+            raise DataError(
+                f"forecasts of {count} steps of {self.frequency.text} go beyond the year 9999; check the dates, set a smaller "
+                "data.horizon, or train with data.frequency=none to go without times"
+            )
+        return [self._written(key, by_wall) for key in found]
+
+    def _written(self, key: Any, by_wall: bool) -> str | int | float:
+        if self.shape == "number":
+            value = key.item()
+            whole = isinstance(value, int) or (value.is_integer() and self.keys.dtype.kind in "iu")
+            return int(value) if whole else float(f"{value:.12g}")  # the sum of decimal fractions is not exact
+        if self.shape == "month":
+            return str(key.astype("datetime64[M]"))
+        moment: dt.datetime = key.astype("datetime64[us]").item()
+        if self.shape == "date" and moment.time() == dt.time():
+            return moment.date().isoformat()
+        if self.zone is None:
+            return moment.isoformat(sep=" ")
+        micros = pa.scalar(moment, pa.timestamp("us"))
+        there = (
+            pc.assume_timezone(micros, self.zone, ambiguous="earliest", nonexistent="latest")
+            if by_wall
+            else pc.assume_timezone(micros, "UTC").cast(pa.timestamp("us", self.zone))
+        )
+        return str(there.as_py().isoformat(sep=" "))
+
+
+def read_times(column: Any, name: str, label: str) -> Times:
+    """The times in a column, without gaps."""
+    keys: NDArray[Any]
+    flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
+    if flat.null_count:
+        row = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
+        raise DataError(f"{name}: row {row + 1}, column {label} is empty; give every row its time")
+    if is_text(flat.type):
+        return _from_text(texts_of(flat))
+    if pa.types.is_date(flat.type):
+        return Times(_micros(flat.cast(pa.timestamp("us"))), "date")
+    if pa.types.is_timestamp(flat.type):
+        return _from_timestamps(flat)
+    if pa.types.is_temporal(flat.type):
+        what = "times of day without the day" if pa.types.is_time(flat.type) else "lengths of time"
+        keys = flat.cast(pa.int32() if pa.types.is_time32(flat.type) else pa.int64()).to_numpy(zero_copy_only=False)
+        return Times(keys, "other", untold=what)
+    if pa.types.is_decimal(flat.type):
+        flat = flat.cast(pa.float64())
+    keys = flat.to_numpy(zero_copy_only=False)
+    if keys.dtype.kind not in "iuf":
+        raise DataError(f"{name}: the column {label} holds {column.type}, which is no time; set data.time to the column of dates")
+    if keys.dtype.kind == "f" and not np.isfinite(keys).all():
+        row = int(np.argmin(np.isfinite(keys)))
+        raise DataError(f"{name}: row {row + 1}, column {label} is {keys[row]}; give every row its time")
+    return Times(keys.astype(np.int64) if keys.dtype.kind == "u" and int(keys.max(initial=0)) < 2**63 else keys, "number")
+
+
+def _from_text(texts: Any) -> Times:
+    """Dates where all are; else ranks: text cannot be sorted as time, and is taken only in the order in which it stands."""
+    dates = read_dates(texts)
+    if dates is None:
+        ranks: NDArray[Any] = pc.rank(texts, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
+        return Times(ranks, "other", in_words=True)
+    if dates.moments.type.tz is not None:
+        return Times(_micros(dates.moments), dates.shape, "UTC", _micros(pc.local_timestamp(dates.moments)))
+    return Times(_micros(dates.moments), dates.shape)
+
+
+def _from_timestamps(moments: Any) -> Times:
+    zone = moments.type.tz
+    try:
+        exact = moments.cast(pa.timestamp("us", zone))
+    except pa.ArrowInvalid:  # nanoseconds that matter: in order, but not calculated with
+        return Times(moments.cast(pa.int64()).to_numpy(zero_copy_only=False), "other", untold="times finer than a microsecond")
+    wall = None if zone is None else _micros(pc.local_timestamp(exact))
+    return Times(_micros(exact), "datetime", zone, wall)
+
+
+def _micros(moments: Any) -> Keys:
+    keys: Keys = moments.cast(pa.int64()).to_numpy(zero_copy_only=False).astype("datetime64[us]")
+    return keys
+
+
+def with_frequency(times: Times, codes: Ints, asked: str | None, *, strict: bool, place: TimeColumn) -> tuple[Times, str | None]:
+    """Times, sorted by series, with their frequency, and a line about gaps. What is irregular is refused, unless not `strict`."""
+    if asked == NONE or not times.dated:
+        return times, None
+    inside = np.diff(codes) == 0
+    known = None if asked is None else frequencies.parse(asked)
+    if known is not None and (times.shape == "number") != (isinstance(known, frequencies.FixedStep) and not known.timed):
+        what = "numbers" if times.shape == "number" else "dates"
+        raise DataError(f"{place.name}: column {place.label} holds {what}, and data.frequency={asked} is not of such; leave it out")
+    best: tuple[int, Times, Ints] | None = None
+    for keys in (times.keys,) if times.wall is None else (times.wall, times.keys):
+        # On the clocks of a zone days are even and hours are not; by UTC it is the other way round.
+        found = known or frequencies.infer(keys, inside)
+        if found is None:
+            continue
+        units = np.where(inside, found.count(keys[:-1], keys[1:]), 1)
+        off = int((units < 1).sum())
+        score = off * len(keys) + int((units > 1).sum())
+        if best is None or score < best[0]:
+            best = score, replace(times, frequency=found), units
+    if best is None:
+        if strict and inside.any():
+            raise place.irregular(times, inside, None)
+        return times, None
+    _, timed, units = best
+    if (units < 1).any():
+        if strict:
+            raise place.irregular(times, units > 0, timed.frequency)
+        return times, None
+    return timed, place.gaps(times, units, str(timed.frequency.text)) if timed.frequency is not None else None
+
+
+@dataclass(frozen=True)
+class TimeColumn:
+    """How messages name a row of the file."""
+
+    name: str  # of the file
+    label: str  # of the column
+    column: Any  # as it stands in the file
+    order: Ints  # the row of each sorted one
+    names: tuple[str, ...]  # of the series
+    codes: Ints  # sorted
+    remedy: str  # for irregular times
+
+    def _shown(self, at: int) -> str:
+        return str(self.column[int(self.order[at])].as_py())
+
+    def _of(self, at: int) -> str:
+        return f" of series {self.names[int(self.codes[at])]}" if len(self.names) > 1 else ""
+
+    def irregular(self, times: Times, even: NDArray[np.bool_], frequency: Frequency | None) -> DataError:
+        """The refusal of times that follow no rhythm, with the first that does not."""
+        if frequency is not None:
+            at = int(np.argmin(even)) + 1
+            fact = f"is {self._shown(at)} after {self._shown(at - 1)}{self._of(at)}, which is no whole number of steps of {frequency.text}"
+            return DataError(f"{self.name}: row {int(self.order[at]) + 1}, column {self.label} {fact}; {self.remedy}")
+        gaps = np.diff(times.keys)
+        inner = gaps[even]
+        values, counts = np.unique(inner, return_counts=True)
+        usual = values[int(np.argmax(counts))]
+        at = int(np.argmax(even & (gaps != usual))) + 1
+        fact = f"{self._shown(at - 1)} is followed by {self._shown(at)}{self._of(at)}"
+        return DataError(
+            f"{self.name}: the times in column {self.label} are irregular, {fact} (row {int(self.order[at]) + 1}); {self.remedy}"
+        )
+
+    def gaps(self, times: Times, units: Ints, frequency: str) -> str | None:
+        """A line about steps that are missing, with the first place."""
+        wide = units > 1
+        if not wide.any():
+            return None
+        at = int(np.argmax(wide)) + 1
+        missing, places = int((units[wide] - 1).sum()), int(wide.sum())
+        where = f"between {self._shown(at - 1)} and {self._shown(at)}{self._of(at)} (row {int(self.order[at]) + 1})"
+        first = f"{where}" if places == 1 else f"at {places:,} places, the first {where}"
+        rows = "row is" if missing == 1 else "rows are"
+        fact = f"{missing:,} {rows} missing in column {self.label} (frequency {frequency})"
+        return f"{self.name}: {fact}, {first}; the rows around a gap count as neighbours, fill it in"

@@ -1,0 +1,1 @@
+"""CUDA sources compiled at first use, and what all of our CUDA kernels share."""

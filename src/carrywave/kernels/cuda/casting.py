@@ -1,0 +1,80 @@
+"""Rows in half precision with padding at their end, cast from dense ones and back: on CUDA one kernel of our own each (`casting.cu`).
+
+torch copies rows of unequal pitch number by number, several times slower than the memory. Elsewhere, and where the kernel cannot be had,
+it is torch's copy, with the same bits.
+
+Shapes: N rows, I width, J padded width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.derivatives import plain_only
+
+HALVES = (torch.bfloat16, torch.float16)
+EACH = 8  # numbers of half precision in 16 bytes
+_SOURCE = "casting.cu"
+_GROUPS = (4, 2, 1)  # so many numbers are read and written at once, where they lie right
+_ROWS, _TILE = 8, 128  # of a block, a warp for each; groups of a row that go at once
+BLOCK = (32 * _ROWS, 1)
+_ENOUGH = 16_384  # warps that keep a large GPU busy
+MOST = 1 << 30  # the kernel counts in 32 bits
+_own = nvrtc.Replaceable("casting rows")
+
+
+def padded_rows(x_NI: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
+    """[N, J]: the rows in this dtype, then zeros up to `width`, or up to the next multiple of 16 bytes in half precision."""
+    rows, inputs = x_NI.shape
+    padded_NJ = x_NI.new_empty(rows, width or -(-inputs // EACH) * EACH, dtype=dtype)
+    if not _cast(x_NI, padded_NJ):
+        padded_NJ[:, :inputs].copy_(x_NI)
+        padded_NJ[:, inputs:].zero_()
+    return padded_NJ
+
+
+def dense_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows in this dtype, one right after the other."""
+    dense_NI = x_NI.new_empty(x_NI.shape, dtype=dtype)
+    return dense_NI if _cast(x_NI, dense_NI) else dense_NI.copy_(x_NI)
+
+
+def _cast(x_NI: Tensor, to_NJ: Tensor) -> bool:
+    """Write the rows, and zeros after them, with the kernel; False where it is not to be used or cannot be had."""
+    return _serves(x_NI, to_NJ) and _own.tried(lambda: _launch(x_NI, to_NJ)) is not None
+
+
+def _serves(x_NI: Tensor, to_NJ: Tensor) -> bool:
+    """Whether the kernel may be given these. Rows that are dense on both sides torch casts as fast."""
+    dtypes = {x_NI.dtype, to_NJ.dtype}
+    halves = dtypes.intersection(HALVES)
+    known = len(halves) == 1 and dtypes <= {torch.float32, *halves}
+    dense = x_NI.is_contiguous() and x_NI.shape == to_NJ.shape
+    small = max(x_NI.stride(0), *to_NJ.shape) < MOST
+    readable = x_NI.is_cuda and x_NI.numel() > 0 and x_NI.stride(1) == 1 and small
+    return known and readable and not dense and not plain_only()
+
+
+def _launch(x_NI: Tensor, to_NJ: Tensor) -> Tensor:
+    rows, inputs = x_NI.shape
+    width = to_NJ.shape[1]
+    group = next(group for group in _GROUPS if begin_at_multiples(group, x_NI) and begin_at_multiples(group, to_NJ))
+    name = "widen" if to_NJ.dtype == torch.float32 else "narrow" if x_NI.dtype == torch.float32 else "move"
+    half = x_NI if x_NI.dtype in HALVES else to_NJ
+    kernel = nvrtc.kernel(_SOURCE, f"{name}_{group}", (("FP16", int(half.dtype == torch.float16)),), 0, x_NI.get_device())
+    grid = grid_of(rows, -(-width // (_TILE * group)))
+    kernel(grid, BLOCK, x_NI, to_NJ, rows, inputs, width, x_NI.stride(0), to_NJ.stride(0))
+    return to_NJ
+
+
+def begin_at_multiples(group: int, x: Tensor) -> bool:
+    """Whether each row of x, the last dimension, is made of groups of so many neighbours that lie at multiples of their size."""
+    pitches = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return not any(measure % group for measure in (x.shape[-1], x.data_ptr() // x.element_size(), *pitches))
+
+
+def grid_of(rows: int, tiles: int) -> tuple[int, int, int]:
+    """Blocks of a warp for each row; where rows are few, several blocks share the tiles of one."""
+    return -(-rows // _ROWS), min(tiles, -(-_ENOUGH // rows)), 1

@@ -1,0 +1,201 @@
+"""CUDA C++ of this package, compiled when it is first used: NVRTC through cuda-bindings, which torch's CUDA builds bring along.
+
+No nvcc is needed. What was compiled is kept on disk, named by everything it depends on, so that only the first run on a
+machine waits for the compiler (about a second for each variant).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Argument = Tensor | int | None
+Result = TypeVar("Result")
+
+
+class KernelError(RuntimeError):
+    """A kernel could not be compiled, loaded or launched."""
+
+
+class Replaceable:
+    """A kernel that torch's operations can stand in for. Once it has failed it is not tried again, and one warning says why."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.failures: list[str] = []
+
+    def tried(self, work: Callable[[], Result]) -> Result | None:
+        """What `work` gives, which may launch it; None where that failed, now or before."""
+        if self.failures:
+            return None
+        try:
+            if missing := available():
+                raise KernelError(missing)
+            return work()
+        except KernelError as error:
+            self.failures.append(str(error))
+            warnings.warn(f"the own kernel for {self.what} is not used, and steps run slower: {error}", stacklevel=4)
+            return None
+
+
+class Kernel:
+    """One function of a compiled source, on one device."""
+
+    def __init__(self, function: Any, shared_bytes: int, device: int) -> None:
+        self.function, self.shared_bytes, self.device = function, shared_bytes, device
+
+    def __call__(self, grid: tuple[int, int, int], block: tuple[int, int], *arguments: Argument, cooperative: bool = False) -> None:
+        """Launch on the device's current stream. Tensors are passed as their addresses, None as a null pointer, numbers as 32-bit ints."""
+        driver = _driver()
+        values = tuple(each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in arguments)
+        types = tuple(ctypes.c_int if isinstance(each, int) else ctypes.c_void_p for each in arguments)
+        launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        # A cooperative launch is refused where its blocks cannot all run at once; it never hangs.
+        extra = () if cooperative else (0,)
+        with _context(self.device):
+            _check(launch(self.function, *grid, *block, 1, self.shared_bytes, stream, (values, types), *extra))
+
+
+@cache
+def kernel(source: str, name: str, constants: tuple[tuple[str, int], ...], shared_bytes: int, device: int) -> Kernel:
+    """A function of a `.cu` file of this package, compiled with these constants."""
+    driver = _driver()
+    module = _module(source, constants, device)
+    with _context(device):
+        function = _check(driver.cuModuleGetFunction(module, name.encode()))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        if shared_bytes:
+            _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+        if dict(constants).get("CLUSTER", 0) > 8:  # not every chip takes so many together
+            _check(driver.cuFuncSetAttribute(function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+    return Kernel(function, shared_bytes, device)
+
+
+@cache
+def _module(source: str, constants: tuple[tuple[str, int], ...], device: int) -> Any:
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    load = _driver().cuModuleLoadData
+    with _context(device):
+        try:
+            return _check(load(binary(source, constants, architecture)))
+        except KernelError:  # what was kept on the disk may be damaged
+            return _check(load(binary(source, constants, architecture, anew=True)))
+
+
+@contextlib.contextmanager
+def _context(device: int) -> Iterator[None]:
+    """Within it the driver's calls go to torch's context of this device. A thread that has none yet, as one of autograd's, keeps it, as
+    it would after a call of torch's own.
+    """
+    driver, own = _driver(), _primary(device)
+    current = int(_check(driver.cuCtxGetCurrent()))
+    if current == 0:
+        _check(driver.cuCtxSetCurrent(own))
+    if current in (0, int(own)):
+        yield
+        return
+    _check(driver.cuCtxPushCurrent(own))
+    try:
+        yield
+    finally:
+        _check(driver.cuCtxPopCurrent())
+
+
+@cache
+def _primary(device: int) -> Any:
+    driver = _driver()
+    return _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(device))))
+
+
+def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str, *, anew: bool = False) -> bytes:
+    """The machine code, from the disk where it has been compiled before, unless it is asked for anew."""
+    nvrtc = _nvrtc()
+    text = _text(source).encode()
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants)]
+    version = _check(nvrtc.nvrtcVersion())
+    digest = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()[:32]
+    path = _folder() / f"{Path(source).stem}-{digest}.cubin"
+    with contextlib.suppress(OSError):  # not there, or another user's
+        kept = path.read_bytes()
+        if kept[:4] == b"\x7fELF" and not anew:
+            return kept
+    program = _check(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
+    try:
+        _check(nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]))
+    except KernelError as error:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise KernelError(f"{source} does not compile: {' '.join(log.decode().split())[:400]}") from error
+    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    _check(nvrtc.nvrtcGetCUBIN(program, code))
+    _write(path, code)
+    return bytes(code)
+
+
+@cache
+def available() -> str:
+    """Why nothing can be compiled here; empty where it can."""
+    try:
+        _driver(), _check(_nvrtc().nvrtcVersion())
+    except (ImportError, KernelError, RuntimeError, OSError) as error:
+        return " ".join(str(error).split())[:200] or type(error).__name__
+    return ""
+
+
+def _text(source: str) -> str:
+    """A source with what it includes of this package in place: one text for the compiler, and for the name of what comes out."""
+    text = files("carrywave.kernels").joinpath("source", source).read_text("utf-8")
+    return re.sub(r'^#include "([^"]+)"$', lambda found: _text(found[1]), text, flags=re.MULTILINE)
+
+
+def _folder() -> Path:
+    """Where compiled kernels are kept: with the other things that can be made again."""
+    return Path(os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave").expanduser() / "kernels"
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Whole or not at all; a disk that cannot be written to only means compiling again."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(code)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+@cache
+def _nvrtc() -> Any:
+    from cuda.bindings import nvrtc
+
+    return nvrtc
+
+
+def _check(answer: tuple[Any, ...]) -> Any:
+    """What a call of the bindings gave, without its status; an error where that is not success."""
+    status, *results = answer
+    if int(status) != 0:
+        raise KernelError(f"{status.name}")
+    return results[0] if len(results) == 1 else tuple(results) or None

@@ -1,0 +1,174 @@
+"""Weight gradients put off: one matrix product over all time chunks of a slice, instead of one for each chunk.
+
+Backward through a chunk has two parts. The gradient of what entered it is waited for, by the chunk and the stage before; that
+of the weights is not. Put off to the end, the second part is one large product that adds straight into the gradient, where
+many small ones would each read and write all of it; and other stages are not kept waiting. (Splitting a backward like this to
+fill a pipeline's bubble is the idea of "zero bubble" schedules, Qi et al. 2024.)
+
+Only weights that are parameters themselves can be put off: what was made of one (dropped or cast weights) goes through autograd. So
+does a gradient that is asked for on the way, as by a penalty within a loss: only `backward` of this module puts off.
+
+Shapes: N rows (time × lane), G outputs, I inputs, E width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from carrywave.kernels import derivatives
+from carrywave.kernels.blas import without_onednn
+from carrywave.kernels.cuda import aligned
+
+Ready = Callable[[Tensor], None]  # told of each weight whose gradient is whole
+
+
+@dataclass
+class _Put:
+    """What is owed to one weight."""
+
+    weight: Tensor
+    products: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # gradᵀ @ input
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # gradients of rows, and which
+
+
+class Deferred:
+    """Weight gradients that are owed, by weight, in the order in which backward came to them."""
+
+    def __init__(self) -> None:
+        self.open = False  # whether what goes back now is the backward of a step, so that it may be put off
+        self._owed: dict[int, _Put] = {}
+
+    def product(self, weight_GI: Tensor, grads_NG: Tensor, inputs_NI: Tensor) -> None:
+        """Owe `grads.T @ inputs` to a weight."""
+        self._to(weight_GI).products.append((grads_NG, inputs_NI))
+
+    def rows(self, weight_VE: Tensor, grads_NE: Tensor, index_N: Tensor) -> None:
+        """Owe each row of a weight the sum of the gradients that have its number."""
+        self._to(weight_VE).rows.append((grads_NE, index_N))
+
+    def owes(self, weight: Tensor) -> bool:
+        """Whether a weight's gradient is not whole yet."""
+        return id(weight) in self._owed
+
+    @torch.no_grad()
+    def pay(self, ready: Ready | None = None) -> None:
+        """Add all that is owed to the weights' gradients."""
+        joined: tuple[tuple[int, ...], Tensor] | None = None  # what was joined last: both weights of a layer have the same gradients
+        while self._owed:
+            put = self._owed.pop(next(iter(self._owed)))
+            if put.products:
+                parts, inputs = zip(*put.products, strict=True)
+                names = tuple(id(part) for part in parts)
+                if joined is None or joined[0] != names:
+                    joined = names, torch.cat(parts)
+                grads_NG, inputs_NI = joined[1], torch.cat(inputs)
+                with without_onednn():
+                    if put.weight.grad is None:
+                        put.weight.grad = grads_NG.t() @ inputs_NI
+                    else:
+                        put.weight.grad.addmm_(grads_NG.t(), inputs_NI)
+            if put.rows:
+                grads_NE, index_N = (torch.cat(parts) for parts in zip(*put.rows, strict=True))
+                grad_VE = torch.ops.aten.embedding_dense_backward(grads_NE, index_N, put.weight.shape[0], -1, False)
+                put.weight.grad = grad_VE if put.weight.grad is None else put.weight.grad.add_(grad_VE)
+            if ready is not None:
+                ready(put.weight)
+
+    def _to(self, weight: Tensor) -> _Put:
+        return self._owed.setdefault(id(weight), _Put(weight))
+
+
+_CURRENT: contextvars.ContextVar[Deferred | None] = contextvars.ContextVar("carrywave_deferred", default=None)
+
+
+@contextlib.contextmanager
+def deferring(deferred: Deferred | None) -> Iterator[None]:
+    """Within it, forward passes and their backwards put weight gradients off."""
+    token = _CURRENT.set(deferred)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """As torch.autograd.backward; the weight gradients of what was run where they are put off are owed afterwards."""
+    current = _CURRENT.get()
+    if current is None:
+        torch.autograd.backward(roots, gradients)
+        return
+    current.open = True
+    try:
+        torch.autograd.backward(roots, gradients)
+    finally:
+        current.open = False
+
+
+def deferred_for(*weights: Tensor) -> Deferred | None:
+    """Where to put off the gradients of these weights; None: do not."""
+    current = _CURRENT.get()
+    if current is None or derivatives.transformed():
+        return None
+    return current if all(weight.is_leaf and weight.requires_grad for weight in weights) else None
+
+
+def linear(x: Tensor, weight_GI: Tensor, bias_G: Tensor | None = None) -> Tensor:
+    """As torch's."""
+    # Under autocast the product is in a shorter dtype, which torch takes care of.
+    put_off = deferred_for(weight_GI) is not None and x.dtype == weight_GI.dtype and not torch.is_autocast_enabled(x.device.type)
+    if not put_off or not torch.is_grad_enabled():
+        return (aligned.linear if aligned.serves(x, weight_GI) else functional.linear)(x, weight_GI, bias_G)
+    apply: Any = _Linear.apply
+    y: Tensor = apply(x, weight_GI)
+    return y if bias_G is None else y + bias_G
+
+
+def embedding(index: Tensor, weight_VE: Tensor) -> Tensor:
+    """As torch's."""
+    if deferred_for(weight_VE) is None or not torch.is_grad_enabled():
+        return functional.embedding(index, weight_VE)
+    apply: Any = _Rows.apply
+    rows: Tensor = apply(index, weight_VE)
+    return rows
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_GI: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight_GI, ctx.deferred = weight_GI, deferred_for(weight_GI)
+        return functional.linear(x, weight_GI)
+
+    @staticmethod
+    @derivatives.as_saved
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        [x] = ctx.saved_tensors
+        if derivatives.beyond_numbers(grad) or not ctx.deferred.open:
+            return tuple(derivatives.through(functional.linear, (x, ctx.weight_GI), ctx.needs_input_grad, (grad,)))
+        ctx.deferred.product(ctx.weight_GI, grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]))
+        return grad @ ctx.weight_GI if ctx.needs_input_grad[0] else None, None
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight_VE: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.weight_VE, ctx.deferred = weight_VE, deferred_for(weight_VE)
+        return functional.embedding(index, weight_VE)
+
+    @staticmethod
+    @derivatives.as_saved
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        [index] = ctx.saved_tensors
+        if derivatives.beyond_numbers(grad) or not ctx.deferred.open:
+            return tuple(derivatives.through(functional.embedding, (index, ctx.weight_VE), ctx.needs_input_grad, (grad,)))
+        ctx.deferred.rows(ctx.weight_VE, grad.reshape(-1, grad.shape[-1]), index.reshape(-1))
+        return None, None

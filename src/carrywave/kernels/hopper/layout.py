@@ -1,0 +1,213 @@
+"""How a recurrent layer is laid over the chip for the persistent kernels: which lanes and units each block has.
+
+Torch-free arithmetic; `persistent.cu` is compiled with what comes out of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+MULTIPROCESSORS = 128  # of the 132 of an H100 or H200: some stay free for what runs beside, NCCL's kernels for one
+# Blocks that an H200 runs at once in clusters of so many, one block on a multiprocessor: the others stand where no so many are together.
+CLUSTERED = {4: 120, 8: 120, 16: 112}
+MOST_HIDDEN = 2048
+MOST_PASSES = 8
+THREADS = 512  # of a block
+_SHARED_BYTES = 227 << 10  # for a block
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """How a layer of this width is laid over the chip for so many lanes."""
+
+    hidden: int  # padded
+    groups: int  # of lanes, each on blocks of its own
+    lanes: int  # of one pass
+    passes: int
+    units: int = 16  # of a block
+    cluster: int = 0  # blocks that stand together and need no memory to talk: the 4 that swap sums in backward, or all of a group
+
+    @property
+    def blocks(self) -> int:
+        return self.groups * self.hidden // self.units
+
+    @property
+    def near(self) -> bool:
+        """Whether a whole group stands together. Groups need nothing of each other, so that they need not all run at once."""
+        return self.cluster == self.hidden // self.units
+
+    @property
+    def k_blocks(self) -> int:
+        """64-wide blocks of K for each warpgroup."""
+        return -(-self.hidden // 256)
+
+    @property
+    def in_registers(self) -> int:
+        """Of these, how many stay in registers; the rest of the weights lie in shared memory."""
+        return min(self.k_blocks, (4 if self.lanes <= 16 else 3) * 16 // self.units)
+
+    @property
+    def sum_buffers(self) -> int:
+        return 2 if self._bytes(2) <= _SHARED_BYTES else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._bytes(self.sum_buffers)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the chip has room for all of its blocks at once."""
+        room = CLUSTERED.get(self.cluster, 0) if self.cluster else MULTIPROCESSORS
+        if self.near and self.passes > 1:
+            return False
+        whole = self.hidden % (4 * self.units) == 0 and self.units * self.lanes <= THREADS and self.passes <= MOST_PASSES
+        return whole and self.hidden <= MOST_HIDDEN and self.blocks <= room and self.shared_bytes <= _SHARED_BYTES
+
+    def _bytes(self, sum_buffers: int) -> int:
+        operand = 4 * self.k_blocks * self.lanes * 128
+        weights = 4 * (self.k_blocks - self.in_registers) * 512 * self.units
+        sums = sum_buffers * 4 * 4 * self.units * (self.lanes + (2 if self.k_blocks > 6 else 4)) * 4
+        owners = self.units * self.lanes
+        swapped = 2 * (4 * 4 * owners + 8) if self.cluster else 0
+        swapped += operand + 16 * owners + 16 if self.near else 0
+        return operand + weights + sums + self.passes * (16 * owners + 2 * 4 * self.lanes) + swapped
+
+    def constants(self, *, fp16: bool) -> tuple[tuple[str, int], ...]:
+        """What the source is compiled with."""
+        return (
+            ("FP16", int(fp16)),
+            ("KBLOCKS", self.hidden // 64),
+            ("KREG", self.in_registers),
+            ("UNITS", self.units),
+            ("LANES", self.lanes),
+            ("PASSES", self.passes),
+            ("SUM_BUFFERS", self.sum_buffers),
+            ("CLUSTER", self.cluster),
+        )
+
+
+def _dealt(hidden: int, units: int, groups: int, lanes: int, widest: int) -> LayerShape:
+    """So many lanes over so many groups, in passes of at most `widest`."""
+    of_group = -(-lanes // groups)
+    passes = -(-of_group // widest)
+    return LayerShape(hidden, groups, -(-of_group // (passes * 8)) * 8, passes, units)
+
+
+def shapes_for(hidden: int, lanes: int) -> list[LayerShape]:
+    """All that fit, for blocks of 16 and of 32 units, the fewest passes first."""
+    padded = -(-hidden // 64) * 64
+    found = []
+    for units in (16, 32):
+        groups = min(MULTIPROCESSORS * units // padded, -(-lanes // 8))
+        for widest in (32, 24, 16, 8) if groups else ():
+            shape = _dealt(padded, units, groups, lanes, widest)
+            if shape.fits and shape not in found:
+                found.append(shape)
+    return sorted(found, key=lambda shape: shape.passes)
+
+
+@cache
+def shape_for(hidden: int, lanes: int) -> LayerShape | None:
+    """The layout that is used, None where none fits. Of those with the fewest passes, blocks of 32 units serve where their weights
+    all stay in registers and blocks of 16 would have to take more than 16 lanes: that halves what is read of other blocks.
+    """
+    found = shapes_for(hidden, lanes)
+    best = [shape for shape in found if shape.passes == found[0].passes]
+    small, wide = ([shape for shape in best if shape.units == units] for units in (16, 32))
+    if wide and (not small or (small[0].lanes > 16 and wide[0].in_registers == wide[0].k_blocks)):
+        return wide[0]
+    return small[0] if small else None
+
+
+@cache
+def back_for(shape: LayerShape, lanes: int) -> LayerShape:
+    """The layout of backward, for a layer alone on the chip: in clusters where they fit in one pass, with as many lanes as forward has or
+    with few more, else as forward. 24 lanes take as long as 32.
+    """
+    for groups in range(min(CLUSTERED[4] * 16 // shape.hidden, -(-lanes // 8)), 0, -1):
+        found = replace(_dealt(shape.hidden, 16, groups, lanes, 32), cluster=4)
+        few = found.lanes <= 16 or found.lanes == (32 if shape.hidden <= 512 else shape.lanes)
+        if shape.passes == 1 and found.fits and found.passes == 1 and few:
+            return found
+    return shape
+
+
+@dataclass(frozen=True)
+class Wave:
+    """How a stack of layers of one width runs: each layer `chunk_steps` at a time, and at most `streams` of them at once."""
+
+    shape: LayerShape
+    streams: int
+    chunk_steps: int
+    apart: LayerShape | None = None  # the layout of backward, where it is another one
+
+    @property
+    def back(self) -> LayerShape:
+        return self.apart or self.shape
+
+
+@cache
+def near_for(hidden: int, lanes: int) -> LayerShape | None:
+    """A layout in which every group of eight lanes stands together: the fastest for narrow layers, where all groups fit at once."""
+    for padded in (64, 128, 256):
+        for units in (16, 32) if hidden <= padded else ():
+            shape = LayerShape(padded, -(-lanes // 8), 8, 1, units, padded // units)
+            if shape.fits:
+                return shape
+    return None
+
+
+def alone(hidden: int, lanes: int, steps: int) -> Wave | None:
+    """A layer by itself, over all of its steps; None where no layout fits."""
+    near, shape = near_for(hidden, lanes), shape_for(hidden, lanes)
+    if near is not None and near.units == 16:
+        return Wave(near, 1, steps)
+    # Blocks of 32 units gain by it only backward, where the other way has two trips to memory.
+    if shape is None:
+        return None
+    back = near if near is not None and near.hidden == shape.hidden else back_for(shape, lanes)
+    return Wave(shape, 1, steps, None if back == shape else back)
+
+
+@cache
+def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
+    """The layers one after the other, each over the whole chip; or side by side, a chunk apart, where that is clearly faster: small
+    batches leave most of the chip idle. None where no layout fits.
+    """
+    best = alone(hidden, lanes, steps)
+    if best is None or layers == 1:
+        return best
+    least = 0.95 * layers * (steps * _step_us(best.shape) + _LAUNCH_US)
+    padded = -(-hidden // 64) * 64
+    for units in (16, 32):
+        for groups in range(1, min(MULTIPROCESSORS * units // padded, -(-lanes // 8)) + 1):
+            shape = _dealt(padded, units, groups, lanes, THREADS // units)
+            streams = min(layers, MULTIPROCESSORS // shape.blocks)
+            if not shape.fits or streams < 2:
+                continue
+            # Short chunks begin and end sooner, and are launched more often.
+            chunk = min(steps, max(8, round((20 * steps / (streams - 1)) ** 0.5)))
+            chunks = -(-steps // chunk)
+            rounds = chunks + layers - 1 if streams == layers else -(-layers // streams) * chunks + streams - 1
+            took = rounds * (chunk * _step_us(shape) + _LAUNCH_US)
+            if took < least:
+                back = replace(shape, cluster=4)
+                # Of many small layers one may have to wait for its turn: backward in clusters is worth it.
+                together = back.fits and (streams * shape.blocks <= CLUSTERED[4] or shape.blocks <= 16)
+                best, least = Wave(shape, streams, chunk, back if together else None), took
+    return best
+
+
+_LAUNCH_US = 60.0  # what comes with each chunk forward and backward: two launches, small matrix products
+
+
+def _step_us(shape: LayerShape) -> float:
+    """Microseconds of a step, forward and backward, as measured on an H200: latency, what is read of other blocks, the block's own
+    cells, and the weights that it reads from shared memory.
+    """
+    if shape.near:
+        return 2.1 + 0.0012 * shape.hidden
+    gathered, cells = shape.hidden * shape.lanes / 512, shape.units * shape.lanes
+    spilled = (shape.k_blocks - shape.in_registers) * shape.units / 16
+    return shape.passes * (2.6 + 0.035 * gathered + 0.0038 * cells + 0.75 * spilled)

@@ -1,0 +1,92 @@
+"""The LSTM layer for Hopper GPUs in bf16 and fp16: one launch for a whole sequence, weights kept on the chip (`persistent.cu`).
+
+What it can run, and on which layout; the work itself is in `wave` (streams, autograd) and `recurrence` (launches).
+
+Shapes: T time, B lane, I input, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from carrywave.kernels.carry import Carry
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.cuda.casting import HALVES
+from carrywave.kernels.hopper import wave
+from carrywave.kernels.hopper.layout import MULTIPROCESSORS, Wave, alone, shape_for, wave_for
+from carrywave.kernels.lengths import reversed_steps
+from carrywave.kernels.weights import Layer
+
+_standing_aside: list[str] = []
+
+
+def stand_aside(why: str) -> None:
+    """From now on it refuses every layer in this process, for this reason."""
+    _standing_aside[:] = [why]
+
+
+def refusal(x_TBI: Tensor, weights: Layer) -> str:
+    """Why this backend cannot run the layer; empty where it can."""
+    if not x_TBI.is_cuda:
+        return "x is not on a GPU"
+    if x_TBI.dtype not in HALVES:
+        return f"it computes in bf16 and fp16, not in {str(x_TBI.dtype).removeprefix('torch.')}"
+    if _standing_aside:
+        return _standing_aside[0]
+    if weights[0].w_hr is not None:
+        return "it knows no projection"
+    if weights[0].w_ih.dtype not in (torch.float32, x_TBI.dtype):
+        return f"its weights are float32 or of x's dtype, not {str(weights[0].w_ih.dtype).removeprefix('torch.')}"
+    if shape_for(weights[0].w_hh.shape[1], x_TBI.shape[1]) is None:
+        return f"{weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
+    return _device_refusal(x_TBI.device.index or 0)
+
+
+def pays(x_TBI: Tensor, weights: Layer) -> bool:
+    """Whether it is faster than cuDNN within a CUDA graph, as measured on an H200 (docs/kernels.md): where the lanes go through a wide
+    layer in many passes it is not, nor for a few steps of the narrow layers for which cuDNN has a kernel of this kind, in fp16.
+    """
+    shape = shape_for(weights[0].w_hh.shape[1], x_TBI.shape[1])
+    tiny = x_TBI.dtype == torch.float16 and weights[0].w_hh.shape[1] <= 64 and x_TBI.shape[0] < 32
+    return not tiny and (shape is None or shape.passes <= 2 or shape.passes * shape.hidden <= 3072)
+
+
+@cache
+def _device_refusal(device: int) -> str:
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "it needs a Hopper GPU (compute capability 9.0)"
+    if torch.cuda.get_device_properties(device).multi_processor_count < MULTIPROCESSORS:
+        return f"it needs {MULTIPROCESSORS} multiprocessors"
+    missing = nvrtc.available()
+    return f"CUDA code cannot be compiled here ({missing})" if missing else ""
+
+
+def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
+    """One layer: outputs [T, B, H·D] and the carry at each lane's real end. Weights and carry may have a wider dtype than x."""
+    steps, lanes = x_TBI.shape[:2]
+    whole = alone(weights[0].w_hh.shape[1], lanes, steps)
+    if whole is None:
+        raise ValueError(f"{weights[0].w_hh.shape[1]} units and {lanes} lanes do not fit; ask `refusal` first")
+    ys, ends = [], []
+    for direction, each in enumerate(weights):
+        x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)
+        start = Carry(carry.h[direction : direction + 1], carry.c[direction : direction + 1])
+        y_TBH, [end] = wave.run(x, (start,), (each,), (None,), lengths_B, whole)
+        ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
+        ends.append(end)
+    if len(ys) == 1:
+        return ys[0], ends[0]
+    return torch.cat(ys, dim=-1), Carry(*(torch.cat(parts) for parts in zip(*ends, strict=True)))
+
+
+def wave_of(x_TBI: Tensor, layers: Sequence[Layer]) -> Wave | None:
+    """How layers that this backend can run go through the chip together; None where they should run one by one."""
+    widths = {direction.w_hh.shape[1] for layer in layers for direction in layer}
+    if len(layers) < 2 or len(widths) > 1 or any(len(layer) > 1 for layer in layers):
+        return None
+    found = wave_for(len(layers), widths.pop(), x_TBI.shape[1], x_TBI.shape[0])
+    return found if found is not None and found.streams > 1 else None

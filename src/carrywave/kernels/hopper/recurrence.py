@@ -1,0 +1,212 @@
+"""The functions of `persistent.cu`, `packing.cu` and `lengths.cu`, as Python calls over tensors.
+
+Shapes: T time, B lane, I input (J padded to a multiple of 8), H hidden (P padded to a multiple of 64), G = 4H; Q = 4P, gates
+interleaved; S = T + 1; E groups of lanes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.cuda.casting import EACH, HALVES, padded_rows
+from carrywave.kernels.hopper.layout import MULTIPROCESSORS, THREADS, LayerShape
+from carrywave.kernels.weights import LayerWeights
+
+SOURCE, PACKING, LENGTHS = "persistent.cu", "packing.cu", "lengths.cu"
+_MOST_SORTED = 1024  # lanes, by the own kernel
+
+
+class Packed(NamedTuple):
+    """The weights of a layer in the kernel's order and dtype."""
+
+    w_ih_QJ: Tensor
+    w_hh_QP: Tensor
+    turned_PQ: Tensor | None  # the recurrent ones transposed, for backward
+    bias_Q: Tensor
+
+
+class Dealt(NamedTuple):
+    """Lengths, and the lanes from the longest to the shortest: None where every step is real."""
+
+    order_B: Tensor | None
+    lengths_B: Tensor | None
+
+
+def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
+    """The weights cast, padded and reordered, for inputs of this pitch."""
+    hidden, inputs, padded = weights.w_hh.shape[1], weights.w_ih.shape[1], shape.hidden
+    given = [None if each is None else readable(each, like, weights.w_ih.dtype) for each in weights[:4]]
+    turned = like.new_empty(padded, 4 * padded) if transposed else None
+    packed = Packed(like.new_empty(4 * padded, pitch), like.new_empty(4 * padded, padded), turned, like.new_empty(4 * padded))
+    halves = int(weights.w_ih.dtype == like.dtype)
+    grid = (-(-max(pitch, padded) // 32), padded // 8, 2)
+    _simple("pack_weights", like)(grid, (32, 8), *given, halves, hidden, inputs, *packed, padded, pitch)
+    return packed
+
+
+def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
+    """A buffer for h at every step, [S, B, P]: the first is given, the others are yet to come."""
+    lanes, hidden = h_BH.shape
+    hs_SBP = like.new_empty(steps + 1, lanes, shape.hidden)
+    words = 0 if shape.near else steps * lanes * shape.hidden // 8
+    given = readable(h_BH, like)
+    halves = int(given.dtype == like.dtype)
+    _simple("prepare", like)(_waves(words), (256, 1), hs_SBP[1:], words, given, halves, lanes, hidden, shape.hidden, hs_SBP, None, 0)
+    return hs_SBP
+
+
+def gradients(gates_NQ: Tensor, shape: LayerShape, launches: int) -> tuple[Tensor, Tensor]:
+    """A buffer for the gradients of the gates, which are yet to come; and for each launch a ring for what blocks swap by way of memory."""
+    grads_NQ = torch.empty_like(gates_NQ)
+    words_of_ring = 0 if shape.cluster else 4 * shape.blocks * 4 * shape.units * shape.lanes
+    ring = gates_NQ.new_empty(launches, words_of_ring, dtype=torch.int32)
+    if shape.near:  # nobody looks into it before it is written
+        return grads_NQ, ring
+    words = grads_NQ.numel() // 8
+    _simple("prepare", gates_NQ)(_waves(words), (256, 1), grads_NQ, words, None, 0, 0, 0, 0, None, ring, ring.numel() // 4)
+    return grads_NQ, ring
+
+
+def forward(
+    shape: LayerShape,
+    packed: Packed,
+    hs_SBP: Tensor,
+    gates_NQ: Tensor,
+    cells_TBP: Tensor | None,
+    first_c_BP: Tensor,
+    last_c_BP: Tensor,
+    dealt: Dealt,
+) -> None:
+    """Fills h, gates and cells of all steps, and the last c. Without cells nothing is kept for backward."""
+    steps, lanes = hs_SBP.shape[0] - 1, hs_SBP.shape[1]
+    run = _recurrent("lstm_forward", shape, hs_SBP)
+    run(
+        (shape.blocks, 1, 1), (THREADS, 1), packed.w_hh_QP, hs_SBP, gates_NQ, cells_TBP, first_c_BP, last_c_BP,
+        *dealt, lanes, shape.groups, steps, int(cells_TBP is not None), cooperative=not shape.near,
+    )  # fmt: skip
+
+
+def prepare_backward(shape: LayerShape, like: Tensor) -> None:
+    """Compile it. If it cannot be had, that is said while another backend can still take over."""
+    _recurrent("lstm_backward", shape, like)
+
+
+def backward(
+    shape: LayerShape,
+    turned_PQ: Tensor,
+    gates_NQ: Tensor,
+    cells_TBP: Tensor,
+    first_c_BP: Tensor,
+    grad_y_TBP: Tensor,
+    grad_last: tuple[Tensor | None, Tensor | None],
+    grads_NQ: Tensor,
+    grad_first: tuple[Tensor, Tensor],
+    bias_EQ: Tensor,
+    ring: Tensor,
+    dealt: Dealt,
+) -> None:
+    """Fills the gradients of the gates, of the first h and c, and of the bias (for each group of lanes)."""
+    steps, lanes = cells_TBP.shape[:2]
+    run = _recurrent("lstm_backward", shape, grads_NQ)
+    run(
+        (shape.blocks, 1, 1), (THREADS, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
+        bias_EQ, ring, *dealt, lanes, shape.groups, steps, cooperative=not shape.near,
+    )  # fmt: skip
+
+
+def unpack(
+    grad_ih_QJ: Tensor | None, grad_hh_QP: Tensor | None, bias_EQ: Tensor, like: Tensor, hidden: int, inputs: int, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The gradients of the weights in torch's order: [G, I], [G, H], and [2, G], once for each bias."""
+    pitch = 0 if grad_ih_QJ is None else grad_ih_QJ.shape[1]
+    dw_ih = None if grad_ih_QJ is None else like.new_empty(4 * hidden, inputs, dtype=dtype)
+    dw_hh = None if grad_hh_QP is None else like.new_empty(4 * hidden, hidden, dtype=dtype)
+    db = like.new_empty(2, 4 * hidden, dtype=dtype)
+    groups, padded = bias_EQ.shape[0], bias_EQ.shape[1] // 4
+    grid = (-(-max(inputs, hidden) // 128), -(-4 * hidden // 8), 2)
+    _simple("unpack_gradients", like)(
+        grid, (32, 8), grad_ih_QJ, grad_hh_QP, bias_EQ, groups, int(dtype == like.dtype),
+        hidden, inputs, dw_ih, dw_hh, db, padded, pitch,
+    )  # fmt: skip
+    return dw_ih, dw_hh, db
+
+
+def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[Dealt]:
+    """For each chunk, how much of it each lane has, and the lanes from the longest to the shortest."""
+    lanes, chunks = lengths_B.shape[0], -(-steps // chunk_steps)
+    if lanes > _MOST_SORTED:
+        order_B = torch.argsort(lengths_B, descending=True, stable=True).to(torch.int32)
+        firsts = range(0, steps, chunk_steps)
+        return [Dealt(order_B, (lengths_B - first).clamp(0, min(chunk_steps, steps - first)).to(torch.int32)) for first in firsts]
+    order_B, left_CB = like.new_empty(lanes, dtype=torch.int32), like.new_empty(chunks, lanes, dtype=torch.int32)
+    _simple("deal", like, LENGTHS)(
+        (1, 1, 1), (-(-lanes // 32) * 32, 1), _words(lengths_B), lanes, steps, chunk_steps, chunks, order_B, left_CB
+    )
+    return [Dealt(order_B, left_B) for left_B in left_CB]
+
+
+def real_rows(x_TBI: Tensor, lengths_B: Tensor) -> Tensor:
+    """[N, J]: the rows, zeros where a step is not real, whatever stands there, nan too; padded as by `aligned`."""
+    steps, lanes, inputs = x_TBI.shape
+    x = padded_to(x_TBI, inputs, x_TBI.dtype)
+    rows_NJ = x.new_empty(steps * lanes, -(-inputs // 8) * 8)
+    grid = (max(1, min(MULTIPROCESSORS * 16, -(-len(rows_NJ) // 8))), 1, 1)
+    _simple("real_rows", x, LENGTHS)(grid, (32, 8), x, _words(lengths_B), lanes, len(rows_NJ), inputs, rows_NJ.shape[1], rows_NJ)
+    return rows_NJ
+
+
+def last_state(hs_SBP: Tensor, lengths_B: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
+    """[B, H]: h of each lane after its last real step, which is the one it began with where it has none."""
+    steps, lanes, padded = hs_SBP.shape[0] - 1, *hs_SBP.shape[1:]
+    last_BH = hs_SBP.new_empty(lanes, hidden, dtype=dtype if dtype == hs_SBP.dtype else torch.float32)
+    grid = (-(-hidden // 128), lanes, 1)
+    halves = int(last_BH.dtype == hs_SBP.dtype)
+    _simple("last_state", hs_SBP, LENGTHS)(grid, (128, 1), hs_SBP, _words(lengths_B), lanes, steps, hidden, padded, halves, last_BH)
+    return last_BH.to(dtype)
+
+
+def _words(lengths_B: Tensor) -> Tensor:
+    return lengths_B.to(torch.int64).contiguous()
+
+
+def readable(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """As the simple functions read it: contiguous, in float32 or in the half dtype itself."""
+    dtype = dtype or x.dtype
+    return x.to(dtype if dtype in (torch.float32, like.dtype) else torch.float32).contiguous()
+
+
+def padded_to(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Contiguous, in this dtype, with zeros for the padded units."""
+    if dtype in HALVES and x.shape[-1] != width:
+        return padded_rows(x.reshape(-1, x.shape[-1]), dtype, width).view(*x.shape[:-1], width)
+    cast = x.to(dtype).contiguous()
+    cast = cast.clone() if cast.data_ptr() % 16 else cast  # a part of another tensor may begin anywhere
+    return cast if cast.shape[-1] == width else functional.pad(cast, (0, width - cast.shape[-1]))
+
+
+def aligned(x_NI: Tensor) -> Tensor:
+    """The rows, padded with zeros to a multiple of 8 numbers: matrix products of other widths take three times as long."""
+    return padded_rows(x_NI, x_NI.dtype) if x_NI.shape[1] % EACH else x_NI
+
+
+def _fp16(like: Tensor) -> bool:
+    return like.dtype == torch.float16
+
+
+def _recurrent(name: str, shape: LayerShape, like: Tensor) -> nvrtc.Kernel:
+    return nvrtc.kernel(SOURCE, name, shape.constants(fp16=_fp16(like)), shape.shared_bytes, like.get_device())
+
+
+def _simple(name: str, like: Tensor, source: str = PACKING) -> nvrtc.Kernel:
+    """One of the functions that do not depend on the shape."""
+    return nvrtc.kernel(source, name, (("FP16", int(_fp16(like))),), 0, like.get_device())
+
+
+def _waves(words: int) -> tuple[int, int, int]:
+    """Blocks of 256 threads for a loop over so many words: enough to fill the chip."""
+    return max(1, min(MULTIPROCESSORS * 8, -(-words // 256))), 1, 1

@@ -1,0 +1,1 @@
+"""Starts workers on this host, watches them, restarts them, and reports how they ended."""

@@ -1,0 +1,137 @@
+"""`fit(devices=N)` in a user's script: the workers run the same script again, and this keeps the books on which call of `fit` is meant.
+
+In the process that the user started, a call with several devices starts workers and returns what rank 0 tells of its result. In a worker,
+calls before that one return at once with what they gave there; the call itself does the work, and the worker ends with it, so that what
+follows in the script happens once. Calls are counted in the order in which the script makes them, those with one device too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from carrywave.errors import UserError, WorkerError
+from carrywave.launch import exit_reports
+from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, Ended
+from carrywave.launch.launcher import RESTARTS, start
+from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.startup import environment
+from carrywave.parallel.startup.launcher_env import is_first
+
+CALL = "CARRYWAVE_FIT"  # in a worker: which call is meant, from 0
+EARLIER = "CARRYWAVE_FIT_EARLIER"  # in a worker: the file with the results of the calls before it
+RESULT = "CARRYWAVE_FIT_RESULT"  # in a worker: the file for the result of this one
+VALUED = ("-W", "-X", "--check-hash-based-pycs")  # options of Python that take the next word
+
+FAILED = "failed"  # the class of the error, in what is told of a call that raised one
+
+Told = dict[str, Any]  # a result, as JSON can hold it
+
+_results: list[Told | None] = []  # of the calls that this process has begun; None: not ended
+
+
+def begin() -> Told | None:
+    """Count a call of `fit`; to be called first in each. What it gave in the process that started this one; None: do the work."""
+    environment.check()
+    _results.append(None)
+    heartbeat.start()
+    if CALL not in os.environ:
+        return None
+    number = len(_results) - 1
+    if number >= int(os.environ[CALL]):
+        return None
+    told: Told | None = json.loads(Path(os.environ[EARLIER]).read_text(encoding="utf-8"))[number]
+    _results[number] = told
+    if told is not None and FAILED in told:
+        Ended(MISTAKE, told["message"], told[FAILED]).check()
+    return told
+
+
+def remember(told: Told) -> None:
+    """Keep the result of the call that was begun last, for the workers of later ones."""
+    _results[-1] = told
+
+
+def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None) -> Told:
+    """Start workers that run this script again up to the call begun last, and wait for its result."""
+    command = script_command()
+    with tempfile.TemporaryDirectory(prefix="carrywave-") as name:
+        earlier, result = Path(name) / "earlier.json", Path(name) / "result.json"
+        earlier.write_text(json.dumps(_results[:-1]), encoding="utf-8")
+        variables = {CALL: str(len(_results) - 1), EARLIER: str(earlier), RESULT: str(result)}
+        start(command, devices, environment=variables, restarts=restarts, min_devices=min_devices).check()
+        if not result.exists():
+            raise WorkerError(
+                "the workers ended before they came to this call of fit; call it at the top of the script, under no condition"
+            )
+        remember(json.loads(result.read_text(encoding="utf-8")))
+    told = _results[-1]
+    assert told is not None
+    return told
+
+
+def is_script_worker() -> bool:
+    """Whether this process runs a script again as one of its workers."""
+    return CALL in os.environ
+
+
+@contextmanager
+def working() -> Iterator[None]:
+    """The body of a call, after `begin`. A failure ends a worker here, whatever the script would do about it: the process that
+    started it raises the same, and there the script goes on; workers of later calls are told, and raise it in their turn."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        where = exit_reports.folder()
+        if not is_script_worker() or where is None:
+            remember({FAILED: type(error).__name__, "message": str(error)})
+            raise
+        if isinstance(error, UserError):
+            exit_reports.leave(where, "user", MISTAKE, str(error), error)
+            sys.exit(MISTAKE)
+        if isinstance(error, KeyboardInterrupt):
+            exit_reports.leave(where, "user", INTERRUPTED, str(error) or "interrupted", error)
+            sys.exit(INTERRUPTED)
+        from carrywave.parallel.liveness import lost_contact
+
+        if lost_contact.lost(error):
+            said = lost_contact.of(error)
+            exit_reports.leave(where, "lost", FAULT, str(said), error, with_trace=True, peer=said.rank)
+        else:
+            exit_reports.leave(where, "fault", FAULT, f"{type(error).__name__}: {error}", error, with_trace=True)
+        sys.exit(FAULT)
+
+
+def finish(told: Told) -> NoReturn:
+    """The end of a worker: rank 0 leaves the result for the process that started it."""
+    if is_first():
+        path = Path(os.environ[RESULT])
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(told), encoding="utf-8")
+        part.replace(path)
+    sys.exit(0)
+
+
+def script_command() -> list[str]:
+    """The command that runs this program again: `python script.py …` or `python -m module …`, with the interpreter's own options."""
+    words = list(sys.orig_argv[1:])
+    options: list[str] = []
+    while words and words[0].startswith("-") and words[0] != "-" and not words[0].startswith(("-m", "-c")):
+        options.append(words.pop(0))
+        if options[-1] in VALUED and words:
+            options.append(words.pop(0))
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not words or words[0] == "-" or words[0].startswith("-c") or main is None or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        raise WorkerError(
+            "workers run the same program again, and this one is not in a file (a notebook, a prompt, -c or stdin); "
+            "put the code into a file and run it with python, or start it with torchrun"
+        )
+    if not words[0].startswith("-m"):
+        words[0] = os.path.abspath(main)  # the folder may have been changed since
+    return [sys.executable, *options, *words]

@@ -1,0 +1,179 @@
+"""One attempt: workers are started together, watched, and end together. Signals are passed on to them, and what they print is kept.
+
+A signal is passed on once, and the workers finish their step and write a snapshot; a second one ends them there and then. When one dies,
+the others are of no more use, and are ended after a moment in which they may say what they know; after a mistake of the user, which all
+may be about to name, they have longer. One that gives no sign of life is ended like one that has died.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from carrywave.launch import exit_reports
+from carrywave.launch.exit_reports import INTERRUPTED, MISTAKE, STOPPED, Ended
+from carrywave.launch.signals import ECHO_SECONDS, let_go_of_terminal, wanted
+from carrywave.launch.worker_logs import Outputs
+from carrywave.parallel.liveness import heartbeat
+
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 5.0  # after a mistake: for workers to name it too, then again to end when told to
+FAULT_SECONDS = 1.5  # after an error of our own, which the others may meet too
+DEATH_SECONDS = 0.2  # after a death: nobody has anything to add
+
+
+class Signals:
+    """Within its context, signals that ask for an end are noted, to be passed on."""
+
+    def __init__(self) -> None:
+        self.noted: list[int] = []
+        self.asked: int | None = None  # the first
+        self._before: dict[int, object] = {}
+        self._last = 0, 0.0  # signal, and when: the same again in the same moment is the same request
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in wanted((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            let_go_of_terminal()
+        before, now = self._last, time.monotonic()
+        self._last = number, now
+        if number == signal.SIGINT or number != before[0] or now - before[1] > ECHO_SECONDS:
+            self.noted.append(number)
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """Who is to be started: the worker of each rank here with its own variables, of so many in all."""
+
+    command: Sequence[str]
+    shared: Mapping[str, str]
+    own: Mapping[int, Mapping[str, str]]  # by rank
+    size: int
+
+
+@dataclass(frozen=True)
+class AttemptOutcome:
+    """How an attempt went."""
+
+    ended: Ended
+    steps: int  # that the training went on by
+    run: Path | None  # the folder of the run, where it came so far
+    outputs: Outputs
+
+
+def carry_out(crew: WorkerGroup, folder: Path, signals: Signals) -> AttemptOutcome:
+    """Start the workers, and wait for their end. The folder is made, for what this attempt needs."""
+    told, beats = folder / "causes", folder / "beats"
+    for made in (told, beats):
+        made.mkdir(parents=True)
+    outputs = Outputs(folder / "logs")
+    shared = {**crew.shared, exit_reports.FOLDER: str(told), heartbeat.FOLDER: str(beats), "CARRYWAVE_PARENT": str(os.getpid())}
+    workers: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        for rank, own in crew.own.items():
+            out, err = outputs.of(rank)
+            # A process group of its own: Ctrl-C reaches this process alone, which passes it on once.
+            workers[rank] = subprocess.Popen(crew.command, env={**os.environ, **shared, **own}, process_group=0, stdout=out, stderr=err)
+        watch = _Watch(workers, signals, told, outputs, heartbeat.Listener(beats, _pids(workers), time.monotonic()))
+        watch.until_all_have_ended()
+    finally:
+        _kill(workers)
+        outputs.pass_on()
+    codes = {rank: worker.returncode for rank, worker in workers.items()}
+    found = exit_reports.read(told)
+    for cause in found.values():
+        outputs.add(cause.rank, cause.trace or cause.message)
+    ended = exit_reports.ended(codes, found, size=crew.size, asked=signals.asked, killed=watch.killed, silent=watch.silent)
+    return AttemptOutcome(ended, watch.listener.steps, exit_reports.run_of(told), outputs)
+
+
+class _Watch:
+    """Watches running workers to their end."""
+
+    def __init__(
+        self, workers: Mapping[int, subprocess.Popen[bytes]], signals: Signals, told: Path, outputs: Outputs, listener: heartbeat.Listener
+    ) -> None:
+        self.workers, self.signals, self.told, self.outputs, self.listener = workers, signals, told, outputs, listener
+        self.killed: set[int] = set()  # those that had to be ended from here
+        self.silent: dict[int, str] = {}  # those that gave no sign of life, and what is to be said
+        self._deadline: float | None = None
+        self._harder = signal.SIGKILL
+
+    def until_all_have_ended(self) -> None:
+        while running := {rank: worker for rank, worker in self.workers.items() if worker.poll() is None}:
+            self.outputs.pass_on()
+            if self._pass_on_signals(running):
+                return
+            now = time.monotonic()
+            failed = self.listener.failed(running, now)
+            if self._deadline is None and failed is not None:
+                self.silent[failed[0]] = failed[1]
+                self._end(running)
+            elif self._deadline is None and (grace_seconds := self._since_a_failure()) is not None:
+                self._deadline = now + grace_seconds
+            elif self._deadline is not None and now > self._deadline:
+                for worker in running.values():
+                    worker.send_signal(self._harder)
+                self.killed |= set(running)
+                self._harder, self._deadline = signal.SIGKILL, now + GRACE_SECONDS
+            time.sleep(POLL_SECONDS)
+
+    def _pass_on_signals(self, running: Mapping[int, subprocess.Popen[bytes]]) -> bool:
+        """Whether it was the second, and all are ended."""
+        while self.signals.noted:
+            number = self.signals.noted.pop(0)
+            if self.signals.asked is not None and number != signal.SIGHUP:
+                self._end(running)
+                return True
+            if self.signals.asked is not None:
+                continue
+            self.signals.asked = number
+            for worker in running.values():
+                worker.send_signal(number)
+        return False
+
+    def _end(self, running: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        _kill(running)
+        self.killed |= set(running)
+
+    def _since_a_failure(self) -> float | None:
+        """How long the others may still run, where one has failed. Stopping in good order is no failure: others still write their part."""
+        for rank, worker in self.workers.items():
+            code = worker.returncode
+            spoke = (self.told / f"{rank}.json").exists()
+            if code in (None, 0) or (code in (STOPPED, INTERRUPTED) and not spoke):
+                continue
+            if code in (MISTAKE, STOPPED, INTERRUPTED):
+                self._harder = signal.SIGTERM
+                return GRACE_SECONDS
+            return FAULT_SECONDS if spoke else DEATH_SECONDS
+        return None
+
+
+def _pids(workers: Mapping[int, subprocess.Popen[bytes]]) -> dict[int, int]:
+    return {rank: worker.pid for rank, worker in workers.items()}
+
+
+def _kill(workers: Mapping[int, subprocess.Popen[bytes]]) -> None:
+    for worker in workers.values():
+        if worker.poll() is None:
+            worker.kill()
+    for worker in workers.values():
+        worker.wait()

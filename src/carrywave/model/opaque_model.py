@@ -1,0 +1,102 @@
+"""`Whole`: any nn.Module as a model of one piece. It cannot be cut into stages or chunks of time, but lanes can be shared by replicas."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import UserError
+from carrywave.kernels import random
+from carrywave.model.dropout import keyed
+from carrywave.model.foreign_parameters import Audit
+from carrywave.model.stage import checked_score
+from carrywave.model.state import Chunk, State
+
+Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+
+
+class Whole(nn.Module):
+    """A module that maps inputs [T, B, …] to whatever its loss reads; it is given `lengths` [B] too where its forward takes them.
+
+    The loss, `loss(out, target) -> (sum, count)`, is the module's own or given. `pooled`, given or on the module, says that there is
+    one target for each lane. Its nn.Dropout becomes keyed. Parameters keep the names that they have in the module.
+    """
+
+    reads_whole = True
+    has_encoder = has_head = scores = True
+    width_in = width_out = width_head = 0
+    layers = range(0)
+
+    def __init__(self, module: nn.Module, loss: Loss | None = None, *, pooled: bool | None = None) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise UserError(f"a trainer trains a cw.Model or an nn.Module, got {type(module).__name__}; wrap it in one")
+        own = getattr(module, "loss", None)
+        if loss is None and not callable(own):
+            raise UserError(
+                f"the module {type(module).__name__} has no loss; give loss=..., a function (out, target) -> (sum, count), "
+                "or wrap your modules: cw.Model(encoder, lstm, head)"
+            )
+        self.pooled = bool(getattr(module, "pooled", False)) if pooled is None else pooled
+        self.module = keyed(module, "module")
+        self._loss: Any = loss or own
+        self.audit: Audit | None = None  # looks at what is computed from what, in the steps that it is set for
+        self._takes_lengths = "lengths" in inspect.signature(module.forward).parameters
+
+    @property
+    def has_output(self) -> bool:
+        """Its output is what its loss reads."""
+        return True
+
+    @property
+    def head(self) -> nn.Module:
+        """The module itself, for messages."""
+        return self.module
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return next(self.module.parameters()).dtype
+
+    def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
+        """It keeps no state."""
+        return State(())
+
+    def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Any, Any, State]:
+        """The module's output."""
+        x = x.to(self.dtype) if x.is_floating_point() else x
+        if self.audit is not None:
+            self.audit.enter(x)
+        with random.scope(chunk.key, chunk.lanes, chunk.start):
+            out = self.module(x, lengths=chunk.lengths) if self._takes_lengths else self.module(x)
+        return out, out, state
+
+    def loss(self, y: Any, state: State, target: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Loss sum and count."""
+        with random.scope(chunk.key, chunk.lanes, chunk.start, pooled=self.pooled):
+            score = self._loss(y, target.to(self.dtype) if target.is_floating_point() else target)
+        scored = checked_score(score, f"loss of the module {type(self.module).__name__}")
+        if self.audit is not None:
+            self.audit(scored[0])
+        return scored
+
+    def output(self, y: Any, state: State, chunk: Chunk) -> Any:
+        """What metrics read."""
+        return y
+
+    def score(self, out: Any, y: Any, state: State, target: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Loss sum and count, from the output."""
+        return self.loss(out, state, target, chunk)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""Who is alive: heartbeats, lost contact, and why a worker failed."""

@@ -1,0 +1,134 @@
+"""Signs of life between workers that another launcher started, on one host or several: each looks after the next in a ring.
+
+A worker whose process ends is missed at once: its connections close. One that is stopped keeps them open, and the others would wait for
+the timeout of a message. So every worker counts up in the store where they met, and its neighbour ends itself, with one line, when the
+count stands still: the launcher then ends or restarts them all. While steps follow each other the limit is short; before and after, when
+long work may hold the interpreter's lock, it is that of a message. Where the silent worker is on the same host it is killed as well: a
+launcher's polite signal would not reach one that is stopped. Workers of a local launch are watched by the process that started them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.liveness.failure_file import folder, leave
+from carrywave.parallel.startup.rendezvous import identity, seconds_of
+from carrywave.parallel.world import TIMEOUT_SECONDS, World, shared_store
+
+FAULT = 1  # the exit code of one that gives up
+LEFT = "left"
+
+
+@contextmanager
+def watched(world: World) -> Iterator[None]:
+    """Within it, this worker shows that it lives, and looks after its neighbour."""
+    store = None if world.size == 1 or "CARRYWAVE_STORE" in os.environ else shared_store()
+    over = threading.Event()
+    threads: list[threading.Thread] = []
+    if store is not None and heartbeat.silent_seconds() < math.inf:
+        watch = _Watch(store, world.rank, world.size)
+        threads = [
+            threading.Thread(target=work, args=(over,), name="carrywave-neighbour", daemon=True) for work in (watch.talk, watch.look)
+        ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        heartbeat.rest()
+        over.set()
+        for thread in threads:
+            thread.join(heartbeat.BEAT_SECONDS)
+
+
+class _Silence:
+    """For how long something has said nothing new, counted in time in which this process ran."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._said: object = None
+
+    def after(self, said: object, passed: float) -> float:
+        self.seconds = 0.0 if said != self._said else self.seconds + passed
+        self._said = said
+        return self.seconds
+
+
+class _Watch:
+    """One worker's count, and its look at the next one's. One thread talks to the store, which may keep it waiting; the other looks."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.other = store, rank, (rank + 1) % size
+        self.limit_seconds = heartbeat.silent_seconds()
+        self.long_seconds = max(self.limit_seconds, seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS))
+        self.every_seconds = min(heartbeat.BEAT_SECONDS, self.limit_seconds / 5)
+        self.count = 0  # of turns of the talk
+        self.gone = False  # the store went with its process: every worker learns that by its own connections
+        self.heard: tuple[object, bool] | None = None  # the other's count, and whether it trains
+        self.known: dict[int, dict[str, Any]] = {}  # by rank: who keeps the store where it is a worker's, and the other
+
+    def talk(self, over: threading.Event) -> None:
+        """Count in the store, and read what the other has counted."""
+        try:
+            self.store.set(f"who/{self.rank}", json.dumps(identity(os.getpid())))
+            while not over.wait(self.every_seconds):
+                self.count += 1
+                self.store.set(f"beat/{self.rank}", json.dumps([self.count, heartbeat.is_training()]))
+                for rank in {0, self.other} - self.known.keys():
+                    if self.store.check([f"who/{rank}"]):
+                        self.known[rank] = json.loads(self.store.get(f"who/{rank}"))
+                if self.store.check([f"beat/{self.other}"]):
+                    count, training = json.loads(self.store.get(f"beat/{self.other}"))
+                    self.heard = count, bool(training)
+            self.store.set(f"beat/{self.rank}", json.dumps([LEFT, False]))
+        except RuntimeError:
+            self.gone = True
+
+    def look(self, over: threading.Event) -> None:
+        """Give up when the other, or the store, has said nothing for too long."""
+        other, store = _Silence(), _Silence()
+        before = time.monotonic()
+        while not over.wait(self.every_seconds) and not self.gone:
+            now = time.monotonic()
+            passed, before = min(now - before, 2 * self.every_seconds), now
+            # A process that holds its interpreter's lock for long says nothing either: not while it trains.
+            # Steps are taken by all: while one trains the other does, though its last word may be older.
+            training = heartbeat.is_training() or (self.heard is not None and self.heard[1])
+            limit_seconds = self.limit_seconds if training else self.long_seconds
+            if store.after(self.count, passed) > limit_seconds:
+                self._give_up(None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0, store.seconds)
+            if self.heard is None or self.heard[0] == LEFT:
+                continue
+            if other.after(self.heard, passed) > limit_seconds and store.seconds < 2 * self.every_seconds:
+                self._give_up(self.other, other.seconds)
+
+    def _give_up(self, rank: int | None, seconds: float) -> None:
+        """The rank fell silent; None: the launcher, which keeps the store."""
+        known = None if rank is None else self.known.get(rank)
+        if known is not None and rank != self.rank and known == identity(known["pid"]):  # this host's, and still the same process
+            with suppress(OSError):
+                os.kill(known["pid"], signal.SIGKILL)
+        where = "" if known is None else f" on {known['host']}"
+        met = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        who = f"{met}, where the workers met," if rank is None else f"rank {rank}{where}"
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+        said = f"{who} gave no sign of life for {seconds:.0f} s, since {since} (stopped, or out of reach?)"
+        # From a thread: the main one waits for a message that will not come.
+        where_told = folder()
+        if where_told is not None:
+            leave(where_told, "lost", FAULT, said, peer=rank)
+        else:
+            print(f"carrywave: rank {self.rank}: {said}", file=sys.stderr, flush=True)
+        os._exit(FAULT)

@@ -1,0 +1,1 @@
+"""How workers find each other, and what in the environment would keep them from it."""

@@ -1,0 +1,86 @@
+"""Network interfaces that the environment names for gloo and NCCL, looked at before anybody connects.
+
+So a name that is none is said in words, and on every worker. Torch would say it on the one that has it, while the others wait.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo
+
+from carrywave.errors import WorkerError
+from carrywave.parallel.startup.rendezvous import on_every_rank, reason
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def unreachable(*, on_gpu: bool) -> str:
+    """Why others cannot connect to this worker, as a sentence with its remedy; nothing where they can."""
+    there = [name for _, name in socket.if_nameindex()]
+    for variable, missing in ((GLOO, _missing_for_gloo(there)), (NCCL, _missing_for_nccl(there) if on_gpu else None)):
+        if missing is not None:
+            return (
+                f"{variable}={os.environ[variable]}: this host has no network interface {missing} "
+                f"(it has {', '.join(there)}); correct it, or unset it"
+            )
+    try:
+        _try_gloo()
+    except (RuntimeError, OSError) as error:
+        named = os.environ.get(GLOO)
+        which = f"through {named} ({GLOO})" if named else "by its own name"
+        return f"no connection can be made to this host {which}: {reason(error)}; set {GLOO} to one of {', '.join(there)}"
+    return ""
+
+
+def leads_home() -> bool:
+    """Whether gloo would tell the others an address that leads each of them to itself: what this host's own name stands for."""
+    if os.environ.get(GLOO):
+        return False
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None)
+        return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+    except (OSError, UnicodeError, ValueError):
+        return True  # torch then takes loopback too
+
+
+def check_hosts(there: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse, on all workers alike, where one of them cannot be reached: as it was told to be, or by workers elsewhere."""
+    faults = [str(one["fault"]) for one in there]
+    several = len({(one["boot"], one["net"]) for one in there}) > 1
+    for rank, one in enumerate(there):
+        if faults[rank]:
+            raise on_every_rank(WorkerError(faults[rank] if len(set(faults)) == 1 else f"rank {rank}: {faults[rank]}"))
+        if several and one["home"]:
+            raise on_every_rank(
+                WorkerError(
+                    f"the name of host {one['host']} leads to loopback there, where other hosts cannot reach its rank {rank}; "
+                    f"set {GLOO} on it to the interface that they reach (eth0, say)"
+                )
+            )
+
+
+def _missing_for_gloo(there: list[str]) -> str | None:
+    named = os.environ.get(GLOO, "")
+    return next((name for name in named.split(",") if name not in there), None) if named else None
+
+
+def _missing_for_nccl(there: list[str]) -> str | None:
+    """NCCL takes the beginnings of names; = means a whole one, ^ all others."""
+    named = os.environ.get(NCCL, "")
+    if not named or named.startswith("^"):
+        return None
+    names = named.removeprefix("=").split(",")
+    fits = any(name == each if named.startswith("=") else name.startswith(each) for name in there for each in names)
+    return None if fits else named
+
+
+def _try_gloo() -> None:
+    """What torch will do: it listens for a moment at the address that it would use."""
+    named = os.environ.get(GLOO, "")
+    for name in named.split(",") if named else [""]:
+        ProcessGroupGloo.create_device(interface=name) if name else ProcessGroupGloo.create_default_device()

@@ -1,0 +1,254 @@
+"""Where workers meet before they can talk: a store that holds a few words, as a file or at an address; who is there, and who is missing.
+
+Every worker says in the store that it is there, so that one that stays away is named after a minute, instead of a silence of half an hour.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from carrywave.errors import UserError, WorkerError
+from carrywave.parallel.startup import native_logs
+
+START_SECONDS = 60.0
+NAMED = 8  # ranks in a message
+
+
+def number(name: str) -> int:
+    """One of the launcher's variables."""
+    text = os.environ.get(name)
+    if text is None:
+        given = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
+        hint = " (under srun to SLURM_LOCALID)" if name == "LOCAL_RANK" else ""
+        raise WorkerError(f"{given} is set and {name} is not; start the workers with torchrun, or set it too{hint}")
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise WorkerError(f"{name}={short(text)} is not a whole number >= 0; correct it, or start the workers with torchrun")
+    return int(text)
+
+
+def start_seconds() -> float:
+    """How long to wait for workers that do not show up."""
+    return seconds_of("CARRYWAVE_START_SECONDS", START_SECONDS)
+
+
+def seconds_of(name: str, usual: float) -> float:
+    """A limit that the user may set."""
+    text = os.environ.get(name, str(usual))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise WorkerError(f"{name}={text} is not a number of seconds; use {usual:g}, say")
+    return seconds
+
+
+def find_store(rank: int, size: int, seconds: float) -> Store:
+    """Where the workers meet: a file of a local launch, the store of torchrun's agent, or one that rank 0 opens."""
+    timeout = timedelta(seconds=seconds)
+    path = os.environ.get("CARRYWAVE_STORE")
+    if path:
+        # Without a number of workers: with one, torch removes the file as soon as that many of its own copies are gone.
+        store: Store = FileStore(path)
+        store.set_timeout(timeout)
+        return store
+    address = os.environ.get("MASTER_ADDR")
+    if not address:
+        raise WorkerError("RANK is set and MASTER_ADDR is not; start the workers with torchrun, or set it to the host of rank 0")
+    port = number("MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise WorkerError(f"MASTER_PORT={port} is not a port; use a number from 1 to 65535")
+    # Torch's word for: the launcher has opened the store, and rank 0 need not.
+    opened = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return open_store(address, port, rank == 0 and not opened, seconds)
+
+
+def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore:
+    """The store at an address: the first opens it there, the others find it.
+
+    Where the address is a number, the first listens there alone; a name may lead elsewhere for the others, so that it listens on all of
+    its interfaces. It reaches its own store by the shortest way: the address may be one that only the others can use.
+    """
+    nobody = WorkerError(f"nothing answers at {address}:{port} within {seconds:g} s; start rank 0 there, or correct the address and port")
+    try:
+        socket.getaddrinfo(address, port)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "no name of a host"
+        raise WorkerError(f"the host {short(address)} is not known ({why}); correct the address where rank 0 is") from error
+    handle: int | None = None
+    if first:
+        handle = _listen(address, port)
+        address = "127.0.0.1" if handle is None else address
+    else:
+        _await_listener(address, port, seconds, nobody)
+    made: list[TCPStore | RuntimeError] = []
+
+    def make() -> None:
+        try:
+            with native_logs.silent():
+                made.append(
+                    TCPStore(
+                        address,
+                        port,
+                        None,
+                        first,
+                        timedelta(seconds=seconds),
+                        wait_for_workers=False,
+                        multi_tenant=True,
+                        master_listen_fd=handle,
+                    )
+                )
+        except RuntimeError as error:
+            made.append(error)
+
+    # In a thread, because torch waits without end for the greeting of a program that is no store.
+    thread = threading.Thread(target=make, name="carrywave-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not made:
+        raise nobody if first else WorkerError(f"another program than rank 0 answers at {address}:{port}; use a free port")
+    if isinstance(made[0], RuntimeError):
+        message = str(made[0]).lower()
+        if "eaddrinuse" in message or "address already in use" in message:
+            raise _taken(address, port) from made[0]
+        raise nobody from made[0]
+    return made[0]
+
+
+def _listen(address: str, port: int) -> int | None:
+    """The handle of a socket that listens at an address given as a number; None where it is a name, or none of this host."""
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return None
+    listener = socket.socket(socket.AF_INET if known.version == 4 else socket.AF_INET6)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise _taken(address, port) from error
+        if error.errno == errno.EACCES:
+            raise WorkerError(f"port {port} may not be opened by this user; use one from 1024 to 65535") from error
+        return None
+    return listener.detach()
+
+
+def _taken(address: str, port: int) -> WorkerError:
+    return WorkerError(f"port {port} on {address} is taken by another program; use a free one (MASTER_PORT, --master-port)")
+
+
+def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError) -> None:
+    """Torch would try the same, with a page of its own log for each attempt."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise nobody from error
+        time.sleep(0.1)
+
+
+def everyone(store: Store, rank: int, size: int, said: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
+    """Say that this worker is there, wait for the others, and return what each said of itself."""
+    store.set(_here(rank), json.dumps(dict(said)))
+    deadline = time.monotonic() + seconds
+    awaited = 0
+    try:
+        while awaited < size:
+            if store.check([_here(awaited)]):
+                awaited += 1
+            elif store.check(["absent"]):
+                raise _absent(json.loads(store.get("absent")), size, seconds)
+            elif time.monotonic() > deadline:
+                missing = list(islice((other for other in range(awaited, size) if not store.check([_here(other)])), NAMED + 1))
+                store.set("absent", json.dumps(missing))
+                time.sleep(1.0)  # the others read it too, before the store goes with this process
+                raise _absent(missing, size, seconds)
+            else:
+                time.sleep(0.05)
+        return [json.loads(store.get(_here(other))) for other in range(size)]
+    except RuntimeError as error:
+        raise WorkerError(f"rank {rank} of {size} lost the place where the workers meet ({short(str(error))}); start them again") from error
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _absent(missing: Sequence[int], size: int, seconds: float) -> UserError:
+    named = [str(rank) for rank in missing[:NAMED]]
+    if len(missing) > NAMED:
+        named.append("others")
+    who = f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}"
+    error = WorkerError(
+        f"{who} of {size} did not show up within {seconds:g} s; start every worker, and see that each reaches rank 0 "
+        "(CARRYWAVE_START_SECONDS waits longer)"
+    )
+    return on_every_rank(error, told_by=next((rank for rank in range(size) if rank not in missing), 0))
+
+
+def on_every_rank(error: UserError, told_by: int = 0) -> UserError:
+    """The error, marked as one that every worker raises and one of them tells."""
+    error.told_by = told_by
+    return error
+
+
+def short(value: str | None) -> str:
+    """A value for a message of one line."""
+    if value is None:
+        return "nothing"
+    return value if len(value) <= 60 else f"{value[:57]}…"
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, without the place in torch's source where it was raised."""
+    line = str(error).strip().partition("\n")[0]
+    return short(re.sub(r"^\[[^]]*\.\w+:\d+\]\s*", "", line).rstrip(".") or type(error).__name__)
+
+
+def identity(pid: int) -> dict[str, str | int]:
+    """What tells a process from all others, here and elsewhere, and from a later one of the same number."""
+    try:
+        born = _stat(pid)[19]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        space, net = (os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("pid", "net"))
+    except (OSError, IndexError):
+        host = socket.gethostname()
+        return {"host": host, "pid": pid, "born": f"unknown to {os.getpid()}", "boot": "", "space": "", "net": host}
+    return {"host": socket.gethostname(), "pid": pid, "born": born, "boot": boot, "space": space, "net": net}
+
+
+def is_gone(known: Mapping[str, Any]) -> bool:
+    """Whether a process, by its identity, is one of this host that has ended."""
+    own = identity(os.getpid())
+    if not own["boot"] or any(own[name] != known.get(name) for name in ("boot", "space")):
+        return False
+    try:
+        words = _stat(known["pid"])
+        return words[0] in "ZX" or words[19] != known["born"]
+    except (OSError, IndexError):
+        return True
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux tells of a process, from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -1,0 +1,1 @@
+"""Seconds and bytes of a plan, from measured profiles."""

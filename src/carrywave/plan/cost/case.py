@@ -1,0 +1,272 @@
+"""One plan on one shape of batch: how long each task takes, and the step that they make up together.
+
+`simulate` runs the schedule; `bounds` says without it what the step takes at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+from carrywave.plan.cost.cluster import Cluster, Placed, reduce_seconds
+from carrywave.plan.cost.footprint import Footprint
+from carrywave.plan.cost.interpolation import NOTHING, Seconds
+from carrywave.plan.cost.profile import Link, Overheads, Profile
+from carrywave.plan.cost.programs import program_of
+from carrywave.plan.cost.simulation import TaskTimes, Timeline, simulate
+from carrywave.plan.cost.stage_costs import Costs
+from carrywave.plan.cost.units import BatchShape, Units
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule.messages import Channel
+from carrywave.plan.schedule.schedule import StageTask
+
+BUCKET_BYTES = 8 << 20  # of gradients that the runtime reduces at once
+_AGREED_BYTES = 48  # loss, count, norm and their like, which all workers add up at every step
+
+
+class CostsOf(Protocol):
+    """Finds what the units cost on a kind of device."""
+
+    def __call__(self, profile: Profile, *, piped: bool, crowd: int) -> Costs: ...
+
+
+class PlanCase(Footprint):
+    """One plan, up to its cuts, on one shape of batch, on the devices of a cluster."""
+
+    def __init__(self, plan: Plan, shape: BatchShape, units: Units, cluster: Cluster, placed: Placed, costs: CostsOf) -> None:
+        super().__init__(plan, shape, units)
+        self.cluster, self.placed = cluster, placed
+        self.kinds = [[costs(profile, piped=plan.stages > 1, crowd=placed.crowd) for profile in kinds] for kinds in placed.profiles]
+        self.overheads = _slowest([costs.profile.overheads for kinds in self.kinds for costs in kinds])
+        recorded = self.overheads.recorded_seconds if plan.stages == 1 else None
+        self.task_seconds = self.overheads.task_seconds if recorded is None else recorded
+        self.crowds = [[costs.crowding for costs in kinds] for kinds in self.kinds]
+        # All replicas of a stage meet where their gradients are added up.
+        self.lag = max(costs.lag for kinds in self.kinds for costs in kinds) if plan.replicas > 1 else 0.0
+        # Stages on devices of the same kinds are alike; this is the first of them for each.
+        first: dict[tuple[int, ...], int] = {}
+        self.like = [first.setdefault(tuple(map(id, kinds)), stage) for stage, kinds in enumerate(self.placed.profiles)]
+        self.links = [self.link(stage, stage + 1) for stage in range(plan.stages - 1)]
+        self._tasks: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
+        self._busy: dict[tuple[int, int, int], float] = {}
+        self._reduced: dict[tuple[int, int], float] = {}
+
+    # Work of single tasks.
+
+    def steps(self, chunk: int) -> int:
+        """Steps of a chunk; the last one may have fewer."""
+        return min(self.chunk_steps, self.shape.steps - chunk * self.chunk_steps)
+
+    def of_stage(self, stage: int, first: int, last: int, lanes: int, steps: int) -> Seconds:
+        """Of units [first, last) on a chunk, by the slowest of this stage's devices."""
+        pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
+        each = [costs.stage(first, last, lanes, steps).times(crowd) for costs, crowd in pairs]
+        return each[0] if len(each) == 1 else Seconds(*(max(part) for part in zip(*each, strict=True)))
+
+    def last_unit(self, last: int, chunk: int) -> int:
+        """The unit after the last that runs with a chunk: not a shared head, and one that pools only after the last chunk."""
+        without = self.share_head or (self.units.pooled and chunk < self.chunks - 1)
+        return last - 1 if without and last == len(self.units) else last
+
+    def forward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
+        """Seconds of F."""
+        return self.task(stage, first, last, lanes, chunk)[0]
+
+    def backward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
+        """Seconds of B."""
+        return self.task(stage, first, last, lanes, chunk)[1]
+
+    def task(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> tuple[float, float]:
+        """Seconds of F and B."""
+        key = self.like[stage], first, last, lanes, chunk == self.chunks - 1  # all chunks but the last are alike
+        found = self._tasks.get(key)
+        if found is None:
+            last = self.last_unit(last, chunk)
+            work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
+            again = work.forward if self.plan.recompute else 0.0
+            backward = self.task_seconds + again + work.backward + (0.0 if self.put_off else work.put_off)
+            found = self._tasks[key] = self.task_seconds + work.forward, backward
+        return found
+
+    def pay(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
+        """Seconds of the weights' gradients of a slice that were put off; of a shared head, for the chunks that the last stage scored."""
+        if not self.put_off:
+            return 0.0
+        last = self.last_unit(last, self.chunks - 1)
+        own = self._owed(stage, first, last, lanes) if last > first else 0.0
+        head = len(self.units) - 1
+        return own + (self._owed(stage, head, head + 1, lanes) * scored / self.chunks if scored else 0.0)
+
+    def _owed(self, stage: int, first: int, last: int, lanes: int) -> float:
+        """Seconds of the put-off gradients of units [first, last), by the slowest of this stage's devices."""
+        pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
+        return max(costs.owed(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
+
+    def _head(self, stage: int, lanes: int, steps: int) -> Seconds:
+        return self.of_stage(stage, len(self.units) - 1, len(self.units), lanes, steps)
+
+    def score(self, stage: int, lanes: int, chunk: int) -> float:
+        """Seconds of H. The last stage puts its weights' gradients off."""
+        work = self._head(stage, lanes, self.steps(chunk))
+        put_off = self.put_off and stage == self.plan.stages - 1
+        return self.task_seconds + work.forward + work.backward + (0.0 if put_off else work.put_off)
+
+    def num_bytes(self, unit: int, lanes: int, chunk: int) -> int:
+        """Of what enters a unit, for a chunk: a message."""
+        return self.units.units[unit].width_in * lanes * self.steps(chunk) * self.units.activation_bytes
+
+    def link(self, one: int, other: int) -> Link:
+        """Between two stages."""
+        low, high = min(one, other), max(one, other)
+        kinds = tuple(profile for stage in (one, other) for profile in self.placed.profiles[stage])
+        crosses = any(self.placed.crossing[low:high])
+        return self.cluster.link_between(kinds) if crosses else self.cluster.link_within(kinds)
+
+    # A whole step.
+
+    def busy(self, stage: int, first: int, last: int) -> float:
+        """Seconds of a stage's own work in a step, without a shared head."""
+        first, last = self.units.alike(first, last)
+        key = self.like[stage], first, last
+        total = self._busy.get(key)
+        if total is not None:
+            return total
+        total = 0.0
+        for lanes in set(self.lanes):
+            times = self.lanes.count(lanes)
+            one = self.pay(stage, first, last, lanes)
+            # All chunks but the last are alike.
+            for chunk, count in ((0, self.chunks - 1), (self.chunks - 1, 1)):
+                if count:
+                    one += count * (self.forward(stage, first, last, lanes, chunk) + self.backward(stage, first, last, lanes, chunk))
+            total += times * one
+        self._busy[key] = total
+        return total
+
+    def spans(self, edges: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The units of each stage, or others that are like them."""
+        return [self.units.alike(first, last) for first, last in pairwise(edges)]
+
+    def hop(self, stage: int, edges: tuple[int, ...], lanes: int, chunk: int) -> float:
+        """Seconds of a message between a stage and the next."""
+        return self.overheads.message_seconds + _message(self.links[stage], self.num_bytes(edges[stage + 1], lanes, chunk))
+
+    def simulate(self, edges: tuple[int, ...]) -> Timeline:
+        """The step, task by task."""
+        program = program_of(self.plan.stages, self.counts, self.share_head)
+        last = self.plan.stages - 1
+        span = self.spans(edges)
+        known: dict[tuple[str, int, int, bool], float] = {}
+        own: dict[int, int] = {}  # chunks of each slice that the last stage scores itself
+        for (_, part), stage in program.program.schedule.scorers.items():
+            own[part] = own.get(part, 0) + (stage == last)
+
+        def run(task: StageTask) -> float:
+            lanes = self.lanes[task.slice]
+            key = task.phase, task.stage, lanes, task.chunk == self.chunks - 1
+            if key not in known:
+                if task.phase == "H":
+                    known[key] = self.score(task.stage, lanes, task.chunk)
+                else:
+                    of_phase = self.forward if task.phase == "F" else self.backward
+                    known[key] = of_phase(task.stage, *span[task.stage], lanes, task.chunk)
+            return known[key]
+
+        def pay(task: StageTask) -> float:
+            if task.phase != "B" or task.chunk:
+                return 0.0
+            return self.pay(task.stage, *span[task.stage], self.lanes[task.slice], own.get(task.slice, 0) if task.stage == last else 0)
+
+        def num_bytes(task: StageTask) -> int:
+            # Forward gives what enters the next stage, backward the gradient of what entered this one; a head's is as wide as itself.
+            shared = task.phase == "H" or (task.phase == "F" and task.stage == last)
+            unit = len(self.units) - 1 if shared else edges[task.stage + 1] if task.phase == "F" else edges[task.stage]
+            return self.num_bytes(unit, self.lanes[task.slice], task.chunk)
+
+        def link(line: Channel) -> Link:
+            return self.link(line.sender, line.receiver)
+
+        found = simulate(program, TaskTimes(run, pay, num_bytes, link, self.overheads.message_seconds))
+        reduced, updated = self.after(edges, found.ends)
+        return found.then("reduce", reduced).then("update", updated)
+
+    def parameters(self, edges: tuple[int, ...]) -> list[int]:
+        """Parameters that each stage holds."""
+        return [self.units.parameters(a, b, share_head=self.share_head) for a, b in pairwise(edges)]
+
+    def after(self, edges: tuple[int, ...], ends: Sequence[float]) -> list[list[tuple[float, float]]]:
+        """What follows a stage's last task: sums of gradients over workers, and the update; start and end of each."""
+        replicas, stages = self.plan.replicas, self.plan.stages
+        held = self.parameters(edges)
+        tensors = [self.units.tensors(a, b, share_head=self.share_head) for a, b in pairwise(edges)]
+        shared, members = self.units.common(edges, share_head=self.share_head)
+        done = []
+        for stage, end in enumerate(ends):
+            own = (held[stage] - (shared if stage in members else 0)) * self.units.parameter_bytes
+            window = self._window(stage, *self.units.alike(edges[stage], edges[stage + 1]))
+            done.append(end * (1 + self.lag) + self._exposed(own, window))
+        if shared:
+            groups = 1 if self.units.reproducible else replicas * len(members)
+            agreed = max(done[stage] for stage in members)
+            seconds = self._reduce(groups, shared * self.units.parameter_bytes)
+            done = [agreed + seconds if stage in members else each for stage, each in enumerate(done)]
+        agreed = max(done) + self.agree()
+        updates = []
+        for stage in range(stages):
+            pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
+            updates.append((agreed, agreed + max(costs.update(held[stage], tensors[stage]) * crowd for costs, crowd in pairs)))
+        return [[(end, max(end, each)) for end, each in zip(ends, done, strict=True)], updates]
+
+    def agree(self) -> float:
+        """Seconds in which all workers agree on loss, count, norm and their like."""
+        workers = self.plan.replicas * self.plan.stages
+        return self._reduce(workers, _AGREED_BYTES + 8 * workers)
+
+    def _window(self, stage: int, first: int, last: int) -> float:
+        """Seconds in which gradients become final, one after the other: those put off, or the last backward."""
+        lanes = self.lanes[-1]
+        return self.pay(stage, first, last, lanes) if self.put_off else self.backward(stage, first, last, lanes, 0)
+
+    def _exposed(self, num_bytes: int, window: float) -> float:
+        """Seconds by which the sum over replicas ends after the last task: it goes bucket by bucket, while gradients still come."""
+        replicas = self.plan.replicas
+        if replicas == 1 or num_bytes == 0:
+            return 0.0
+        if self.units.reproducible:  # pairs of replicas, one after the other, once all is there
+            link = self.cluster.link_between(self.placed.profiles[0]) if self.placed.apart else self.link_of_host()
+            return (replicas.bit_length() - 1) * _message(link, num_bytes)
+        buckets = -(-num_bytes // BUCKET_BYTES)
+        each = self._reduce(replicas, num_bytes // buckets)
+        hidden = max(each, buckets * each - window * (1 - 1 / buckets))
+        # Between stages of GPUs messages are the only thing that is under way: sums come after them.
+        overlap = self.overheads.overlap if self.plan.stages == 1 else 0.0
+        return overlap * hidden + (1 - overlap) * buckets * each
+
+    def link_of_host(self) -> Link:
+        """Between devices of one host."""
+        return self.cluster.link_within(tuple(profile for kinds in self.placed.profiles for profile in kinds))
+
+    def _reduce(self, workers: int, num_bytes: int) -> float:
+        # Every stage sums over its replicas at about the same time.
+        key = workers, num_bytes
+        if key not in self._reduced:
+            groups = min(self.plan.stages, self.placed.crowd)
+            self._reduced[key] = reduce_seconds(self.cluster, self.placed, workers, num_bytes, groups)
+        return self._reduced[key]
+
+
+def _message(link: Link, num_bytes: int) -> float:
+    return link.latency_seconds + num_bytes / link.bytes_per_second
+
+
+def _slowest(overheads: Sequence[Overheads]) -> Overheads:
+    if len(set(overheads)) == 1:
+        return overheads[0]
+    return Overheads(
+        max(each.task_seconds for each in overheads),
+        max(each.message_seconds for each in overheads),
+        max(each.step_seconds for each in overheads),
+        min(each.overlap for each in overheads),
+        None if any(each.recorded_seconds is None for each in overheads) else max(each.recorded_seconds or 0.0 for each in overheads),
+    )

@@ -1,0 +1,216 @@
+"""A `Cluster` is hosts with devices, and the links between them; `place` says who stands where when a plan is laid over it.
+
+Ranks fill the hosts in order, stages first, as the runtime does: neighbouring stages are neighbours. Replicas of a stage may stand on
+devices of different kinds; they wait for each other at every step, so that a stage is as fast as its slowest device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from carrywave.errors import PlanError
+from carrywave.plan.cost.profile import Link, Profile, check_keys, link_of
+
+MOST_DEVICES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine with devices of one kind."""
+
+    devices: int
+    profile: Profile
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the workers of replicas × stages stand."""
+
+    profiles: tuple[tuple[Profile, ...], ...]  # of each stage: the kinds of device it has in one replica or another
+    crossing: tuple[bool, ...]  # of each edge between stages: whether it goes from host to host in some replica
+    apart: bool  # whether the replicas of a stage stand on several hosts
+    hosts: int
+    crowd: int  # workers of the fullest host
+
+    @cached_property
+    def kinds(self) -> tuple[Profile, ...]:
+        """All kinds of device, each once: by identity, for profiles are large to compare."""
+        return tuple({id(profile): profile for kinds in self.profiles for profile in kinds}.values())
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts in order, and how they are linked; links left out are those of the profiles."""
+
+    hosts: tuple[Host, ...]
+    within: Link | None = None
+    between: Link | None = None  # of a host; its devices share it
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise PlanError("a cluster without hosts has nothing to train on; list at least one")
+        for number, host in enumerate(self.hosts):
+            if host.devices < 1:
+                raise PlanError(f"host {number} of the cluster has devices={host.devices}; give it at least one, or take it away")
+        if len(self.hosts) > 1 and self.between is None and any(host.profile.between is None for host in self.hosts):
+            raise PlanError(f"nothing is known of the link between the {len(self.hosts)} hosts of the cluster; give `between`")
+
+    @staticmethod
+    def uniform(profile: Profile, devices: int) -> Cluster:
+        """So many devices of one kind, on as many full hosts as they need."""
+        if devices < 1:
+            raise PlanError(f"devices={devices} leaves nothing to train on; use 1 or more")
+        if devices > MOST_DEVICES:
+            raise PlanError(f"devices={devices} are more than are planned for; use at most {MOST_DEVICES}")
+        full, rest = divmod(devices, profile.devices_per_host)
+        return Cluster((Host(profile.devices_per_host, profile),) * full + ((Host(rest, profile),) if rest else ()))
+
+    @staticmethod
+    def of(known: object, profile: Callable[[str], Profile], links: Mapping[str, Link] | None = None, where: str = "cluster") -> Cluster:
+        """A cluster from what YAML made of it.
+
+        `hosts` is a number of equal hosts, each with `devices` of `profile`, or a list of mappings with their own. `within` and `between`
+        are names out of `links`, or mappings with latency_seconds and bytes_per_second. `profile` finds a profile by its name or file.
+        """
+        keys = ("hosts", "devices", "profile", "within", "between")
+        given = _mapping(known, keys, where)
+        found: dict[str, Profile] = {}
+
+        def host(part: Mapping[str, Any], here: str) -> Host:
+            name, devices = part.get("profile", given.get("profile")), part.get("devices", given.get("devices"))
+            if not isinstance(name, str):
+                raise PlanError(f"{here}: profile={name!r} is not the name or file of a profile; give one")
+            if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+                raise PlanError(f"{here}: devices={devices!r} is not a number of devices; give each host at least 1")
+            if name not in found:
+                found[name] = profile(name)
+            return Host(devices, found[name])
+
+        hosts = given.get("hosts", 1)
+        if isinstance(hosts, int) and hosts > MOST_DEVICES:
+            raise PlanError(f"{where}: hosts={hosts} are more than are planned for; use at most {MOST_DEVICES}")
+        if isinstance(hosts, int) and not isinstance(hosts, bool) and hosts >= 1:
+            each: tuple[Host, ...] = (host({}, where),) * hosts
+        elif isinstance(hosts, list) and hosts:
+            each = tuple(host(_mapping(one, keys[1:3], f"{where}: hosts[{i}]"), f"{where}: hosts[{i}]") for i, one in enumerate(hosts))
+        else:
+            raise PlanError(f"{where}: hosts={hosts!r} is neither a number of hosts nor a list of them; give at least one")
+        # Plans take devices from the front: those of large hosts have more neighbours.
+        each = tuple(sorted(each, key=lambda one: -one.devices))
+        return Cluster(each, *(_link(given.get(name), links or {}, f"{where}: {name}") for name in ("within", "between")))
+
+    @property
+    def devices(self) -> int:
+        """Of all hosts."""
+        return sum(host.devices for host in self.hosts)
+
+    def link_within(self, profiles: tuple[Profile, ...]) -> Link:
+        """Between devices of a host; the slowest of these kinds."""
+        return self.within or min((profile.within for profile in profiles), key=lambda link: link.bytes_per_second)
+
+    def link_between(self, profiles: tuple[Profile, ...]) -> Link:
+        """Between hosts; the slowest of these kinds."""
+        links = [profile.between for profile in profiles if profile.between is not None]
+        return self.between or min(links, key=lambda link: link.bytes_per_second, default=self.link_within(profiles))
+
+    def place(self, replicas: int, stages: int) -> Placed:
+        """Where the first replicas × stages devices stand."""
+        size, first = self.hosts[0].devices, self.hosts[0].profile
+        used = replicas * stages
+        if used > self.devices:
+            raise PlanError(f"{replicas} replicas x {stages} stages need {used} devices, the cluster has {self.devices}; use fewer")
+        full = -(-used // size)  # hosts, were all like the first
+        alike = self.hosts[:full]
+        if (
+            full <= len(self.hosts)
+            and all(host.devices == size for host in alike[:-1])
+            and alike[-1].devices >= used - (full - 1) * size
+            and all(host.profile == first for host in alike)
+        ):
+            return _equal(replicas, stages, size, first)
+        return self._count(replicas, stages)
+
+    def _count(self, replicas: int, stages: int) -> Placed:
+        """One by one, where hosts differ."""
+        home = [number for number, host in enumerate(self.hosts) for _ in range(host.devices)][: replicas * stages]
+        profiles: list[tuple[Profile, ...]] = []
+        for stage in range(stages):
+            kinds: list[Profile] = []
+            for host in dict.fromkeys(home[stage::stages]):
+                if all(self.hosts[host].profile is not kind for kind in kinds):
+                    kinds.append(self.hosts[host].profile)
+            profiles.append(tuple(kinds))
+        ranks = range(0, replicas * stages, stages)
+        return Placed(
+            tuple(profiles),
+            tuple(any(home[rank + stage] != home[rank + stage + 1] for rank in ranks) for stage in range(stages - 1)),
+            any(len(set(home[stage::stages])) > 1 for stage in range(stages)),
+            home[-1] + 1,
+            max(home.count(host) for host in set(home)),
+        )
+
+
+def _equal(replicas: int, stages: int, size: int, profile: Profile) -> Placed:
+    """On full hosts of one size: who is at the edge of a host repeats after so many replicas as the host has devices."""
+    used = replicas * stages
+    ranks = range(0, min(replicas, size) * stages, stages)
+    crossing = tuple(any((rank + stage + 1) % size == 0 for rank in ranks) for stage in range(stages - 1))
+    return Placed(((profile,),) * stages, crossing, replicas > 1 and used > size, -(-used // size), min(used, size))
+
+
+def reduce_seconds(cluster: Cluster, placed: Placed, workers: int, num_bytes: int, groups: int = 1) -> float:
+    """An all-reduce over so many workers: as a ring or a tree, whichever is faster, put right by what was measured.
+
+    `groups` others do the same at the same time, and share the link of their host.
+    """
+    if workers < 2 or num_bytes == 0:
+        return 0.0
+    kinds = placed.kinds
+    apart = placed.hosts > 1 and (placed.apart or workers > placed.crowd)
+    link = cluster.link_between(kinds) if apart else cluster.link_within(kinds)
+    # Only a link between hosts is shared; a device's own ends with it.
+    rate = link.bytes_per_second / (groups if apart else 1)
+    own = cluster.between is None if apart else cluster.within is None  # the profile's samples are of another link than a cluster's own
+    return _model(workers, num_bytes, link.latency_seconds, rate) * (_correction(kinds[0], workers, num_bytes, apart=apart) if own else 1.0)
+
+
+def _model(workers: int, num_bytes: float, latency: float, rate: float) -> float:
+    ring = 2 * (workers - 1) * latency + 2 * (workers - 1) / workers * num_bytes / rate
+    tree = 2 * math.ceil(math.log2(workers)) * latency + 2 * num_bytes / rate
+    return min(ring, tree)
+
+
+def _correction(profile: Profile, workers: int, num_bytes: int, *, apart: bool) -> float:
+    """How much longer reductions took than the model says, by those that were measured nearest to this one."""
+    link = profile.between if apart else profile.within
+    samples = [each for each in profile.reductions if each.apart == apart]
+    if not samples or link is None:
+        return 1.0
+    total = off = 0.0
+    for each in samples:
+        apart_by = math.log2(each.workers / workers) ** 2 * 4 + math.log2(each.num_bytes / num_bytes) ** 2
+        weight = 1.0 / (apart_by * apart_by + 1e-9)
+        total += weight
+        off += weight * math.log(each.seconds / _model(each.workers, each.num_bytes, link.latency_seconds, link.bytes_per_second))
+    return math.exp(off / total)
+
+
+def _mapping(known: object, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
+    if not isinstance(known, Mapping):
+        raise PlanError(f"{where} is {known!r}, not a mapping of {', '.join(keys)}; correct it")
+    check_keys(known, keys, where)
+    return known
+
+
+def _link(known: object, links: Mapping[str, Link], where: str) -> Link | None:
+    if known is None:
+        return None
+    if isinstance(known, str):
+        if known not in links:
+            raise PlanError(f"{where}={known!r} is not a known link; use one of {', '.join(links) or 'none'}, or give its figures")
+        return links[known]
+    return link_of(known, where)

@@ -1,0 +1,67 @@
+"""What a plan holds on one shape of batch: its slices, chunks and load, and from them the bytes of a stage. No times, so no profile."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import pairwise
+
+from carrywave.plan.cost.memory import Load, Memory, Split, most_held, one_slice, stage_memory
+from carrywave.plan.cost.programs import loads_of
+from carrywave.plan.cost.units import BatchShape, Units
+from carrywave.plan.plan import Plan
+
+
+class Footprint:
+    """One plan, up to its cuts, on one shape of batch."""
+
+    def __init__(self, plan: Plan, shape: BatchShape, units: Units) -> None:
+        self.plan, self.shape, self.units = plan, shape, units
+        lanes = max(1, -(-shape.lanes // plan.replicas))
+        self.lanes = units.slices(plan, lanes) * units.accumulate
+        self.chunk_steps = shape.steps if units.whole or plan.chunk_steps is None else min(plan.chunk_steps, shape.steps)
+        self.chunks = -(-shape.steps // self.chunk_steps)
+        self.counts = (self.chunks,) * len(self.lanes)
+        self.put_off = self.chunks > 1 and not plan.recompute
+        self.share_head = plan.shares_head and not units.pooled
+        self._memory: dict[tuple[Load, int, int], Memory] = {}
+
+    def most_held(self, stage: int) -> Load:
+        """What a stage holds at most; no schedule need be made for it."""
+        if self.plan.stages == 1 or len(self.counts) == 1:
+            return one_slice(self.chunks, put_off=self.put_off)
+        return most_held(self.chunks, len(self.counts), self.plan.stages - 1 - stage, put_off=self.put_off)
+
+    def memory(self, stage: int, first: int, last: int, load: Load | None = None) -> Memory:
+        """The bytes of units [first, last) as this stage, which holds what the schedule says, or this load."""
+        if load is None:
+            # One stage takes batch after batch, slice after slice, and holds one of them at a time.
+            counts = self.counts if self.plan.stages > 1 else self.counts[:1]
+            load = loads_of(self.plan.stages, counts, self.share_head, self.put_off)[stage]
+        first, last = self.units.alike(first, last)
+        key = load, first, last
+        found = self._memory.get(key)
+        if found is None:
+            found = self._memory[key] = stage_memory(self.units, first, last, load, self.split)
+        return found
+
+    @cached_property
+    def split(self) -> Split:
+        """What memory depends on, beside the cuts."""
+        return Split(
+            max(self.lanes),
+            self.chunk_steps,
+            self.shape.steps,
+            sum(self.lanes) // self.units.accumulate,
+            self.put_off,
+            self.plan.recompute,
+            self.share_head,
+            reduced=self.plan.replicas > 1,
+        )
+
+
+def largest_stage(units: Units, plan: Plan) -> Memory:
+    """The bytes of the stage that needs most, for the batch that needs most."""
+    spans = list(pairwise(plan.edges(len(units))))
+    cases = [Footprint(plan, shape, units) for shape in units.shapes]
+    each = (case.memory(stage, first, last) for case in cases for stage, (first, last) in enumerate(spans))
+    return max(each, key=lambda memory: memory.total)

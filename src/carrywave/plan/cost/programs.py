@@ -1,0 +1,47 @@
+"""Programs and what follows from them without any times, made once for each number of stages and chunks; the longest way through one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+from carrywave.plan.cost.memory import Load, loads, one_slice
+from carrywave.plan.cost.simulation import Compiled
+from carrywave.plan.schedule.messages import with_messages
+from carrywave.plan.schedule.schedule import wavefront
+
+
+@lru_cache(maxsize=256)
+def program_of(stages: int, chunks: tuple[int, ...], share_head: bool) -> Compiled:
+    """The program that the runtime would execute, ready to be simulated."""
+    return Compiled(with_messages(wavefront(stages, chunks, share_head=share_head)))
+
+
+@lru_cache(maxsize=1024)
+def loads_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bool) -> tuple[Load, ...]:
+    """What each stage holds at once."""
+    if len(chunks) == 1:
+        return (one_slice(chunks[0], put_off=put_off),) * stages
+    return loads(wavefront(stages, chunks, share_head=share_head), put_off=put_off)
+
+
+@lru_cache(maxsize=1024)
+def scored_by(stages: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the head is shared: how many chunks each stage scores."""
+    counts = Counter(wavefront(stages, chunks, share_head=True).scorers.values())
+    return tuple(counts[stage] for stage in range(stages))
+
+
+def through(whole: list[float], short: list[float], hop: list[float], short_hop: list[float], before: int, sends: list[float]) -> float:
+    """The longest way of so many whole chunks and a short one through stages; `sends` keep each stage from its next chunk."""
+    if not before:
+        return sum(short) + sum(short_hop)
+    rest = sum(short) + sum(short_hop)
+    sofar = slowest = longest = 0.0
+    for stage, seconds in enumerate(whole):
+        sofar += seconds + (hop[stage - 1] if stage else 0.0)
+        rest -= short_hop[stage - 1] if stage else 0.0
+        slowest = max(slowest, seconds + sends[stage])
+        longest = max(longest, sofar + (before - 1) * slowest + sends[stage] + rest)
+        rest -= short[stage]
+    return longest

@@ -1,0 +1,73 @@
+"""Profiles that come with carrywave, found by name or by file, and links as their makers publish them.
+
+A published figure is a rate that wires have; programs reach less. Latencies are assumptions: what a message between two processes
+usually takes, with its launch. Both are marked in `Link.source`, and a link that was measured is always better.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from carrywave import __version__
+from carrywave.errors import PlanError
+from carrywave.plan.cost.profile import Link, Profile
+
+PROFILE = "CARRYWAVE_PROFILE"  # of the environment: plan by this file, or by the profile of this name
+
+
+def _published(latency_microseconds: float, gigabytes_per_second: float, said: str) -> Link:
+    return Link(latency_microseconds * 1e-6, gigabytes_per_second * 1e9, f"published: {said}; latency {latency_microseconds:g} us assumed")
+
+
+# All in one direction: what makers give for both together is halved.
+LINKS: dict[str, Link] = {
+    "nvlink3": _published(5, 300, "NVIDIA A100 data sheet, 600 GB/s a GPU in both directions together"),
+    "nvlink4": _published(5, 450, "NVIDIA H100 and H200 data sheets, 900 GB/s a GPU in both directions together"),
+    "nvlink5": _published(5, 900, "NVIDIA B200 data sheet, 1,800 GB/s a GPU in both directions together"),
+    "pcie4": _published(10, 31.5, "PCI-SIG, PCI Express 4.0, 16 lanes of 16 GT/s in 128b/130b, a GPU"),
+    "pcie5": _published(10, 63, "PCI-SIG, PCI Express 5.0, 16 lanes of 32 GT/s in 128b/130b, a GPU"),
+    "infiniband-hdr": _published(10, 25, "NVIDIA ConnectX-6 data sheet, 200 Gb/s a port"),
+    "infiniband-ndr": _published(10, 50, "NVIDIA ConnectX-7 data sheet, 400 Gb/s a port"),
+    "ethernet-10g": _published(50, 1.25, "IEEE 802.3ae, 10 Gb/s a port"),
+    "ethernet-25g": _published(40, 3.125, "IEEE 802.3by, 25 Gb/s a port"),
+    "ethernet-100g": _published(30, 12.5, "IEEE 802.3ba, 100 Gb/s a port"),
+}
+
+
+def names() -> list[str]:
+    """Of the profiles that come with carrywave."""
+    folder = _folder()
+    return sorted(part.name.removesuffix(".json") for part in folder.iterdir() if part.name.endswith(".json")) if folder.is_dir() else []
+
+
+def shipped(name: str) -> Profile:
+    """A profile that comes with carrywave."""
+    if name not in names():
+        raise PlanError(f"there is no profile {name}; {_known()}")
+    with (_folder() / f"{name}.json").open(encoding="utf-8") as file:
+        return Profile.of(json.load(file), name)
+
+
+def find_profile(text: str) -> Profile:
+    """The profile in a file, or the one of this name that comes with carrywave."""
+    if text in names():
+        return shipped(text)
+    if os.sep in text or text.endswith(".json") or Path(text).is_file():
+        found = Profile.read(text)
+        if "carrywave" in found.versions:  # kernels may have changed since it was measured
+            found.check_fresh(found.hardware, {"carrywave": __version__})
+        return found
+    raise PlanError(f"there is no profile {text}; {_known()}")
+
+
+def _folder() -> Traversable:
+    return files("carrywave.plan") / "profiles"
+
+
+def _known() -> str:
+    found = names()
+    return f"use {', '.join(found)}, or a file that carrywave measured" if found else "give a file that carrywave measured"

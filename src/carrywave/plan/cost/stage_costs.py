@@ -1,0 +1,177 @@
+"""Seconds of units and stages on one kind of device, for a chunk of so many lanes and steps, from the samples of its profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from carrywave.errors import PlanError
+from carrywave.plan.cost.interpolation import NOTHING, Fit, Seconds, Size, size_of
+from carrywave.plan.cost.profile import Profile, Sample
+from carrywave.plan.cost.units import Unit, Units
+
+# Where a precision was not timed, one that runs on the same hardware stands for it.
+_ALIKE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
+FAR_DOUBLINGS = 0.75  # between a layer's width and that of the nearest sample, beyond which its time is more a guess than a prediction
+
+
+@lru_cache(maxsize=256)
+def _fit(kind: str, samples: tuple[Sample, ...]) -> Fit:
+    """Cached by its samples: planning for many numbers of devices asks for the same ones over and over."""
+    return Fit(kind, samples)
+
+
+class Costs:
+    """What the units of a model cost on one kind of device; `piped`: as a stage among others; `crowd`: workers of its host."""
+
+    def __init__(self, units: Units, profile: Profile, *, piped: bool = False, crowd: int = 1) -> None:
+        self.units, self.profile, self.piped = units, profile, piped
+        timed = {sample.workers for sample in profile.samples} or {1}
+        # Those of the samples that are used: the nearest, and of two that are equally near the one that is slower.
+        self.workers = min(timed, key=lambda workers: (abs(math.log2(workers / crowd)), -workers))
+        self.lag = _between([(1, 0.0), *((each.workers, each.lag) for each in profile.crowds)], crowd)
+        self.crowding = self._crowding(crowd) / self._crowding(self.workers)  # how many times as long as these samples work takes
+        self._fits: dict[str, Fit | None] = {}
+        self._of_unit: dict[tuple[int, int, int], Seconds] = {}
+        self._of_stage: dict[tuple[int, int, int, int], Seconds] = {}
+        self._owed: dict[tuple[int, ...], float] = {}
+        self.side_by_side = [s for s in self._samples("lstm") if s.layers > 1]
+        self._optimizers = {sample.name for sample in self._samples("optimizer")}
+
+    def unit(self, number: int, lanes: int, steps: int) -> Seconds:
+        """Of one unit on one chunk, with what stands behind it: dropout, norm."""
+        key = number, lanes, steps
+        found = self._of_unit.get(key)
+        if found is None:
+            found = self._of_unit[key] = self._unit(self.units.units[number], lanes, steps)
+        return found
+
+    def stage(self, first: int, last: int, lanes: int, steps: int) -> Seconds:
+        """Of units [first, last) on one chunk. Equal layers next to each other may run at the same time, where a sample says so."""
+        key = first, last, lanes, steps
+        found = self._of_stage.get(key)
+        if found is None:
+            found = NOTHING
+            for begin, end in self._runs(first, last):
+                of_one = self.unit(begin, lanes, steps)
+                found = found + of_one.times((end - begin) * self._together(self.units.units[begin], end - begin, lanes, steps))
+            self._of_stage[key] = found
+        return found
+
+    def owed(self, first: int, last: int, lanes: int, steps: int, chunk_steps: int) -> float:
+        """Seconds of the weights' gradients that units [first, last) put off until all chunks of a window are through.
+
+        They are paid as one product, so that the window's own time counts; but not of a kernel that puts off in short chunks alone.
+        """
+        key = first, last, lanes, steps, chunk_steps
+        found = self._owed.get(key)
+        if found is None:
+            found = 0.0
+            for begin, end in self._runs(first, last):
+                whole = self.unit(begin, lanes, steps).put_off
+                by_chunk = self.unit(begin, lanes, chunk_steps).put_off * steps / chunk_steps
+                together = self._together(self.units.units[begin], end - begin, lanes, steps)
+                found += (whole if 2 * whole >= by_chunk else by_chunk) * (end - begin) * together
+            self._owed[key] = found
+        return found
+
+    def update(self, parameters: int, tensors: int = 0) -> float:
+        """Norm, clipping and optimizer, of so many parameters in so many tensors."""
+        if not parameters or not self._optimizers:
+            return 0.0
+        name = self.units.optimizer if self.units.optimizer in self._optimizers else min(self._optimizers)
+        return self._kind("optimizer", name)(Size(tensors, parameters, 1, 1)).forward
+
+    def _crowding(self, workers: int) -> float:
+        """How many times as long as alone work takes when so many workers of a host are at it."""
+        return _between([(1, 1.0), *((crowd.workers, crowd.factor) for crowd in self.profile.crowds)], workers)
+
+    def _unit(self, unit: Unit, lanes: int, steps: int) -> Seconds:
+        found = NOTHING
+        if unit.kind != "numbers":
+            # A head that pools has one row for each lane. Where chunks are many it runs once, which is too little to tell apart.
+            rows = 1 if self.units.pooled and unit.width_out == 0 else steps
+            fit = self._kind(unit.kind)
+            found = fit(Size(unit.inputs, unit.outputs, lanes, rows, unit.projection)).times(unit.directions)
+        for kind, width in (("dropout", unit.dropout), ("norm", unit.norm)):
+            if width and self._samples(kind):
+                found = found + self._kind(kind)(Size(width, width, lanes, steps))
+        return found
+
+    def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Neighbours among units [first, last) that are alike, as [first, last) of each run."""
+        return [(max(begin, first), min(end, last)) for begin, end in self.units.runs if begin < last and end > first]
+
+    def _together(self, unit: Unit, count: int, lanes: int, steps: int) -> float:
+        """How long equal layers take in one call, where they may run at the same time, beside one after the other."""
+        if count == 1 or not self.side_by_side or unit.directions > 1 or unit.kind != "lstm":
+            return 1.0
+        fit = self._kind("lstm")
+        nearest = min(
+            self.side_by_side,
+            key=lambda s: abs(_doublings(s.outputs, unit.outputs)) * 2 + abs(_doublings(s.lanes, lanes)) + abs(_doublings(s.layers, count)),
+        )
+        alone = fit(size_of(nearest)._replace(layers=1)).all * nearest.layers
+        # Each layer after the first adds the same, so that more layers never take less.
+        added = (nearest.forward_seconds + nearest.backward_seconds) / (alone / nearest.layers)
+        added = min(1.0, max(0.0, (added - 1.0) / (nearest.layers - 1)))
+        return (1.0 + (count - 1) * added) / count
+
+    def _samples(self, kind: str, name: str = "") -> tuple[Sample, ...]:
+        precisions = [self.units.precision, _ALIKE.get(self.units.precision, "")]
+        if kind == "optimizer":  # its numbers are long, whatever the layers compute in
+            precisions = ["fp64", "fp32"] if self.units.precision == "fp64" else ["fp32", self.units.precision]
+        for precision in precisions:
+            found = [s for s in self.profile.samples if s.kind == kind and s.precision == precision and (not name or s.name == name)]
+            # Where something was not timed with as many workers, it was with another number.
+            nearest = min({s.workers for s in found}, key=lambda workers: abs(math.log2(workers / self.workers)), default=1)
+            found = [s for s in found if s.workers == nearest]
+            plain, piped = (tuple(s for s in found if s.piped == wanted) for wanted in (False, True))
+            if self.piped and piped:
+                return piped
+            if plain:
+                return plain
+        return ()
+
+    def _kind(self, kind: str, name: str = "") -> Fit:
+        fit = self._fits.get(kind)
+        if fit is None:
+            samples = self._samples(kind, name)
+            if kind == "lstm":
+                samples = tuple(s for s in samples if s.layers == 1)
+            if not samples and kind in ("softmax", "linear"):  # both are a product
+                samples = self._samples("linear" if kind == "softmax" else "softmax")
+            if not samples:
+                raise PlanError(
+                    f"the profile {self.profile.name} holds no sample of {kind} in {self.units.precision}; "
+                    "measure this machine with that precision, or give another profile"
+                )
+            fit = self._fits[kind] = _fit(kind, samples)
+        return fit
+
+
+def far_off(units: Units, profile: Profile) -> str | None:
+    """What a user should know of a profile that was measured for models of other sizes; None: it has samples near this one's."""
+    known = {s.outputs for s in profile.samples if s.kind == "lstm" and s.precision in (units.precision, _ALIKE.get(units.precision))}
+    for unit in units.units:
+        if unit.kind == "lstm" and known:
+            nearest = min(known, key=lambda outputs: abs(math.log2(outputs / unit.outputs)))
+            if abs(math.log2(nearest / unit.outputs)) > FAR_DOUBLINGS:
+                return f"the profile {profile.name} has no layer near {unit.outputs} units (the nearest has {nearest}): times are a guess"
+    return None
+
+
+def _between(known: Sequence[tuple[int, float]], workers: int) -> float:
+    """Of so many workers: in between what is known, linear; beyond it, as the last."""
+    before = known[0]
+    for at, value in sorted(set(known)):
+        if at >= workers:
+            return value if at == before[0] else before[1] + (value - before[1]) * (workers - before[0]) / (at - before[0])
+        before = at, value
+    return before[1]
+
+
+def _doublings(a: int, b: int) -> float:
+    """Roughly how many doublings apart two sizes are."""
+    return max(a, b) / min(a, b) - 1.0

@@ -1,0 +1,296 @@
+"""Puts the messages between stages into a schedule, and proves that the result cannot hang.
+
+Every edge between neighbouring stages has a channel for each direction: activations up, gradients down. Where the head is shared,
+every edge between the last stage and another has two more: what is to be scored one way, its gradient the other. Messages on a
+channel match by order alone: the i-th send meets the i-th receive. `prove` runs a program under the strictest rules that we claim to
+work under; a transport that buffers, or sends in the background, only loosens them. A stage takes its steps strictly in order;
+a receive is posted and never blocks; a send blocks until its receive is posted; a run blocks until its receive has met its send.
+
+That is not enough for a transport that carries out the messages of a stage one after the other on the device, whoever they come from:
+there a receive that was posted ahead holds up all that stand behind it. For such a one there is `Program.in_order`, and a proof of its
+own in `plan.in_order`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Literal, NamedTuple, cast
+
+from carrywave.errors import PlanError
+from carrywave.plan.schedule.schedule import (
+    BACKWARD,
+    FORWARD,
+    HEAD,
+    Phase,
+    Schedule,
+    StageTask,
+    check,
+    name,
+    own_needs,
+    place,
+    reader,
+    source,
+)
+
+
+class ProgramStep(NamedTuple):
+    """Post the receive of what `task` reads from another stage, run it, or send what it gives another stage."""
+
+    kind: Literal["receive", "run", "send"]
+    task: StageTask
+
+
+class Channel(NamedTuple):
+    """A channel: what the tasks that read from it do, the stage that sends, and theirs."""
+
+    phase: Phase
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule with its messages: the steps of each stage, in order."""
+
+    schedule: Schedule
+    stages: tuple[tuple[ProgramStep, ...], ...]
+
+    @cached_property
+    def in_order(self) -> Program:
+        """The same with all messages in one order, that of the moments at which they are sent: each stage posts and sends its own in it.
+
+        So a receive is posted no sooner than all that this stage sends before, and stages that carry out their messages strictly one after
+        the other never wait for each other: of those that are not through, the first in the order has both its ends at the front.
+        """
+        turns = _turns(self.schedule)
+        return Program(self.schedule, tuple(_in_order(self.schedule, stage, turns) for stage in range(len(self.schedule.stages))))
+
+
+def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
+    """The schedule with a send right after each run (after the last run of a slice where stages work in turn), and receives
+    posted ahead of the runs that need them.
+
+    All tasks are put in one order, that of the moments at which they start. Before a run, a stage has posted the receives of
+    all messages whose senders stand before that run in this order. So when tasks are taken in this order no send ever waits:
+    its receiver has been through all that stands before, and has posted. `ahead` more receives on each channel let a
+    neighbour be earlier than expected. What is open at once is bounded by that, and by how far ahead of its
+    neighbour the schedule lets a stage run.
+    """
+    if ahead < 0:
+        raise PlanError(f"receives cannot be posted {-ahead} messages late; use ahead >= 0")
+    turns = _turns(schedule)
+    return Program(schedule, tuple(_steps(schedule, stage, turns, ahead) for stage in range(len(schedule.stages))))
+
+
+def _turns(schedule: Schedule) -> dict[StageTask, int]:
+    """All tasks in one order, that of the moments at which they start."""
+    moments = place(schedule, forward=FORWARD, backward=BACKWARD, head=HEAD)
+    return {task: turn for turn, task in enumerate(sorted(moments, key=lambda task: (moments[task], task.stage)))}
+
+
+def spell(program: Program) -> str:
+    """The steps as text, one row a stage: `<F0` posts the receive of what F0 reads, `F0` runs it, `F0>` sends what it gives."""
+    marks = {"receive": ("<", ""), "run": ("", ""), "send": ("", ">")}
+    rows = [[name(step.task, program.schedule).join(marks[step.kind]) for step in steps] for steps in program.stages]
+    return "\n".join(" ".join(row) for row in rows)
+
+
+def incoming(task: StageTask, schedule: Schedule) -> Channel | None:
+    """The channel of what this task reads from another stage."""
+    sender = source(task, schedule)
+    return None if sender is None else Channel(task.phase, sender.stage, task.stage)
+
+
+def outgoing(task: StageTask, schedule: Schedule) -> Channel | None:
+    """The channel of what this task gives another stage."""
+    other = reader(task, schedule)
+    return None if other is None else Channel(other.phase, task.stage, other.stage)
+
+
+def lines(stages: int, *, share_head: bool) -> list[Channel]:
+    """Every channel that programs of so many stages use."""
+    last = stages - 1
+    found = [line for stage in range(last) for line in (Channel("F", stage, stage + 1), Channel("B", stage + 1, stage))]
+    return found + [line for stage in range(last) if share_head for line in (Channel("H", last, stage), Channel("B", stage, last))]
+
+
+def _steps(schedule: Schedule, stage: int, turns: dict[StageTask, int], ahead: int) -> tuple[ProgramStep, ...]:
+    steps: list[ProgramStep] = []
+    inboxes = _inboxes(schedule, stage)
+    due, posted = [0] * len(inboxes), [0] * len(inboxes)
+    held: list[StageTask] = []  # run, and not yet handed on
+    for task in schedule.stages[stage]:
+        for channel, inbox in enumerate(inboxes):
+            while due[channel] < len(inbox) and turns[inbox[due[channel]][0]] < turns[task]:
+                due[channel] += 1
+            post = min(due[channel] + ahead, len(inbox))
+            steps += [ProgramStep("receive", reading) for _, reading in inbox[posted[channel] : post]]
+            posted[channel] = post
+        steps.append(ProgramStep("run", task))
+        if outgoing(task, schedule) is not None:
+            held.append(task)
+        if not schedule.in_turn or task.chunk == (schedule.chunks[task.slice] - 1 if task.phase == "F" else 0):
+            steps += [ProgramStep("send", each) for each in held]
+            held.clear()
+    return tuple(steps)
+
+
+def _in_order(schedule: Schedule, stage: int, turns: dict[StageTask, int]) -> tuple[ProgramStep, ...]:
+    """The steps of a stage with its messages in the order in which all of them are sent."""
+
+    def sent(task: StageTask) -> tuple[int, int]:
+        """When what a task gives is sent: after itself, or where stages work in turn after the last of its slice."""
+        last = task._replace(chunk=schedule.chunks[task.slice] - 1 if task.phase == "F" else 0) if schedule.in_turn else task
+        return turns[last], turns[task]
+
+    inbox = sorted((sent(task), reading) for messages in _inboxes(schedule, stage) for task, reading in messages)
+    given: defaultdict[int, list[ProgramStep]] = defaultdict(list)  # by the turn after which they are sent
+    for task in schedule.stages[stage]:
+        if outgoing(task, schedule) is not None:
+            given[sent(task)[0]].append(ProgramStep("send", task))
+    steps: list[ProgramStep] = []
+    posted = 0
+    for task in schedule.stages[stage]:
+        while posted < len(inbox) and inbox[posted][0] < (turns[task], 0):
+            steps.append(ProgramStep("receive", inbox[posted][1]))
+            posted += 1
+        steps.append(ProgramStep("run", task))
+        steps += given[turns[task]]
+    return tuple(steps)
+
+
+def _inboxes(schedule: Schedule, stage: int) -> list[list[tuple[StageTask, StageTask]]]:
+    """The messages that come to this stage, for each channel: the tasks that send and that read them, in the order of the sends."""
+    found: defaultdict[Channel, list[tuple[StageTask, StageTask]]] = defaultdict(list)
+    for tasks in schedule.stages:
+        for task in tasks:
+            reading = reader(task, schedule)
+            if reading is not None and reading.stage == stage:
+                found[Channel(reading.phase, task.stage, stage)].append((task, reading))
+    return [found[line] for line in sorted(found, key=lambda line: ("FBH".index(line.phase), line.sender))]
+
+
+def _talks(step: ProgramStep, schedule: Schedule) -> bool:
+    """Whether there is another stage at the other end of this send or receive."""
+    return (outgoing if step.kind == "send" else incoming)(step.task, schedule) is not None
+
+
+def prove(program: Program) -> None:
+    """Refuses a program that would hang, mix up messages, leave some over, or break a dependency, under the rules above."""
+    _check_steps(program)
+    _Proof(program).carry_out()
+
+
+def _check_steps(program: Program) -> None:
+    """Each stage runs its tasks of the schedule in order; every step stands on the stage of its task and has a neighbour to talk to."""
+    schedule = program.schedule
+    check(schedule)
+    if len(program.stages) != len(schedule.stages):
+        raise PlanError(
+            f"a program of {len(program.stages)} stages cannot carry out a schedule of {len(schedule.stages)}; give each its steps"
+        )
+    for stage, (steps, tasks) in enumerate(zip(program.stages, schedule.stages, strict=True)):
+        for step in steps:
+            if step.task.stage != stage:
+                raise PlanError(f"stage {stage} cannot {_say(step, schedule)} of stage {step.task.stage}; take it away")
+            if step.kind != "run" and not _talks(step, schedule):
+                raise PlanError(f"stage {stage} has no neighbour to {_say(step, schedule)}; take it away")
+        runs = [step.task for step in steps if step.kind == "run"]
+        for ran, task in zip_longest(runs, tasks):
+            if ran != task:
+                found, wanted = (name(each, schedule) if each else "nothing" for each in (ran, task))
+                raise PlanError(f"stage {stage} runs {found} where the schedule has {wanted}; keep to the schedule's order")
+
+
+class _Channel:
+    """One direction of one edge. Messages are known by the task that reads them."""
+
+    def __init__(self) -> None:
+        self.sends: list[StageTask] = []
+        self.receives: list[StageTask] = []
+        self.places: dict[StageTask, int] = {}  # of the receives
+
+
+class _Proof:
+    def __init__(self, program: Program) -> None:
+        self.schedule, self.stages = program.schedule, program.stages
+        self.channels: defaultdict[Channel, _Channel] = defaultdict(_Channel)
+        self.ran: set[StageTask] = set()
+        self.at = [0] * len(self.stages)
+        self.offered = [False] * len(self.stages)  # the send at hand is waiting for its receive
+
+    def carry_out(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for stage in range(len(self.stages)):
+                moved = self._advance(stage) or moved
+        left = [(stage, steps[at]) for stage, (steps, at) in enumerate(zip(self.stages, self.at, strict=True)) if at < len(steps)]
+        if left:
+            waits = ", ".join(f"stage {stage} waits to {_say(step, self.schedule)}" for stage, step in left)
+            raise PlanError(f"the program cannot go on: {waits}; post the receives before the sends that wait for each other")
+        for line, channel in self.channels.items():
+            for task in channel.receives[len(channel.sends) :]:
+                raise PlanError(
+                    f"stage {line.receiver} posts a receive for {name(task, self.schedule)} that nothing is sent to; take it away"
+                )
+
+    def _advance(self, stage: int) -> bool:
+        """Take this stage's steps until one blocks; whether anything happened that another stage may wait for."""
+        before = self.at[stage], self.offered[stage]
+        steps = self.stages[stage]
+        while self.at[stage] < len(steps) and self._take(stage, steps[self.at[stage]]):
+            self.at[stage] += 1
+        return before != (self.at[stage], self.offered[stage])
+
+    def _take(self, stage: int, step: ProgramStep) -> bool:
+        """Whether the step is done; if not, it is tried again."""
+        if step.kind == "run":
+            return self._run(step.task)
+        task = step.task if step.kind == "receive" else cast(StageTask, reader(step.task, self.schedule))
+        channel = self.channels[cast(Channel, incoming(task, self.schedule))]
+        if step.kind == "receive":
+            channel.places.setdefault(task, len(channel.receives))
+            channel.receives.append(task)
+            self._match(channel, len(channel.receives))
+            return True
+        if not self.offered[stage]:
+            if step.task not in self.ran:
+                raise PlanError(f"stage {stage} sends {name(step.task, self.schedule)} before it has run; put the send after the run")
+            channel.sends.append(task)
+            self._match(channel, len(channel.sends))
+        # Only this stage sends on this channel, so the last send is its own.
+        self.offered[stage] = len(channel.receives) < len(channel.sends)
+        return not self.offered[stage]
+
+    def _run(self, task: StageTask) -> bool:
+        what = name(task, self.schedule)
+        for need in own_needs(task, self.schedule):
+            if need not in self.ran:
+                raise PlanError(f"stage {task.stage} runs {what} before {name(need, self.schedule)}, which it needs; swap them")
+        if (line := incoming(task, self.schedule)) is not None:
+            channel = self.channels[line]
+            if task not in channel.places:
+                raise PlanError(f"stage {task.stage} runs {what} without a receive for it; post one before")
+            if channel.places[task] >= len(channel.sends):
+                return False
+        self.ran.add(task)
+        return True
+
+    def _match(self, channel: _Channel, count: int) -> None:
+        """The send and the receive that stand at this place, where both are there, are for the same message."""
+        if count > min(len(channel.sends), len(channel.receives)):
+            return
+        sent, received = channel.sends[count - 1], channel.receives[count - 1]
+        if sent != received:
+            raise PlanError(
+                f"message {count - 1} to stage {sent.stage} is sent for {name(sent, self.schedule)} but received for "
+                f"{name(received, self.schedule)}; post receives in the order of the sends"
+            )
+
+
+def _say(step: ProgramStep, schedule: Schedule) -> str:
+    return f"{step.kind} {name(step.task, schedule)}"

@@ -1,0 +1,345 @@
+"""A schedule is data: for each stage the tuple of its tasks, in order. The runtime interprets it and decides nothing.
+
+A chunk is a part of time, a slice a part of the lanes (or a whole batch of an accumulation group, so that slices may differ
+in their number of chunks). Printed with `show`, a schedule is a picture, one row a stage, one column a moment at which every
+task takes one unit of time: `F2` is the forward of time chunk 2, `B2` its backward, `.` a wait. A second slice adds a letter:
+`F2b`. Where the head is shared, `H2` is its forward and backward for chunk 2, on whichever stage has the time for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from carrywave.errors import PlanError
+
+Phase = Literal["F", "B", "H"]
+
+# How long tasks take as a schedule is made. An order that suits a head of 2 suits one of 0.5 to 6 as well: it ends within a few
+# percent of the soonest possible, which is why nothing is measured for it.
+FORWARD, BACKWARD, HEAD = 1, 2, 2
+
+
+class StageTask(NamedTuple):
+    """One forward or backward of one time chunk of one slice of lanes on one stage; or both of the head (H), where it is shared."""
+
+    phase: Phase
+    stage: int
+    chunk: int
+    slice: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The tasks of each stage, in the order in which that stage carries them out."""
+
+    stages: tuple[tuple[StageTask, ...], ...]
+    chunks: tuple[int, ...]  # of each slice
+    in_turn: bool = False  # a stage hands a slice on only when all its chunks are done
+
+    @property
+    def slices(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def backward(self) -> bool:
+        """Whether anything goes backward; evaluation does not."""
+        return any(task.phase == "B" for tasks in self.stages for task in tasks)
+
+    @cached_property
+    def scorers(self) -> dict[tuple[int, int], int]:
+        """For each chunk and slice the stage that runs the head on it, where the head is shared; else empty: the last stage does all."""
+        return {(task.chunk, task.slice): task.stage for tasks in self.stages for task in tasks if task.phase == "H"}
+
+
+def serial(chunks: int | Sequence[int] = 1, slices: int = 1, *, backward: bool = True) -> Schedule:
+    """One stage: each slice forward through its chunks, then back through them in reverse, before the next slice starts."""
+    counts = _counts(1, chunks, slices)
+    return Schedule((_slice_by_slice(0, counts, backward),), counts)
+
+
+def sequential(stages: int, chunks: int | Sequence[int] = 1, slices: int = 1, *, backward: bool = True) -> Schedule:
+    """The stages one after the other, each with a whole slice: only one of them works at any moment."""
+    counts = _counts(stages, chunks, slices)
+    if not backward and len(counts) > 1:
+        raise PlanError(
+            "stages one after the other take one slice forward at a time, since nothing comes back to hold the next; use slices=1"
+        )
+    return Schedule(tuple(_slice_by_slice(stage, counts, backward) for stage in range(stages)), counts, in_turn=True)
+
+
+def gpipe(stages: int, slices: int, *, backward: bool = True) -> Schedule:
+    """Slices of lanes pipelined with time left whole: all forwards, then all backwards in reverse."""
+    counts = _counts(stages, 1, slices)
+    rows = []
+    for stage in range(stages):
+        row = [StageTask("F", stage, 0, part) for part in range(slices)]
+        rows.append((*row, *(task._replace(phase="B") for task in reversed(row))) if backward else tuple(row))
+    return Schedule(tuple(rows), counts)
+
+
+def wavefront(
+    stages: int, chunks: int | Sequence[int], slices: int = 1, *, backward: bool = True, share_head: bool = False, head: float = HEAD
+) -> Schedule:
+    """Time chunks pipelined: every stage works on a chunk of its own, and a slice comes back once its last chunk has passed
+    the last stage. Several slices interleave one forward, one backward, so that a stage holds little more than one slice.
+
+    `share_head`: the head's work on a chunk (H) goes to a stage that would wait, and the last stage has no more to do than the
+    others; `head` is what it takes, where a forward takes 1. One stage has nobody to share with, and evaluation no wait to fill.
+    """
+    counts = _counts(stages, chunks, slices)
+    if not backward:
+        return Schedule(
+            tuple(tuple(StageTask("F", stage, chunk, part) for chunk, part in _forwards(counts)) for stage in range(stages)), counts
+        )
+    return Schedule(_greedy(stages, counts, head if share_head and stages > 1 else None), counts)
+
+
+def _greedy(stages: int, counts: tuple[int, ...], head: float | None) -> tuple[tuple[StageTask, ...], ...]:
+    """Each stage's order as it comes about when a forward takes 1, a backward 2, and a stage takes a backward as soon as there
+    is one, else a forward unless it would hold more chunks than its limit, else a head (None: not shared) if one is there.
+
+    Of the heads it takes the one that is wanted back first. The last stage chooses first, so that the head that all backwards wait
+    for needs no message; then the first stages, which have longest to wait for a backward.
+    """
+    forwards = _forwards(counts)
+    backwards = [(chunk, part) for part, count in enumerate(counts) for chunk in reversed(range(count))]
+    # The last stage may go back with the n-th backward when that many forwards are done: those of its whole slice.
+    whole = [end for end, count in zip(accumulate(counts), counts, strict=True) for _ in range(count)]
+    last, total = stages - 1, len(forwards)
+    limits = [max(counts) + extra(max(counts), last - stage) for stage in range(stages)]
+    rows: list[list[StageTask]] = [[] for _ in range(stages)]
+    begun = [[0, 0] for _ in range(stages)]  # forwards, backwards
+    done = [[0, 0] for _ in range(stages)]
+    ends: list[float] = [0] * stages  # of the task at work
+    turns = {place: turn for turn, place in enumerate(backwards)}  # in which heads are wanted back
+    unscored: set[int] = set()  # turns of heads that nobody has begun
+    scored: dict[int, float] = {}  # when each turn's head ends
+    now: float = 0
+    while done[0][1] < total:
+        for stage in range(stages):
+            if ends[stage] <= now:
+                if stage == last and head is not None:
+                    unscored |= {turns[place] for place in forwards[done[last][0] : begun[last][0]]}
+                done[stage] = begun[stage].copy()
+        for stage in (last, *range(last)):
+            if ends[stage] > now:
+                continue
+            forward, back = begun[stage]
+            if stage == last:
+                returns = back < total and done[last][0] >= whole[back] and (head is None or scored.get(back, math.inf) <= now)
+            else:
+                returns = back < total and done[stage + 1][1] > back
+            if returns:
+                rows[stage].append(StageTask("B", stage, *backwards[back]))
+                begun[stage][1] += 1
+                ends[stage] = now + BACKWARD
+            elif forward < total and forward - back < limits[stage] and (stage == 0 or done[stage - 1][0] > forward):
+                rows[stage].append(StageTask("F", stage, *forwards[forward]))
+                begun[stage][0] += 1
+                ends[stage] = now + FORWARD
+            elif unscored and head is not None:
+                turn = min(unscored)
+                unscored.remove(turn)
+                rows[stage].append(StageTask("H", stage, *backwards[turn]))
+                scored[turn] = ends[stage] = now + head
+        now = min((end for end in ends if end > now), default=now)
+    return tuple(tuple(row) for row in rows)
+
+
+def extra(chunks: int, distance: int) -> int:
+    """How many chunks a stage may hold beyond one slice, when it stands this many stages before the last.
+
+    From the last forward of a slice to its first backward such a stage has 3 * distance units of time to fill: for each stage
+    one on the way there and two on the way back. Forwards of later slices fill them. Where slices are shorter than that, their
+    backwards take a part: with one chunk each, 3 units hold one forward and one backward. With these limits equal slices
+    end after 3 * (stages - 1) units more than one stage alone needs for its tasks, and no order can end sooner.
+    """
+    return min(3, chunks) * distance
+
+
+def _counts(stages: int, chunks: int | Sequence[int], slices: int) -> tuple[int, ...]:
+    """The number of chunks of each slice, from one number for all or one for each."""
+    counts = (chunks,) * slices if isinstance(chunks, int) else tuple(chunks)
+    if stages < 1:
+        raise PlanError(f"a schedule needs at least one stage, got {stages}; use 1 or more")
+    if not counts or min(counts) < 1:
+        raise PlanError(f"a schedule needs at least one chunk and one slice, got {chunks} and {slices}; use 1 or more")
+    if slices not in (1, len(counts)):
+        raise PlanError(f"{len(counts)} numbers of chunks cannot describe {slices} slices; leave slices out")
+    return counts
+
+
+def _forwards(counts: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(chunk, part) for part, count in enumerate(counts) for chunk in range(count)]
+
+
+def _slice_by_slice(stage: int, counts: tuple[int, ...], backward: bool) -> tuple[StageTask, ...]:
+    tasks: list[StageTask] = []
+    for part, count in enumerate(counts):
+        row = [StageTask("F", stage, chunk, part) for chunk in range(count)]
+        tasks += row
+        if backward:
+            tasks += [task._replace(phase="B") for task in reversed(row)]
+    return tuple(tasks)
+
+
+def source(task: StageTask, schedule: Schedule) -> StageTask | None:
+    """The task of another stage whose message this one reads; none at the ends of the pipeline."""
+    phase, stage, chunk, part = task
+    last = len(schedule.stages) - 1
+    if phase == "H":
+        return StageTask("F", last, chunk, part) if stage < last else None
+    if phase == "B" and stage == last:
+        scorer = schedule.scorers.get((chunk, part), last)
+        return StageTask("H", scorer, chunk, part) if scorer < last else None
+    stage += -1 if phase == "F" else 1
+    return StageTask(phase, stage, chunk, part) if 0 <= stage <= last else None
+
+
+def reader(task: StageTask, schedule: Schedule) -> StageTask | None:
+    """The task of another stage that reads what this one gives; none at the ends of the pipeline."""
+    phase, stage, chunk, part = task
+    last = len(schedule.stages) - 1
+    if phase == "H":
+        return StageTask("B", last, chunk, part) if stage < last else None
+    if phase == "F" and stage == last:
+        scorer = schedule.scorers.get((chunk, part), last)
+        return StageTask("H", scorer, chunk, part) if scorer < last else None
+    stage += 1 if phase == "F" else -1
+    return StageTask(phase, stage, chunk, part) if 0 <= stage <= last else None
+
+
+def own_needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
+    """The tasks of its own stage whose results this one reads: the chunk before; backward, its forward, its head and the chunk after."""
+    phase, stage, chunk, part = task
+    last = len(schedule.stages) - 1
+    if phase == "F":
+        return [StageTask("F", stage, chunk - 1, part)] if chunk else []
+    wanted = [StageTask("F", stage, chunk, part)]
+    if phase == "H":
+        return wanted if stage == last else []
+    if stage == last and schedule.scorers.get((chunk, part)) == last:
+        wanted.append(StageTask("H", stage, chunk, part))
+    return [*wanted, StageTask("B", stage, chunk + 1, part)] if chunk < schedule.chunks[part] - 1 else wanted
+
+
+def needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
+    """The tasks that must have ended before this one starts, on its own stage and on another one."""
+    other = source(task, schedule)
+    if other is None:
+        return own_needs(task, schedule)
+    if schedule.in_turn:  # what the neighbour hands over last
+        other = other._replace(chunk=schedule.chunks[task.slice] - 1 if task.phase == "F" else 0)
+    return [other, *own_needs(task, schedule)]
+
+
+def check(schedule: Schedule) -> None:
+    """Refuses a schedule in which a task is missing, stands twice or stands on another stage than its own."""
+    if not schedule.stages or not schedule.chunks:
+        raise PlanError("a schedule without stages or slices has nothing to run; give it at least one of each")
+    phases: tuple[Phase, ...] = ("F", "B") if schedule.backward else ("F",)
+    heads: list[StageTask] = []
+    for stage, tasks in enumerate(schedule.stages):
+        found = Counter(tasks)
+        for phase in phases:
+            for chunk, part in _forwards(schedule.chunks):
+                task = StageTask(phase, stage, chunk, part)
+                if (times := found.pop(task, 0)) != 1:
+                    fact = "is missing from" if times == 0 else f"stands {times} times on"
+                    raise PlanError(f"{name(task, schedule)} {fact} stage {stage}; a stage runs each of its tasks once")
+        for task in found:
+            if task.phase != "H" or task.stage != stage or not schedule.backward:
+                raise PlanError(f"{name(task, schedule)} of stage {task.stage} does not belong on stage {stage}; take it away")
+        heads += found.elements()
+    _check_heads(schedule, heads)
+
+
+def _check_heads(schedule: Schedule, heads: Sequence[StageTask]) -> None:
+    """Where the head is shared, each chunk is scored once, on any stage."""
+    found = Counter((task.chunk, task.slice) for task in heads)
+    last = len(schedule.stages) - 1
+    for place in _forwards(schedule.chunks) if heads else []:
+        if (times := found.pop(place, 0)) != 1:
+            fact = "is missing from" if times == 0 else f"stands {times} times in"
+            raise PlanError(f"{name(StageTask('H', last, *place), schedule)} {fact} the schedule; the head runs once on each chunk")
+    for place in found:
+        raise PlanError(f"{name(StageTask('H', last, *place), schedule)} scores a chunk that is not there; take it away")
+
+
+def place(schedule: Schedule, *, forward: float = 1, backward: float = 1, head: float = 1) -> dict[StageTask, float]:
+    """The moment at which each task starts when tasks take these times and messages none; refuses a schedule that cannot run."""
+    check(schedule)
+    seconds = {"F": forward, "B": backward, "H": head}
+    ends: dict[StageTask, float] = {}
+    moments: dict[StageTask, float] = {}
+    nexts = [0] * len(schedule.stages)
+    ready: list[float] = [0] * len(schedule.stages)
+    moved = True
+    while moved:
+        moved = False
+        for stage, tasks in enumerate(schedule.stages):
+            while nexts[stage] < len(tasks):
+                task = tasks[nexts[stage]]
+                before = needs(task, schedule)
+                if any(need not in ends for need in before):
+                    break
+                moments[task] = max([ready[stage], *(ends[need] for need in before)])
+                ready[stage] = ends[task] = moments[task] + seconds[task.phase]
+                nexts[stage] += 1
+                moved = True
+    stuck = [
+        f"{name(tasks[at], schedule)} on stage {stage}"
+        for stage, (tasks, at) in enumerate(zip(schedule.stages, nexts, strict=True))
+        if at < len(tasks)
+    ]
+    if stuck:
+        raise PlanError(
+            f"the schedule cannot go on: {', '.join(stuck)} wait{'s' if len(stuck) == 1 else ''} for what comes later; reorder the tasks"
+        )
+    return moments
+
+
+def peak(schedule: Schedule) -> tuple[int, ...]:
+    """The most chunks that each stage holds at once, from the start of a forward to the end of its backward."""
+    if not schedule.backward:
+        return (1,) * len(schedule.stages)  # the one at work: nothing is kept for a backward
+    return tuple(max(accumulate({"F": 1, "B": -1, "H": 0}[task.phase] for task in tasks)) for tasks in schedule.stages)
+
+
+def bubble(schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD) -> float:
+    """The share of the stages' time that is spent waiting, when tasks take these times and messages none."""
+    seconds = {"F": forward, "B": backward, "H": head}
+    moments = place(schedule, forward=forward, backward=backward, head=head)
+    end = max(moment + seconds[task.phase] for task, moment in moments.items())
+    return 1 - sum(seconds[task.phase] for task in moments) / (end * len(schedule.stages))
+
+
+def name(task: StageTask, schedule: Schedule) -> str:
+    """A task as it stands in the picture."""
+    return f"{task.phase}{task.chunk}" + (_letters(task.slice) if schedule.slices > 1 else "")
+
+
+def _letters(part: int) -> str:
+    """a to z, then aa, ab, as columns of a spreadsheet are named."""
+    letter = chr(ord("a") + part % 26)
+    return _letters(part // 26 - 1) + letter if part >= 26 else letter
+
+
+def show(schedule: Schedule) -> str:
+    """The schedule as a picture, one row a stage."""
+    moments = {task: int(moment) for task, moment in place(schedule).items()}
+    width = max(len(name(task, schedule)) for task in moments)
+    end = max(moments.values()) + 1
+    rows = []
+    for tasks in schedule.stages:
+        row = ["."] * end
+        for task in tasks:
+            row[moments[task]] = name(task, schedule)
+        rows.append(" ".join(cell.ljust(width) for cell in row).rstrip())
+    return "\n".join(rows)

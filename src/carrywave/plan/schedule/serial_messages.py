@@ -1,0 +1,134 @@
+"""Proves that a program runs on a transport that carries out messages strictly one after the other, as NCCL does within a communicator.
+
+The rules are those of the device, not of the host, and the strictest that we claim to work under:
+
+- the host hands work to the device without waiting: tasks to one queue, messages to another, each carried out in its order;
+- the messages between two tasks are one batch: it begins when all tasks that were handed over before it are done and all batches before it
+  are through; its messages then go on side by side, in any order;
+- a message goes through when the batches of both its ends have begun; nothing is buffered;
+- a task begins when the batch that holds its message is through as a whole;
+- messages from one stage to another match by order alone, whatever they are for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+from carrywave.errors import PlanError
+from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, outgoing
+from carrywave.plan.schedule.schedule import StageTask, name, reader
+
+
+class Message(NamedTuple):
+    """Known by its ends, and by its place among all from the one to the other."""
+
+    sender: int
+    receiver: int
+    place: int
+
+
+@dataclass
+class MessageBatch:
+    """The messages that a stage has between two tasks."""
+
+    tasks: int  # handed over before it
+    messages: list[Message] = field(default_factory=list)
+
+
+@dataclass
+class _Stage:
+    tasks: list[StageTask] = field(default_factory=list)
+    batches: list[MessageBatch] = field(default_factory=list)
+    waits: dict[StageTask, int] = field(default_factory=dict)  # the batch that a task waits for
+    ran: int = 0
+    through: int = 0  # batches
+
+    @property
+    def open(self) -> MessageBatch | None:
+        """The batch that has begun and is not through."""
+        at = self.batches[self.through] if self.through < len(self.batches) else None
+        return at if at is not None and at.tasks <= self.ran else None
+
+
+def prove_in_order(program: Program) -> None:
+    """Refuses a program that would hang or mix up messages under the rules above."""
+    stages = _stages(program)
+    done: set[Message] = set()
+    moved = True
+    while moved:
+        moved = False
+        for stage in stages:
+            while stage.ran < len(stage.tasks) and stage.waits.get(stage.tasks[stage.ran], -1) < stage.through:
+                stage.ran += 1
+                moved = True
+        begun = [stage.open for stage in stages]
+        for number, batch in enumerate(begun):
+            for message in batch.messages if batch is not None else []:
+                other = begun[message.receiver if number == message.sender else message.sender]
+                if message not in done and other is not None and message in other.messages:
+                    done.add(message)
+                    moved = True
+        for stage in stages:
+            if stage.open is not None and done.issuperset(stage.open.messages):
+                stage.through += 1
+                moved = True
+    stuck = [number for number, stage in enumerate(stages) if stage.ran < len(stage.tasks) or stage.through < len(stage.batches)]
+    if stuck:
+        raise PlanError(f"messages in order cannot go on: {', '.join(_says(number, stages[number], program) for number in stuck)}")
+
+
+def _stages(program: Program) -> list[_Stage]:
+    """The queues of each stage; refuses messages that would meet another's receive."""
+    sent: defaultdict[tuple[int, int], list[StageTask]] = defaultdict(list)
+    received: defaultdict[tuple[int, int], list[StageTask]] = defaultdict(list)
+    found: list[_Stage] = []
+    for number, steps in enumerate(program.stages):
+        stage = _Stage()
+        for step in steps:
+            if step.kind == "run":
+                stage.tasks.append(step.task)
+                continue
+            if not stage.batches or stage.batches[-1].tasks < len(stage.tasks):
+                stage.batches.append(MessageBatch(len(stage.tasks)))
+            stage.batches[-1].messages.append(_message(step, program, number, sent, received))
+            if step.kind == "receive":
+                stage.waits[step.task] = len(stage.batches) - 1
+        found.append(stage)
+    for ends in sent.keys() | received.keys():
+        for place, (given, wanted) in enumerate(zip(sent[ends], received[ends], strict=False)):
+            if given != wanted:
+                names = (name(task, program.schedule) for task in (given, wanted))
+                raise PlanError(
+                    "message {} from stage {} to stage {} is sent for {} but received for {}; keep one order".format(place, *ends, *names)
+                )
+        if len(sent[ends]) != len(received[ends]):
+            raise PlanError(f"stage {ends[0]} sends stage {ends[1]} {len(sent[ends])} messages, and {len(received[ends])} are received")
+    return found
+
+
+def _message(
+    step: ProgramStep,
+    program: Program,
+    number: int,
+    sent: defaultdict[tuple[int, int], list[StageTask]],
+    received: defaultdict[tuple[int, int], list[StageTask]],
+) -> Message:
+    line = (outgoing if step.kind == "send" else incoming)(step.task, program.schedule)
+    if line is None:
+        raise PlanError(f"stage {number} has nobody to {step.kind} {name(step.task, program.schedule)}; take it away")
+    known = (sent if step.kind == "send" else received)[line.sender, line.receiver]
+    known.append(step.task if step.kind == "receive" else cast(StageTask, reader(step.task, program.schedule)))
+    return Message(line.sender, line.receiver, len(known) - 1)
+
+
+def _says(number: int, stage: _Stage, program: Program) -> str:
+    if stage.open is not None:
+        return f"stage {number} waits for messages with {sorted({*_ends(stage.open)} - {number})}"
+    task = stage.tasks[stage.ran] if stage.ran < len(stage.tasks) else None
+    return f"stage {number} waits to run {name(task, program.schedule)}" if task else f"stage {number} waits"
+
+
+def _ends(batch: MessageBatch) -> list[int]:
+    return [end for message in batch.messages for end in message[:2]]

@@ -1,0 +1,1 @@
+"""Which plans there are, what bounds them, and the best one."""

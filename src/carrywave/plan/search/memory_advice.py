@@ -1,0 +1,101 @@
+"""What would make a model fit that fits no plan: each remedy is tried before it is named, and only memory is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from carrywave.plan.cost.cluster import Cluster
+from carrywave.plan.search.partition import NoFit, say, span
+from carrywave.plan.search.predictor import Predictor
+from carrywave.plan.search.space import Space
+
+MOST_TIMES = 64  # as many devices as there are, and parts of the lanes
+_UP = 1.005  # sizes are said to three digits, and a device with what is said must do
+
+
+def fits(space: Space) -> bool:
+    """Whether there is a plan whose stages all have room."""
+    predictor = Predictor(space.units, space.cluster)
+    return any(predictor.may_fit(plan) and predictor.missing(plan).missing_bytes == 0 for plan in space.leanest())
+
+
+def explained(error: NoFit, space: Space) -> NoFit:
+    """The same refusal, of all plans there are, with what would make the model fit."""
+    devices, ways = space.cluster.devices, remedies(error, space)
+    return NoFit(
+        f"the model fits no plan on {devices} device{'s' if devices > 1 else ''}: {too_large(space) or f'at best {error.lack}'}",
+        "it fits with " + " or ".join(", ".join(part) for part in (ways[:-1], ways[-1:]) if part),
+        lack=error.lack,
+        missing_bytes=error.missing_bytes,
+    )
+
+
+def too_large(space: Space) -> str | None:
+    """The unit that no device holds, however lean the plan: more stages would not help it."""
+    predictor, units = Predictor(space.units, space.cluster), len(space.units)
+    limit = max(host.profile.memory_bytes - host.profile.reserved_bytes for host in space.cluster.hosts)
+    alone = [min(predictor.memory(plan, 0, unit, unit + 1).total for plan in space.leanest()) for unit in range(units)]
+    largest = alone.index(max(alone))
+    if alone[largest] <= limit:
+        return None
+    return f"{span(largest, largest + 1, units)} alone is {say(alone[largest] - limit)} over the {say(limit)} of the largest device"
+
+
+def remedies(error: NoFit, space: Space) -> list[str]:
+    """Each by itself is enough."""
+    units, found = space.units, []
+    if (devices := _more_devices(space)) is not None:
+        found.append(f"{devices} such devices")
+    if (lanes := _fewer_lanes(space)) is not None:
+        found.append(lanes)
+    if units.activation_bytes > 2 and fits(replace(space, units=replace(units, precision="bf16"))):
+        found.append("train.precision=bf16")
+    if units.states and fits(replace(space, units=replace(units, states=0, optimizer="sgd"))):
+        found.append("train.optimizer=sgd")
+    return [*found, f"{say(int(error.missing_bytes * _UP) + 1)} more memory on each device"]
+
+
+def _more_devices(space: Space) -> int | None:
+    """The fewest of the same kinds that hold it."""
+
+    def grown(times: int) -> Space:
+        cluster = space.cluster
+        kinds = tuple(host.profile for host in cluster.hosts)
+        # Whatever links them: memory alone is asked for.
+        return replace(space, cluster=Cluster(cluster.hosts * times, cluster.within, cluster.link_between(kinds)), use_all=False)
+
+    times = _first(lambda times: fits(grown(times)))
+    return None if times is None else times * space.cluster.devices
+
+
+def _fewer_lanes(space: Space) -> str | None:
+    """How much smaller batches must be."""
+    units = space.units
+
+    def thinner(times: int) -> Space | None:
+        shapes = tuple(replace(shape, lanes=shape.lanes // times) for shape in units.shapes)
+        return replace(space, units=replace(units, shapes=shapes)) if min(shape.lanes for shape in shapes) else None
+
+    times = _first(lambda times: (smaller := thinner(times)) is not None and fits(smaller))
+    if times is None:
+        return None
+    lanes = max(shape.lanes for shape in units.shapes)
+    return f"batch.lanes={lanes // times} in place of {lanes}" if units.streams else f"a batch.tokens of 1/{times}"
+
+
+def _first(enough: Callable[[int], bool]) -> int | None:
+    """The smallest of 2, 3, … `MOST_TIMES` times that is enough, where more is never worse."""
+    if not enough(MOST_TIMES):
+        top = MOST_TIMES // 2
+        while top > 1 and not enough(top):  # lanes may run out
+            top //= 2
+        if top < 2:
+            return None
+    else:
+        top = MOST_TIMES
+    low, high = 1, top
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

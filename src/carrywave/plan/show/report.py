@@ -1,0 +1,112 @@
+"""A choice as plain data: the plan as a spec's `plan:` section, and an object that a program can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from carrywave.plan.cost.units import Units
+from carrywave.plan.plan import Plan
+from carrywave.plan.search.predictor import Prediction
+from carrywave.plan.search.scaling import Scale
+from carrywave.plan.search.search import PlanChoice, describe
+from carrywave.plan.show.text import scale_sentence, stage_names
+from carrywave.plan.show.what_if import Remedy
+
+
+def section(plan: Plan, units: Units) -> dict[str, Any]:
+    """The plan as a spec's `plan:` section, which gives this plan on as many workers as it has; defaults are left out."""
+    found: dict[str, Any] = {"replicas": plan.replicas, "stages": plan.stages}
+    chunk_steps = plan.chunk_steps
+    if plan.stages > 1:
+        found["cuts"] = list(plan.edges(len(units))[1:-1])
+        if chunk_steps is None and plan.slices == 1 and not units.whole:
+            chunk_steps = max(shape.steps for shape in units.shapes)  # left out, a spec would cut the window
+    if chunk_steps is not None:
+        found["chunk_steps"] = chunk_steps
+    if plan.slices > 1:
+        found["slices"] = plan.slices
+    found |= {name: True for name in ("recompute", "share_head") if getattr(plan, name)}
+    return found if plan.kernel == "auto" else found | {"kernel": plan.kernel}
+
+
+def yaml_line(plan: Plan, units: Units) -> str:
+    """The section as a line of YAML."""
+    parts = (f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in section(plan, units).items())
+    return f"plan: {{{', '.join(parts)}}}"
+
+
+def choice_object(units: Units, choice: PlanChoice, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
+    """All that is printed of a choice."""
+    return {
+        "choice": describe(choice.best.plan),
+        "why": choice.why,
+        "devices": choice.devices,
+        "plan": section(choice.best.plan, units),
+        "stages": stages(units, choice.best),
+        **_figures(choice.best),
+        "bubble": choice.best.bubble,
+        "sent_bytes": choice.best.sent_bytes,
+        "reduced_bytes": choice.best.reduced_bytes,
+        "efficiency": choice.efficiency,
+        "alternatives": [
+            {
+                "choice": describe(rival.plan),
+                "plan": section(rival.plan, units),
+                "why": rival.why,
+                **({} if rival.prediction is None else _figures(rival.prediction)),
+            }
+            for rival in choice.rivals
+        ],
+        "better": [
+            {
+                "change": each.change,
+                "note": each.note,
+                "gain": each.gain,
+                "plan": section(each.prediction.plan, units),
+                **_figures(each.prediction),
+            }
+            for each in remedies
+        ],
+    }
+
+
+def stages(units: Units, prediction: Prediction) -> list[dict[str, Any]]:
+    """Of a plan: what each holds, works and needs."""
+    return [
+        {
+            "units": name,
+            "first_unit": stage.first,
+            "after_last_unit": stage.last,
+            "work_seconds": stage.seconds,
+            "memory_bytes": stage.memory.total,
+            "limit_bytes": stage.limit_bytes,
+            "memory": asdict(stage.memory),
+        }
+        for stage, name in zip(prediction.stages, stage_names(prediction, len(units)), strict=True)
+    ]
+
+
+def scale_object(units: Units, scale: Scale) -> dict[str, Any]:
+    """All that is printed of how speed grows."""
+    return {
+        "pays_up_to": scale.pays_up_to,
+        "why": scale_sentence(scale),
+        "scale": [
+            {
+                "devices": point.devices,
+                "used": point.prediction.plan.workers,
+                **_figures(point.prediction),
+                "efficiency": point.efficiency,
+                "device_seconds_per_million_tokens": point.prediction.plan.workers * 1e6 / point.prediction.tokens_per_second,
+                "choice": describe(point.prediction.plan),
+                "plan": section(point.prediction.plan, units),
+            }
+            for point in scale.points
+        ],
+    }
+
+
+def _figures(prediction: Prediction) -> dict[str, Any]:
+    return {"step_seconds": prediction.seconds, "tokens_per_second": prediction.tokens_per_second}

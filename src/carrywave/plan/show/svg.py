@@ -1,0 +1,128 @@
+"""Timelines as a drawing: one SVG file that needs nothing else, no script, no font, no style from outside.
+
+Rows are stages, rectangles what they do, left to right in real time; several timelines stand one above the other on one axis, so that
+lengths compare. Colours follow the reader's light or dark theme where a viewer tells it, on a ground of the drawing's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from carrywave.plan.cost.simulation import TaskSpan, Timeline
+from carrywave.plan.show.text import seconds_text, ticks
+
+WIDTH = 1000
+ROW, GAP, MARGIN, HEAD = 22, 4, 14, 30  # pixels: a row, between rows, around all, a line of title
+LABEL = 170  # for the names of rows
+SHORTEST = 16  # pixels that a chunk's name needs
+LIGHTEST = 0.55  # of the first chunk's colour; the last one has all of it
+
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "H": "head, shared",
+    "pay": "put-off gradients of weights",
+    "reduce": "gradients summed over workers",
+    "update": "update",
+}
+_STYLE = """
+.ground{fill:#ffffff}.track{fill:#eceff3}.tick{stroke:#c3cad4}text{fill:#1d2430;font:12px sans-serif}.title{font-size:15px}
+.in{fill:#10151d;font-size:10px;text-anchor:middle}.mid{text-anchor:middle}
+.F{fill:#6ea8e5}.B{fill:#f2a65a}.H{fill:#7fc48a}.pay{fill:#bd93d8}.reduce{fill:#e2727b}.update{fill:#a9a196}
+@media (prefers-color-scheme:dark){.ground{fill:#161b22}.track{fill:#262d37}.tick{stroke:#4a5462}text{fill:#e6eaf0}.in{fill:#10151d}}
+""".strip().replace("\n", "")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A timeline with its title and the names of its rows."""
+
+    title: str
+    timeline: Timeline
+    names: Sequence[str]
+
+
+def draw(panels: Sequence[Panel], title: str = "") -> str:
+    """The drawing of one or several timelines, on a common axis of time."""
+    seconds = max(panel.timeline.seconds for panel in panels)
+    scale = (WIDTH - LABEL - 2 * MARGIN) / seconds if seconds else 0.0
+    parts, top = [], MARGIN
+    if title:
+        parts.append(f'<text class="title" x="{MARGIN}" y="{top + 16}">{escape(title)}</text>')
+        top += HEAD
+    for panel in panels:
+        parts.append(f'<text x="{MARGIN}" y="{top + 14}">{escape(panel.title)}</text>')
+        top += HEAD - 8
+        for number, row in enumerate(panel.timeline.rows):
+            name = f"{number}: {panel.names[number]}" if number < len(panel.names) else str(number)
+            parts += _row(name, row, top, scale, panel.timeline.seconds)
+            top += ROW + GAP
+        top += MARGIN
+    parts += _axis(seconds, top, scale)
+    top += HEAD + 8
+    labels = {span.label for panel in panels for row in panel.timeline.rows for span in row}
+    parts += _legend([label for label in _NAMES if label in labels], top)
+    height = top + HEAD
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">'
+        f"<title>{escape(title or panels[0].title)}</title><style>{_STYLE}</style>"
+        f'<rect class="ground" width="{WIDTH}" height="{height}" rx="6"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _row(name: str, spans: Sequence[TaskSpan], top: int, scale: float, seconds: float) -> list[str]:
+    left = LABEL + MARGIN
+    short = name if len(name) <= 27 else name[:26] + "…"
+    parts = [
+        f'<text x="{MARGIN}" y="{top + 15}">{escape(short)}</text>',
+        f'<rect class="track" x="{left}" y="{top}" width="{seconds * scale:.2f}" height="{ROW}"/>',
+    ]
+    chunks = 1 + max((span.task.chunk for span in spans if span.task is not None), default=0)
+    slices = 1 + max((span.task.slice for span in spans if span.task is not None), default=0)
+    for span in spans:
+        x, width = left + span.start * scale, (span.end - span.start) * scale
+        said = _said(span, slices)
+        when = f"{seconds_text(span.start)} to {seconds_text(span.end)}"
+        shade = "" if span.task is None or span.label == "pay" else f' fill-opacity="{_shade(span.task.chunk, chunks):.2f}"'
+        # A hair of the ground between neighbours, where there is room for one.
+        width = width - 0.6 if width > 3 else width
+        parts.append(
+            f'<rect class="{span.label}" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{ROW}"{shade}>'
+            f"<title>{escape(said)}, {when}</title></rect>"
+        )
+        if span.task is not None and span.label != "pay" and width >= SHORTEST:
+            parts.append(f'<text class="in" x="{x + width / 2:.2f}" y="{top + 15}">{escape(said)}</text>')
+    return parts
+
+
+def _said(span: TaskSpan, slices: int) -> str:
+    if span.task is None or span.label == "pay":
+        return _NAMES[span.label]
+    return f"{span.label}{span.task.chunk}" + (chr(ord("a") + span.task.slice % 26) if slices > 1 else "")
+
+
+def _shade(chunk: int, chunks: int) -> float:
+    return LIGHTEST + (1 - LIGHTEST) * (chunk / (chunks - 1) if chunks > 1 else 1.0)
+
+
+def _axis(seconds: float, top: int, scale: float) -> list[str]:
+    parts = []
+    for moment in ticks(seconds) if seconds else []:
+        x = LABEL + MARGIN + moment * scale
+        parts.append(f'<line class="tick" x1="{x:.2f}" y1="{top - 8}" x2="{x:.2f}" y2="{top}"/>')
+        parts.append(f'<text class="mid" x="{x:.2f}" y="{top + 14}">{seconds_text(moment)}</text>')
+    return parts
+
+
+def _legend(labels: Sequence[str], top: int) -> list[str]:
+    parts, x = [], float(MARGIN)
+    for label in labels:
+        parts.append(f'<rect class="{label}" x="{x:.0f}" y="{top}" width="14" height="14"/>')
+        parts.append(f'<text x="{x + 20:.0f}" y="{top + 12}">{_NAMES[label]}</text>')
+        x += 44 + 6.4 * len(_NAMES[label])
+    return [
+        *parts,
+        f'<rect class="track" x="{x:.0f}" y="{top}" width="14" height="14"/><text x="{x + 20:.0f}" y="{top + 12}">waiting</text>',
+    ]

@@ -1,0 +1,217 @@
+"""A choice as plain text: stages, the step as a picture, figures, alternatives, and how speed grows. Pure functions, no terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from carrywave.plan.cost.simulation import TaskSpan, Timeline
+from carrywave.plan.cost.units import Units
+from carrywave.plan.search.partition import say
+from carrywave.plan.search.predictor import Prediction
+from carrywave.plan.search.scaling import Scale
+from carrywave.plan.search.search import GAIN_PER_DOUBLING, PlanChoice, describe
+
+COLUMNS = 100  # of a picture, beside the names of its rows
+MOST_ROWS = 24  # of a picture; in between, the others do much the same
+WAITS = "."
+_LETTERS = {"F": "Ff", "B": "Bb", "H": "Hh", "pay": "w", "reduce": "+", "update": "u"}
+_LEGEND = {
+    "F": "F f forward of a chunk",
+    "B": "B b its backward",
+    "H": "H h the head, where it is shared",
+    "pay": "w put-off gradients of weights",
+    "reduce": "+ gradients summed over workers",
+    "update": "u update",
+}
+
+
+def unit_names(units: int, first: int, last: int) -> str:
+    """Units [first, last) of so many: `encoder, layers 1-3`."""
+    head = units - 1
+    low, high = max(first, 1), min(last, head)
+    layers = [] if high <= low else [f"layer {low}"] if high - low == 1 else [f"layers {low}-{high - 1}"]
+    return ", ".join(["encoder"] * (first == 0) + layers + ["head"] * (last > head))
+
+
+def stage_names(prediction: Prediction, units: int) -> list[str]:
+    """What each stage of a plan holds."""
+    return [unit_names(units, stage.first, stage.last) for stage in prediction.stages]
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds in words, to three digits."""
+    for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= 0.9995 * size:
+            return f"{seconds / size:.3g} {name}" if seconds < 999.5 * size else f"{seconds / size:,.0f} {name}"
+    return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"
+
+
+def stages_text(units: Units, prediction: Prediction) -> str:
+    """A table of the stages: what they hold, work and need."""
+    shares = prediction.plan.shares_head
+    heads = ["stage", "units", "work a step", *["shared head"] * shares, "memory", "of", "share"]
+    heads += ["parameters", "gradients", "optimizer", "activations", "carries", "workspace"]
+    rows = []
+    for number, (stage, name) in enumerate(zip(prediction.stages, stage_names(prediction, len(units)), strict=True)):
+        memory = stage.memory
+        scored = sum(span.end - span.start for span in prediction.timeline.rows[number] if span.label == "H")
+        row = [str(number), name, seconds_text(stage.seconds), *[seconds_text(scored)] * shares]
+        row += [say(memory.total), say(stage.limit_bytes), f"{memory.total / stage.limit_bytes:.0%}"]
+        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.carries, memory.workspace)
+        rows.append([*row, *map(say, parts)])
+    return table(heads, rows, left=(1,))
+
+
+def timeline_text(timeline: Timeline, columns: int = COLUMNS) -> str:
+    """The step as a picture: a row for each stage, real time from left to right; a column shows what takes most of it."""
+    seconds = timeline.seconds
+    if not seconds:
+        return ""
+    shown = list(range(len(timeline.rows)))
+    if len(shown) > MOST_ROWS:
+        shown = shown[: MOST_ROWS // 2] + shown[-MOST_ROWS // 2 :]
+    width = len(f"stage {shown[-1]}")
+    lines, seen, before = [], "", -1
+    for stage in shown:
+        if stage != before + 1:
+            lines.append(f"… {stage - before - 1} more stages")
+        before = stage
+        row = _row(timeline.rows[stage], seconds, columns)
+        lines.append(f"{f'stage {stage}':<{width}} {row}")
+        seen += row
+    lines += [f"{'':<{width}} {line}" for line in _ruler(seconds, columns)]
+    legend = [said for label, said in _LEGEND.items() if any(letter in seen for letter in _LETTERS[label])]
+    return "\n".join([*lines, ", ".join(legend + [f"{WAITS} waiting"] * (WAITS in seen))])
+
+
+def _row(spans: Sequence[TaskSpan], seconds: float, columns: int) -> str:
+    each = seconds / columns
+    times: list[dict[str, float]] = [{} for _ in range(columns)]
+    for span in spans:
+        letters = _LETTERS[span.label]
+        # Neighbouring chunks take turns, so that one sees where they end.
+        letter = letters[(span.task.chunk + span.task.slice) % len(letters)] if span.task is not None else letters
+        for column in range(int(span.start / each), min(columns, math.ceil(span.end / each))):
+            overlap = min(span.end, (column + 1) * each) - max(span.start, column * each)
+            times[column][letter] = times[column].get(letter, 0.0) + overlap
+    row = []
+    for shares in times:
+        most = max(shares.items(), key=lambda share: share[1], default=(WAITS, 0.0))[0]
+        row.append(most if sum(shares.values()) >= each / 2 else WAITS)
+    return "".join(row)
+
+
+def ticks(seconds: float, most: int = 8) -> list[float]:
+    """Round moments from 0 to the end of an axis."""
+    step = 10.0 ** math.floor(math.log10(seconds / most))
+    step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= seconds * (1 - 1e-9))
+    return [number * step for number in range(int(seconds / step * (1 + 1e-9)) + 1)]
+
+
+def _ruler(seconds: float, columns: int) -> list[str]:
+    marks, names = [" "] * (columns + 12), [" "] * (columns + 12)
+    for moment in ticks(seconds):
+        at = round(moment / seconds * columns)
+        marks[at] = "|"
+        for place, letter in enumerate(seconds_text(moment)):
+            names[at + place] = letter
+    return ["".join(marks).rstrip(), "".join(names).rstrip()]
+
+
+def figures_text(choice: PlanChoice) -> str:
+    """Step time, speed, waiting, traffic, and how it compares with one device."""
+    best, plan = choice.best, choice.best.plan
+    # Where batches differ, the picture is of one of them and the step is their mean.
+    drawn = best.timeline.seconds
+    mean = abs(drawn - best.seconds) > 0.01 * best.seconds
+    own = f" on average; the one that is drawn takes {seconds_text(drawn)}" if mean else ""
+    lines = [
+        f"step        {seconds_text(best.seconds)}{own}",
+        f"speed       {best.speed}",
+        f"bubble      {best.bubble:.1%} of the devices' time is no work: waits, and sums of gradients that are not hidden",
+        f"traffic     {say(best.sent_bytes)} a step between stages, by all workers; "
+        f"{say(best.reduced_bytes)} of gradients that a worker sums with other replicas",
+    ]
+    if choice.serial is None:
+        lines.append("efficiency  no figure: one device cannot hold the model")
+    elif plan.workers == 1:
+        lines.append("efficiency  100%: it is one device")
+    else:
+        times = choice.serial.seconds / best.seconds
+        lines.append(
+            f"efficiency  {choice.efficiency:.1%}: {plan.workers} devices are {times:.2f} times as fast as one, "
+            f"which takes {seconds_text(choice.serial.seconds)} a step"
+        )
+    return "\n".join(lines)
+
+
+def rivals_text(choice: PlanChoice) -> str:
+    """The alternatives, the fastest first, and why they lose."""
+    if not choice.rivals:
+        return "there is no other plan"
+    rows = []
+    for rival in choice.rivals:
+        found = rival.prediction
+        took = ["-", "-"] if found is None else [seconds_text(found.seconds), f"{found.tokens_per_second:,.0f}"]
+        cuts = f", cuts {list(rival.plan.cuts)}" if _only_cuts_differ(choice, rival.plan.cuts, describe(rival.plan)) else ""
+        rows.append([describe(rival.plan) + cuts, str(rival.plan.workers), *took, rival.why])
+    return table(["plan", "devices", "step", f"{choice.best.counted}/s", "why not"], rows, left=(0, 4))
+
+
+def _only_cuts_differ(choice: PlanChoice, cuts: tuple[int, ...], said: str) -> bool:
+    return said == describe(choice.best.plan) and cuts != choice.best.plan.cuts
+
+
+def scale_text(scale: Scale) -> str:
+    """How speed and cost grow with devices, and where more stop paying."""
+    first = scale.points[0]
+    counted = first.prediction.counted
+    rows = []
+    for point in scale.points:
+        found = point.prediction
+        rows.append(
+            [
+                f"{point.devices:,}",
+                f"{found.plan.workers:,}",
+                f"{found.tokens_per_second:,.0f}",
+                f"{found.tokens_per_second / first.prediction.tokens_per_second:.2f}",
+                f"{point.efficiency:.1%}",
+                _number(found.plan.workers * 1e6 / found.tokens_per_second),
+                describe(found.plan),
+            ]
+        )
+    heads = ["devices", "used", f"{counted}/s", "speed-up", "efficiency", f"device-seconds a million {counted}", "plan"]
+    return table(heads, rows, left=(6,)) + f"\n{scale_sentence(scale)}"
+
+
+def _number(value: float) -> str:
+    """To three digits, or to whole ones."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def scale_sentence(scale: Scale) -> str:
+    """Where more devices stop paying."""
+    pays, last = scale.pays_up_to, scale.points[-1]
+    many = f"{pays:,} device{'s' if pays > 1 else ''}"
+    fastest = max(scale.points, key=lambda point: point.prediction.tokens_per_second).prediction
+    if pays == last.devices:
+        return f"More devices pay as far as this table goes, up to {many}."
+    paying = max(
+        (point.prediction for point in scale.points if point.prediction.plan.workers <= pays), key=lambda each: each.tokens_per_second
+    )
+    gain = fastest.tokens_per_second / paying.tokens_per_second - 1
+    beyond = f"the fastest plan, on {fastest.plan.workers:,}, gains {gain:.1%}" if gain > 0 else "nothing is gained by more"
+    return f"More than {many} do not pay: beyond that, each doubling saves less than {GAIN_PER_DOUBLING:.0%}; {beyond}."
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Aligned columns; numbers to the right, those named in `left` to the left."""
+    widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+
+    return "\n".join(line(row).rstrip() for row in (heads, *rows))

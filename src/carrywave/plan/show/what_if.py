@@ -1,0 +1,130 @@
+"""What would have to change to do better: each change is tried, and carries what is predicted with it.
+
+Nothing of it is done by the planner. Links, memory and devices cost money; the batch and the precision change what is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from carrywave.errors import PlanError
+from carrywave.plan.cost.cluster import Cluster, Host
+from carrywave.plan.cost.profile import Link, Profile
+from carrywave.plan.cost.units import Units
+from carrywave.plan.search.predictor import Prediction, Predictor
+from carrywave.plan.search.search import GAIN_PER_DOUBLING, TOLERANCE, PlanChoice, Search, describe
+from carrywave.plan.show.text import seconds_text, stage_names
+
+LINKS_FASTER = 4
+_YOURS = "changes the answer of training, so it is yours to decide"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change, and what the best plan with it is predicted to do."""
+
+    change: str
+    prediction: Prediction
+    gain: float  # of tokens/s
+    note: str = ""
+
+    def __str__(self) -> str:
+        found = self.prediction
+        said = f"{self.change}: {self.gain:+.1%}, {found.speed} with {describe(found.plan)}"
+        return said + (f" ({self.note})" if self.note else "")
+
+
+def remedies(units: Units, cluster: Cluster, choice: PlanChoice, *, use_all: bool = False) -> list[Remedy]:
+    """Changes that were tried, the one that gains most first; those that gain nothing are told too, for they are not what limits it."""
+    found = []
+    for change, note, other_units, other_cluster in _changes(units, cluster, choice):
+        try:
+            search = Search(Predictor(other_units, other_cluster), use_all=use_all, tolerance=TOLERANCE)
+            best = search.best(lambda plan: True, gain=GAIN_PER_DOUBLING)
+        except PlanError:  # the profile knows nothing of it
+            continue
+        if best is not None:
+            found.append(Remedy(change, best, best.tokens_per_second / choice.best.tokens_per_second - 1, note))
+    return sorted(found, key=lambda each: -each.gain)
+
+
+def _changes(units: Units, cluster: Cluster, choice: PlanChoice) -> Iterator[tuple[str, str, Units, Cluster]]:
+    plan = choice.best.plan
+    if cluster.devices > 1:
+        yield f"links {LINKS_FASTER} times as fast", "", units, _faster(cluster, LINKS_FASTER)
+    if plan.recompute or choice.serial is None or any(rival.prediction is None for rival in choice.rivals):
+        yield "twice the memory on each device", "", units, _with(cluster, lambda p: replace(p, memory_bytes=2 * p.memory_bytes))
+    more = _twice(cluster)
+    if more is not None and plan.workers == cluster.devices:
+        yield f"{more.devices} devices", "", units, more
+    if units.precision in ("fp32", "tf32") and _knows(cluster, "bf16"):
+        yield "train.precision=bf16", _YOURS, replace(units, precision="bf16"), cluster
+    lanes = max(shape.lanes for shape in units.shapes)
+    change = f"batch.lanes={2 * lanes}" if units.streams else "twice the batch.tokens"
+    wider = tuple(replace(shape, lanes=2 * shape.lanes) for shape in units.shapes)
+    yield change, _YOURS, replace(units, shapes=wider), cluster
+
+
+def balance_text(predictor: Predictor, prediction: Prediction) -> str | None:
+    """Which stage is the slowest, and what keeps the stages from being even; nothing where one stage does all."""
+    units, plan, stages = predictor.units, prediction.plan, prediction.stages
+    if len(stages) == 1:
+        return None
+    mean = sum(stage.seconds for stage in stages) / len(stages)
+    slowest = max(range(len(stages)), key=lambda number: stages[number].seconds)
+    over = stages[slowest].seconds - mean
+    name = stage_names(prediction, len(units))[slowest]
+    works = f"stage {slowest} ({name}) works {seconds_text(stages[slowest].seconds)} a step"
+    if over < TOLERANCE * prediction.seconds:
+        return f"the stages are even: the slowest, {works}"
+    even = predictor.balanced(plan)
+    other = None if even is None or not predictor.fits(replace(plan, cuts=even)) else predictor.predict(replace(plan, cuts=even))
+    if other is not None and other.seconds < prediction.seconds * (1 - TOLERANCE):
+        gain = f"{prediction.seconds / other.seconds - 1:+.1%}, {other.speed}"
+        return f"this plan with plan.cuts={list(other.plan.cuts)}: {gain}, for the slowest, {works}"
+    alone = [predictor.slowest(plan, slowest, unit, unit + 1) for unit in range(len(units) - plan.shares_head)]
+    largest = alone.index(max(alone))
+    return (
+        f"the slowest, {works}, beside {seconds_text(mean)} on average: even stages would save about {seconds_text(over)} "
+        f"({over / prediction.seconds:.1%}), but units are not divided; the largest, {units.units[largest].name}, "
+        f"takes {seconds_text(alone[largest])}"
+    )
+
+
+def _knows(cluster: Cluster, precision: str) -> bool:
+    return all(any(s.kind == "lstm" and s.precision == precision for s in host.profile.samples) for host in cluster.hosts)
+
+
+def _twice(cluster: Cluster) -> Cluster | None:
+    """Twice the devices, where it is known how they would be linked."""
+    first = cluster.hosts[0]
+    if len(cluster.hosts) == 1 and cluster.within is None and cluster.between is None:
+        size = first.profile.devices_per_host
+        known = first.profile.between is not None or 2 * first.devices <= size
+        return Cluster.uniform(first.profile, 2 * first.devices) if known and first.devices <= size else None
+    known = cluster.between is not None or all(host.profile.between is not None for host in cluster.hosts)
+    return replace(cluster, hosts=cluster.hosts * 2) if known else None
+
+
+def _faster(cluster: Cluster, times: int) -> Cluster:
+    def fast(link: Link | None) -> Link | None:
+        return None if link is None else Link(link.latency_seconds / times, link.bytes_per_second * times, link.source)
+
+    def change(profile: Profile) -> Profile:
+        within = fast(profile.within)
+        assert within is not None
+        # Measured sums go with the link, so that what they say about it beside the model stays the same.
+        sums = tuple(replace(each, seconds=each.seconds / times) for each in profile.reductions)
+        return replace(profile, within=within, between=fast(profile.between), reductions=sums)
+
+    return replace(_with(cluster, change), within=fast(cluster.within), between=fast(cluster.between))
+
+
+def _with(cluster: Cluster, change: Callable[[Profile], Profile]) -> Cluster:
+    """Devices of changed kinds; hosts of one kind stay so."""
+    changed: dict[int, Profile] = {}
+    for host in cluster.hosts:
+        if id(host.profile) not in changed:
+            changed[id(host.profile)] = change(host.profile)
+    return replace(cluster, hosts=tuple(Host(host.devices, changed[id(host.profile)]) for host in cluster.hosts))

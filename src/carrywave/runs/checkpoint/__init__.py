@@ -1,0 +1,1 @@
+"""Snapshots on disk: whole or absent, checked, written in the background."""

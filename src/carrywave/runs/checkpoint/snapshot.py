@@ -1,0 +1,313 @@
+"""A `Snapshot` is everything a run needs to go on exactly where it was; without pickle, and never half-written.
+
+On the disk it is a folder of safetensors files and a manifest. Workers write files side by side, each its part; a file is named
+after the first tensor in it, and tensors after parameters, layers and lanes, never after ranks. All is written under a temporary
+name, published by one rename, and only then does the file `last` name it (and `best`, where its weights are the best so far). So
+whatever the moment of a crash, both name whole snapshots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from carrywave.errors import Diverged, RunError, option
+from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint.manifest import GROUPS, MANIFEST, REMEDY, File, Manifest, encode, is_plain, read_manifest
+
+POINTER, BEST = "last", "best"
+NONE_YET = ".none-yet"  # there from the start of a run to its first snapshot: what it wrote up to then can be made again
+TEMPORARY = ".tmp-"
+
+Tensors = dict[str, Tensor]
+Groups = dict[str, Tensors]  # by what they are: parameters, optimizer, carry, extra
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run between two optimizer steps, whole."""
+
+    parameters: Tensors  # each once: a tied one under its first name
+    optimizer: Tensors = field(default_factory=dict)
+    carry: Tensors = field(default_factory=dict)  # by layer name; lanes are the second dimension
+    extra: Tensors = field(default_factory=dict)  # loss scale, sums of metrics
+    meta: dict[str, Any] = field(
+        default_factory=dict
+    )  # JSON: cursor, seed, rate, spec, fingerprint, history, sizes of logs; tuples come back as lists
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A snapshot on the disk, of which only the manifest has been read."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What is said beside the tensors."""
+        return self.manifest.meta
+
+    def told(self) -> list[Any]:
+        """As it is told to other workers, which read the files themselves."""
+        return [str(self.folder), self.manifest.to_json()]
+
+    def verify(self, share: int = 0, of: int = 1) -> None:
+        """Check every byte of a share of the files; all shares together are all of it."""
+        for name in sorted(self.manifest.files)[share::of]:
+            self.manifest.files[name].read(self.folder / name, ())
+
+    def read(self, group: str, names: Collection[str]) -> Tensors:
+        """Some tensors of a group, from the files that hold them; each of those is checked to the byte."""
+        found: Tensors = {}
+        for name, file in self.manifest.files.items():
+            if file.group == group and not file.tensors.keys().isdisjoint(names):
+                found |= file.read(self.folder / name, names)
+        if group == "parameters" and (bad := not_finite(found)) is not None:
+            raise RunError(f"snapshot {self.folder}: parameter {bad} is not finite; resume from an older snapshot or start a new run")
+        return found
+
+    def pieces(self, name: str) -> list[tuple[int, int, str]]:
+        """The ranges of lanes in which a tensor of the carry was written: first, one after the last, key; they are all the lanes."""
+        pieces = sorted(ranges_of(self.manifest.forms("carry")).get(name, []))
+        ends = [0, *(end for _, end, _ in pieces)]
+        if not pieces or [start for start, _, _ in pieces] != ends[:-1]:
+            raise RunError(f"snapshot {self.folder} does not hold every lane of {name}; {REMEDY}")
+        return pieces
+
+    def lanes(self, name: str, low: int = 0, high: int | None = None) -> Tensor:
+        """Lanes [low, high) of a tensor of the carry, whoever wrote them."""
+        pieces = self.pieces(name)
+        high = pieces[-1][1] if high is None else high
+        needed = [piece for piece in pieces if piece[0] < high and piece[1] > low]
+        given = self.read("carry", {key for _, _, key in needed})
+        return torch.cat([given[key][:, max(low - start, 0) : high - start] for start, _, key in needed], dim=1)
+
+
+def save(folder: Path, name: str, snapshot: Snapshot, keep: int, *, best: bool = False) -> Path:
+    """Write a whole snapshot into the folder of snapshots, point `last` to it, and keep at most `keep`; returns its folder."""
+    meta = json.loads(json.dumps(snapshot.meta))
+    groups = {group: getattr(snapshot, group) for group in GROUPS}
+    groups["carry"] = {ranged(key, 0, tensor.shape[1]): tensor for key, tensor in snapshot.carry.items()}
+    with atomic_files.writing(f"snapshot {folder / name}", "the snapshot before it is kept; "):
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+        draft = folder / f"{TEMPORARY}{name}"
+        try:
+            draft.mkdir()
+            files = write_part(draft, groups)
+            return publish(draft, name, Manifest(files, meta), keep, best=best)
+        except BaseException:
+            atomic_files.remove(draft)
+            raise
+
+
+def load(path: Path) -> Snapshot:
+    """The whole of the last snapshot of a folder of snapshots, or of the one in this very folder; every byte is checked."""
+    stored = open_stored(path)
+    groups = {group: stored.read(group, stored.manifest.forms(group)) for group in GROUPS if group != "carry"}
+    carry = {name: stored.lanes(name) for name in ranges_of(stored.manifest.forms("carry"))}
+    return Snapshot(**groups, carry=carry, meta=stored.meta)
+
+
+def open_stored(path: Path) -> Stored:
+    """The last snapshot of a folder of snapshots, or the one in this very folder."""
+    folder = path if (path / MANIFEST).is_file() else last(path)
+    return Stored(folder, read_manifest(folder))
+
+
+def last(folder: Path) -> Path:
+    """The folder of the last snapshot."""
+    if not (folder / POINTER).is_file():
+        raise RunError(f"{folder} holds no snapshot; leave out {option('resume')} and start anew in another {option('run')}")
+    name = pointed(folder, POINTER)
+    if name is None or not (folder / name / MANIFEST).is_file() or (folder / name).is_symlink():
+        raise RunError(f"{folder / POINTER} names no snapshot of this folder; write the name of one of the folders beside it into it")
+    return folder / name
+
+
+def write_part(draft: Path, groups: Mapping[str, Tensors]) -> dict[str, File]:
+    """Write one worker's part into the draft of a snapshot, on the disk when this returns: one file a group, described."""
+    if (bad := not_finite(groups.get("parameters", {}))) is not None:
+        raise Diverged(f"parameter {bad} is not finite, so no snapshot is written; lower train.lr or set train.clip, and resume")
+    files: dict[str, File] = {}
+    for group, tensors in groups.items():
+        if tensors:
+            name = f"{group}-{_slug(next(iter(tensors)))}.safetensors"
+            with (draft / name).open("xb") as file:
+                size, checksum = atomic_files.write_tensors(file, tensors)
+                file.flush()
+                os.fsync(file.fileno())
+            files[name] = File(group, size, checksum, {key: atomic_files.form_of(tensor) for key, tensor in tensors.items()})
+    return files
+
+
+def publish(draft: Path, name: str, manifest: Manifest, keep: int, *, best: bool = False) -> Path:
+    """Make a draft whose files are all on the disk a snapshot: whole, named by `last`, one of at most `keep`; returns its folder."""
+    folder = draft.parent
+    atomic_files.write_bytes(draft / MANIFEST, encode(manifest.to_json()))
+    target = _free(folder, name)
+    os.replace(draft, target)
+    try:
+        atomic_files.sync_path(folder)
+        _point(folder, POINTER, target.name)
+    except BaseException:
+        if pointed(folder, POINTER) != target.name:
+            atomic_files.remove(target)
+        raise
+    with suppress(OSError):
+        (folder / NONE_YET).unlink()
+    if best:
+        _point(folder, BEST, target.name)
+    _prune(folder, target.name, keep)
+    return target
+
+
+def mend_best(stored: Stored) -> None:
+    """Have `best` name the snapshot that a run goes on from, if that is the best one: a crash may have come before it was written."""
+    folder = stored.folder.parent
+    at = stored.meta["progress"]
+    if at["best_step"] == at["step"] and pointed(folder, POINTER) == stored.folder.name and pointed(folder, BEST) != stored.folder.name:
+        _point(folder, BEST, stored.folder.name)
+
+
+def save_weights(path: Path, parameters: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write weights alone, as one safetensors file, atomically."""
+    if (bad := not_finite(parameters)) is not None:
+        raise Diverged(f"parameter {bad} is not finite, so {path} is not written; lower train.lr or set train.clip")
+    with atomic_files.writing(str(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_files.replacing(path) as file:
+            atomic_files.write_tensors(file, parameters, metadata, sealed=True)
+
+
+def load_weights(path: Path, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignored: str | None = None) -> Tensors:
+    """Weights from a safetensors file that holds exactly the expected names, shapes and dtypes; one name may be ignored."""
+    given = atomic_files.read_tensors(path)
+    remedy = "use the weights of a model with the same spec"
+    for name, (shape, dtype) in expected.items():
+        if name not in given:
+            raise RunError(f"{path} is from another model: it has no {name}; {remedy}")
+        if tuple(given[name].shape) != tuple(shape):
+            raise RunError(f"{path} is from another model: {name} is {list(given[name].shape)} there and {list(shape)} here; {remedy}")
+        if given[name].dtype != dtype:
+            raise RunError(
+                f"{path}: {name} is {given[name].dtype} there and {dtype} here; use the train.precision it was made with, or convert it"
+            )
+    if extra := sorted(given.keys() - expected.keys() - {ignored}):
+        raise RunError(f"{path} is from another model: it holds {extra[0]}, which is not here; {remedy}")
+    if (bad := not_finite(given)) is not None:
+        raise RunError(f"{path}: {bad} is not finite; use other weights")
+    return {name: given[name] for name in expected}
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor with an element that is NaN or infinite."""
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if not floats:
+        return None
+    # One read from the device for all of them.
+    finite = torch.stack([tensor.detach().isfinite().all() for tensor in floats.values()]).tolist()
+    return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
+
+
+def ranged(name: str, low: int, high: int) -> str:
+    """The key of lanes [low, high) of a tensor of the carry."""
+    return f"{name}/{low}-{high}"
+
+
+def ranges_of(keys: Iterable[str]) -> dict[str, list[tuple[int, int, str]]]:
+    """The tensors of the carry, by name, with the ranges of lanes in which they are kept: first, one after the last, key."""
+    found: dict[str, list[tuple[int, int, str]]] = {}
+    for key in keys:
+        name, _, lanes = key.rpartition("/")
+        low, _, high = lanes.partition("-")
+        found.setdefault(name, []).append((int(low), int(high), key))
+    return found
+
+
+def pointed(folder: Path, pointer: str) -> str | None:
+    """What `last` or `best` names, where it is a plain name."""
+    try:
+        name = (folder / pointer).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if is_plain(name) else None
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a run that was killed while it wrote has left. Nobody may be writing a snapshot into this folder."""
+    for left in folder.glob(f"{TEMPORARY}*"):
+        atomic_files.remove(left)
+
+
+def _point(folder: Path, pointer: str, name: str) -> None:
+    atomic_files.write_bytes(folder / pointer, f"{name}\n".encode())
+
+
+def _slug(name: str) -> str:
+    """A name for a file; with a checksum where the name itself cannot be one."""
+    plain = name.replace("/", "-")
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,100}", plain):
+        return plain
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', plain)[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+def _free(folder: Path, name: str) -> Path:
+    """A folder name that is not taken. What stands there without being pointed to was left by a crash, and gives way."""
+    target, number = folder / name, 1
+    while target.exists():
+        if target.name not in (pointed(folder, POINTER), pointed(folder, BEST)):
+            _retire(target)
+            break
+        number += 1
+        target = folder / f"{name}-{number}"
+    return target
+
+
+def _prune(folder: Path, current: str, keep: int) -> None:
+    """Remove the oldest snapshots beyond `keep`; those that `last` and `best` name are never among them."""
+    spared = {current, pointed(folder, POINTER), pointed(folder, BEST)}
+    others = [
+        entry.name
+        for entry in folder.iterdir()
+        if entry.name not in spared and not entry.name.startswith(".") and not entry.is_symlink() and (entry / MANIFEST).is_file()
+    ]
+    # By the steps in their names, since clocks may jump. Those after the present step are of a past that the run has left.
+    now = _steps(current)
+    others.sort(key=lambda name: (_steps(name) <= now, _steps(name)), reverse=True)
+    for name in others[max(0, keep - 1) :]:
+        _retire(folder / name)
+
+
+def _retire(path: Path) -> None:
+    """Remove a snapshot; what a crash leaves of it has the name of a draft, and is swept up."""
+    gone = path.with_name(f"{TEMPORARY}{path.name}-gone")
+    atomic_files.remove(gone)
+    with suppress(OSError):
+        os.replace(path, gone)
+        atomic_files.remove(gone)
+
+
+def _steps(name: str) -> tuple[list[int], str]:
+    return [int(number) for number in re.findall("[0-9]+", name)], name
+
+
+def weights_metadata(path: Path) -> dict[str, str]:
+    """What stands beside the tensors of a weights file; nothing where there is no such file, or none that can be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError):
+        return {}

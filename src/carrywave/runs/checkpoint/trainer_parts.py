@@ -1,0 +1,142 @@
+"""What of a trainer each worker writes into a snapshot, and takes up from one.
+
+Replicas hold the same parameters and optimizer, so each writes a share of them, about equal in bytes; what several stages hold is
+written by the first of them. Each worker writes the carry of its own layers and lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import RunError
+from carrywave.model.model import Model
+from carrywave.model.parameter_placement import homes
+from carrywave.model.state import State
+from carrywave.runs.checkpoint.atomic_files import Form, form_of
+from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged
+from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.trainer import Trainer
+from carrywave.step.trainer_state import carry_state, carry_tensors
+from carrywave.step.worker_setup import tensors_of
+
+
+def part_of(trainer: Trainer, lanes: int) -> Groups:
+    """What this worker writes of a snapshot: its share of the parameters and of the optimizer, and the carry that it holds."""
+    own = _owned(trainer)
+    parameters = {name: tensor for name, tensor in trainer.parameters().items() if name in own}
+    state = optimizers.state_tensors(trainer.optimizer, [(name, p) for name, p in trainer.named if name in own])
+    groups: Groups = {"parameters": parameters, "optimizer": state}
+    mine = _dealt(groups, trainer.mesh.replica, trainer.plan.replicas)
+    low, high = trainer.mesh.share().bounds(lanes)
+    carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
+    return mine | {"carry": {ranged(name, low, high): tensor for name, tensor in carry.items()}}
+
+
+def _owned(trainer: Trainer) -> Collection[str]:
+    """The tensors that this stage is the first to hold."""
+    model, plan = trainer.model, trainer.plan
+    if not isinstance(model, Model):
+        return trainer.parameters().keys()
+    edges = plan.edges(model.units)
+    held_by_all = {model.units - 1} if plan.shares_head else set()
+
+    def first(units: Collection[int]) -> int:
+        return 0 if held_by_all & set(units) else sum(min(units) >= edge for edge in edges[1:-1])
+
+    return {name for name, units in homes(model).items() if first(units) == trainer.mesh.stage}
+
+
+def _dealt(groups: Groups, index: int, of: int) -> Groups:
+    """One of several shares, about equal in bytes. A function of names and sizes alone: all who hold the same deal alike."""
+    items = [(tensor.nbytes, group, name) for group, tensors in groups.items() for name, tensor in tensors.items()]
+    loads = [0] * of
+    mine: set[tuple[str, str]] = set()
+    for num_bytes, group, name in sorted(items, key=lambda item: (-item[0], *item[1:])):
+        least = loads.index(min(loads))
+        loads[least] += num_bytes
+        if least == index:
+            mine.add((group, name))
+    return {group: {name: tensor for name, tensor in tensors.items() if (group, name) in mine} for group, tensors in groups.items()}
+
+
+def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
+    """Give a trainer its part of a snapshot: the parameters, the optimizer's state and the carry that it holds."""
+    own = trainer.parameters()
+    # All that the manifest tells is checked before anything is read.
+    check_forms(own, stored.manifest.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys())
+    state_names = _own_state_names(trainer, stored)
+    trainer.state = own_state(stored, trainer, lanes)
+    load_parameters(own, stored.read("parameters", own), "the snapshot")
+    optimizers.load_state(trainer.optimizer, trainer.named, stored.read("optimizer", state_names))
+
+
+def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:
+    """The optimizer's tensors that this worker takes up: all but those of parameters that other workers hold. None is too large."""
+    held = {name: p.numel() for name, p in trainer.named}
+    elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
+    found: list[str] = []
+    for name, (_, shape) in stored.manifest.forms("optimizer").items():
+        parameter = name.partition("/")[2]
+        if parameter in elsewhere:
+            continue
+        if torch.Size(shape).numel() > max(1, held.get(parameter, 1)):
+            raise RunError(
+                f"the snapshot's optimizer state {name} is {list(shape)}, which fits no parameter of this run; "
+                "resume with the train.optimizer, train.precision and model it was made with"
+            )
+        found.append(name)
+    return found
+
+
+def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
+    """This worker's lanes and layers of the carry in a snapshot."""
+    forms = stored.manifest.forms("carry")
+    if not forms:
+        return None
+    wanted = carry_tensors(trainer.stage.start(1, trainer.device), trainer.stage.layers)
+    for name, one in wanted.items():
+        pieces = stored.pieces(name)
+        if pieces[-1][1] != lanes:
+            raise RunError(f"the snapshot holds the carry of {pieces[-1][1]} lanes, and batch.lanes={lanes}; use the spec it was made with")
+        for start, end, key in pieces:
+            shape = forms[key][1]
+            if shape != (one.shape[0], end - start, *one.shape[2:]):
+                raise RunError(f"the snapshot's carry {key} is {list(shape)}, which is of another model; use the spec it was made with")
+    low, high = trainer.mesh.share().bounds(lanes)
+    return carry_state({name: stored.lanes(name, low, high) for name in wanted}, trainer.device, trainer.stage.layers)
+
+
+def check_forms(own: Mapping[str, Tensor], given: Mapping[str, Form], where: str, *, whole: Collection[str]) -> None:
+    """Refuse tensors of other names, shapes or dtypes than a model has. `whole`: the names of the model of which `own` is a part."""
+    for name, tensor in own.items():
+        if name not in given:
+            raise RunError(f"{where} has no {name}; it is from another model: use the spec it was made with")
+        if given[name] != form_of(tensor):
+            there, here = (f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (given[name], form_of(tensor)))
+            raise RunError(f"{where} holds {name} as {there}, the model has {here}; use the spec it was made with")
+    if extra := sorted(given.keys() - set(whole)):
+        raise RunError(f"{where} holds {extra[0]}, which the model does not have; use the spec it was made with")
+
+
+def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str, *, whole: Collection[str] | None = None) -> None:
+    """Copy tensors by name; names and shapes must agree. `whole`: the names of a model of which `own` is a part."""
+    forms = {name: form_of(tensor) for name, tensor in given.items()}
+    check_forms(own, forms, where, whole=given.keys() if whole is None else whole)
+    for name, tensor in own.items():
+        tensor.copy_(given[name])
+
+
+def take_weights(model: nn.Module, path: Path, where: str, *, ignored: str | None = None) -> None:
+    """Load a weights file into a model; one tensor may be left out, as the model has it."""
+    own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
+    load_parameters(own, read_weights(model, path, ignored=ignored), where)
+
+
+def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a weights file, checked against the whole of a model, also where some of it is held by another worker."""
+    own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
+    return load_weights(path, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}, ignored)

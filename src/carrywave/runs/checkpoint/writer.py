@@ -1,0 +1,261 @@
+"""Snapshots written in the background, by all workers side by side, while training goes on.
+
+`begin` copies what a snapshot holds, into memory that is kept for the next one, and a thread writes the copy. No message is sent
+from there: every worker's thread leaves a report beside its files, and that of rank 0 waits for all reports, looks whether the
+files are there, writes the manifest and publishes. How it went is agreed on in `settle`, which all workers call at the same step:
+before the next snapshot, or at the end. So at most one snapshot is being written at a time, and a second one waits for it.
+
+A worker that dies leaves a draft, which the next start sweeps up; the snapshot before it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from carrywave import errors
+from carrywave.errors import RunError, UserError, option
+from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.startup.rendezvous import on_every_rank
+from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint.manifest import File, Manifest
+from carrywave.runs.checkpoint.snapshot import TEMPORARY, Groups, publish, sweep, write_part
+
+POLL_SECONDS = 0.02
+SEEN_SECONDS = 3.0  # in which a file that another host has written must be seen here
+
+Failure = tuple[str, str]  # class of the error, and its message
+
+
+@dataclass
+class _Job:
+    """One snapshot that is being written."""
+
+    target: Path
+    draft: Path
+    groups: Groups  # this worker's part, copied
+    ready: Any  # the CUDA event after which the copies are whole; None: they are
+    meta: dict[str, Any] | None  # on rank 0
+    keep: int
+    best: bool
+    before: Callable[[], None]  # to be done before it is published
+    written: threading.Event = field(default_factory=threading.Event)  # this worker's part, or its failure
+    given_up: threading.Event = field(default_factory=threading.Event)  # another worker's part will not come
+    part_failure: Failure | None = None
+    failure: Failure | None = None  # of the whole, as rank 0 knows it
+    thread: threading.Thread | None = None
+
+
+class Writer:
+    """Writes the snapshots of one run. Every worker has one, and all call its methods at the same steps."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self.world, self.folder = world, folder
+        self.held_seconds = 0.0  # for which training stood still
+        self._job: _Job | None = None
+        self._memory: dict[tuple[str, str], Tensor] = {}
+        self._stream: Any = None
+        self._token = ""
+
+    def meet(self) -> None:
+        """Sweep up what was left, and see that all workers have the same folder before their eyes."""
+        token = secrets.token_hex(4)
+        mark = self.folder / f"{TEMPORARY}meeting-{token}"
+        if self.world.rank == 0 and self.folder.is_dir():
+            sweep(self.folder)
+        if self.world.size == 1:
+            self._token = token
+            return
+        with raise_on_all(self.world, for_all_of_us=True):
+            if self.world.rank == 0:
+                with atomic_files.writing(str(self.folder)):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    mark.mkdir()
+        self._token = all_gather_text(self.world, token)[0]
+        with raise_on_all(self.world):
+            if not _seen(self.folder / f"{TEMPORARY}meeting-{self._token}"):
+                raise RunError(
+                    f"the folder {self.folder} of rank 0 is not seen on {os.uname().nodename}; every worker writes its part of a "
+                    f"snapshot: give {option('run')} a folder on a file system that all hosts share"
+                )
+        if self.world.rank == 0:
+            atomic_files.remove(mark)
+
+    def begin(
+        self,
+        name: str,
+        groups: Mapping[str, Mapping[str, Tensor]],
+        meta: dict[str, Any] | None,
+        *,
+        keep: int,
+        best: bool = False,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy this worker's part of a snapshot, and have it written. The one before must be settled."""
+        started = time.perf_counter()
+        assert self._job is None
+        copied, ready = self._copy(groups)
+        draft = self.folder / f"{TEMPORARY}{name}-{self._token}"
+        job = _Job(self.folder / name, draft, copied, ready, None if meta is None else json.loads(json.dumps(meta)), keep, best, before)
+        # A daemon: a process that has to end does not wait for the disk. What it leaves is a draft.
+        job.thread = threading.Thread(target=self._write, args=(job,), name="carrywave-snapshot", daemon=True)
+        self._job = job
+        job.thread.start()
+        self.held_seconds += time.perf_counter() - started
+
+    def settle(self) -> UserError | None:
+        """Wait for the snapshot that is being written, if any; returns why it failed, the same on every worker."""
+        started = time.perf_counter()
+        job, self._job = self._job, None
+        if job is None or job.thread is None:
+            return None
+        if job.thread.is_alive():
+            heartbeat.rest()  # a disk may be slow: that no step is taken meanwhile is no hang
+        with raise_on_all(self.world, patient=True):
+            job.written.wait()
+        said = [json.loads(text) for text in all_gather_text(self.world, json.dumps(job.part_failure))]
+        failed = [(rank, failure) for rank, failure in enumerate(said) if failure is not None]
+        if failed:
+            job.given_up.set()
+        with raise_on_all(self.world, patient=True):
+            job.thread.join()
+            if self.world.rank == 0 and (failed or job.failure):
+                sweep(self.folder)  # also what a worker has begun after the draft was removed
+        failure = json.loads(all_gather_text(self.world, json.dumps(job.failure))[0])
+        if failed:
+            # What a worker says of its own part is closer to the cause than that rank 0 missed it.
+            rank, (kind, message) = failed[0]
+            failure = kind, message if self.world.size == 1 or len(failed) == self.world.size else f"rank {rank}: {message}"
+        self.held_seconds += time.perf_counter() - started
+        return None if failure is None else on_every_rank(getattr(errors, failure[0], RunError)(failure[1]))
+
+    def close(self, seconds: float) -> str | None:
+        """After a failure of the run: give the snapshot that is being written so long to become whole. Returns why it did not."""
+        if self._job is None or self._job.thread is None:
+            return None
+        self._job.thread.join(seconds)
+        failure = self._job.part_failure or self._job.failure
+        return None if failure is None else failure[1]
+
+    def _copy(self, groups: Mapping[str, Mapping[str, Tensor]]) -> tuple[Groups, Any]:
+        """The tensors in host memory, as they are at this point of the device's work; the event after which they are there."""
+        tensors = {(group, name): tensor.detach() for group, named in groups.items() for name, tensor in named.items()}
+        on_device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        if on_device is not None and self._stream is None:
+            self._stream = torch.cuda.Stream(on_device)  # type: ignore[no-untyped-call]
+        for key, tensor in tensors.items():
+            room = self._memory.get(key)
+            if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+                # Pinned: only then does a copy from the device run beside its work.
+                self._memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._memory = {key: room for key, room in self._memory.items() if key in tensors}
+        copied: Groups = {group: {name: self._memory[group, name] for name in named} for group, named in groups.items()}
+        if on_device is None:
+            for key, tensor in tensors.items():
+                self._memory[key].copy_(tensor)
+            return copied, None
+        work = torch.cuda.current_stream(on_device)
+        self._stream.wait_stream(work)
+        with torch.cuda.stream(self._stream):
+            for key, tensor in tensors.items():
+                self._memory[key].copy_(tensor, non_blocking=True)
+            ready = self._stream.record_event()
+        # The next step changes what is being copied: the device waits for the copy, the host does not.
+        work.wait_event(ready)
+        return copied, ready
+
+    # In the background
+
+    def _write(self, job: _Job) -> None:
+        """A worker's part; on rank 0, then the whole."""
+        files: dict[str, File] = {}
+        try:
+            if job.ready is not None:
+                job.ready.synchronize()
+            self.folder.mkdir(exist_ok=True)  # within the run's folder, which is not made again where it was removed
+            job.draft.mkdir(exist_ok=True)
+            files = write_part(job.draft, job.groups)
+            if self.world.rank > 0:
+                self._report(job, {"files": {name: file.to_json() for name, file in files.items()}})
+        except Exception as error:
+            job.part_failure = _failure(job.target, error)
+        job.written.set()
+        if self.world.rank > 0:
+            if job.part_failure is not None:
+                with suppress(OSError):  # where there is no room for a report either, `settle` tells
+                    self._report(job, {"failure": job.part_failure})
+            return
+        try:
+            # Also where its own part failed: the draft is not to be removed while others write into it.
+            if self._complete(job, files) and job.part_failure is None:
+                job.before()
+                publish(job.draft, job.target.name, Manifest(files, job.meta or {}), job.keep, best=job.best)
+        except Exception as error:
+            job.failure = _failure(job.target, error)
+        atomic_files.remove(job.draft)  # nothing, where it was published
+
+    def _report(self, job: _Job, said: Any) -> None:
+        report = _report_of(job.draft, self.world.rank)
+        part = report.with_suffix(".part")
+        part.write_text(json.dumps(said))
+        os.replace(part, report)
+
+    def _complete(self, job: _Job, files: dict[str, File]) -> bool:
+        """Wait until no other worker writes any more, and add their parts to the files; False where one of them is not there."""
+        waiting = list(range(1, self.world.size))
+        whole = True
+        while waiting:
+            report = _report_of(job.draft, waiting[0])
+            if not report.is_file():
+                if job.given_up.is_set():
+                    return False
+                time.sleep(POLL_SECONDS)
+                continue
+            said = json.loads(report.read_text())
+            whole = whole and "failure" not in said
+            for name, described in said.get("files", {}).items():
+                file = File.of(described)
+                if not _seen(job.draft / name) or (job.draft / name).stat().st_size != file.num_bytes:
+                    raise RunError(
+                        f"snapshot {job.target}: {name} of rank {waiting[0]} is not seen by rank 0; "
+                        f"give {option('run')} a folder on a file system that all hosts share"
+                    )
+                files[name] = file
+            report.unlink()
+            waiting.pop(0)
+        return whole
+
+
+def _report_of(draft: Path, rank: int) -> Path:
+    return draft / f"report-{rank}.json"
+
+
+def _failure(target: Path, error: Exception) -> Failure:
+    """One line for what went wrong, in a form that travels as text."""
+    if isinstance(error, UserError):
+        return type(error).__name__, str(error)
+    reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+    kept = "the snapshot before it is kept; free some room or make the folder writable, then go on"
+    return "RunError", f"snapshot {target} could not be written: {' '.join(reason.split())}; {kept}"
+
+
+def _seen(path: Path) -> bool:
+    """Whether a path is there. A network file system may take a while to show what another host has made."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True

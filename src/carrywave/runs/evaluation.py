@@ -1,0 +1,217 @@
+"""Judging a model on one part of the data: a pass without gradients, with a carry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import Batch
+from carrywave.data.loader import Loader
+from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
+from carrywave.data.view import View
+from carrywave.errors import DataError
+from carrywave.model.model import Model
+from carrywave.model.modes import mode
+from carrywave.model.opaque_model import Whole
+from carrywave.model.stage import Stage
+from carrywave.model.state import State
+from carrywave.parallel.mesh import Mesh
+from carrywave.plan.canonical_shards import SHARDS, tree
+from carrywave.spec.spec import Spec
+from carrywave.step import compute
+from carrywave.step.graphs.capture import Capture, Lanes
+from carrywave.step.micro_batches import flatten, unflatten
+from carrywave.step.reproducible.shards import Cut, own_shards, settle
+from carrywave.tasks.metrics import Metric
+from carrywave.tasks.task import Part, Task
+
+_Seen = tuple[compute.BatchOutcome, list[tuple[Tensor, Tensor | None]]]
+
+
+def order_for(spec: Spec, view: View, *, training: bool) -> Order:
+    """The order in which a part is read: streams or buckets of sequences; shuffled and varied in training only."""
+    if not spec.streams:
+        return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
+    lanes = spec.lanes
+    if not training:
+        # A small part may hold fewer steps than there are lanes; a part of its own may be cut as suits it.
+        lanes = max(1, min(spec.batch.eval_lanes or lanes, int(view.lengths.sum())))
+    # A series keeps its whole past when it is judged, so it is not cut into lanes.
+    cut = training or spec.task != "forecasting"
+    return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=spec.batch.vary and training, cut=cut)
+
+
+def evaluate(
+    model: Model | Whole,
+    task: Task,
+    part: Part,
+    *,
+    mesh: Mesh,
+    stage: Stage | Whole | None = None,
+    tick: Callable[[int, int], None] | None = None,
+    capture: Capture | None = None,
+) -> dict[str, float]:
+    """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
+
+    `capture` keeps recordings from one evaluation of a model to the next.
+    """
+    device = mesh.device
+    shards = own_shards(mesh) if task.spec.train.reproducible else None
+    if shards is not None:
+        settle(device)
+    places, own = (1, range(1)) if shards is None else (SHARDS, shards)
+    judges = {shard: _Judge(task.meter(device, part) if model.has_output else None) for shard in own}
+    watched = any(judge.meter is not None for judge in judges.values())
+    sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs the metric cannot judge
+    observers = {shard: judge.of for shard, judge in judges.items()} if watched else {}
+    for shard, _, outcome in _walk(model, task.spec, part, mesh, stage, observers, tick, capture, shards):
+        sums[shard, :2] += torch.stack([outcome.loss_sum, outcome.count])
+    for shard, judge in judges.items():
+        sums[shard, 2] = float(watched and judge.meter is None)
+    loss_sum, count, unfit = tree(mesh.sum_(sums).unbind(), torch.add).tolist()
+    if not count:
+        raise DataError(f"{part.name} holds no target to judge by, every label in it is ignored; give it labels")
+    metrics: dict[str, float] = {}
+    meters = {shard: judge.meter for shard, judge in judges.items() if judge.meter is not None}
+    if meters and not unfit:
+        metrics = _joined(meters, places, mesh).values()
+    loss = loss_sum / count
+    return {"loss": loss} | task.derived(loss) | metrics | part.baseline
+
+
+def _joined(meters: Mapping[int, Metric], places: int, mesh: Mesh) -> Metric:
+    """The metric of all workers, from those that each has by shard; the first of its own holds it then."""
+    given = {shard: meter.tensors() for shard, meter in meters.items()}
+    first = next(iter(meters))
+    for name, tensor in given[first].items():
+        parts = tensor.new_zeros((places, *tensor.shape))
+        for shard, tensors in given.items():
+            parts[shard] = tensors[name]
+        tensor.copy_(tree(mesh.sum_(parts).unbind(), torch.add))
+    return meters[first]
+
+
+def passes(
+    model: Model | Whole,
+    spec: Spec,
+    part: Part,
+    *,
+    mesh: Mesh,
+    stage: Stage | Whole | None = None,
+    observe: compute.Observer | None = None,
+    tick: Callable[[int, int], None] | None = None,
+    capture: Capture | None = None,
+) -> Iterator[tuple[Batch, compute.BatchOutcome]]:
+    """One pass over a part without gradients, batch by batch, the carry of streams kept.
+
+    Each worker sees its own lanes and, of the sums, those of its own stage. No worker waits for the others between batches. On
+    CUDA batches of a shape that comes again are recorded; what is observed then, and the outcome, last until the next batch.
+    """
+    observers = {} if observe is None else {0: lambda _: observe}
+    for _, batch, outcome in _walk(model, spec, part, mesh, stage, observers, tick, capture, None):
+        yield batch, outcome
+
+
+def _walk(
+    model: Model | Whole,
+    spec: Spec,
+    part: Part,
+    mesh: Mesh,
+    stage: Stage | Whole | None,
+    observers: Mapping[int, Callable[[Batch], compute.Observer]],
+    tick: Callable[[int, int], None] | None,
+    capture: Capture | None,
+    shards: Sequence[int] | None,
+) -> Iterator[tuple[int, Batch, compute.BatchOutcome]]:
+    """The same for each canonical shard of a batch by itself; `shards` None: all that this worker has is one."""
+    stage = stage or (Stage(model, *mesh.span(model.units)) if isinstance(model, Model) else model)
+    order = order_for(spec, part.view, training=False)
+    share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
+    loader = Loader(part.view, order, device=mesh.device, share=share)
+    if capture is None:
+        capture = Capture.of(mesh.device, mesh.plan, model)
+    forward = _Forward(stage, mesh, spec, whole=model.reads_whole)
+    states: dict[int, State] = {}
+    total = order.num_steps(0)
+    with mode(model, training=False):
+        for batch in loader.batches(Cursor(0, 0)):
+            for shard, own in _cut(mesh, batch, shards, pooled=model.pooled):
+                state = states.get(shard)
+                if state is None or not spec.streams:
+                    state = stage.start(own.lanes.shape[0], mesh.device).detach()
+                observe = observers[shard](own) if shard in observers else None
+                # What a pooled head has gathered is not among the tensors that go from one recording to the next.
+                if capture is None or (state.acc is not None and spec.streams):
+                    outcome = forward.run(own, state, observe)
+                else:
+                    outcome = forward.recorded(capture, own, state, observe)
+                # The next shard may be computed in the same place.
+                states[shard] = outcome.state if shards is None else outcome.state.map(torch.clone)
+                yield shard, own, outcome
+            if tick is not None:
+                tick(batch.step + 1, total)
+
+
+def _cut(mesh: Mesh, batch: Batch, shards: Sequence[int] | None, *, pooled: bool) -> Iterator[tuple[int, Batch]]:
+    """This worker's part of a batch, by shard."""
+    if shards is None:
+        yield 0, batch
+        return
+    cut = Cut(mesh, batch, pooled=pooled)
+    for shard in shards:
+        if (own := cut.part(shard)) is not None:
+            yield shard, own
+
+
+class _Forward:
+    """The forward pass of a batch, through this worker's stage."""
+
+    def __init__(self, stage: Stage | Whole, mesh: Mesh, spec: Spec, *, whole: bool) -> None:
+        self.stage, self.mesh, self.spec, self.whole = stage, mesh, spec, whole
+
+    @torch.no_grad()
+    def run(self, batch: Batch, state: State, observe: compute.Observer | None) -> compute.BatchOutcome:
+        program = compute.program_for(self.mesh.plan, [batch], backward=False, whole=self.whole)
+        job = compute.Job(batch, state, precision=self.spec.train.precision, observe=observe)
+        [outcome] = compute.run(self.stage, self.mesh.plan, program, [job], self.mesh.links, place=self.mesh.stage)
+        return outcome
+
+    def recorded(self, capture: Capture, batch: Batch, state: State, observe: compute.Observer | None) -> compute.BatchOutcome:
+        """The same from a recording. It is observed afterwards: what an observer does is not ours to record."""
+
+        def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: Lanes) -> tuple[_Seen, Lanes]:
+            [own] = batches
+            entered = self.stage.start(own.lanes.shape[0], self.mesh.device).detach() if carries is None else unflatten(carries)
+            shown: list[tuple[Tensor, Tensor | None]] = []
+            outcome = self.run(own, entered, None if observe is None else lambda out, target: shown.append((out, target)))
+            return (outcome, shown), None if carries is None else flatten(outcome.state)
+
+        carries = flatten(state) if self.spec.streams else None
+        (outcome, shown), left = capture("evaluation", forward, [batch], [], carries, under=(observe is not None,))
+        if observe is not None:
+            for out, target in shown:
+                observe(out, target)
+        return outcome if left is None else replace(outcome, state=unflatten(left))
+
+
+class _Judge:
+    """Shows what the head puts out to the task's metric. A head of the user's own may put out something else: it has a loss alone."""
+
+    def __init__(self, meter: Metric | None) -> None:
+        self.meter = meter
+
+    def of(self, batch: Batch) -> compute.Observer:
+        """Sees what is put out for a batch."""
+
+        def see(out: Tensor, target: Tensor | None) -> None:
+            if self.meter is None or target is None:
+                return
+            if self.meter.fits(out, target):
+                self.meter.update(out, target, batch.sequence)
+            else:
+                self.meter = None
+
+        return see

@@ -1,0 +1,146 @@
+"""What a run starts from: its folder, the snapshot that it goes on from, the weights and the codec of another run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from carrywave.data.codec import Codec
+from carrywave.errors import DataError, RunError, SpecError, option
+from carrywave.launch import launch_record
+from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint.same_spec import check_same
+from carrywave.runs.checkpoint.snapshot import Stored, open_stored
+from carrywave.runs.run import Run
+from carrywave.spec.load import load, parse, parse_yaml
+from carrywave.spec.spec import DataSpec, Spec
+
+# Of data, what a codec decides: where one is given, the spec says what it was learned by.
+LEARNED_BY = ("tokens", "vocabulary", "min_count", "columns", "targets", "time", "series", "frequency", "standardize")
+
+
+def open_folder(
+    spec: Spec,
+    run: Path | None,
+    resume: bool,
+    init: str | None = None,
+    *,
+    restarted: bool = False,
+    hold: Callable[[str], None] | None = None,
+) -> tuple[Run, Stored | None]:
+    """The folder of a new run, or of one to go on with, and then its last snapshot. Workers that were started again go on by themselves.
+
+    A run that ended before its first snapshot is begun anew, where all that it began with is known. One to go on with is taken for
+    this process, unless it is only to be looked at; `hold` is told what that waits for.
+    """
+    if not resume:
+        ours = launch_record.find(run, spec.task) if restarted else None
+        if ours is None:
+            return Run.create(run, spec.task), None
+        if launch_record.last_step(ours) is None:
+            return Run.begin_anew(ours), None
+        run = ours
+    if run is None:
+        raise RunError(f"resume needs to know which run to go on with; add {option('run')}")
+    folder = Run.open(run)
+    if hold is not None:
+        folder.hold(hold)
+    try:
+        if _begins_again(folder, spec, init):
+            folder.start_over()
+            return folder, None
+        return folder, open_stored(folder.snapshots)
+    except BaseException:
+        folder.release()
+        raise
+
+
+def _begins_again(folder: Run, spec: Spec, init: str | None) -> bool:
+    """Whether a run has nothing to go on from and can be made again from its beginning."""
+    began = folder.began_with
+    if began is None:
+        return False
+    if began["init"] != init:
+        given = "no weights" if began["init"] is None else f"the weights of {began['init']}"
+        raise RunError(
+            f"{folder.path} was started from {given} and ended before its first snapshot; "
+            f"remove the folder, and start it again as it was started, or use another {option('run')}"
+        )
+    check_same(spec, load(folder.path / "spec.yaml"))
+    return True
+
+
+def refuse_python(spec: Spec, folder: Run) -> None:
+    """A run from Python cannot go on from its files alone."""
+    if spec.data.train is None or folder.read_object("facts.json").get("own_model"):
+        raise RunError(
+            f"{folder.path} was trained from Python, on data or with modules that no file holds; "
+            f"go on there: cw.fit(model, data, run={str(folder.path)!r}, resume=True)"
+        )
+
+
+def weights_file(init: str) -> Path:
+    """The weights that a run is to start from: those of another run, or a file."""
+    path = Path(init)
+    if path.is_dir():
+        path = Run.open(path).weights
+    if not path.is_file():
+        raise RunError(f"{option('init', init)}: there is no such run or weights file; give a run folder or a .safetensors file")
+    return path
+
+
+def given_codec(init: str | None, folder: Run, snapshot: Stored | None) -> Codec | None:
+    """The codec of the weights that a run starts from, or started from before it was stopped; None: it learns its own."""
+    if init is not None:
+        return _init_codec(init)
+    if snapshot is not None and folder.read_object("facts.json").get("given_codec"):
+        return Codec.from_json(json.dumps(folder.read_json("codec.json")))
+    return None
+
+
+def reading_of(init: str, spec: Spec) -> dict[str, Any]:
+    """How the data of the weights that a run starts from was read, where they come with a codec: that is what the spec records.
+
+    A spec that asks for something else is refused, because nothing of that would be done.
+    """
+    path = weights_file(init)
+    described = atomic_files.read_metadata(path)
+    if "codec" not in described:
+        return {}
+    known = parse_yaml(described.get("spec", ""), str(path))
+    try:
+        theirs = parse(known if isinstance(known, dict) else {}).data.model_dump(mode="json", include=set(LEARNED_BY))
+    except SpecError:
+        return {}  # of another version; the codec stands for itself
+    mine = spec.data.model_dump(mode="json", include=set(LEARNED_BY))
+    for name in LEARNED_BY:
+        if name in spec.data.model_fields_set and mine[name] != theirs[name]:
+            raise RunError(
+                f"data.{name}={_shown(mine[name])}, but the weights of {init} were trained with data.{name}={_shown(theirs[name])}, "
+                f"and data is read as it was there; leave data.{name} out, or leave out {option('init')}"
+            )
+    return theirs
+
+
+def read_alike(spec: Spec, reading: Mapping[str, Any]) -> Spec:
+    """The spec with what is given of how data is read."""
+    if not reading:
+        return spec
+    data = DataSpec.model_validate({**spec.data.model_dump(mode="json"), **reading})
+    return spec.model_copy(update={"data": data})
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _init_codec(init: str) -> Codec | None:
+    """The codec that stands with the weights, so that new data is read as the old was; None where the file has none."""
+    path = weights_file(init)
+    described = atomic_files.read_metadata(path)
+    try:
+        return Codec.from_json(described["codec"]) if "codec" in described else None
+    except DataError as error:
+        raise RunError(f"{path}: {str(error).rpartition(';')[0]}; use other weights") from error

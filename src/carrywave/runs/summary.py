@@ -1,0 +1,151 @@
+"""The summary before the first step: what is trained, how large it is, how it will be read and split."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict
+
+import torch
+
+from carrywave.data.order import Cursor, Order, SequenceOrder
+from carrywave.kernels.dispatch import in_use
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import Whole
+from carrywave.plan.canonical_shards import SHARDS
+from carrywave.plan.cost.footprint import largest_stage
+from carrywave.plan.cost.units import Units
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule.schedule import show, wavefront
+from carrywave.plan.search.partition import say
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.spec import Spec
+from carrywave.step.precision import HALVES, parameter_dtype
+
+OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors as large as the parameters
+
+
+def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, order: Order, device: str, units: Units | None = None) -> str:
+    """A few lines of plain text. `units` are what the planner knows of the model; None for modules of the user's own."""
+    parameters = sum(p.numel() for p in model.parameters())
+    widest = _longest(order)
+    per_epoch = order.num_steps(0)
+    steps = -(-per_epoch // spec.train.accumulate)
+    lines = [
+        f"task      {spec.task}: {_data(facts)}",
+        f"model     {_network(model, tied=spec.model.tie)}: {parameters:,} parameters",
+        f"memory    {_memory(spec, parameters, plan, units)}",
+        f"batch     {_batch(spec, order)}; {_whole(spec, plan)}",
+        f"epoch     {_batches(per_epoch)}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
+        f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
+    ]
+    if spec.train.reproducible:
+        lines.append(f"shards    {SHARDS} of the lanes, each computed by itself and summed in one order, on 1, 2, 4 or 8 replicas")
+    names = backends(spec, model, plan, order, device)
+    if names:
+        lines.append(f"kernels   {_by_layer(names)}")
+    chunks = 1 if model.reads_whole else plan.chunks(widest)
+    if chunks * plan.slices <= 12 and chunks * plan.slices * plan.stages > 1:
+        lines += [f"          {row}" for row in show(wavefront(plan.stages, chunks, plan.slices, share_head=plan.share_head)).splitlines()]
+    return "\n".join(lines)
+
+
+def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device: str) -> tuple[str, ...]:
+    """The backend of each LSTM layer for a chunk of the first batch; none for a module of the user's own, which runs as it is."""
+    if isinstance(model, Whole):
+        return ()
+    lstm, window = model.lstm, order.window(Cursor(0, 0))
+    steps = window.steps if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
+    lanes = -(-len(window.length) // (SHARDS if spec.train.reproducible else plan.replicas * plan.slices))
+    asked = lstm.kernel if plan.kernel == "auto" else plan.kernel
+    one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
+    widths = (lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1)))
+    return tuple(in_use(asked, one.expand(steps, lanes, width), lstm.weights(layer)) for layer, width in enumerate(widths))
+
+
+def _by_layer(names: tuple[str, ...]) -> str:
+    """`persistent`, or where layers differ `persistent (layers 1-2), aten (cuDNN) (layer 3)`."""
+    if len(set(names)) == 1:
+        return names[0]
+    parts, after = [], 0
+    for name, same in itertools.groupby(names):
+        first, after = after + 1, after + len(list(same))
+        parts.append(f"{name} ({f'layer {first}' if first == after else f'layers {first}-{after}'})")
+    return ", ".join(parts)
+
+
+def _longest(order: Order) -> int:
+    """Steps of the largest batch."""
+    if isinstance(order, SequenceOrder):
+        return max(order.shapes(0), key=lambda shape: shape[0] * shape[1])[0]
+    return order.window(Cursor(0, 0)).steps
+
+
+def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None) -> str:
+    """What a worker takes, by the planner's account, so that both say the same; of modules of the user's own, what is known."""
+    if units is None:
+        size = 8 if spec.train.precision == "fp64" else 4
+        weights = parameters * size
+        optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + (1 if spec.train.momentum else 0))
+        return (
+            f"at least {say(2 * weights + optimizer)}: {say(weights)} parameters, {say(weights)} gradients, {say(optimizer)} optimizer; "
+            "what your own modules keep for backward is not known"
+        )
+    held = largest_stage(units, plan)
+    parts = asdict(held)
+    on = "on a worker of the largest stage" if plan.stages > 1 else "on each worker" if plan.replicas > 1 else ""
+    return " ".join(filter(None, ("about", say(held.total), on))) + ": " + ", ".join(f"{say(size)} {name}" for name, size in parts.items())
+
+
+def _data(facts: DataFacts) -> str:
+    what = f"{_count(facts.vocabulary, 'token')} in the vocabulary" if facts.vocabulary else _count(facts.features, "feature")
+    many = f"{facts.sequences:,} sequences of up to {_count(facts.longest, 'step')}, " if facts.sequences > 1 else ""
+    labels = f", {_count(len(facts.labels), 'label')}" if facts.labels else ""
+    return f"{many}{_count(facts.steps, 'step')} in train, {what}{labels}"
+
+
+def _network(model: Model | Whole, *, tied: bool) -> str:
+    if isinstance(model, Whole):
+        return type(model.module).__name__
+    lstm = model.lstm
+    widths = lstm.widths
+    shape = f"{len(widths)} x {widths[0]}" if len(set(widths)) == 1 else " -> ".join(map(str, widths))
+    extras = [
+        f"projection {lstm.proj_size}" if lstm.proj_size else "",
+        "bidirectional" if lstm.bidirectional else "",
+        "tied" if tied else "",
+        "layer norm" if lstm.layer_norm else "",
+    ]
+    return ", ".join([f"LSTM {shape}", *filter(None, extras)])
+
+
+def _batch(spec: Spec, order: Order) -> str:
+    if spec.streams:
+        varied = " (varied)" if spec.batch.vary else ""
+        return f"{_count(spec.lanes, 'lane')} x {_count(spec.steps, 'step')}{varied}, carry kept between windows"
+    if isinstance(order, SequenceOrder):
+        return f"{_count(spec.tokens, 'step')}, {_count(len(order.shapes(0)), 'shape')}, {order.waste(0):.1%} padding"
+    return _count(spec.tokens, "step")
+
+
+def _whole(spec: Spec, plan: Plan) -> str:
+    unit = _count(spec.lanes // plan.replicas, "lane") if spec.streams else _count(spec.tokens, "step")
+    times = f"; x {spec.train.accumulate} accumulated" if spec.train.accumulate > 1 else ""
+    return f"{unit} on each of {_count(plan.workers, 'device')}{times}"
+
+
+def _plan(plan: Plan) -> str:
+    if plan == Plan(kernel=plan.kernel):
+        return "serial (one device, one chunk)"
+    parts = [f"{_count(plan.replicas, 'replica')} x {_count(plan.stages, 'stage')}"]
+    parts += [f"chunks of {_count(plan.chunk_steps, 'step')}" if plan.chunk_steps else "one chunk"]
+    parts += [_count(plan.slices, "slice"), "recomputation" if plan.recompute else "no recomputation"]
+    return ", ".join([*parts, *(["head shared"] if plan.shares_head else [])])
+
+
+def _batches(count: int) -> str:
+    return f"{count:,} batch{'es' * (count != 1)}"
+
+
+def _count(count: int, noun: str) -> str:
+    """`1 feature`, `2 features`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

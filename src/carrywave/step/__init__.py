@@ -1,0 +1,1 @@
+"""One optimizer step: forward and backward as a schedule says, sums over workers, update."""

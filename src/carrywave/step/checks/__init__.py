@@ -1,0 +1,1 @@
+"""What a user brings to a step, checked where it enters."""

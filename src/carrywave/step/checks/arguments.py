@@ -1,0 +1,187 @@
+"""What a user hands to a trainer, checked where it enters: the spec, the model's dtype, an optimizer, the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from carrywave.data.batch import IGNORED, Batch
+from carrywave.errors import SpecError, UserError
+from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import Whole
+from carrywave.spec.load import parse
+from carrywave.spec.spec import Spec, TrainSpec
+from carrywave.step.precision import parameter_dtype
+
+# The keys of a spec's train section that one step acts on. The others are for the loop around it.
+STEP_KEYS = {"precision", "optimizer", "lr", "momentum", "weight_decay", "betas", "clip", "seed", "alpha", "beta", "on_nan", "reproducible"}
+OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas")
+INSTEAD = {
+    "accumulate": "give several batches to one trainer.step",
+    "epochs": "write the loop over epochs yourself",
+    "max_steps": "end the loop yourself",
+    "warmup": "call trainer.set_lr before each step",
+    "schedule": "call trainer.set_lr before each step, or give an optimizer of your own and its scheduler",
+    "snapshot_every": "save trainer.state_dict() yourself",
+}
+
+
+def train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
+    """The train section, however it was given."""
+    if isinstance(given, TrainSpec):
+        return given
+    return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}).train
+
+
+def check_spec(spec: TrainSpec, *, own_optimizer: bool) -> None:
+    """Refuse what a step of a user's own loop does not act on."""
+    usual = TrainSpec()
+    for key in sorted(spec.model_fields_set):
+        if own_optimizer and key in OPTIMIZER_KEYS:
+            raise SpecError(f"train.{key} is given beside an optimizer of your own, which has its own; leave train.{key} out")
+        if key not in STEP_KEYS and getattr(spec, key) != getattr(usual, key):
+            raise SpecError(
+                f"a Trainer takes single steps and does not act on train.{key}; {INSTEAD.get(key, 'leave it out')}, or use cw.fit"
+            )
+    if spec.on_nan == "back":
+        raise SpecError("a Trainer writes no snapshots to go back to (train.on_nan=back); use stop or skip, or use cw.fit")
+
+
+def in_model_dtype(spec: TrainSpec, model: nn.Module) -> TrainSpec:
+    """The spec, with fp64 where the model is float64 and no precision was asked for; a model is not cast behind its owner's back."""
+    found = {p.dtype: name for name, p in model.named_parameters() if p.is_floating_point()}
+    if "precision" not in spec.model_fields_set and found.keys() == {torch.float64}:
+        return spec.model_copy(update={"precision": "fp64"})
+    check_dtype(spec, model)
+    return spec
+
+
+def check_dtype(spec: TrainSpec, model: nn.Module) -> None:
+    """Refuse a model that would lose digits, or that is in half precision itself. For fp64 a shorter one is widened, as asked."""
+    wanted = parameter_dtype(spec.precision)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.dtype in (wanted, torch.float32):
+            continue
+        has, keeps = (str(dtype).removeprefix("torch.") for dtype in (parameter.dtype, wanted))
+        short = {torch.bfloat16: " and train.precision=bf16", torch.float16: " and train.precision=fp16"}.get(parameter.dtype, "")
+        other = ", or set train.precision=fp64" if parameter.dtype == torch.float64 else ""
+        raise UserError(
+            f"the model's {name} is {has}, and train.precision={spec.precision} keeps weights in {keeps}; use model.float(){short}{other}"
+        )
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer of something else than the model's parameters."""
+    own = {id(p) for p in model.parameters()}
+    given = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    foreign = [(number, p) for number, p in given if id(p) not in own]
+    if given and len(foreign) == len(given):
+        raise UserError("the optimizer holds none of the model's parameters; make it from model.parameters() of the model that is trained")
+    if foreign:
+        number, parameter = foreign[0]
+        raise UserError(
+            f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's, so that its "
+            "gradient would be neither summed nor divided; make it a parameter of the model, of its head for instance"
+        )
+
+
+def check_surroundings(spec: TrainSpec, device: torch.device) -> None:
+    """Refuse a step inside torch.autocast, for the precision is the spec's to say, and inside torch.inference_mode."""
+    if torch.is_inference_mode_enabled():
+        raise UserError("a step was asked for inside torch.inference_mode, in which nothing can be differentiated; leave it")
+    if torch.is_autocast_enabled(device.type):
+        name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(device.type), "bf16")
+        raise UserError(
+            f"a step was asked for inside torch.autocast, and train.precision={spec.precision}; leave it, and set precision={name}"
+        )
+
+
+def uncounted() -> UserError:
+    """What is to be said of a loss that is not zero, over no target or fewer."""
+    return UserError("the loss returned a sum over targets and a count that is not above zero; return (sum, number of targets)")
+
+
+def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state: bool) -> None:
+    """Refuse batches that cannot be what was meant. Only what lies on the host is looked into: a look at a GPU would wait for it."""
+    if not batches:
+        raise UserError("a step needs a batch; make one with Batch.of(inputs, targets)")
+    for batch in batches:
+        if not isinstance(batch, Batch):
+            raise UserError(
+                f"a step takes batches, one after the other, got a {type(batch).__name__}; make them with Batch.of(inputs, targets)"
+            )
+        if batch.goes_on and not keep_state:
+            raise UserError(f"fresh=False goes on from the carry of the step before, and {_why_no_carry(model)}; leave fresh out")
+        if batch.unsure and model.pooled:
+            raise UserError(
+                f"targets of shape {list(batch.inputs.shape[:2])} may be one for each step or several for each lane, and lengths shut off "
+                "others in each case; say Batch.of(..., pooled=True)"
+            )
+        if batch.whole is None and isinstance(model, Model):
+            _check_inputs(batch.inputs, _first(model.encoder))
+            _check_targets(batch.targets, model.head)
+        elif batch.whole is None and batch.targets is None:
+            raise _no_targets()
+
+
+def _why_no_carry(model: Model | Whole) -> str:
+    if isinstance(model, Whole):
+        return f"a {type(model.module).__name__} keeps none that the trainer knows of"
+    if model.pooled:
+        return "a head that pools reads whole sequences"
+    return "layers that read both ways read whole sequences" if model.reads_whole else "this trainer was made with keep_state=False"
+
+
+def _first(module: nn.Module) -> nn.Module:
+    """What reads the inputs."""
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[0]
+    return module
+
+
+def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
+    numbers = reader.width if isinstance(reader, Numbers) else reader.in_features if isinstance(reader, nn.Linear) else None
+    rows = reader.vocabulary if isinstance(reader, Embedding) else reader.num_embeddings if isinstance(reader, nn.Embedding) else None
+    if numbers is not None and (not inputs.is_floating_point() or inputs.dim() < 3 or inputs.shape[-1] != numbers):
+        raise UserError(
+            f"the inputs are {_form(inputs)}, and the encoder's {type(reader).__name__} reads {numbers} numbers a step; "
+            f"give floats of shape [time, lane, {numbers}]"
+        )
+    if rows is None:
+        return
+    if inputs.is_floating_point():
+        raise UserError(f"the inputs are {_form(inputs)}, and the encoder's {type(reader).__name__} reads tokens; give whole numbers")
+    if inputs.device.type == "cpu" and inputs.numel():
+        low, high = (int(each) for each in inputs.aminmax())
+        if low < 0 or high >= rows:
+            raise UserError(f"the inputs hold token {low if low < 0 else high}, the encoder knows 0 to {rows - 1}; give it a larger one")
+
+
+def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
+    if targets is None:
+        raise _no_targets()
+    if not isinstance(head, Softmax | PooledSoftmax):
+        return
+    if targets.is_floating_point():
+        raise UserError(f"the targets are {_form(targets)}, and the head {type(head).__name__} learns classes; give whole numbers")
+    if targets.device.type == "cpu" and targets.numel():
+        low, high = (int(each) for each in torch.where(targets == IGNORED, 0, targets).aminmax())
+        if low < 0 or high >= head.classes:
+            raise UserError(
+                f"the targets hold class {low if low < 0 else high}, and the head knows 0 to {head.classes - 1} ({IGNORED}: none); "
+                "number them so, or give the head more classes"
+            )
+
+
+def _no_targets() -> UserError:
+    return UserError("the batch has no targets, so there is nothing to learn from it; give Batch.of(inputs, targets)")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

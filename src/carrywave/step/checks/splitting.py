@@ -1,0 +1,147 @@
+"""Whether a user's modules give the same answer however the work is split; what does not is refused by name, or warned of.
+
+What a plan does not cut it does not harm: a convolution over time trains well on one device. So what would break under this plan is an
+error, and what only another plan would break is a warning, told once.
+
+Some are known by what they are (`KNOWN`). The rest is tried at the first step, on a few lanes and steps of it (`probe`). Modules that are
+ours, and those of torch that see one step of one lane at a time, are known to be good and cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+from carrywave.data.batch import Batch
+from carrywave.errors import PlanError, UserError
+from carrywave.model.opaque_model import Whole
+from carrywave.model.stage import Stage
+from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.startup.rendezvous import on_every_rank
+from carrywave.parallel.world import all_gather_text
+from carrywave.plan.plan import Plan
+from carrywave.step.checks import probe
+from carrywave.step.checks.probe import Axis, Finding
+
+# Of torch's, those that work on every step of every lane by itself, whatever their arguments. LayerNorm: torch wants its last axes.
+STEPWISE: frozenset[type[nn.Module]] = frozenset(
+    {nn.Identity, nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU}
+    | {nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid}
+    | {nn.Embedding}
+)
+
+_STEP_BY_STEP = "make it work step by step, or leave plan.stages and plan.chunk_steps out"
+_LANE_BY_LANE = "make it work lane by lane, or train on one device without slices"
+
+
+def stepwise(module: nn.Module) -> bool:
+    """Whether this module, and all in it, are known to work on every step of every lane by itself."""
+    return all(_stepwise(each) for each in module.modules())
+
+
+def _stepwise(module: nn.Module) -> bool:
+    kind = type(module)
+    ours = kind.__module__.startswith("carrywave.")
+    changed = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if changed or "forward" in vars(module) or any(p._backward_hooks for p in module._parameters.values() if p is not None):
+        return False
+    if isinstance(module, nn.LayerNorm) and kind is nn.LayerNorm:
+        return len(module.normalized_shape) == 1
+    return ours or kind in STEPWISE
+
+
+def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
+    """What is known by name: the sentence, and whether that is too much for one device too."""
+    for name, module in root.named_modules(prefix=path):
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        what = f"{name} is an {type(module).__name__} with"
+        if module.sparse:
+            yield f"{what} sparse=True, and gradients are summed as dense ones here; leave sparse out", True
+        if module.max_norm is not None:
+            yield f"{what} max_norm={module.max_norm:g}, which shortens the rows that a worker happens to read; leave it out", False
+        if module.scale_grad_by_freq:
+            yield f"{what} scale_grad_by_freq, which counts words in the part that a worker happens to hold; leave it out", False
+
+
+def check_splits(stage: Stage | Whole, plan: Plan, batch: Batch, key: Tensor, mesh: Mesh, *, shards: bool = False) -> None:
+    """Refuse what this plan would break, and warn of what others would. At the first step, by all workers, with the part of the batch
+    that each holds. `shards`: lanes are cut whatever the plan, as reproducible runs do.
+    """
+    cut: set[Axis] = set()
+    if plan.chunk_steps is not None and not (isinstance(stage, Whole) or stage.lstm.bidirectional):
+        cut.add("time")
+    if plan.replicas * plan.slices > 1 or shards:
+        cut.add("lanes")
+    # A module that draws or remembers also minds being run twice, or apart from the rest of the model.
+    split = bool(cut) or plan.recompute or plan.stages > 1
+    errors: list[str] = []
+    warned: list[str] = []
+    for path, root, run in _parts(stage):
+        for sentence, always in known(root, path):
+            (errors if always or split else warned).append(sentence)
+        if stepwise(root):
+            continue
+        pooled, whole_time = stage.pooled, isinstance(stage, Whole)
+        sample = probe.sample_of(batch, key, stage.width_head, pooled=pooled, whole_time=whole_time)
+        axes: tuple[Axis, ...] = ("lanes",) if whole_time else ("time", "lanes")
+        for found in probe.probe(run, root, path, sample, axes):
+            harmful = split if found.axis is None else found.axis in cut
+            (errors if harmful else warned).append(say(found))
+    told = _agreed(mesh, errors, warned)
+    if told is not None:
+        warnings.warn(f"{told}; this plan does not cut it, others would", stacklevel=4)
+
+
+def _parts(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, probe.Run]]:
+    """The user's modules that this worker runs."""
+    if isinstance(stage, Whole):
+        yield "module", stage.module, probe.piecewise(stage, "module")
+        return
+    if stage.encoder is not None:
+        yield "encoder", stage.encoder, probe.encoder(stage.encoder, "encoder")
+    if stage.head is not None:
+        yield "head", stage.head, probe.head(stage.head, "head", pooled=stage.pooled)
+
+
+def say(found: Finding) -> str:
+    """Fact and remedy."""
+    what = f"{found.path} ({found.kind})"
+    words: dict[str, Callable[[], str]] = {
+        "draws": lambda: (
+            f"{what} draws from a generator that is not keyed, so that its numbers depend on how the work is split and on where a run was "
+            "stopped; use nn.Dropout, which is made keyed, in the place of functional dropout and noise"
+        ),
+        "state": lambda: (
+            f"{what} changes its {found.detail} in forward, so that its answer depends on how often it is called, which a plan decides; "
+            "change it between the steps, outside of forward"
+        ),
+        "output": lambda: (
+            f"{what} gives another result at a step when it is given other steps beside it; {_STEP_BY_STEP}"
+            if found.axis == "time"
+            else f"{what} gives another result for a lane when it is given other lanes beside it; {_LANE_BY_LANE}"
+        ),
+        "loss": lambda: (
+            f"{what} gives a {found.detail}, cut by {found.axis}; return the sum over targets and their number, "
+            "and leave penalties on weights to the optimizer (train.weight_decay)"
+        ),
+        "gradient": lambda: (
+            f"{what} has another gradient of {found.detail} as a whole than summed over parts, cut by {found.axis}; "
+            "use nothing in it that scales or clips gradients on the way"
+        ),
+    }
+    return words[found.fault]()
+
+
+def _agreed(mesh: Mesh, errors: list[str], warned: list[str]) -> str | None:
+    """Every worker raises the first error that any of them met; or this one is to tell the first warning."""
+    said = [json.loads(text) for text in all_gather_text(mesh.world, json.dumps([errors[:1], warned[:1]]))]
+    for rank, (error, _) in enumerate(said):
+        if error:
+            wrong: UserError = PlanError(error[0])
+            raise on_every_rank(wrong, rank) if mesh.world.size > 1 else wrong
+    teller = next((rank for rank, (_, warning) in enumerate(said) if warning), None)
+    return warned[0] if teller is not None and teller == mesh.world.rank else None

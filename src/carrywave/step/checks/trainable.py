@@ -1,0 +1,78 @@
+"""Which parameters are trained: `requires_grad` is followed from step to step, so that layers can be frozen and unfrozen in between."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+
+from carrywave.errors import UserError, WorkerError
+from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
+from carrywave.parallel.world import World, all_gather_text
+
+
+class Followed:
+    """The parameters of a model, by where they stand in its modules; also those that another worker holds."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.world = world
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.places = [
+            # A scripted module has a store of another kind, which it makes anew for each look.
+            (module._parameters if isinstance(module._parameters, dict) else {key: p}, key, p)
+            for module in model.modules()
+            for key, p in module._parameters.items()
+            if p is not None
+        ]
+        # Where a worker gave a parameter up, somebody may still hold it, from before: what is frozen there is frozen.
+        self.given_up = [[p, p.stands_for, p.requires_grad] for _, _, p in self.places if hasattr(p, "stands_for")]
+        self.flags = self._now()
+
+    def changed(self) -> bool:
+        """Whether others are trained than at the last step. All workers must have changed alike."""
+        for store, key, parameter in self.places:
+            if store.get(key) is not parameter:
+                raise UserError(
+                    f"the parameter {self.names[id(parameter)]} was replaced or removed after the trainer was made; change it in place, "
+                    "or make a new Trainer after that"
+                )
+        flags = self._now()
+        if flags == self.flags:
+            return False
+        changed = {self.names[id(p)]: now for (_, _, p), was, now in zip(self.places, self.flags, flags, strict=True) if was != now}
+        self._agree(changed)
+        self.flags = flags
+        return True
+
+    def _now(self) -> list[bool]:
+        for each in self.given_up:
+            parameter, before, flag = each
+            held = before()
+            if held is not None and held.requires_grad != flag:
+                parameter.requires_grad_(held.requires_grad)
+                each[2] = held.requires_grad
+        return [parameter.requires_grad for _, _, parameter in self.places]
+
+    def _agree(self, changed: dict[str, bool]) -> None:
+        name = next(iter(changed))
+        remedy = "freeze and unfreeze on all workers alike, before the same step"
+        if self.world.size > 1:
+            # Those that have not changed are on their way into the step, and will not come: they are not waited for as long as a message.
+            try:
+                came = dist.barrier(async_op=True).wait(timedelta(seconds=start_seconds()))
+            except RuntimeError as error:
+                raise self._alone(name, remedy) from error
+            if came is False:
+                raise self._alone(name, remedy)
+        told = [json.loads(text) for text in all_gather_text(self.world, json.dumps(changed))]
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                name = next(iter({*theirs.items()} ^ {*told[0].items()}))[0]
+                raise on_every_rank(WorkerError(f"requires_grad of {name} has changed on rank {rank} otherwise than on rank 0; {remedy}"))
+
+    def _alone(self, name: str, remedy: str) -> WorkerError:
+        return WorkerError(
+            f"requires_grad of {name} has changed on rank {self.world.rank}, and other workers did not come to agree on it; {remedy}"
+        )

@@ -1,0 +1,360 @@
+"""Interprets a `Program` on the batches of one optimizer step: forward and backward of each time chunk of each slice of lanes.
+
+Every chunk is an autograd graph of its own. What a chunk hands to the next one (the carry, and what a pooled head has
+gathered) is detached on the way forward; its gradient is handed back by hand on the way backward. What a stage hands to the
+next one goes over the links, and its gradient comes back over them. So what a chunk saved is freed as soon as its backward is
+done, and one device runs the code that a stage of a pipeline runs.
+
+Where the head is shared, the last stage hands its outputs of a chunk to the stage that scores them, which runs the head forward and
+backward at once, and gets their gradient back. Both are all that the two stages need to know of each other.
+
+Shapes of messages follow from the batch, which every stage knows: nothing is negotiated, and they may differ at every step.
+
+Shapes: T time, B lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import Batch
+from carrywave.kernels import deferred_gradients
+from carrywave.kernels.deferred_gradients import Deferred, deferring
+from carrywave.model.opaque_model import Whole
+from carrywave.model.stage import Stage, regularize
+from carrywave.model.state import Chunk, State
+from carrywave.parallel.transport import Links, Pending
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing, with_messages
+from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, wavefront
+from carrywave.step.gradients import Reducer
+from carrywave.step.micro_batches import flatten, join_states, slices_of, split_lanes, split_state
+from carrywave.step.precision import HALVES, autocast
+from carrywave.step.task_clock import Arrived, TaskClock
+
+Observer = Callable[[Tensor, Tensor | None], None]  # what the head put out, and the targets
+Scheduler = Callable[..., Schedule]  # (stages, chunks of each slice, backward=, and share_head=True where asked for) -> Schedule
+
+
+@dataclass(frozen=True)
+class Job:
+    """One batch to run: where the lanes stand before it, and what is asked of it."""
+
+    batch: Batch
+    state: State | None  # None: as the job before it leaves off
+    key: Tensor | None = None  # keys dropout; None in evaluation
+    scale: Tensor | None = None  # multiplies the loss before backward (fp16)
+    alpha: float = 0.0
+    beta: float = 0.0
+    precision: str = "fp32"  # of the forward pass; backward follows it by itself
+    observe: Observer | None = None  # sees every output of the head, in evaluation
+
+
+@dataclass(frozen=True)
+class BatchOutcome:
+    """Sums over what this stage scored of the batch, and the state of every lane after it. Detached."""
+
+    loss_sum: Tensor  # over real targets
+    count: Tensor  # real targets
+    penalty: Tensor  # regularisation, already part of what was differentiated but not of loss_sum
+    state: State
+
+
+@dataclass
+class _Kept:
+    """What the backward of a chunk needs of its forward; where that is run once more, only what it starts from."""
+
+    x: Tensor
+    entered: State
+    y: Tensor | None = None
+    left: State | None = None
+    root: Tensor | None = None
+
+
+@lru_cache(maxsize=1024)
+def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: bool, scheduler: Scheduler) -> Program:
+    return with_messages(scheduler(stages, chunks, backward=backward, **({"share_head": True} if share_head else {})))
+
+
+def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
+    """The program of a step over these batches; cached, since shapes repeat. A batch of few lanes has fewer slices.
+
+    `whole`: layers that read both ways see all of time at once, so that time is not cut.
+    """
+    chunks: list[int] = []
+    for batch in batches:
+        chunks += [1 if whole else plan.chunks(batch.steps)] * slices_of(plan, batch)
+    return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, scheduler)
+
+
+def run(
+    stage: Stage | Whole,
+    plan: Plan,
+    program: Program,
+    jobs: Sequence[Job],
+    links: Links | None = None,
+    *,
+    place: int = 0,
+    reducer: Reducer | None = None,
+    clock: TaskClock | None = None,
+) -> list[BatchOutcome]:
+    """Carry out the steps of the stage at `place`; gradients are added to the parameters' `.grad`.
+
+    `reducer` is told when gradients begin to be final, which is in the last backward. `clock` times each task.
+    """
+    return _Run(stage, plan, program, jobs, links, place, reducer, clock).carry_out()
+
+
+class _Run:
+    def __init__(
+        self,
+        stage: Stage | Whole,
+        plan: Plan,
+        program: Program,
+        jobs: Sequence[Job],
+        links: Links | None,
+        place: int,
+        reducer: Reducer | None,
+        clock: TaskClock | None,
+    ) -> None:
+        if links is not None and links.in_order:
+            program = program.in_order
+        self.stage, self.plan, self.program, self.jobs, self.links = stage, plan, program, jobs, links
+        self.place, self.reducer, self.clock = place, reducer, clock
+        self.batches: list[Batch] = []  # of each slice
+        self.owner: list[int] = []  # the job that each slice belongs to
+        self.first: list[int] = []  # the first slice of each job
+        self.states: list[State | None] = []  # of each slice, as far as it has come; None: not begun
+        for number, job in enumerate(jobs):
+            lanes, slices = job.batch.lanes.shape[0], slices_of(plan, job.batch)
+            self.first.append(len(self.batches))
+            self.owner += [number] * slices
+            self.batches += split_lanes(job.batch, slices, pooled=stage.pooled)
+            self.states += [None] * slices if job.state is None else split_state(job.state, slices, lanes)
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.arriving: dict[StageTask, Pending] = {}
+        self.leaving: dict[StageTask, Tensor] = {}
+        self.own: dict[StageTask, Tensor] = {}  # what the last stage hands to itself, where it scores a chunk of a shared head
+        device = jobs[0].batch.lengths.device
+        self.sums = torch.zeros(len(jobs), 3, dtype=torch.float64, device=device)  # loss, count, penalty
+        self.handed_back: dict[int, list[Tensor | None]] = {}
+        self.steps = program.stages[place]
+        self.last_stage = place == len(program.stages) - 1
+        self.share_head = bool(program.schedule.scorers)
+        backwards = [step.task for step in self.steps if step.kind == "run" and step.task.phase == "B"]
+        self.last_backward = backwards[-1] if backwards else None
+        # Only a step that goes backward needs graphs.
+        self.backward = bool(backwards)
+        # Weight gradients of a slice are put off to its end, where it comes in several chunks; what they need is kept until then, which
+        # recomputation is there to avoid.
+        put_off = self.backward and max(program.schedule.chunks) > 1 and not plan.recompute
+        self.deferred = Deferred() if put_off else None
+        # The last stage goes back as soon as it has scored, and has time after its last backward. The others score while they wait,
+        # and are the later ones to end: they pay for the head at once.
+        self.owed_to_head = self.deferred if self.last_stage else Deferred()
+        self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of what goes from stage to stage
+
+    def carry_out(self) -> list[BatchOutcome]:
+        run = {"F": self._forward, "B": self._backward, "H": self._score}
+        done: StageTask | None = None  # what was run last
+        with deferring(self.deferred):
+            for step in self.steps:
+                if step.kind == "receive":
+                    self._receive(step.task)
+                elif step.kind == "send":
+                    line = cast(Channel, outgoing(step.task, self.program.schedule))
+                    with self._timed("send", step.task):
+                        cast(Links, self.links).send(line, self.leaving.pop(step.task))
+                else:
+                    if self.links is not None:
+                        self.links.flush()
+                    # After the send, which another stage waits for.
+                    self._pay(done)
+                    if self.clock is not None and step.task in self.arriving:
+                        with self._timed("wait", step.task):
+                            self.arriving[step.task] = Arrived(self.arriving[step.task].wait())
+                    with self._timed(step.task.phase, step.task):
+                        run[step.task.phase](step.task)
+                    done = step.task
+            if self.links is not None:
+                self.links.flush()
+            self._pay(done)
+        if self.links is not None and self.links.in_order:
+            self.links.drain()  # what follows are sums over workers
+        outcomes = []
+        bounds = [*self.first, len(self.batches)]
+        for number in range(len(self.jobs)):
+            states = [cast(State, state)._replace(tail=None) for state in self.states[bounds[number] : bounds[number + 1]]]
+            loss_sum, count, penalty = self.sums[number].unbind()
+            outcomes.append(BatchOutcome(loss_sum, count, penalty, join_states(states)))
+        return outcomes
+
+    def _timed(self, label: str, task: StageTask) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.lap(label, task)
+
+    def _pay(self, done: StageTask | None) -> None:
+        """Weight gradients that are owed when this task is done: of the layers after a slice, of the head as said above."""
+        if done is None:
+            return
+        if done.phase == "H" and not self.last_stage and self.owed_to_head is not None:
+            with self._timed("pay", done):
+                self.owed_to_head.pay()
+        if done.phase == "B" and done.chunk == 0 and self.deferred is not None:
+            final = self.reducer is not None and done == self.last_backward
+            with self._timed("pay", done):
+                self.deferred.pay(self.reducer.ready if final and self.reducer is not None else None)
+
+    def _receive(self, task: StageTask) -> None:
+        first, end = self._span(task)
+        lanes = self.batches[task.slice].lanes.shape[0]
+        line = cast(Channel, incoming(task, self.program.schedule))
+        if task.phase == "H" or (task.phase == "B" and self.last_stage):
+            width = self.stage.width_head
+        else:
+            width = self.stage.width_in if task.phase == "F" else self.stage.width_out
+        self.arriving[task] = cast(Links, self.links).receive(line, (end - first, lanes, width), self.dtype)
+
+    def _forward(self, task: StageTask) -> None:
+        entered = self._entered(task)
+        if self.place > 0:
+            x = self.arriving.pop(task).wait().requires_grad_(self.backward)
+        else:
+            first, end = self._span(task)
+            x = self.batches[task.slice].inputs[first:end]
+        if self.backward and task.chunk > 0:
+            entered = entered.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        with torch.set_grad_enabled(self.backward and not self.plan.recompute), self._cast(task):
+            y, left, root, sums = self._compute(task, x, entered)
+        self.sums[self.owner[task.slice]] += sums
+        self.states[task.slice] = left.detach()
+        if not self.last_stage or self.share_head:
+            self._hand_on(task, y.detach().contiguous())
+        if self.backward:
+            again = self.plan.recompute
+            self.kept[task.chunk, task.slice] = _Kept(x, entered) if again else _Kept(x, entered, y, left, root)
+
+    def _hand_on(self, task: StageTask, tensor: Tensor) -> None:
+        """To another stage; or to this one, where the last stage scores a chunk of its own."""
+        if outgoing(task, self.program.schedule) is not None:
+            self.leaving[task] = tensor
+        else:
+            self.own[task] = tensor
+
+    def _take(self, task: StageTask, giver: Phase) -> Tensor:
+        """What a task reads: from another stage, or what the last stage has kept for itself."""
+        return self.arriving.pop(task).wait() if task in self.arriving else self.own.pop(task._replace(phase=giver))
+
+    def _score(self, task: StageTask) -> None:
+        """Forward and backward of the head on a chunk; the gradient of what it read goes back."""
+        batch, job = self.batches[task.slice], self.jobs[self.owner[task.slice]]
+        first, end = self._span(task)
+        y = self._take(task, "F").requires_grad_()
+        if batch.targets is not None and not batch.idle:
+            with deferring(self.owed_to_head):
+                with torch.enable_grad(), self._cast(task):
+                    loss_sum, count = self.stage.loss(y, State(()), batch.targets[first:end], self._chunk(task))
+                if loss_sum.requires_grad:
+                    deferred_gradients.backward([loss_sum], [None if job.scale is None else job.scale.to(loss_sum.dtype)])
+            self.sums[self.owner[task.slice], :2] += torch.stack([loss_sum.detach().double(), count.detach().double()])
+        self._hand_on(task, torch.zeros_like(y) if y.grad is None else y.grad.contiguous())
+
+    def _entered(self, task: StageTask) -> State:
+        """Where the slice stands. One that has not begun goes on from where the same lanes stood after the job before."""
+        state = self.states[task.slice]
+        if state is None:
+            job = self.owner[task.slice]
+            state = cast(State, self.states[self.first[job - 1] + task.slice - self.first[job]])
+        # No change of the output is counted from one window to the next.
+        return state if task.chunk > 0 else state._replace(tail=None)
+
+    def _backward(self, task: StageTask) -> None:
+        kept = self.kept.pop((task.chunk, task.slice))
+        if self.plan.recompute:
+            with torch.enable_grad(), self._cast(task):
+                y, left, root, _ = self._compute(task, kept.x, kept.entered)
+            kept = _Kept(kept.x, kept.entered, y, left, root)
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        if kept.root is not None and kept.root.requires_grad:
+            scale = self.jobs[self.owner[task.slice]].scale
+            roots.append(kept.root)
+            gradients.append(scale.to(kept.root.dtype) if scale is not None else None)
+        if not self.last_stage or self.share_head:
+            gradient = self._take(task, "H")
+            if kept.y is not None and kept.y.requires_grad:
+                roots.append(kept.y)
+                gradients.append(gradient)
+        handed = self.handed_back.pop(task.slice, None)
+        if handed is not None and kept.left is not None:
+            for tensor, gradient_or_none in zip(flatten(kept.left), handed, strict=True):
+                if gradient_or_none is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    gradients.append(gradient_or_none)
+        if task == self.last_backward and self.reducer is not None:
+            self.reducer.arm(None if self.deferred is None else self.deferred.owes)
+        if roots:
+            deferred_gradients.backward(roots, gradients)
+        if task.chunk > 0:
+            self.handed_back[task.slice] = [tensor.grad for tensor in flatten(kept.entered)]
+        if self.place > 0:
+            self.leaving[task] = torch.zeros_like(kept.x) if kept.x.grad is None else kept.x.grad.contiguous()
+
+    def _cast(self, task: StageTask) -> AbstractContextManager[object]:
+        return autocast(self.jobs[self.owner[task.slice]].precision, self.batches[task.slice].lengths.device)
+
+    def _span(self, task: StageTask) -> tuple[int, int]:
+        """First step of a chunk, and the one after its last."""
+        steps = self.batches[task.slice].steps
+        size = steps if self.program.schedule.chunks[task.slice] == 1 else cast(int, self.plan.chunk_steps)
+        return task.chunk * size, min((task.chunk + 1) * size, steps)
+
+    def _chunk(self, task: StageTask) -> Chunk:
+        """Where a chunk stands."""
+        batch = self.batches[task.slice]
+        first, end = self._span(task)
+        lengths = (batch.lengths - first).clamp(0, end - first)
+        fresh = batch.fresh if task.chunk == 0 else torch.zeros_like(batch.fresh)
+        full = batch.real == batch.steps * batch.lanes.shape[0]
+        return Chunk(lengths, fresh, batch.lanes, first, self.jobs[self.owner[task.slice]].key, full)
+
+    def _compute(self, task: StageTask, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor]:
+        """Forward of one chunk: what it gives the next stage, the state it leaves, what its backward starts from, and its sums."""
+        batch, job, chunk = self.batches[task.slice], self.jobs[self.owner[task.slice]], self._chunk(task)
+        y, raw, left = self.stage(x, entered, chunk)
+        loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
+        root: Tensor | None = None
+        if not self.stage.has_head:
+            # The next layer computes in this dtype anyhow, so nothing is lost by sending no more.
+            return y.to(self.dtype), left, None, torch.stack([loss_sum, count, penalty])
+        pooled, last = self.stage.pooled, task.chunk == self.program.schedule.chunks[task.slice] - 1
+        if (last or not pooled) and not self.share_head:
+            first, end = self._span(task)
+            targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
+            if job.observe is not None:
+                root, count = self._observed(job.observe, y, left, targets, chunk, count, idle=batch.idle)
+            elif targets is not None and not batch.idle:
+                root, count = self.stage.loss(y, left, targets, chunk)
+            if root is not None:
+                loss_sum = root.detach()
+        if job.alpha or job.beta:
+            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths)
+            left = left._replace(tail=raw[-1] if job.beta else None)
+            penalty = extra.detach()
+            root = extra if root is None else root + extra
+        y = y.to(self.dtype) if self.share_head else y
+        return y, left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()])
+
+    def _observed(
+        self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, *, idle: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """The head's output, shown to the observer, and its loss where there are targets."""
+        out = self.stage.output(y, left, chunk)
+        observe(out, targets)
+        return (None, count) if targets is None or idle else self.stage.score(out, y, left, targets, chunk)

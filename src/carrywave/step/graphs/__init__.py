@@ -1,0 +1,1 @@
+"""CUDA graphs: work recorded once and replayed."""

@@ -1,0 +1,255 @@
+"""Work on the GPU as CUDA graphs: what is done over and over is recorded once and replayed, so the host no longer limits the GPU.
+
+A recurrent step is hundreds of small kernels, and launching them one by one takes longer than running them. Everything that
+differs between two steps of one shape is a tensor that is written before the replay: inputs, targets, lengths, the lanes'
+state, the key of the randomness, the learning rate. So a replay computes what the step itself would have computed, as long as nothing
+else has changed: `watch` looks at what a recording has built in, and there is one for each state that it finds.
+
+The first step of a shape runs as usual (libraries set themselves up in it), the second is recorded. Graphs share one pool of
+memory: they run one after the other, and what outlives a step (the state of the lanes) is copied out of it.
+
+A step of one batch is one recording. Of several batches it is one for each shape of a batch and one for the update (`Parts`): a
+group of shapes hardly ever comes again, its members do.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from carrywave.data.batch import Batch
+from carrywave.plan.plan import Plan
+from carrywave.step.gradients import Reducer
+from carrywave.step.graphs.recorded_state import Watch, ours
+
+MOST_SHAPES = 64  # of each kind; as many as an epoch of bucketed sequences has
+MOST_SEEN = 4096
+
+Result = TypeVar("Result")
+Key = tuple[object, ...]
+Lanes = list[Tensor] | None  # the state of the lanes
+# Work over batches and other tensors (the keys of their randomness), from and to the state of the lanes.
+Step = Callable[[Sequence[Batch], Sequence[Tensor], Lanes], tuple[Result, Lanes]]
+
+
+@dataclass
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    batches: list[Batch]
+    tensors: list[Tensor]
+    state: Lanes
+    result: Any
+    left: Lanes  # the state after it: `state` itself where it fits, so that nothing is copied from one step to the next
+
+
+@dataclass
+class _Kind:
+    """Work of one kind: its recordings by shape, the one that was used last at the end, and the shapes that have been seen."""
+
+    recorded: OrderedDict[Key, _Recorded] = field(default_factory=OrderedDict)
+    seen: set[Key] = field(default_factory=set)
+    broken: bool = False
+
+
+class Capture:
+    """Does work of several kinds, from a recording where there is one for its shape."""
+
+    def __init__(self, device: torch.device, *, most: int = MOST_SHAPES, watch: Watch | None = None) -> None:
+        self.device, self.most, self.watch = device, most, watch
+        self.replays: Counter[str] = Counter()  # by kind
+        self._kinds: dict[str, _Kind] = {}
+        self._pool: Any = None
+
+    @staticmethod
+    def of(device: torch.device, plan: Plan, model: nn.Module, optimizer: Optimizer | None = None) -> Capture | None:
+        """None where nothing is recorded: without CUDA, between the messages of a pipeline, or as CARRYWAVE_CAPTURE=0 asks.
+
+        Neither are modules and hooks of the user's own, unless CARRYWAVE_CAPTURE=1 asks for it: a replay would not run their code.
+        `optimizer`: where its step is recorded too.
+        """
+        wanted = os.environ.get("CARRYWAVE_CAPTURE", "")
+        if wanted == "0" or device.type != "cuda" or plan.stages > 1 or not (wanted == "1" or ours(model)):
+            return None
+        return Capture(device, watch=Watch(model, optimizer, strict=wanted != "1"))
+
+    def __call__(
+        self, kind: str, step: Step[Result], batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes, *, under: Key = ()
+    ) -> tuple[Result, Lanes]:
+        """What `step` returns; it lasts until the next one of its kind. `under` is what else a recording of it depends on."""
+        known = self._kinds.setdefault(kind, _Kind())
+        version = 0 if self.watch is None else self.watch.version()
+        if version is None:
+            return step(batches, [tensor.to(self.device) for tensor in tensors], state)
+        shape = (version, *under, *(_shape(batch) for batch in batches), _shapes(tensors), _shapes(state))
+        recorded = known.recorded.get(shape)
+        if recorded is None and not known.broken and shape in known.seen:
+            recorded = self._record(known, shape, step, batches, tensors, state)
+        if recorded is None:
+            if len(known.seen) >= MOST_SEEN:
+                known.seen.clear()  # shapes that hardly ever come again are not worth remembering
+            known.seen.add(shape)
+            return step(batches, [tensor.to(self.device) for tensor in tensors], state)
+        known.recorded.move_to_end(shape)
+        for own, batch in zip(recorded.batches, batches, strict=True):
+            _copy(_tensors(own), _tensors(batch))
+        _copy(recorded.tensors, tensors)
+        if recorded.state and state and recorded.state[0] is not state[0]:
+            _copy(recorded.state, state)
+        recorded.graph.replay()
+        self.replays[kind] += 1
+        return recorded.result, recorded.left
+
+    def held(self, kind: str) -> int:
+        """How many shapes of this kind are recorded."""
+        return len(self._kinds[kind].recorded) if kind in self._kinds else 0
+
+    def forget(self) -> None:
+        """Tensors that recordings read or write are not the same any more: begin anew."""
+        self._kinds.clear()
+        self._pool = None  # one whose graphs are all gone is not taken up again
+
+    def _record(
+        self, known: _Kind, shape: Key, step: Step[Any], batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes
+    ) -> _Recorded | None:
+        """Record one step of this shape. Nothing of it runs yet. Where that fails, steps go on unrecorded, and we say so once."""
+        own = [_clone(batch) for batch in batches]
+        own_tensors = [tensor.to(self.device).clone() for tensor in tensors]
+        own_state = None if state is None else [tensor.clone() for tensor in state]
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self.device)
+        try:
+            # Thread-local: the loader's thread allocates and copies meanwhile, which is none of the graph's business.
+            with _nothing_collected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result, left = step(own, own_tensors, own_state)
+                if own_state is not None and left is not None and _shapes(own_state) == _shapes(left):
+                    _copy(own_state, left)
+                    left = own_state
+        except Exception as error:
+            known.broken = True
+            self._pool = None
+            torch.cuda.synchronize(self.device)
+            warnings.warn(f"steps are not recorded as CUDA graphs, and run slower: {' '.join(str(error).split())[:200]}", stacklevel=3)
+            return None
+        recorded = _Recorded(graph, own, own_tensors, own_state, result, left)
+        known.recorded[shape] = recorded
+        if len(known.recorded) > self.most:
+            known.recorded.popitem(last=False)
+        return recorded
+
+
+class RecordedParts(Generic[Result]):
+    """An optimizer step in several recordings: forward and backward of each batch, then the update.
+
+    Gradients keep their place from step to step, are zero when a step begins, and every batch adds to them in place. Where workers
+    add up theirs, that comes between the recordings, and the update, which sums over them too, is not recorded.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        parameters: Sequence[nn.Parameter],
+        run: Step[Tensor],
+        update: Callable[[Sequence[Tensor]], Result],
+        *,
+        enter: Callable[[Sequence[Batch], int, Lanes], Lanes],
+        reducer: Reducer | None,
+    ) -> None:
+        self.capture, self.parameters, self.run, self.update, self.enter, self.reducer = capture, parameters, run, update, enter, reducer
+        self.grads: list[Tensor] = []  # made when they are first needed
+
+    def __call__(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[Result, Lanes]:
+        """One step; what it returns lasts until the next one."""
+        found, given, state = self.batches(batches, keys, state)
+        for parameter, has_one in zip(self.parameters, given, strict=True):
+            if not has_one:
+                parameter.grad = None  # as without a recording: an optimizer leaves such a parameter alone
+        if self.reducer is not None:
+            self.reducer.begin()
+            self.reducer.finish()
+            return self.update(found), state
+
+        result, _ = self.capture("update", self._update, [], found, None, under=tuple(given))
+        return result, state
+
+    def batches(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[Tensor], list[bool], Lanes]:
+        """Forward and backward of each, from zero gradients on: what the update needs of them, which gradients they reached, the state."""
+        self._begin()
+        found: list[Tensor] = []
+        given = [False] * len(self.parameters)
+        for number, (batch, key) in enumerate(zip(batches, keys, strict=True)):
+            state = self.enter(batches, number, state)
+            (numbers, reached), state = self.capture("batch", self._batch, [batch], [key], state)
+            found.append(numbers.clone())  # the next batch of this shape writes to the same place
+            given = [old or new for old, new in zip(given, reached, strict=True)]
+        return found, given, state
+
+    def _begin(self) -> None:
+        self.grads = self.grads or [torch.zeros_like(parameter) for parameter in self.parameters]
+        if self.grads:
+            torch._foreach_zero_(self.grads)
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            parameter.grad = grad
+
+    def _batch(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[tuple[Tensor, list[bool]], Lanes]:
+        """What the update needs of it, and which gradients it has added to."""
+        before = [grad._version for grad in self.grads]
+        numbers, left = self.run(batches, keys, state)
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            if parameter.grad is not grad:
+                raise RuntimeError("a gradient has left its place during backward")
+        return (numbers, [grad._version != old for grad, old in zip(self.grads, before, strict=True)]), left
+
+    def _update(self, batches: Sequence[Batch], found: Sequence[Tensor], state: Lanes) -> tuple[Result, Lanes]:
+        return self.update(found), None
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Within it no garbage is collected: an old graph that goes while another is recorded spoils the recording."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def _clone(batch: Batch) -> Batch:
+    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in _named(batch)}
+    return replace(batch, **copies)
+
+
+def _named(batch: Batch) -> list[tuple[str, Tensor]]:
+    pairs = [(field.name, getattr(batch, field.name)) for field in fields(batch)]
+    return [(name, value) for name, value in pairs if isinstance(value, Tensor)]
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [tensor for _, tensor in _named(batch)]
+
+
+def _shape(batch: Batch) -> tuple[object, ...]:
+    """What a recording depends on. Whether all steps are real decides which code runs; how many are does not."""
+    full = batch.real == batch.steps * batch.lanes.shape[0]
+    return (full, batch.idle, *((name, tuple(tensor.shape), tensor.dtype) for name, tensor in _named(batch)))
+
+
+def _shapes(tensors: Sequence[Tensor] | None) -> tuple[object, ...]:
+    return () if tensors is None else tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def _copy(own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    for to, source in zip(own, given, strict=True):
+        to.copy_(source, non_blocking=True)

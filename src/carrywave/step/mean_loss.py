@@ -1,0 +1,63 @@
+"""The mean loss of a trainer's model over batches that a user gives: a pass without gradients, with a carry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from carrywave.data.batch import Batch
+from carrywave.errors import UserError
+from carrywave.model.modes import mode
+from carrywave.model.state import State
+from carrywave.plan.canonical_shards import SHARDS, tree
+from carrywave.step import compute
+from carrywave.step.checks.arguments import check_batches
+from carrywave.step.reproducible.shards import Cut
+
+if TYPE_CHECKING:
+    from carrywave.step.trainer import Trainer
+
+
+@torch.no_grad()
+def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: compute.Observer | None) -> float:
+    """Over the real targets of all batches, the same on every worker."""
+    model, mesh = trainer.model, trainer.mesh
+    own_shards = (0,) if trainer.shards is None else trainer.shards.own
+    sums = torch.zeros(1 if trainer.shards is None else SHARDS, 2, dtype=torch.float64, device=mesh.device)
+    states: dict[int, State] = {}
+    with mode(model, training=False):
+        for batch in _alike(trainer, [batches] if isinstance(batches, Batch) else batches):
+            check_batches([batch], model, keep_state=trainer.keep_state)
+            own = trainer.own_part(batch, scores=trainer.stage.has_head)
+            # With `reproducible` each shard of the lanes is run by itself, and they are summed in one order: the same bits on any replicas.
+            cut = None if trainer.shards is None else Cut(mesh, own, pooled=model.pooled)
+            for shard in own_shards:
+                part = own if cut is None else cut.part(shard)
+                if part is not None:
+                    outcome = _forward(trainer, part, states.get(shard), observe)
+                    sums[shard] += torch.stack([outcome.loss_sum, outcome.count])
+                    states[shard] = outcome.state
+    loss_sum, count = tree(mesh.sum_(sums).unbind(), torch.add).tolist()
+    if not count:
+        raise UserError("the batches hold no target to judge by; give some with targets")
+    return float(loss_sum / count)
+
+
+def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: compute.Observer | None) -> compute.BatchOutcome:
+    stage, mesh, lanes = trainer.stage, trainer.mesh, batch.lanes.shape[0]
+    if state is None or not trainer.keep_state or (state.carries and state.carries[0].h.shape[1] != lanes):
+        state = stage.start(lanes, mesh.device).detach()
+    program = compute.program_for(mesh.plan, [batch], backward=False, whole=trainer.model.reads_whole)
+    job = compute.Job(batch, state, precision=trainer.spec.precision, observe=observe)
+    [outcome] = compute.run(stage, mesh.plan, program, [job], mesh.links, place=mesh.stage)
+    return outcome
+
+
+def _alike(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches, each as soon as all workers are seen to have the same; they must also end together."""
+    for batch in batches:
+        trainer.agreement.same_batch(batch)
+        yield batch
+    trainer.agreement.same_batch(None)

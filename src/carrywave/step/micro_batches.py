@@ -1,0 +1,66 @@
+"""Cutting a batch and the state of its lanes into slices of lanes, and putting states together again. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import Batch
+from carrywave.data.loader import Share
+from carrywave.kernels.carry import Carry
+from carrywave.model.state import State
+from carrywave.plan.plan import Plan
+
+
+def bounds(lanes: int, slices: int) -> list[tuple[int, int]]:
+    """The first lane of each slice and the one after its last, shared as replicas share lanes."""
+    return [Share(part, slices).bounds(lanes) for part in range(slices)]
+
+
+def slices_of(plan: Plan, batch: Batch) -> int:
+    """How many slices a batch is cut into: no more than it has lanes."""
+    return min(plan.slices, batch.lanes.shape[0])
+
+
+def split_lanes(batch: Batch, slices: int, *, pooled: bool) -> list[Batch]:
+    """Slices of the lanes."""
+    return [batch.take(low, high, pooled=pooled) for low, high in bounds(batch.lanes.shape[0], slices)]
+
+
+def split_state(state: State, slices: int, lanes: int) -> list[State]:
+    """The state of each slice of lanes."""
+    if slices == 1:
+        return [state]
+    return [
+        State(
+            tuple(Carry(carry.h[:, low:high], carry.c[:, low:high]) for carry in state.carries),
+            None if state.acc is None else tuple(tensor[low:high] for tensor in state.acc),
+        )
+        for low, high in bounds(lanes, slices)
+    ]
+
+
+def join_states(states: Sequence[State]) -> State:
+    """The state of all lanes, from that of their slices."""
+    if len(states) == 1:
+        return states[0]
+    carries = tuple(
+        Carry(torch.cat([s.carries[i].h for s in states], dim=1), torch.cat([s.carries[i].c for s in states], dim=1))
+        for i in range(len(states[0].carries))
+    )
+    accs = [s.acc for s in states if s.acc is not None]
+    return State(carries, tuple(torch.cat(parts) for parts in zip(*accs, strict=True)) if accs else None)
+
+
+def flatten(state: State) -> list[Tensor]:
+    """The tensors of a state, in a fixed order."""
+    tensors = [tensor for carry in state.carries for tensor in carry]
+    return [*tensors, *(state.acc or ()), *([] if state.tail is None else [state.tail])]
+
+
+def unflatten(tensors: Sequence[Tensor]) -> State:
+    """The state of lanes from the tensors of its carries, as `flatten` gives them; without what a pooled head gathers."""
+    pairs = zip(tensors[0::2], tensors[1::2], strict=True)
+    return State(tuple(Carry(h, c) for h, c in pairs))

@@ -1,0 +1,1 @@
+"""Optimizers, their state by name, and loss scaling."""

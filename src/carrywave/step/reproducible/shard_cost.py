@@ -1,0 +1,71 @@
+"""What it costs to compute in shards: forward and backward of one batch both ways, timed once. Nothing that a step reads is changed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import torch
+
+from carrywave.data.batch import Batch
+from carrywave.data.loader import Loader
+from carrywave.data.order import Cursor
+from carrywave.errors import UserError
+from carrywave.kernels import random
+from carrywave.model.modes import mode
+from carrywave.parallel.world import all_gather_text
+from carrywave.plan.canonical_shards import SHARDS
+from carrywave.step.trainer import Trainer
+
+REPETITIONS = 4  # the first runs as it is, the second may be recorded as a CUDA graph; the faster one of the others counts
+
+
+def cost_line(trainer: Trainer, loader: Loader) -> str:
+    """The cost in one line, by the first batch of an epoch and the slowest worker. All workers must ask."""
+    batches = loader.batches(Cursor(0, 0))
+    batch = next(batches)
+    batches.close()
+    told = [json.loads(text) for text in all_gather_text(trainer.mesh.world, json.dumps(cost(trainer, batch)))]
+    shards, whole = (max(times) for times in zip(*told, strict=True))
+    lanes = batch.cells[1] // batch.steps
+    return (
+        f"reproducible: {lanes} lanes in {SHARDS} shards; forward and backward of a batch take {1000 * shards:.3g} ms instead of "
+        f"{1000 * whole:.3g} ms ({shards / max(whole, 1e-9):.2g} times as long)"
+    )
+
+
+def cost(trainer: Trainer, batch: Batch) -> tuple[float, float]:
+    """Seconds of forward and backward of this worker's lanes of a batch: in shards, and without. No message between replicas is in it."""
+    if trainer.shards is None:
+        raise UserError("only a run with train.reproducible=true has shards to time; set it")
+    own, shards = trainer.own_part(batch), trainer.shards
+    key = random.key(trainer.spec.seed, 0, 0)
+    state = trainer.anew(own.lanes.shape[0]) if trainer.keep_state else None
+    try:
+        with mode(trainer.model, training=True):
+            in_shards = _seconds(trainer.device, lambda: shards([own], [key], state))
+            without = _seconds(trainer.device, lambda: trainer.backward([own], [key], state))
+    finally:
+        if trainer.capture is not None:
+            trainer.capture.forget()
+        trainer.record(trainer.capture)
+        for _, parameter in trainer.named:
+            parameter.grad = None
+    return in_shards, without
+
+
+def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+    times: list[float] = []
+    for _ in range(REPETITIONS):
+        _wait(device)
+        started = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - started)
+    return min(times[2:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,198 @@
+"""All that a trainer needs to go on elsewhere, as one dictionary: weights, optimizer, carry, loss scale and position.
+
+Everything is keyed by the parameters' names, the layers and the global lanes, never by rank: what one plan has written another takes up.
+`torch.save` writes it, and `torch.load(..., weights_only=True)` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import RunError
+from carrywave.kernels.carry import Carry
+from carrywave.model.state import State
+from carrywave.parallel.gather import broadcast, collect
+from carrywave.parallel.nested import pack, plain, unpack
+from carrywave.parallel.world import all_gather_text, raise_on_all
+from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.optim import optimizer_state
+from carrywave.step.worker_setup import tensors_of
+
+if TYPE_CHECKING:
+    from carrywave.step.trainer import Trainer
+
+FORMAT = 2
+_GROUPS = ("weights", "optimizer", "carry", "scaler")
+
+
+def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
+    """On rank 0 the weights of the whole model, each once; on other workers nothing. All of them must ask."""
+    own = trainer.parameters() if trainer.mesh.replica == 0 else {}
+    found = [part for part in collect(trainer.mesh.world, own) if part]
+    return {name: part[name] for name in tensors_of(trainer.model) for part in found[::-1] if name in part}
+
+
+def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with a tied tensor under each of its names, as `load_state_dict` wants it."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+    return {name: weights[of] for name, of in names.items() if of in weights}
+
+
+def state_dict(trainer: Trainer) -> dict[str, Any]:
+    """On rank 0 the state, in host memory; on other workers nothing. All of them must ask."""
+    trainer.agreement.settle()
+    world = trainer.mesh.world
+    weights = whole_weights(trainer)
+    own = _own_optimizer(trainer) if trainer.own_optimizer else None
+    state: dict[str, Tensor] = {}
+    if trainer.mesh.replica == 0 and not trainer.own_optimizer:
+        state = optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items())
+    own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
+    low = trainer.mesh.share().bounds(trainer.lanes or 0)[0]
+    states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in own_carry.items()})
+    if world.rank:
+        return {}
+    return {
+        "format": FORMAT,
+        "weights": _on_host(weights),
+        "optimizer": _on_host({name: tensor for part in reversed(states) for name, tensor in part.items()}),
+        "groups": [_settings(group) for group in trainer.optimizer.param_groups] if own is None else [],
+        "own_optimizer": own,
+        "carry": _on_host(_joined(carries)),
+        "scaler": {} if trainer.scaler is None else _on_host(trainer.scaler.tensors()),
+        "position": {"batches": trainer.uncounted, "lanes": trainer.lanes},
+    }
+
+
+def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
+    """Go on from a state that `state_dict` gave. All workers must ask; what rank 0 is given counts, and others may give nothing."""
+    world = trainer.mesh.world
+    told, tensors = "", dict[str, Tensor]()
+    with raise_on_all(world, for_all_of_us=True):
+        if world.rank == 0:
+            _check(given, own_optimizer=trainer.own_optimizer)
+            told, tensors = pack(given)
+    told = all_gather_text(world, told)[0]
+    state = unpack(told, broadcast(world, tensors))
+    with raise_on_all(world):
+        # All that can be refused, before anything changes.
+        _check_weights(trainer, state["weights"])
+        carry = _own_carry(trainer, state["carry"])
+        if trainer.own_optimizer:
+            optimizer_state.load(trainer.optimizer, trainer.held.parameters, state["own_optimizer"])
+        else:
+            _take_optimizer(trainer, state["optimizer"], state["groups"])
+    with raise_on_all(world):
+        if trainer.scaler is not None:
+            trainer.scaler.load(state["scaler"])
+        with torch.no_grad():
+            for name, tensor in trainer.parameters().items():
+                tensor.copy_(state["weights"][name])
+        trainer.lanes = state["position"]["lanes"]
+        trainer.uncounted = int(state["position"]["batches"])
+        trainer.state = carry
+    trainer.restart_recordings()
+
+
+def carry_tensors(state: State | None, layers: Sequence[int]) -> dict[str, Tensor]:
+    """The carry by layer name; lanes are its second dimension, in global order."""
+    if state is None:
+        return {}
+    pairs = zip(layers, state.carries, strict=True)
+    return {f"lstm.l{layer}.{part}": getattr(carry, part) for layer, carry in pairs for part in ("h", "c")}
+
+
+def carry_state(tensors: Mapping[str, Tensor], device: torch.device, layers: Sequence[int]) -> State:
+    """The state of the lanes from tensors by layer name."""
+    return State(tuple(Carry(*(tensors[f"lstm.l{layer}.{part}"].to(device) for part in ("h", "c"))) for layer in layers))
+
+
+def _joined(carries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors from the parts of all workers, in the order of their lanes."""
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    for part in carries:
+        for key, tensor in part.items():
+            name, _, low = key.rpartition("/")
+            pieces.setdefault(name, []).append((int(low), tensor.cpu()))
+    return {name: torch.cat([tensor for _, tensor in sorted(parts, key=lambda pair: pair[0])], dim=1) for name, parts in pieces.items()}
+
+
+def _check(given: Mapping[str, Any], *, own_optimizer: bool) -> None:
+    if not isinstance(given, Mapping) or given.get("format") != FORMAT or any(not isinstance(given.get(part), Mapping) for part in _GROUPS):
+        raise RunError("this is no state of a trainer; give what trainer.state_dict() returned on rank 0")
+    if (given["own_optimizer"] is not None) != own_optimizer:
+        kinds = ("an optimizer of your own", "the optimizer of the spec")
+        there, here = kinds if given["own_optimizer"] is not None else kinds[::-1]
+        raise RunError(f"the state is of a trainer with {there}, and this one has {here}; make it alike")
+
+
+def _own_optimizer(trainer: Trainer) -> optimizer_state.Saved | None:
+    """The state of the user's optimizer, on rank 0."""
+    world, has_part = trainer.mesh.world, trainer.mesh.replica == 0
+    with raise_on_all(world):
+        text, tensors = pack(optimizer_state.saved(trainer.optimizer, trainer.held.parameters) if has_part else None)
+    texts, found = all_gather_text(world, text), collect(world, tensors)
+    if world.rank:
+        return None
+    parts = [part for part in map(unpack, texts, found) if part is not None]
+    return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()])
+
+
+def _check_weights(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
+    own = trainer.parameters()
+    whole = tensors_of(trainer.model).keys()
+    for name, tensor in own.items():
+        there = given.get(name)
+        if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
+            found = "nothing" if there is None else f"{list(there.shape)} {there.dtype}"
+            raise RunError(
+                f"the state holds {found} for {name}, the model has {list(tensor.shape)} {tensor.dtype}; give that of this model"
+            )
+    if extra := sorted(given.keys() - whole):
+        raise RunError(f"the state holds {extra[0]}, which the model does not have; give that of this model")
+
+
+def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+    """The state of an optimizer that we have built."""
+    held, optimizer = trainer.held.parameters, trainer.optimizer
+    elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
+    mine = {key: tensor for key, tensor in given.items() if key.partition("/")[2] not in elsewhere}
+    optimizers.load_state(optimizer, list(held.items()), mine)
+    for own, saved in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in saved.items():
+            if isinstance(own.get(name), Tensor):
+                own[name].fill_(value)
+            else:
+                own[name] = value
+
+
+def _own_carry(trainer: Trainer, carry: Mapping[str, Tensor]) -> State | None:
+    """This worker's lanes and layers."""
+    if not carry or not trainer.keep_state:
+        return None
+    first = next(iter(carry.values()))
+    low, high = trainer.mesh.share().bounds(first.shape[1])
+    wanted = carry_tensors(trainer.stage.start(high - low, trainer.device), trainer.stage.layers)
+    own: dict[str, Tensor] = {}
+    for name, tensor in wanted.items():
+        there = carry.get(name)
+        if there is None or there[:, low:high].shape != tensor.shape:
+            raise RunError(f"the state holds another carry for {name} than the model has; give that of this model")
+        own[name] = there[:, low:high].to(tensor.dtype)
+    return carry_state(own, trainer.device, trainer.stage.layers)
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group holds beside its parameters; a rate that lies on a GPU as a number."""
+    numbers = {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+    return {name: plain(value, f"what a group of the optimizer holds as {name}") for name, value in numbers.items()}

@@ -1,0 +1,196 @@
+"""Taking one's place in a plan: the mesh, the part of the model that a worker holds, and how gradients are summed over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import PlanError, UserError
+from carrywave.kernels.dispatch import check
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import Whole
+from carrywave.model.parameter_placement import Shared, hold, shared
+from carrywave.model.stage import Stage
+from carrywave.parallel.gather import broadcast
+from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.world import World, check_agreement, join, raise_on_all
+from carrywave.plan import canonical_shards
+from carrywave.plan.plan import Plan, check_head, resolve
+from carrywave.spec.load import parse
+from carrywave.spec.spec import PlanSpec, TrainSpec
+from carrywave.step import gradients
+from carrywave.step.gradients import Reduced, Reducer
+from carrywave.step.nonfinite import BadNumbers
+from carrywave.step.precision import parameter_dtype
+from carrywave.step.reproducible import fixed_tree
+from carrywave.step.reproducible.fixed_tree import Branch, Tree
+
+
+@dataclass(frozen=True)
+class HeldStage:
+    """What one worker holds of a model, trained or not: it stays as it is for as long as there is a trainer."""
+
+    stage: Stage | Whole
+    parameters: dict[str, nn.Parameter]  # by name
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What one worker trains of what it holds, and how it agrees with the others on the gradients."""
+
+    named: list[tuple[str, nn.Parameter]]  # that it trains
+    counted: list[Tensor]  # whose gradients the norm counts here, those of one dtype after the other
+    bad: BadNumbers
+    reducer: Reducer | None  # None: nothing is summed over workers, or by the tree
+    tree: Tree | None  # of a reproducible run
+
+
+def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Whole, device: torch.device | str | None) -> Mesh:
+    """The place of this process among those that a launcher started; alone where there is none."""
+    many = launched()
+    if many:
+        world = join(_asked(next(model.parameters()).device if device is None else torch.device(device), given=device is not None))
+    elif isinstance(plan, Plan) and plan.workers > 1:
+        raise PlanError(
+            f"the plan needs {plan.workers} workers, and this is one; start the program with torchrun --nproc-per-node {plan.workers}"
+        )
+    if not isinstance(plan, Plan):
+        asked = plan if isinstance(plan, PlanSpec) else _plan_spec(plan)
+        layers = model.lstm.num_layers if isinstance(model, Model) else 0
+        plan = resolve(asked, layers=layers, workers=world.size if many else 1, lanes=None, pooled=model.pooled)
+    if many:
+        return Mesh(world, plan)
+    return Mesh.alone(next(model.parameters()).device if device is None else torch.device(device), plan)
+
+
+def _asked(device: torch.device, *, given: bool) -> str:
+    """What a worker of several asks for: the device that was given, or the GPU that the model is on. A model on the CPU leaves it open."""
+    if device.type == "cuda":
+        return str(device)
+    return device.type if given else "auto"
+
+
+def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
+    return parse({"plan": dict(given)}).plan_spec if given else PlanSpec()
+
+
+def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
+    """Take up rank 0's weights, and keep those of this worker's stage."""
+    _check_plan(model, mesh.plan, spec)
+    _check_whole(model, mesh.world)
+    dtype = parameter_dtype(spec.precision)
+    if mesh.world.size > 1:
+        own = tensors_of(model)
+        check_agreement(mesh.world, {f"the model's {name}": f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in own.items()})
+        for name, tensor in broadcast(mesh.world, own).items():
+            own[name].copy_(tensor)
+    if isinstance(model, Whole):
+        model.to(mesh.device, dtype)
+        return HeldStage(model, dict(model.named_parameters()))
+    first, last = mesh.span(model.units)
+    share_head = mesh.plan.shares_head
+    held = hold(model, first, last, mesh.device, dtype, share_head=share_head)
+    stage = Stage(model, first, last, share_head=share_head)
+    return HeldStage(stage, {name: p for name, p in held.items() if isinstance(p, nn.Parameter)})
+
+
+def take_place(model: Model | Whole, mesh: Mesh, spec: TrainSpec, held: HeldStage) -> WorkerSetup:
+    """What is trained, as `requires_grad` has it now, and the sums over workers that it takes. All workers must ask at once."""
+    tied: list[Shared] = []
+    if isinstance(model, Model):
+        tied = shared(model, mesh.plan.edges(model.units)[1:-1], share_head=mesh.plan.shares_head)
+    named = [(name, p) for name, p in held.parameters.items() if p.requires_grad]
+    mine = [each for each in tied if mesh.stage in each.stages]
+    elsewhere = {each.name for each in mine if each.stages[0] != mesh.stage}
+    # Replicas hold the same reduced gradient, and stages those that they share: the norm counts each once.
+    counted = [p for name, p in named if name not in elsewhere] if mesh.replica == 0 else []
+    bad = BadNumbers(model, held.stage, named, mesh.world)
+    return WorkerSetup(
+        named,
+        [p for group in gradients.by_dtype(counted) for p in group],
+        bad,
+        None if spec.reproducible else _reducer(mesh, named, tied, bad),
+        _tree(mesh, named, tied, bad) if spec.reproducible else None,
+    )
+
+
+def _reducer(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[Shared], bad: BadNumbers) -> Reducer | None:
+    names = {each.name for each in tied}
+    wanted: list[Reduced] = []
+    group = mesh.replicas_of([mesh.stage])
+    if group is not None:
+        # Messages in order are the only ones under way: sums wait for the last of them.
+        early = mesh.links is None or not mesh.links.in_order
+        wanted.append(Reduced(group, [p for name, p in named if name not in names], early=early))
+    own = dict(named)
+    for stages in dict.fromkeys(each.stages for each in tied):
+        group = mesh.replicas_of(stages)  # made by every worker, also by those outside it
+        if mesh.stage in stages and group is not None:
+            # Not early: the other stages come to it only after messages that this one has yet to send.
+            wanted.append(Reduced(group, [own[each.name] for each in tied if each.stages == stages], early=False))
+    wanted = [each for each in wanted if each.parameters]
+    return Reducer(wanted, watched=bad.watched) if wanted else None
+
+
+def _tree(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[Shared], bad: BadNumbers) -> Tree:
+    names = {each.name for each in tied}
+    pairs = fixed_tree.pairs_of(mesh)
+    branches = [Branch([p for name, p in named if name not in names], pairs)]
+    own = dict(named)
+    for stages in dict.fromkeys(each.stages for each in tied):
+        group = fixed_tree.group_of(mesh, stages)
+        if mesh.stage in stages:
+            # Over replicas first, as the others are: so each stage's part is the same whatever their number.
+            branches.append(Branch([own[each.name] for each in tied if each.stages == stages], pairs, group))
+    return Tree(branches, watched=bad.watched)
+
+
+def _check_whole(model: nn.Module, world: World) -> None:
+    gone = next((name for name, tensor in tensors_of(model).items() if tensor.is_meta), None)
+    with raise_on_all(world):
+        if gone is not None:
+            raise UserError(
+                f"the model's {gone} has no numbers here: another trainer has cut the model into stages, or it was made on the meta "
+                "device; make it anew on every worker, and give the new trainer what trainer.state_dict() returned"
+            )
+
+
+def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
+    if spec.reproducible:
+        canonical_shards.check(plan)
+    if isinstance(model, Whole):
+        if plan.stages > 1:
+            raise PlanError(
+                f"a {type(model.module).__name__} cannot be cut into {plan.stages} stages; "
+                "wrap its modules as cw.Model(encoder, lstm, head), or use replicas alone"
+            )
+        if plan.chunk_steps is not None:
+            raise PlanError(
+                f"a {type(model.module).__name__} cannot be run in chunks of time; "
+                "wrap its modules as cw.Model(encoder, lstm, head), or leave plan.chunk_steps out"
+            )
+        return
+    check_head(plan, pooled=model.pooled)
+    if plan.kernel != "auto":
+        check(plan.kernel)
+        model.lstm.kernel = plan.kernel
+
+
+def own_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.optim.Optimizer:
+    """The user's optimizer, without the parameters that this worker gave up."""
+    kept = {id(p) for p in held.parameters.values()}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in kept]
+    return optimizer
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer that is saved, by name, each once (a tied one under its first name); detached, not copied."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    passing = {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
+    return own | {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in passing}

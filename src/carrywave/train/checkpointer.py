@@ -1,0 +1,150 @@
+"""Between a running loop and its snapshots: when one is begun and waited for, and how a loop is restored from one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from carrywave.errors import Diverged, RunError, UserError, option
+from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.runs.checkpoint.manifest import Manifest
+from carrywave.runs.checkpoint.same_spec import sound
+from carrywave.runs.checkpoint.snapshot import Stored, mend_best, open_stored
+from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
+from carrywave.runs.checkpoint.writer import Writer
+from carrywave.runs.run import Run
+from carrywave.runs.watcher import Watcher
+from carrywave.spec.spec import Spec
+from carrywave.train.loop import Loop
+
+AFTER_MISTAKE_SECONDS = 60.0
+AFTER_FAULT_SECONDS = 2.0  # another worker may be gone, and the launcher waits to start anew
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run is trained on."""
+
+    fingerprint: str  # of all that was read, and how
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by part, where it is a file
+
+    def changed(self, meta: Mapping[str, Any], spec: Spec) -> list[str]:
+        """The names of the files that are not what they were at a snapshot; of all, where that is not known."""
+        names = {part: name for part in ("train", "valid", "test") if (name := getattr(spec.data, part))}
+        before = meta.get("files")
+        if not isinstance(before, dict):
+            return list(names.values())
+        differ = [name for part, name in names.items() if before.get(part) != self.files.get(part)]
+        return differ or list(names.values())
+
+
+class Checkpointer:
+    """Writes the snapshots of a run. A failure to write one is said, and the run goes on; at the end of the run it is an error."""
+
+    def __init__(self, world: World, folder: Run, data: Data, watch: Watcher) -> None:
+        self.world, self.folder, self.data, self.watch = world, folder, data, watch
+        self.writer = Writer(world, folder.snapshots)
+
+    def __call__(self, loop: Loop, final: bool) -> None:
+        """Begin a snapshot of the loop as it stands between two steps; a final one is whole on the disk when this returns."""
+        self.settle()
+        at = loop.progress
+        groups = part_of(loop.trainer, loop.spec.lanes)
+        meta = None
+        if self.world.rank == 0:
+            metrics_bytes, timing_bytes, metrics_sha256 = loop.folder.sizes()
+            meta = {
+                "progress": loop.numbers(),
+                "spec": loop.spec.model_dump(mode="json"),
+                "fingerprint": self.data.fingerprint,
+                "files": dict(self.data.files),
+                "metrics_bytes": metrics_bytes,
+                "timing_bytes": timing_bytes,
+                "metrics_sha256": metrics_sha256,
+            }
+            groups["extra"] = {f"loop/{name}": tensor for name, tensor in loop.tensors().items()}
+            if loop.trainer.scaler is not None:
+                groups["extra"] |= {f"scaler/{name}": tensor for name, tensor in loop.trainer.scaler.tensors().items()}
+        name = f"step-{at.step:08d}"
+        best = at.best_step == at.step
+        self.writer.begin(name, groups, meta, keep=loop.spec.train.keep, best=best, before=loop.folder.sync)
+        if final:
+            self.settle(final=True)
+
+    def settle(self, *, final: bool = False) -> None:
+        """Wait for the snapshot that is being written; say, or where it was the last one raise, what kept it from being written."""
+        failure = self.writer.settle()
+        if failure is None:
+            return
+        if final or isinstance(failure, Diverged):
+            raise failure
+        self.watch.say(f"{str(failure).partition('; ')[0]}; the run goes on, and the snapshot before it is kept")
+
+    def go_back(self, loop: Loop) -> None:
+        """Put a loop back to the last snapshot. One with bad weights that was being written is none."""
+        with suppress(Diverged):
+            self.settle()
+        restore(loop, read_last(self.world, self.folder), self.data)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """When the run fails, a snapshot that is being written has a little time to become whole."""
+        try:
+            yield
+        except Exception as error:
+            lost = self.writer.close(AFTER_MISTAKE_SECONDS if isinstance(error, UserError) else AFTER_FAULT_SECONDS)
+            if lost is not None:  # beside what ended the run: it goes on from an older snapshot than one would think
+                self.watch.say(f"{lost.partition('; ')[0]}; the snapshot before it is kept")
+            raise
+
+
+def read_last(world: World, folder: Run) -> Stored:
+    """The last snapshot of a run, on every worker."""
+    found = ""
+    with raise_on_all(world, for_all_of_us=True):
+        if world.rank == 0:
+            found = json.dumps(open_stored(folder.snapshots).told())
+    return receive_snapshot(world, json.loads(all_gather_text(world, found)[0]))
+
+
+def receive_snapshot(world: World, told: Sequence[Any]) -> Stored:
+    """A snapshot whose manifest rank 0 has read and told. Its files are shared out, and every byte of them is checked."""
+    stored = Stored(Path(told[0]), Manifest.of(told[1], Path(told[0])))
+    with raise_on_all(world, for_all_of_us=True, patient=True):
+        if not stored.folder.is_dir():
+            raise RunError(
+                f"{stored.folder} is not seen by rank {world.rank}; give {option('run')} a folder on a file system that all hosts share"
+            )
+        stored.verify(world.rank, world.size)
+    return stored
+
+
+def restore(loop: Loop, stored: Stored, data: Data) -> None:
+    """Put a loop where a snapshot left off, and cut its logs back to it. Each worker reads its own part."""
+    meta, trainer, world = stored.meta, loop.trainer, loop.trainer.mesh.world
+    with raise_on_all(world, for_all_of_us=True, patient=True), sound():
+        if meta["fingerprint"] != data.fingerprint:
+            files = ", ".join(data.changed(meta, loop.spec))
+            of = f" ({files})" if files else ""
+            raise RunError(
+                f"the data has changed since the snapshot was written{of}; put the old data back, or start a new run from its weights"
+            )
+        load_state(trainer, stored, loop.spec.lanes)
+        extra = stored.read("extra", stored.manifest.forms("extra"))
+        if trainer.scaler is not None:
+            trainer.scaler.load(_under("scaler/", extra))
+        loop.restore(meta["progress"], _under("loop/", extra))
+        noted = meta["metrics_bytes"], meta["timing_bytes"], meta.get("metrics_sha256")  # which older snapshots do not have
+        loop.folder.cut_back(*noted, step=loop.progress.step)
+        if world.rank == 0:
+            mend_best(stored)
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,65 @@
+"""Where a run stands between two steps: all that the loop knows beside the trainer, and whether there is more to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from carrywave.launch.signals import Reason
+from carrywave.spec.spec import TrainSpec
+from carrywave.train import lr_schedule as rates
+
+ASKED: tuple[Reason, ...] = ("interrupted", "terminated")
+Ending = Literal["done", "early"] | Reason
+
+
+@dataclass
+class Progress:
+    """Where the run stands. All of it goes into a snapshot."""
+
+    epoch: int = 0
+    batch: int = 0  # batches done in this epoch: with the epoch, the cursor
+    step: int = 0  # optimizer steps done
+    rate: rates.Rate = field(default_factory=rates.Rate)
+    history: list[float] = field(default_factory=list)  # validation losses
+    judged: int = -1  # the step of the last evaluation
+    best: dict[str, float] | None = None  # metrics of the best evaluation
+    best_step: int = -1  # and its step
+    ending: Ending | None = None
+    lr: float = 0.0
+    skipped: int = 0  # steps, because their numbers were bad
+    in_a_row: int = 0  # of them, up to this step
+    backs: int = 0  # times that the run went back to a snapshot because of them
+
+    @property
+    def shown_epoch(self) -> int:
+        """The epoch in hand, counted from 1; between two epochs, the one that just ended."""
+        return self.epoch + 1 if self.batch else max(self.epoch, 1)
+
+    @property
+    def weights_step(self) -> int:
+        """The step of the weights that are kept: of the best, or without validation of the last."""
+        return self.best_step if self.best is not None else self.judged
+
+    def trains(self, train: TrainSpec) -> bool:
+        """Whether there is anything left to train."""
+        return self.ending is None and not self._reached(train)
+
+    def extend(self, train: TrainSpec) -> None:
+        """A run that was over goes on where it is asked for longer than it was."""
+        longer = self.ending == "done" and not self._reached(train)
+        if longer or (self.ending == "early" and not rates.stops_early(train, self.rate)):
+            self.ending = None
+
+    def over(self, train: TrainSpec) -> str:
+        """What to say of a run that is resumed and has nothing left to train."""
+        if self.ending == "early":
+            key, verb = f"train.early_stop={train.early_stop}", "stopped early"
+        elif train.max_steps is not None and self.step >= train.max_steps:
+            key, verb = f"train.max_steps={train.max_steps}", "ended"
+        else:
+            key, verb = f"train.epochs={train.epochs}", "ended"
+        return f"nothing is left to train: the run has {verb} at step {self.step}, with {key}; raise that to train on"
+
+    def _reached(self, train: TrainSpec) -> bool:
+        return self.epoch >= train.epochs or (train.max_steps is not None and self.step >= train.max_steps)

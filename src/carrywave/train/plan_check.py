@@ -1,0 +1,125 @@
+"""Predicted and measured step time side by side: over a few steps of a run, once; and where they differ much, what is off.
+
+All workers take part, for one step is timed task by task on each of them. Nothing of it changes what is computed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from carrywave.parallel.world import World, all_gather_text
+from carrywave.plan.cost.simulation import TaskSpan
+from carrywave.plan.search.predictor import Prediction
+from carrywave.plan.show.text import stage_names
+from carrywave.step.task_clock import TaskClock
+from carrywave.step.trainer import Trainer
+
+FIRST, STEPS = 5, 20  # the first steps are slower: memory is taken, kernels are chosen, steps recorded
+FAR_OFF = 0.25
+TASKS = ("F", "B", "H", "pay")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one worker in one step: its tasks, waiting for messages, and all else: sums over workers, the update."""
+
+    work: float
+    wait: float
+    rest: float
+
+
+class Comparison:
+    """Goes along with the first steps of a run, and says one line after them."""
+
+    def __init__(self, trainer: Trainer, prediction: Prediction | None, say: Callable[[str], None]) -> None:
+        self.trainer, self.prediction, self.say = trainer, prediction, say
+        self.number = 0  # steps seen
+        self.begun = 0.0
+        self.seconds = 0.0  # of a step, measured
+        self.ready = self.done = False
+
+    def skip(self, seconds: float) -> None:
+        """Leave so many seconds of other work out."""
+        self.begun += seconds
+
+    def before(self) -> None:
+        """A step begins."""
+        if self.done:
+            return
+        self.number += 1
+        clock = TaskClock(self.trainer.device)
+        if self.number == FIRST + 1:
+            self.begun = clock.now()
+        if self.number == FIRST + STEPS + 1:
+            self.seconds = (clock.now() - self.begun) / STEPS
+            self.ready = True
+            if self.trainer.capture is None:  # a recording has no tasks to time, and beside it there may be no room for a step without one
+                self.trainer.clock = clock
+                self.begun = clock.now()
+
+    def after(self) -> dict[str, float] | None:
+        """A step has ended; after the last one, the figures for the log of times."""
+        if self.done or not self.ready:
+            return None
+        self.done = True
+        clock, self.trainer.clock = self.trainer.clock, None
+        spent: list[Spent] = []
+        if clock is not None:
+            total, work, wait = clock.now() - self.begun, clock.seconds(*TASKS), clock.seconds("wait")
+            spent = _gather(self.trainer.mesh.world, Spent(work, wait, max(0.0, total - work - wait)))
+        if self.prediction is None:
+            return {"step_seconds": self.seconds}
+        self.say(line(self.prediction, self.seconds, spent))
+        return {"step_seconds": self.seconds, "predicted_step_seconds": self.prediction.seconds}
+
+
+def _gather(world: World, own: Spent) -> list[Spent]:
+    return [Spent(*json.loads(text)) for text in all_gather_text(world, json.dumps([own.work, own.wait, own.rest]))]
+
+
+def line(prediction: Prediction, measured: float, spent: Sequence[Spent]) -> str:
+    """What a person should know of it."""
+    off = measured / prediction.seconds - 1
+    text = f"a step takes {1e3 * measured:.3g} ms, predicted were {1e3 * prediction.seconds:.3g} ms ({off:+.0%})"
+    return text if abs(off) <= FAR_OFF or not spent else f"{text}: {cause(prediction, spent)}"
+
+
+def cause(prediction: Prediction, spent: Sequence[Spent]) -> str:
+    """What is furthest off: the work of a stage, a link, or what follows the tasks."""
+    stages = len(prediction.stages)
+    expected = [_expected(row) for row in prediction.timeline.rows]
+    # Replicas wait for the slowest of them.
+    found = [
+        Spent(*(max(getattr(spent[rank], name) for rank in range(stage, len(spent), stages)) for name in ("work", "wait", "rest")))
+        for stage in range(stages)
+    ]
+    names = stage_names(prediction, prediction.stages[-1].last)
+    work = max(range(stages), key=lambda s: abs(found[s].work - expected[s].work))
+    rest = max(range(stages), key=lambda s: abs(found[s].rest - expected[s].rest))
+    of_work, of_rest = (abs(found[work].work - expected[work].work), abs(found[rest].rest - expected[rest].rest))
+    wait = max(range(stages), key=lambda s: found[s].wait - expected[s].wait)
+    if stages > 1 and found[wait].wait - expected[wait].wait > max(of_work, of_rest):
+        other = wait - 1 if wait else 1
+        return (
+            f"stage {wait} waits {1e3 * found[wait].wait:.3g} ms for messages, predicted were {1e3 * expected[wait].wait:.3g} ms, "
+            f"and no stage computes that much longer: look at the link between stages {min(wait, other)} and {max(wait, other)}"
+        )
+    if of_work >= of_rest:
+        who = f"stage {work} ({names[work]})" if stages > 1 else "the model"
+        return f"{who} computes {1e3 * found[work].work:.3g} ms, predicted were {1e3 * expected[work].work:.3g} ms"
+    what = "sums over workers and the update take" if len(spent) > 1 else "the update takes"
+    return f"{what} {1e3 * found[rest].rest:.3g} ms, predicted were {1e3 * expected[rest].rest:.3g} ms"
+
+
+def _expected(row: Sequence[TaskSpan]) -> Spent:
+    """What a stage was to spend."""
+    work = sum(span.end - span.start for span in row if span.label in TASKS)
+    return Spent(work, _waited(row), sum(span.end - span.start for span in row) - work)
+
+
+def _waited(row: Sequence[TaskSpan]) -> float:
+    """Until its last task, what a stage does not spend on tasks."""
+    tasks = [span for span in row if span.label in TASKS]
+    return max((span.end for span in tasks), default=0.0) - sum(span.end - span.start for span in tasks)

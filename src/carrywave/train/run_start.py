@@ -1,0 +1,108 @@
+"""The start of a run, the same on every worker: rank 0 looks at the disk and tells the others; then the data is read, once on a host."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from carrywave.data.codec import Codec
+from carrywave.data.files import hashes
+from carrywave.data.prepare import Prepared, prepare
+from carrywave.launch import exit_reports, launch_record
+from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.plan.plan import Plan
+from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_batch_of
+from carrywave.runs.checkpoint.snapshot import Stored
+from carrywave.runs.run import NullRun, Run
+from carrywave.runs.run_source import given_codec, open_folder, read_alike, reading_of, refuse_python
+from carrywave.runs.watcher import Watcher
+from carrywave.spec.spec import Spec
+from carrywave.train.checkpointer import receive_snapshot
+from carrywave.train.planning import plan_before
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from, the same on every worker."""
+
+    spec: Spec
+    world: World
+    folder: Run
+    snapshot: Stored | None
+    codec: Codec | None  # given, with the weights that it starts from
+    init: str | None
+    watch: Watcher
+    before: Plan | None = None  # the plan that the run has had so far; rank 0 knows it
+
+
+def begin(
+    spec: Spec,
+    world: World,
+    run: Path | None,
+    resume: bool,
+    init: str | None,
+    watch: Watcher,
+    *,
+    from_files: bool,
+    hold: bool = True,
+) -> Start:
+    """Open the run: rank 0 looks at the disk, and tells the others what it found. One that goes on is held from here on."""
+    folder: Run | None = None
+    snapshot: Stored | None = None
+    found = ""
+    before: Plan | None = None
+    launch_record.next_call()
+    # Of a launch over several hosts only some may have been told that this is another attempt.
+    restarted = any(int(times) for times in all_gather_text(world, str(launch_record.attempt())))
+    try:
+        with raise_on_all(world, for_all_of_us=True, patient=True):
+            if world.rank == 0:
+                folder, snapshot = open_folder(spec, run, resume, init, restarted=restarted, hold=watch.say if hold else None)
+                exit_reports.tell_run(folder.path)
+                if resume and snapshot is None:
+                    watch.say(f"{folder.path} ended before its first snapshot: it starts again from the beginning")
+                if from_files and (resume or snapshot is not None):
+                    refuse_python(spec, folder)
+                if snapshot is not None:
+                    check_same(spec, spec_of(snapshot))
+                    before = plan_before(folder)
+                codec = given_codec(init, folder, snapshot)
+                reading = {} if init is None else reading_of(init, spec)
+                told = None if snapshot is None else snapshot.told()
+                found = json.dumps([str(folder.path), None if codec is None else codec.to_json(), told, reading])
+        path, codec_json, told, reading = json.loads(all_gather_text(world, found)[0])
+        launch_record.works_on(Path(path))
+        if world.rank == 0 and (warning := launch_record.warning()) is not None:
+            watch.say(warning)
+        codec = None if codec_json is None else Codec.from_json(codec_json)
+        spec = read_alike(spec, reading)
+        stored = None if told is None else receive_snapshot(world, told)
+        spec = spec if stored is None else with_batch_of(spec, stored)
+        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, before)
+    except BaseException:
+        if folder is not None:
+            folder.release()
+        raise
+
+
+def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
+    """Read the data into the cache on one worker of each host, then find it there on the others, who take its word for what it hashed.
+
+    Returned beside it, where it was hashed: the SHA-256 of the file of each part.
+    """
+    world = start.world
+    prepared: Prepared | None = None
+    with hashes.keeping() as hashed:
+        for turn in (world.local_rank == 0, True):
+            told = [json.loads(text) for text in all_gather_text(world, json.dumps([socket.gethostname(), hashed]))]
+            alike = [found for host, of_host in told if host == socket.gethostname() for found in of_host]
+            with raise_on_all(world, for_all_of_us=True, patient=True), hashes.knowing(alike):
+                if turn and prepared is None:
+                    prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
+    assert prepared is not None  # the second turn is everyone's
+    known = {path: digest for path, _, digest in hashed}
+    names = {part: getattr(start.spec.data, part) for part in ("train", "valid", "test")}
+    paths = {part: str(Path(name).absolute()) for part, name in names.items() if name is not None}
+    return prepared, {part: known[path] for part, path in paths.items() if path in known}

@@ -1,0 +1,61 @@
+"""What is held out is a pure function of (seed, sequence number)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrywave.data.holdout import held_out, split_keyed, split_tail
+from carrywave.data.sequences import Sequences
+from carrywave.errors import DataError
+
+
+def test_the_choice_is_fixed_for_all_time() -> None:
+    assert np.flatnonzero(held_out(20, 0.2, 2**63 - 1)).tolist() == [2, 3, 5, 15]
+
+
+@given(seed=st.integers(0, 2**63 - 1), count=st.integers(0, 200), share=st.floats(0.001, 0.5))
+def test_share_is_kept_and_no_side_is_empty(seed: int, count: int, share: float) -> None:
+    held = held_out(count, share, seed)
+    assert len(held) == count
+    if count < 2:
+        assert not held.any()
+    else:
+        assert held.sum() == min(max(round(count * share), 1), count - 1)
+    assert held.tolist() == held_out(count, share, seed).tolist()
+
+
+def test_seeds_choose_differently() -> None:
+    assert held_out(100, 0.3, 1).tolist() != held_out(100, 0.3, 2).tolist()
+
+
+def test_no_share_holds_nothing() -> None:
+    assert not held_out(10, 0.0, 1).any()
+
+
+def test_parts_share_the_flat_arrays() -> None:
+    data = Sequences(
+        np.arange(6), np.array([0, 2, 5]), np.array([2, 3, 1]), labels=np.array([7, 8, 9]), tags=np.arange(6), names=("a", "b", "c")
+    )
+    train, valid = split_keyed(data, np.array([False, True, False]))
+    assert valid is not None
+    assert train.inputs is valid.inputs is data.inputs
+    assert train.tags is valid.tags is data.tags
+    assert (train.starts.tolist(), train.lengths.tolist(), train.names) == ([0, 5], [2, 1], ("a", "c"))
+    assert (valid.starts.tolist(), valid.lengths.tolist(), valid.names) == ([2], [3], ("b",))
+    assert train.labels is not None
+    assert train.labels.tolist() == [7, 9]
+
+
+@pytest.mark.parametrize(("total", "share", "held"), [(100, 0.1, 10), (4, 0.01, 2), (4, 0.5, 2), (15, 0.1, 2)])
+def test_the_end_of_a_stream_is_held_out(total: int, share: float, held: int) -> None:
+    train, valid = split_tail(Sequences(np.arange(total), np.array([0]), np.array([total])), share, "t.txt")
+    assert (train.starts.tolist(), train.lengths.tolist()) == ([0], [total - held])
+    assert (valid.starts.tolist(), valid.lengths.tolist()) == ([total - held], [held])
+
+
+def test_too_short_a_stream_is_refused() -> None:
+    with pytest.raises(DataError, match=r"t\.txt holds 3 tokens, too few to hold some out; give data\.valid"):
+        split_tail(Sequences(np.arange(3), np.array([0]), np.array([3])), 0.1, "t.txt")

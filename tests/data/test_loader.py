@@ -1,0 +1,265 @@
+"""Batches: what stands in them, what padding looks like, and a background thread that neither hides errors nor stays."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import fields, replace
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrywave.data.batch import Batch
+from carrywave.data.loader import Loader, Share, build
+from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder, Window
+from carrywave.data.view import View
+
+CPU = torch.device("cpu")
+
+
+def view_of(lengths: list[int], *, features: int = 0, **others: object) -> View:
+    """Sequences end to end, row r holding token r (or r plus a tenth of the column)."""
+    rows = np.arange(sum(lengths))
+    inputs = rows.astype(np.uint16) if features == 0 else (rows[:, None] + np.arange(features) / 10).astype(np.float32)
+    starts = np.cumsum(lengths) - np.array(lengths)
+    return View(inputs, starts, np.array(lengths), **others)  # type: ignore[arg-type]
+
+
+def window_of(steps: int, *lanes: tuple[int, int, int]) -> Window:
+    """Lanes of (sequence, offset, length)."""
+    sequence, offset, length = (np.array(values, dtype=np.int64) for values in zip(*lanes, strict=True))
+    return Window(steps, sequence, offset, length, (offset == 0) & (length > 0))
+
+
+def epoch_of(view: View, order: Order) -> list[Batch]:
+    return list(Loader(view, order, device=CPU).batches(Cursor(0, 0)))
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    values = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(Batch)]
+    return all(torch.equal(x.nan_to_num(-7), y.nan_to_num(-7)) if isinstance(x, torch.Tensor) else x == y for x, y in values)
+
+
+def test_tokens_and_their_padding() -> None:
+    view = view_of([3, 4], targets_at=lambda rows: rows + 100)
+    batch = build(view, window_of(3, (1, 1, 3), (0, 2, 1), (-1, 0, 0)), Cursor(2, 9))
+    assert batch.inputs.tolist() == [[4, 2, 0], [5, 0, 0], [6, 0, 0]]
+    assert batch.inputs.dtype == torch.int64
+    assert batch.targets is not None
+    assert batch.targets.tolist() == [[104, 102, -100], [105, -100, -100], [106, -100, -100]]
+    assert batch.targets.dtype == torch.int64
+    assert batch.lengths.tolist() == [3, 1, 0]
+    assert batch.fresh.tolist() == [False, False, False]
+    assert batch.lanes.tolist() == [0, 1, 2]
+    assert batch.sequence.tolist() == [1, 0, -1]
+    assert batch.offset.tolist() == [1, 2, 0]
+    assert (batch.epoch, batch.step, batch.real, batch.steps) == (2, 9, 4, 3)
+    assert batch.waste == pytest.approx(5 / 9)
+
+
+def test_numbers_and_their_padding() -> None:
+    view = view_of([3, 4], features=2, targets_at=lambda rows: np.stack([rows, -rows], axis=-1).astype(np.float64))
+    batch = build(view, window_of(2, (1, 0, 2), (0, 2, 1)), Cursor(0, 0))
+    assert batch.inputs.dtype == torch.float32
+    assert torch.equal(batch.inputs, torch.tensor([[[3, 3.1], [2, 2.1]], [[4, 4.1], [0, 0]]]))
+    assert batch.targets is not None
+    assert batch.targets.dtype == torch.float32
+    assert torch.equal(batch.targets[0], torch.tensor([[3.0, -3.0], [2.0, -2.0]]))
+    assert torch.equal(batch.targets[1, 0], torch.tensor([4.0, -4.0]))
+    assert batch.targets[1, 1].isnan().all()
+
+
+def test_warm_steps_have_no_target() -> None:
+    view = view_of([6, 6], targets_at=lambda rows: rows, warm=np.array([3, 0]))
+    first = build(view, window_of(2, (0, 0, 2), (1, 0, 2)), Cursor(0, 0))
+    second = build(view, window_of(2, (0, 2, 2), (1, 2, 2)), Cursor(0, 1))
+    assert first.targets is not None
+    assert second.targets is not None
+    assert first.targets.tolist() == [[-100, 6], [-100, 7]]
+    assert second.targets.tolist() == [[-100, 8], [3, 9]]
+    assert first.inputs.tolist() == [[0, 6], [1, 7]]  # the carry still reads them
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"), [(np.array([7, 8]), [8, -100, 7]), (np.array([[0.5], [1.5]], dtype=np.float32), [[1.5], [None], [0.5]])]
+)
+def test_labels_follow_their_sequences(labels: np.ndarray, expected: list[object]) -> None:
+    batch = build(view_of([2, 3], labels=labels), window_of(3, (1, 0, 3), (-1, 0, 0), (0, 0, 2)), Cursor(0, 0))
+    assert batch.targets is not None
+    wanted = torch.tensor(np.array(expected, dtype=labels.dtype))
+    assert torch.equal(batch.targets.nan_to_num(-7), wanted.nan_to_num(-7))
+    assert labels.max() in (8, 1.5)  # the data itself is not written to
+
+
+def test_no_targets_for_prediction() -> None:
+    assert build(view_of([2]), window_of(2, (0, 0, 2)), Cursor(0, 0)).targets is None
+
+
+def test_the_data_may_be_read_only() -> None:
+    view = view_of([4, 2], labels=np.array([1, 2]))
+    view.inputs.flags.writeable = False
+    view.labels.flags.writeable = False  # type: ignore[union-attr]
+    build(view, window_of(4, (0, 0, 4), (1, 0, 2)), Cursor(0, 0)).inputs.add_(1)
+    assert view.inputs.tolist() == list(range(6))
+
+
+def test_targets_that_share_memory_with_the_data_are_not_written_to() -> None:
+    table = np.arange(6).reshape(3, 2)
+    batch = build(view_of([3, 1], targets_at=lambda rows: table), window_of(3, (0, 0, 3), (1, 0, 1)), Cursor(0, 0))
+    assert batch.targets is not None
+    assert batch.targets.tolist() == [[0, 1], [2, -100], [4, -100]]
+    assert table.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 5), st.booleans(), st.integers(1, 4))
+def test_shards_make_up_the_whole_batch(lengths: list[int], lanes: int, streams: bool, replicas: int) -> None:
+    view = view_of(lengths, targets_at=lambda rows: rows * 2, warm=np.array(lengths) // 4)
+    order: Order = SequenceOrder(view.lengths, tokens=60)
+    if streams:
+        order = StreamOrder(view.lengths, lanes=min(lanes, sum(lengths)), steps=7)
+    for step in range(order.num_steps(0)):
+        cursor = Cursor(0, step)
+        window = order.window(cursor)
+        whole = build(view, window, cursor)
+        shards = [build(view, window, cursor, share=Share(rank, replicas)) for rank in range(replicas)]
+        assert all(shard.cells == whole.cells for shard in shards)
+        held = [shard for rank, shard in enumerate(shards) if len(range(*Share(rank, replicas).bounds(len(window.length))))]
+        idle = [shard for shard in shards if not any(shard is each for each in held)]
+        for shard in idle:  # zero-weight rows: nothing in them counts
+            assert (shard.lengths.tolist(), shard.sequence.tolist(), shard.real) == ([0], [-1], 0)
+            assert shard.targets is not None
+            assert bool((shard.targets == -100).all())
+        names = [field.name for field in fields(Batch) if isinstance(getattr(whole, field.name), torch.Tensor)]
+        joined = {name: torch.cat([getattr(shard, name) for shard in held], dim=int(name in ("inputs", "targets"))) for name in names}
+        assert equal(replace(whole, **joined, real=sum(shard.real for shard in held)), whole)
+        for rank, shard in enumerate(shards):  # a batch that is there is shared in the same way
+            taken = whole.take(*Share(rank, replicas).bounds(len(window.length)), pooled=False)
+            assert equal(replace(taken, real=shard.real, whole=shard.whole, lanes=shard.lanes), shard)
+
+
+def test_a_middle_stage_reads_neither_inputs_nor_targets() -> None:
+    window = window_of(2, (0, 0, 2), (1, 0, 2), (2, 0, 1))
+    batch = build(view_of([2, 2, 2], targets_at=lambda rows: rows), window, Cursor(0, 0), share=Share(inputs=False, targets=False))
+    assert (batch.inputs.shape, batch.targets, batch.steps) == ((2, 3, 0), None, 2)
+    assert batch.lengths.tolist() == [2, 2, 1]
+
+
+def test_a_share_is_known_as_one_also_where_it_is_all() -> None:
+    """A first stage that scores reads inputs and targets of all lanes, and another stage does not: both have a share of the same batch."""
+    window = window_of(2, (0, 0, 2), (1, 0, 1))
+    view = view_of([2, 2], targets_at=lambda rows: rows)
+    parts = [build(view, window, Cursor(0, 0), share=Share(inputs=inputs)) for inputs in (True, False)]
+    assert [part.whole for part in parts] == [(3, 2)] * 2
+    assert build(view, window, Cursor(0, 0)).whole is None
+
+
+def test_the_loader_gives_what_build_gives_from_any_cursor() -> None:
+    view = view_of([31, 17], targets_at=lambda rows: rows)
+    order = StreamOrder(view.lengths, lanes=3, steps=4, vary=True)
+    for epoch, start in ((0, 0), (1, 2), (1, order.num_steps(1))):
+        cursors = [Cursor(epoch, step) for step in range(start, order.num_steps(epoch))]
+        wanted = [build(view, order.window(cursor), cursor) for cursor in cursors]
+        given = list(Loader(view, order, device=CPU, ahead=1).batches(Cursor(epoch, start)))
+        assert len(given) == len(wanted)
+        assert all(equal(a, b) for a, b in zip(given, wanted, strict=True))
+
+
+def test_a_stream_read_window_by_window_is_the_stream() -> None:
+    view = view_of([101])
+    read: dict[int, list[int]] = {lane: [] for lane in range(4)}
+    for batch in epoch_of(view, StreamOrder(view.lengths, lanes=4, steps=7)):
+        for lane, length in enumerate(batch.lengths.tolist()):
+            read[lane] += batch.inputs[:length, lane].tolist()
+    assert list(chain(*read.values())) == list(range(101))
+
+
+def test_a_cursor_beyond_the_epoch_is_refused() -> None:
+    view = view_of([10])
+    with pytest.raises(ValueError, match="step 6 of an epoch of 5 steps"):
+        Loader(view, StreamOrder(view.lengths, lanes=1, steps=2), device=CPU).batches(Cursor(0, 6))
+
+
+class Counting:
+    """An order of a hundred windows that notes which were asked for, and fails at one of them."""
+
+    def __init__(self, fault: BaseException | None = None, at: int = 3) -> None:
+        self.asked: list[int] = []
+        self.fault, self.at = fault, at
+        self.reached = [threading.Event() for _ in range(100)]
+
+    def num_steps(self, epoch: int) -> int:
+        return 100
+
+    def window(self, cursor: Cursor) -> Window:
+        self.asked.append(cursor.step)
+        self.reached[cursor.step].set()
+        if cursor.step == self.at and self.fault is not None:
+            raise self.fault
+        return window_of(1, (0, 0, 1))
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "carrywave-loader"]
+
+
+def test_an_error_in_the_thread_comes_out_as_it_is_after_the_batches_before_it() -> None:
+    fault = ZeroDivisionError("in the background")
+    batches = Loader(view_of([1]), Counting(fault), device=CPU).batches(Cursor(0, 0))
+    assert [next(batches).step for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError) as caught:
+        next(batches)
+    assert caught.value is fault
+    assert loader_threads() == []
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_batches_are_built_ahead_but_not_further(ahead: int) -> None:
+    order = Counting()
+    batches = Loader(view_of([1]), order, device=CPU, ahead=ahead).batches(Cursor(0, 0))
+    assert next(batches).step == 0
+    assert order.reached[ahead].wait(timeout=30)  # nobody asked for this one yet
+    assert not order.reached[ahead + 1].wait(timeout=0.1)
+    batches.close()  # type: ignore[attr-defined]
+    assert order.asked == list(range(ahead + 1))
+
+
+def test_closing_stops_the_thread() -> None:
+    order = Counting()
+    batches = Loader(view_of([1]), order, device=CPU).batches(Cursor(0, 0))
+    next(batches)
+    assert len(loader_threads()) == 1
+    batches.close()  # type: ignore[attr-defined]
+    assert loader_threads() == []
+    assert max(order.asked) < 10
+
+
+def test_leaving_a_loop_stops_the_thread() -> None:
+    for batch in Loader(view_of([1]), Counting(), device=CPU).batches(Cursor(0, 0)):
+        if batch.step == 2:
+            break
+    assert loader_threads() == []
+
+
+def test_no_thread_before_the_first_batch_and_none_after_the_last() -> None:
+    batches = Loader(view_of([1]), Counting(), device=CPU).batches(Cursor(0, 0))
+    assert loader_threads() == []
+    assert len(list(batches)) == 100
+    assert loader_threads() == []
+
+
+@pytest.mark.gpu
+def test_on_cuda_batches_arrive_whole_while_the_gpu_is_busy() -> None:
+    device = torch.device("cuda")
+    view = view_of([60_000], targets_at=lambda rows: rows)
+    order = StreamOrder(view.lengths, lanes=50, steps=40)
+    weights = torch.randn(2048, 2048, device=device)
+    given = []
+    for batch in Loader(view, order, device=device).batches(Cursor(0, 0)):
+        weights = (weights @ weights).clamp(-1, 1)  # keeps the stream behind the host, so that early reuse of memory would show
+        given.append(replace(batch, inputs=batch.inputs + 1))
+    for step, batch in enumerate(given):
+        wanted = build(view, order.window(Cursor(0, step)), Cursor(0, step))
+        assert equal(replace(batch, inputs=batch.inputs - 1).to(CPU), wanted)

@@ -1,0 +1,278 @@
+"""Data from Python: every kind of object gives what a file with the same content gives, and bad items are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+
+from carrywave.data.prepare import Prepared, prepare
+from carrywave.data.python_inputs import from_python
+from carrywave.errors import DataError
+from carrywave.spec.spec import Spec
+
+STEPS = [[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0]], [[7.0, 8.0]]]
+LABELS = ["b", "a", "b"]
+ROWS = [{"steps": steps, "label": label} for steps, label in zip(STEPS, LABELS, strict=True)]
+
+
+def spec(task: str, *, lines: bool = False, **data: Any) -> Spec:
+    batch = {"tokens": 64} if lines or task not in ("language", "forecasting") else {}
+    return Spec.model_validate({"task": task, "data": {"share": 0, "horizon": 2, **data}, "batch": batch})
+
+
+def sequences(found: Prepared) -> list[Any]:
+    train = found.train
+    return [train.inputs[start : start + length].tolist() for start, length in zip(train.starts, train.lengths, strict=True)]
+
+
+class Items:
+    """The least that a map-style Dataset is."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.items[number]
+
+
+CLASSIFIED: dict[str, Any] = {
+    "dicts": ROWS,
+    "pairs": list(zip(STEPS, LABELS, strict=True)),
+    "(inputs, targets)": (STEPS, LABELS),
+    "arrays": ([np.array(steps) for steps in STEPS], LABELS),
+    "tensors": ([torch.tensor(steps) for steps in STEPS], LABELS),
+    "bfloat16": ([torch.tensor(steps, dtype=torch.bfloat16) for steps in STEPS], LABELS),
+    "dataset of dicts": Items(ROWS),
+    "dataset of pairs": Items(list(zip(STEPS, LABELS, strict=True))),
+    "arrow": pa.Table.from_pylist(ROWS),
+    "parts": {"train": ROWS, "valid": None},
+}
+
+
+@pytest.mark.parametrize("kind", CLASSIFIED)
+def test_classification_equals_the_file(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    file = prepare(spec("classification", train=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache")))
+    found = from_python(CLASSIFIED[kind], spec("classification"))
+    assert (found.codec, found.facts) == (file.codec, file.facts)
+    assert found.train.labels is not None
+    assert file.train.labels is not None
+    np.testing.assert_array_equal(found.train.inputs, file.train.inputs)
+    np.testing.assert_array_equal(found.train.labels, file.train.labels)
+
+
+def test_frames_hold_rows_too() -> None:
+    expected = from_python(ROWS, spec("classification"))
+    for library in ("pandas", "polars"):
+        frame = pytest.importorskip(library).DataFrame(ROWS)
+        found = from_python(frame, spec("classification"))
+        assert (found.codec, found.fingerprint) == (expected.codec, expected.fingerprint)
+
+
+def test_hugging_face_datasets() -> None:
+    datasets = pytest.importorskip("datasets")
+    plain = datasets.Dataset.from_list(ROWS)
+    parts = datasets.DatasetDict({"train": plain, "validation": plain, "test": plain})
+    found = from_python(parts, spec("classification"))
+    assert found.valid is not None
+    assert found.test is not None
+    assert found.train.inputs.tolist() == found.valid.inputs.tolist() == found.test.inputs.tolist()
+    assert found.codec == from_python(ROWS, spec("classification")).codec
+    tensors = from_python(datasets.Dataset.from_dict({"steps": STEPS, "label": [1, 0, 1]}).with_format("torch"), spec("classification"))
+    assert tensors.codec.labels == ("0", "1")
+
+
+def test_equal_arrays_have_equal_fingerprints() -> None:
+    one, two = (from_python((torch.ones(3, 2, 1) * scale, [0, 1, 0]), spec("classification", standardize=False)) for scale in (1, 1))
+    other = from_python((torch.ones(3, 2, 1) * 2, [0, 1, 0]), spec("classification", standardize=False))
+    assert one.fingerprint == two.fingerprint != other.fingerprint
+    assert one.train.fingerprint == f"{one.fingerprint}:train"
+
+
+def test_labels_as_tensors() -> None:
+    found = from_python((torch.zeros(3, 2, 1), torch.tensor([2, 10, 2])), spec("classification"))
+    assert found.train.labels is not None
+    assert (found.codec.labels, found.train.labels.tolist()) == (("2", "10"), [0, 1, 0])
+    regression = from_python((torch.zeros(2, 2, 1), torch.tensor([[1.0, 2.0], [3.0, 2.0]])), spec("regression"))
+    assert regression.train.labels is not None
+    assert regression.train.labels.tolist() == [[-1, 0], [1, 0]]
+    tagging = from_python((torch.zeros(2, 2, 1), torch.tensor([[0, 1], [-100, 0]])), spec("tagging"))
+    assert tagging.train.tags is not None
+    assert tagging.train.tags.tolist() == [0, 1, -100, 0]
+    words = from_python([(["a", "b"], ["N", None]), (["b"], ["V"])], spec("tagging"))
+    assert words.train.tags is not None
+    assert (words.codec.vocabulary, words.train.tags.tolist()) == (("b", "a", "<unk>"), [0, -100, 1])
+
+
+@pytest.mark.parametrize("make", [lambda ids: ids, np.array, torch.tensor, lambda ids: np.array(ids, np.uint8)])
+def test_flat_tokens_are_one_stream(make: Any) -> None:
+    found = from_python(make([3, 1, 0, 2] * 5), spec("language", share=0.1))
+    assert found.valid is not None
+    assert (found.codec.kind, found.codec.size, found.train.inputs.dtype) == ("int", 4, np.uint8)
+    assert (found.train.lengths.tolist(), found.valid.starts.tolist()) == ([18], [18])
+
+
+@pytest.mark.parametrize("make", [lambda ids: ids, np.array, torch.tensor, lambda ids: [torch.tensor(row) for row in ids]])
+@pytest.mark.parametrize("lines", [False, True])
+def test_rows_of_tokens_are_several_sequences(make: Any, lines: bool) -> None:
+    assert sequences(from_python(make([[0, 1, 2], [2, 1, 0]]), spec("language", lines=lines))) == [[0, 1, 2], [2, 1, 0]]
+
+
+def test_arrays_of_objects_are_lists() -> None:
+    unequal = np.empty(2, object)
+    unequal[:] = [[0, 1, 2], [2, 1]]
+    assert sequences(from_python(unequal, spec("language"))) == [[0, 1, 2], [2, 1]]
+    assert sequences(from_python(np.array(["ab", "ba"]), spec("language"))) == [[0, 1, 1, 0]]
+
+
+def test_tensor_dataset() -> None:
+    dataset = torch.utils.data.TensorDataset(torch.arange(6.0).reshape(3, 2, 1), torch.tensor([0, 1, 0]))
+    found = from_python(dataset, spec("classification", standardize=False))
+    assert found.train.labels is not None
+    assert (sequences(found)[1], found.train.labels.tolist()) == ([[2], [3]], [0, 1, 0])
+
+
+def test_unequal_token_sequences() -> None:
+    assert sequences(from_python([[0, 1, 2], [2, 1]], spec("language"))) == [[0, 1, 2], [2, 1]]
+
+
+def test_text() -> None:
+    stream = from_python("ab\nba\n", spec("language"))
+    assert (stream.codec.vocabulary, sequences(stream)) == (("\n", "a", "b"), [[1, 2, 0, 2, 1, 0]])
+    lines = from_python("ab\n\nba\n", spec("language", lines=True))
+    assert sequences(lines) == [[0, 1], [1, 0]]
+    words = from_python("a b\na", spec("language", tokens="word"))
+    assert words.codec.decode(words.train.inputs) == "a b\na\n"
+    texts = from_python(["ab", "ba"], spec("language"))
+    assert sequences(texts) == [[0, 1, 1, 0]]
+    held = from_python("ab" * 50, spec("language", share=0.1))
+    assert held.valid is not None
+    assert held.valid.starts.tolist() == [90]
+
+
+def test_keyed_share_of_items() -> None:
+    found = from_python((np.zeros((20, 2, 1)), [0, 1] * 10), spec("classification", share=0.1))
+    assert found.valid is not None
+    assert (len(found.train), len(found.valid)) == (18, 2)
+
+
+def test_forecasting_from_arrays() -> None:
+    one = from_python(np.arange(12.0).reshape(6, 2), spec("forecasting", standardize=False))
+    assert (one.codec.columns, one.train.lengths.tolist(), one.train.inputs[1].tolist()) == (("0", "1"), [6], [2, 3])
+    assert from_python([1.0, 2.0, 3.0, 4.0], spec("forecasting")).train.inputs.shape == (4, 1)
+    assert from_python(torch.arange(6), spec("forecasting")).train.inputs.shape == (6, 1)
+    assert from_python(torch.zeros(2, 5, 3), spec("forecasting")).train.lengths.tolist() == [5, 5]
+    unequal = from_python([np.zeros((4, 1)), np.ones((7, 1))], spec("forecasting", split=[0.5, 0.5], horizon=1))
+    assert unequal.valid is not None
+    assert (unequal.train.starts.tolist(), unequal.train.lengths.tolist(), unequal.valid.starts.tolist()) == ([0, 4], [2, 3], [0, 4])
+    chosen = from_python(np.arange(12.0).reshape(4, 3), spec("forecasting", columns=["2", "0"], targets=["0"], standardize=False))
+    assert (chosen.codec.targets, chosen.train.inputs[0].tolist()) == ((1,), [2, 0])
+
+
+def frames() -> list[Any]:
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    columns = {"unique_id": ["p"] * 4 + ["q"] * 3, "ds": [4, 3, 2, 1, 1, 2, 3], "y": [4.0, 3.0, 2.0, 1.0, 7.0, 8.0, 9.0]}
+    return [pandas.DataFrame(columns), polars.DataFrame(columns), pa.table(columns)]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_forecasting_from_frames(place: int) -> None:
+    found = from_python(frames()[place], spec("forecasting", standardize=False))
+    assert (found.train.names, found.codec.time, found.codec.series) == (("p", "q"), "ds", "unique_id")
+    assert sequences(found) == [[[1], [2], [3], [4]], [[7], [8], [9]]]
+
+
+def test_index_of_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    times = pandas.to_datetime(["2024-01-03", "2024-01-01", "2024-01-02"])
+    dated = from_python(pandas.DataFrame({"y": [3.0, 1.0, 2.0]}, index=times), spec("forecasting", standardize=False))
+    assert (dated.codec.columns, sequences(dated)) == (("y",), [[[1], [2], [3]]])
+    numbered = from_python(pandas.DataFrame({"y": [3.0, 1.0, 2.0]}, index=[7, 5, 6]), spec("forecasting", standardize=False))
+    assert (numbered.codec.columns, sequences(numbered)) == (("y",), [[[3], [1], [2]]])
+    column = from_python(pandas.Series([3.0, 1.0, 2.0], index=times, name="load"), spec("forecasting", standardize=False))
+    assert (column.codec.columns, sequences(column)) == (("load",), [[[1], [2], [3]]])
+
+
+def test_files_by_part(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abab" * 5)
+    found = from_python({"train": tmp_path / "a.txt", "test": tmp_path / "a.txt"}, spec("language", cache=str(tmp_path / "cache")))
+    assert found.test is not None
+    assert found.test.lengths.tolist() == [20]
+    with pytest.raises(DataError, match=r"data mixes files \(train\) and objects"):
+        from_python({"train": tmp_path / "a.txt", "test": "ab"}, spec("language"))
+
+
+def test_codec_of_another_run_is_kept() -> None:
+    codec = from_python("abcabc", spec("language")).codec
+    found = from_python("ccba", spec("language"), codec=codec)
+    assert (found.codec, found.train.inputs.tolist()) == (codec, [2, 2, 1, 0])
+
+
+BAD: list[tuple[str, Any, str]] = [
+    ("classification", [], "train is empty"),
+    ("classification", 5, "train is a int, which has no length or no items"),
+    ("classification", iter([]), "which has no length or no items"),
+    ("classification", {"train": ROWS, "dev": ROWS}, "dict with the keys train, dev; give it train, and perhaps valid and test"),
+    ("classification", {"valid": ROWS}, "dict with the keys valid; give it train"),
+    ("classification", (STEPS, LABELS, 1), r"train is a tuple of 3; give a pair \(inputs, targets\)"),
+    ("classification", (STEPS, LABELS[:2]), "train: 3 inputs for 2 targets; give one target for each input"),
+    ("classification", (STEPS, 4), "train: 3 inputs for int targets"),
+    ("classification", STEPS, "train item 0: the field label is missing"),
+    ("classification", [*ROWS, {"steps": [[1.0]], "label": "a"}], "train item 3: a step has 1 features, the training data has 2"),
+    ("classification", ([[[1.0], [1.0, 2.0]]], ["a"]), "train item 0: steps is ragged"),
+    ("classification", (np.array([[[1.0]], [[np.nan]]]), [0, 1]), "train item 1: step 0, column 0 of steps is nan"),
+    ("classification", ([[1, 2], [1.5, 2.0]], [0, 1]), "train item 1: the row holds steps where the rows before hold tokens"),
+    ("classification", {"train": ROWS, "test": [{"steps": [[1, 2]], "label": "z"}]}, "test item 0: label 'z' was never seen in training"),
+    ("tagging", (np.zeros((1, 3, 1)), [[0, 1]]), "train item 0: 2 labels for 3 steps"),
+    ("regression", (np.zeros((1, 3, 1)), [np.inf]), "train item 0: number 0 of label is inf"),
+    ("language", np.array([1, -2]), "train item 0: token -2 at step 1 is negative"),
+    ("language", np.array([1.5, 2.0]), "train item 0: tokens must be a flat list of whole numbers, got float64"),
+    ("language", [[1, 2], [3]], "train item 1: the sequence has 1 token"),
+    ("language", {"train": [[1, 2]], "valid": [[1, 7]]}, "valid item 0: token 7 is outside the 3 tokens"),
+    ("language", {"train": "ab", "valid": "abz"}, "valid item 0: token 'z' is not in the vocabulary"),
+    ("language", "", "train holds 0 tokens"),
+    ("language", [([1, 2], [2, 3])], "train item 0 is a pair, and the targets of language follow from the data itself"),
+    ("forecasting", np.array([[1.0], [np.inf], [2.0]]), "train: step 1, column 0 of steps is inf"),
+    ("forecasting", np.zeros((2, 1)), "series train has 2 rows in train, a horizon of 2 needs 3"),
+    ("forecasting", [np.zeros((5, 1)), np.zeros((2, 1))], "series train item 1 has 2 rows"),
+    ("forecasting", [], "train is empty"),
+    ("forecasting", pa.table({"ds": [1, 2, 3], "y": [1.0, None, 2.0]}), "train: row 2, column y is empty"),
+]
+
+
+@pytest.mark.parametrize(("task", "data", "message"), BAD)
+def test_bad_data_is_refused_by_item(task: str, data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        from_python(data, spec(task))
+    assert "\n" not in str(caught.value)
+
+
+def test_chosen_column_must_be_there() -> None:
+    with pytest.raises(DataError, match=r"train has no column 'y' \(data\.columns\); it has 0, 1"):
+        from_python(np.zeros((5, 2)), spec("forecasting", columns=["y"]))
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**60), 5 * 10**18, 10**20])
+def test_whole_numbers_that_would_be_rounded_are_refused_wherever_they_come_from(number: int) -> None:
+    fact = f"{number}, a whole number beyond 2\\*\\*53, which would be rounded; "
+    values = [1, 2, number, 3]
+    given: list[Any] = [values, [[value] for value in values]]
+    if number < 2**63:
+        given += [np.array(values), pd.DataFrame({"y": values}), pa.table({"y": values})]
+    if 0 < number < 2**63:
+        given += [np.array(values, np.uint64), pd.DataFrame({"y": np.array(values, np.uint64)})]
+    for data in given:
+        with pytest.raises(DataError, match=fact):
+            from_python(data, Spec.model_validate({"task": "forecasting", "data": {"share": 0, "horizon": 1}}))
+    with pytest.raises(DataError, match=fact):
+        from_python([{"steps": [1.0], "label": number}], Spec.model_validate({"task": "regression", "data": {"share": 0}}))

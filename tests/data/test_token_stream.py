@@ -1,0 +1,170 @@
+"""Text as a stream of tokens: blocks may end anywhere, the tokens are those of the naive reading of the whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrywave.data.codec import Codec
+from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.files.source import Source
+from carrywave.data.text import token_stream as text_module
+from carrywave.data.text.token_stream import cut, encode_stream, finished, learn_stream, pieces
+from carrywave.errors import DataError, SpecError
+from carrywave.spec.spec import DataSpec
+
+TEXTS = st.text(alphabet="ab \n\t.é€𝄞", min_size=1, max_size=50)
+
+
+def source(folder: Path, content: bytes, block_bytes: int = 1 << 20) -> Source:
+    (folder / "t.txt").write_bytes(content)
+    return Source("t.txt", folder / "t.txt", "text", block_bytes=block_bytes)
+
+
+def spec(**values: object) -> DataSpec:
+    return DataSpec.model_validate(values)
+
+
+def by_frequency(tokens: list[str]) -> list[str]:
+    counts = Counter(tokens)
+    return sorted(counts, key=lambda token: (-counts[token], token))
+
+
+def naive_words(text: str) -> list[str]:
+    lines = text.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    return [word for line in lines for word in [*line.split(), "<eos>"]]
+
+
+@given(text=TEXTS, block_bytes=st.integers(1, 9))
+def test_chars_equal_the_naive_reading(tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int) -> None:
+    file = source(tmp_path_factory.getbasetemp(), text.encode(), block_bytes)
+    codec = learn_stream(file, spec(), "language")
+    vocabulary = by_frequency(list(text))
+    assert list(codec.vocabulary) == vocabulary
+    tokens = encode_stream(file, codec, MemoryAppender)
+    assert tokens.dtype == np.uint8
+    assert tokens.tolist() == [vocabulary.index(character) for character in text]
+    assert codec.decode(tokens) == text
+
+
+@given(text=TEXTS, block_bytes=st.integers(1, 9))
+def test_words_equal_the_naive_reading(tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int) -> None:
+    file = source(tmp_path_factory.getbasetemp(), text.encode(), block_bytes)
+    codec = learn_stream(file, spec(tokens="word"), "language")
+    words = naive_words(text)
+    assert list(codec.vocabulary) == [*by_frequency(words), "<unk>"]
+    tokens = encode_stream(file, codec, MemoryAppender)
+    assert [codec.vocabulary[token] for token in tokens] == words
+
+
+@given(content=st.binary(min_size=1, max_size=40), block_bytes=st.integers(1, 9))
+def test_bytes_are_themselves(tmp_path_factory: pytest.TempPathFactory, content: bytes, block_bytes: int) -> None:
+    file = source(tmp_path_factory.getbasetemp(), content, block_bytes)
+    codec = learn_stream(file, spec(tokens="byte"), "language")
+    tokens = encode_stream(file, codec, MemoryAppender)
+    assert (codec.size, tokens.dtype, tokens.tobytes()) == (256, np.uint8, content)
+
+
+def test_bpe_does_not_depend_on_blocks(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    text = "the cat sat on the mat\n\n  the  dog näht the €\n" * 20 + "no line end"
+    codecs, tokens = [], []
+    for block_bytes in (1, 7, 1 << 20):
+        file = source(tmp_path, text.encode(), block_bytes)
+        codecs.append(learn_stream(file, spec(tokens="bpe", vocabulary=280), "language"))
+        tokens.append(encode_stream(file, codecs[-1], MemoryAppender))
+    assert codecs[0] == codecs[1] == codecs[2]
+    assert 256 < codecs[0].size <= 280
+    assert tokens[0].tolist() == tokens[1].tolist() == tokens[2].tolist()
+    assert len(tokens[0]) < len(text.encode()) // 2
+    assert codecs[0].decode(tokens[0]) == text
+    assert Codec.from_json(codecs[0].to_json()).encode(text).tolist() == tokens[0].tolist()
+
+
+def test_bpe_limits_are_checked(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    with pytest.raises(SpecError, match=r"data\.vocabulary=100 is too small"):
+        learn_stream(source(tmp_path, b"abc"), spec(tokens="bpe", vocabulary=100), "language")
+    with pytest.raises(DataError, match="byte 2 is not valid utf-8"):
+        learn_stream(source(tmp_path, b"ab\xff"), spec(tokens="bpe"), "language")
+
+
+@pytest.mark.parametrize("tokens", ["char", "word", "byte", "bpe"])
+def test_empty_file_is_refused(tmp_path: Path, tokens: str) -> None:
+    file = source(tmp_path, b"")
+    codec = learn_stream(file, spec(tokens=tokens), "language")
+    with pytest.raises(DataError, match=r"t\.txt is empty; give a file that holds text"):
+        encode_stream(file, codec, MemoryAppender)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4, 100])
+@pytest.mark.parametrize(("kind", "token"), [("char", "'x'"), ("word", "'bx'")])
+def test_unknown_token_is_refused_with_its_line(tmp_path: Path, kind: str, token: str, block_bytes: int) -> None:
+    codec = learn_stream(source(tmp_path, b"a b\na ab\n"), spec(tokens=kind), "language")
+    if kind == "word":  # as it was read before words had <unk>
+        codec = replace(codec, vocabulary=codec.vocabulary[:-1], size=codec.size - 1)
+    with pytest.raises(DataError, match=rf"t\.txt:3: token {token} is not in the vocabulary .*; train with data\.min_count=2"):
+        encode_stream(source(tmp_path, b"a\n\na b bx\n", block_bytes), codec, MemoryAppender)
+
+
+def test_an_unknown_word_is_unk_and_an_unknown_character_is_not(tmp_path: Path) -> None:
+    words = learn_stream(source(tmp_path, b"a b\na ab\n"), spec(tokens="word"), "language")
+    assert words.vocabulary == ("<eos>", "a", "ab", "b", "<unk>")
+    assert encode_stream(source(tmp_path, b"a zebra\n"), words, MemoryAppender).tolist() == [1, 4, 0]
+    assert learn_stream(source(tmp_path, b"a <unk> a\n"), spec(tokens="word"), "language").vocabulary == ("a", "<eos>", "<unk>")
+    assert "<unk>" not in learn_stream(source(tmp_path, b"a b\n"), spec(tokens="char"), "language").vocabulary
+
+
+def test_limited_vocabulary_has_unk(tmp_path: Path) -> None:
+    train = source(tmp_path, b"a a a b b c\n")
+    by_size = learn_stream(train, spec(tokens="word", vocabulary=2), "language")
+    assert by_size.vocabulary == ("a", "b", "<unk>")
+    by_count = learn_stream(train, spec(tokens="word", min_count=2), "language")
+    assert by_count.vocabulary == ("a", "b", "<unk>")
+    assert encode_stream(train, by_count, MemoryAppender).tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert learn_stream(train, spec(tokens="char", min_count=3), "language").vocabulary == (" ", "a", "<unk>")
+
+
+def test_unk_of_the_text_itself_counts(tmp_path: Path) -> None:
+    codec = learn_stream(source(tmp_path, b"a <unk> a\n"), spec(tokens="word"), "language")
+    assert codec.vocabulary == ("a", "<eos>", "<unk>")
+    assert codec.encode("a zebra").tolist() == [0, 2]
+
+
+def test_equal_counts_are_ordered_by_token(tmp_path: Path) -> None:
+    assert learn_stream(source(tmp_path, b"cab"), spec(), "language").vocabulary == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (257, np.uint16), (65537, np.int32)])
+def test_dtype_by_vocabulary(tmp_path: Path, size: int, dtype: type) -> None:
+    text = "".join(chr(0x10000 + number) for number in range(size))
+    file = source(tmp_path, text.encode())
+    tokens = encode_stream(file, learn_stream(file, spec(), "language"), MemoryAppender)
+    assert tokens.dtype == dtype
+    assert tokens.tolist() == list(range(size))
+
+
+def test_bytes_have_no_vocabulary_to_limit(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"do not apply to data\.tokens=byte"):
+        learn_stream(source(tmp_path, b"a"), spec(tokens="byte", min_count=2), "language")
+
+
+def test_cut_ends_pieces_at_borders() -> None:
+    assert list(cut(["ab c", "d", "e\nf"], " \n", "x")) == ["ab ", "cde\n", "f"]
+    assert list(finished(["a", "b"])) == ["a", "b", "\n"]
+    assert list(finished(["a\n"])) == ["a\n"]
+    assert list(finished([])) == []
+
+
+def test_endless_word_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_module, "LONGEST_CHARS", 10)
+    with pytest.raises(DataError, match="holds a word of more than 10 characters; break it up"):
+        list(pieces(source(tmp_path, b"x" * 30, 5), "word"))

@@ -1,0 +1,96 @@
+"""Weight gradients that are put off and paid at the end are those of torch. float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.testing import assert_close
+
+from carrywave.kernels import deferred_gradients, manual
+from carrywave.kernels.carry import Carry
+from carrywave.kernels.deferred_gradients import Deferred, deferring
+from carrywave.kernels.weights import LayerWeights
+
+# Sums of some dozen terms, in another order, in float64.
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def made(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("before", [False, True])  # whether the gradient is there already, as in a bucket
+def test_linear_and_embedding_over_chunks(before: bool) -> None:
+    weight, bias, index = made(5, 3).requires_grad_(), made(5, seed=2).requires_grad_(), torch.tensor([[0, 4], [4, 1], [2, 2], [4, 0]])
+    table = made(6, 3, seed=3).requires_grad_()
+
+    def loss(part: slice, own: bool) -> Tensor:
+        rows = deferred_gradients.embedding(index[part], table) if own else functional.embedding(index[part], table)
+        y = deferred_gradients.linear(rows.tanh(), weight, bias) if own else functional.linear(rows.tanh(), weight, bias)
+        return y.square().sum()
+
+    loss(slice(0, 4), False).backward()  # type: ignore[no-untyped-call]
+    expected = [each.grad for each in (weight, bias, table)]
+    for each in (weight, bias, table):
+        each.grad = torch.ones_like(each) if before else None
+    owed, whole = Deferred(), []
+    with deferring(owed):
+        for part in (slice(2, 4), slice(0, 2)):
+            deferred_gradients.backward([loss(part, True)], [None])
+            assert owed.owes(weight)
+            assert owed.owes(table)
+            assert not owed.owes(bias)
+    owed.pay(whole.append)
+    assert [id(each) for each in whole] == [id(weight), id(table)]  # in the order of backward, each once
+    assert not owed.owes(weight)
+    for each, wanted in zip((weight, bias, table), expected, strict=True):
+        assert wanted is not None
+        assert_close(each.grad, wanted + 1.0 if before else wanted, **TOLERANCE)
+
+
+def test_a_tied_weight_is_paid_once() -> None:
+    table, index = made(6, 3).requires_grad_(), torch.tensor([[0, 4], [4, 1]])
+    functional.linear(functional.embedding(index, table), table).square().sum().backward()  # type: ignore[no-untyped-call]
+    expected, table.grad = table.grad, None
+    owed, whole = Deferred(), []
+    with deferring(owed):
+        deferred_gradients.backward([deferred_gradients.linear(deferred_gradients.embedding(index, table), table).square().sum()], [None])
+    owed.pay(whole.append)
+    assert len(whole) == 1
+    assert_close(table.grad, expected, **TOLERANCE)
+
+
+def test_the_layer_over_chunks() -> None:
+    shapes = ((8, 3), (8, 2), (8,), (8,))
+    weights = LayerWeights(*[made(*shape, seed=number).requires_grad_() for number, shape in enumerate(shapes)], None)
+    x, lengths = made(6, 4, 3, seed=9), torch.tensor([6, 3, 0, 5])
+    zero = Carry(torch.zeros(1, 4, 2, dtype=torch.float64), torch.zeros(1, 4, 2, dtype=torch.float64))
+    y, end = manual.layer(x, zero, (weights,), lengths)
+    (y.square().sum() + end.c.sum()).backward()  # type: ignore[no-untyped-call]
+    named = weights[:4]
+    expected = [each.grad for each in named if each is not None]
+    for each in named:
+        assert each is not None
+        each.grad = None
+    owed = Deferred()
+    with deferring(owed):
+        first, middle = manual.layer(x[:4], zero, (weights,), lengths.clamp(max=4))
+        second, last = manual.layer(x[4:], middle, (weights,), (lengths - 4).clamp(min=0))
+        deferred_gradients.backward([first.square().sum() + second.square().sum() + last.c.sum()], [None])
+    assert weights.w_ih.grad is None
+    owed.pay()
+    for each, wanted in zip(named, expected, strict=True):
+        assert each is not None
+        assert_close(each.grad, wanted, **TOLERANCE)
+
+
+def test_what_was_made_of_a_weight_goes_through_autograd() -> None:
+    weight, x = made(5, 3).requires_grad_(), made(4, 3)
+    owed = Deferred()
+    with deferring(owed):
+        deferred_gradients.backward([deferred_gradients.linear(x, weight * 2.0).sum()], [None])
+    assert not owed.owes(weight)
+    assert weight.grad is not None
+    assert_close(weight.grad, 2.0 * x.sum(0).expand(5, 3), **TOLERANCE)

@@ -1,0 +1,208 @@
+"""Which backend runs what, and what is said where one cannot: once, and never nothing where something is broken."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from carrywave.errors import PlanError
+from carrywave.kernels import aten, dispatch
+from carrywave.kernels.carry import Carry
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.dispatch import BACKENDS, check, choose, in_use, run
+from carrywave.kernels.hopper import persistent, wave
+from carrywave.kernels.hopper.layout import LayerShape, Wave
+from carrywave.kernels.lstm import lstm
+from carrywave.kernels.weights import Layer, LayerWeights
+from carrywave.spec.spec import PlanSpec
+
+LAYER: Layer = (LayerWeights(torch.full((16, 3), 0.1), torch.full((16, 4), -0.2), torch.full((16,), 0.3), torch.zeros(16)),)
+PROJECTED: Layer = (LAYER[0]._replace(w_hr=torch.zeros(2, 4)),)
+
+
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been said or has failed yet, and no variable is set."""
+    monkeypatch.delenv("CARRYWAVE_KERNEL", raising=False)
+    monkeypatch.setattr(dispatch, "_told", set())
+    monkeypatch.setattr(dispatch, "_failures", [])
+
+
+def on_gpu(dtype: torch.dtype, steps: int = 40, lanes: int = 2) -> Tensor:
+    """A tensor that says it is on a GPU, and is nowhere."""
+    with FakeTensorMode():
+        return torch.empty(steps, lanes, 3, dtype=dtype, device="cuda")
+
+
+def refusing(why: str) -> Callable[[Tensor, Layer], str]:
+    return lambda x, layer: why
+
+
+def carry(dtype: torch.dtype = torch.float32) -> Carry:
+    return Carry(torch.ones(1, 2, 4, dtype=dtype), torch.ones(1, 2, 4, dtype=dtype))
+
+
+def test_choice_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, layer = torch.zeros(32, 1, 3), LAYER
+    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
+    assert choose("auto", x, layer) == "aten"
+    assert choose("auto", x[:31], layer) == "manual"  # too short for oneDNN's preparing of the weights
+    assert choose("auto", x.double(), layer) == "manual"
+    assert choose("manual", x, layer) == "manual"
+    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", False)
+    assert choose("auto", x, layer) == "manual"
+    assert choose("auto", x, PROJECTED) == "aten"
+    assert choose("auto", x.bfloat16(), layer) == "manual"
+    assert choose("auto", x.to("meta"), layer) == "aten"
+    assert choose("manual", x, PROJECTED) == "aten"
+    assert choose("reference", x, layer) == "reference"
+    with pytest.raises(PlanError, match="kernel=fast is not a backend; use one of auto, reference, aten"):
+        check("fast")
+    monkeypatch.setenv("CARRYWAVE_KERNEL", "aten")
+    assert choose("reference", x, layer) == "aten"
+    monkeypatch.setenv("CARRYWAVE_KERNEL", "none")
+    with pytest.raises(PlanError, match="CARRYWAVE_KERNEL=none"):
+        check("auto")
+
+
+def test_the_spec_takes_every_backend() -> None:
+    assert typing.get_args(PlanSpec.model_fields["kernel"].annotation) == ("auto", *BACKENDS)
+
+
+def test_on_a_gpu_halves_take_the_persistent_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda: "")
+    monkeypatch.setattr(persistent, "refusal", refusing(""))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert choose("auto", on_gpu(dtype), LAYER) == "persistent"
+    for dtype in (torch.float32, torch.float64):
+        assert choose("auto", on_gpu(dtype), LAYER) == "aten"
+    assert choose("aten", on_gpu(torch.bfloat16), LAYER) == "aten"
+    monkeypatch.setenv("CARRYWAVE_KERNEL", "reference")
+    assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "reference"
+
+
+def test_what_cudnn_runs_faster_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda: "")
+    monkeypatch.setattr(persistent, "refusal", refusing(""))
+    wide = (LayerWeights(torch.empty(4096, 3, device="meta"), torch.empty(4096, 1024, device="meta")),)
+    assert choose("auto", on_gpu(torch.bfloat16, lanes=128), wide) == "persistent"
+    assert choose("auto", on_gpu(torch.bfloat16, lanes=256), wide) == "aten"
+    assert choose("persistent", on_gpu(torch.bfloat16, lanes=256), wide) == "persistent"
+    assert choose("auto", on_gpu(torch.float16, steps=16), LAYER) == "aten"
+    assert choose("auto", on_gpu(torch.bfloat16, steps=16), LAYER) == "persistent"
+
+
+def test_what_does_not_fit_is_left_to_cudnn_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings are errors: one would fail the test."""
+    monkeypatch.setattr(nvrtc, "available", lambda: "")
+    monkeypatch.setattr(persistent, "refusal", refusing("4000 units and 2 lanes do not fit"))
+    assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
+
+
+def test_what_was_asked_for_and_does_not_fit_is_said_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda: "")
+    for why in ("4000 units and 2 lanes do not fit", "it knows no projection"):
+        monkeypatch.setattr(persistent, "refusal", refusing(why))
+        with pytest.warns(UserWarning, match=f"the persistent LSTM kernel is not used.*: {why}"):
+            assert choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+        assert choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+
+
+def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda: "No module named 'cuda'")
+    monkeypatch.setattr(persistent, "refusal", refusing("CUDA code cannot be compiled here (No module named 'cuda')"))
+    with pytest.warns(UserWarning, match="No module named 'cuda'"):
+        assert choose("auto", on_gpu(torch.float16), LAYER) == "aten"
+    assert choose("auto", on_gpu(torch.float16), LAYER) == "aten"
+
+
+@pytest.mark.parametrize("asked", ["auto", "persistent"])
+def test_a_kernel_that_fails_is_said_once_and_not_tried_again(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def fails(*_: object) -> tuple[Tensor, Carry]:
+        tried.append("layer")
+        raise nvrtc.KernelError("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+
+    monkeypatch.setattr(persistent, "refusal", refusing(""))
+    monkeypatch.setattr(persistent, "layer", fails)
+    monkeypatch.setattr(dispatch, "_fastest", lambda x, layer: "persistent")
+    x = torch.randn(5, 2, 3)
+    expected = aten.layer(x, carry(), LAYER, None)
+    with pytest.warns(UserWarning, match="it failed: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE") as said:
+        first = run(asked, x, carry(), LAYER, None)
+    second = run(asked, x, carry(), LAYER, None)
+    assert len(said) == 1
+    assert tried == ["layer"]
+    for y, end in (first, second):
+        assert torch.equal(y, expected[0])
+        assert torch.equal(end.c, expected[1].c)
+
+
+def test_a_wave_that_fails_leaves_the_layers_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> tuple[Tensor, Carry]:
+        raise nvrtc.KernelError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+
+    monkeypatch.setattr(persistent, "refusal", refusing(""))
+    monkeypatch.setattr(persistent, "wave_of", lambda x, layers: Wave(LayerShape(64, 1, 8, 1), 2, 2))
+    monkeypatch.setattr(wave, "run", fails)
+    second: Layer = (LAYER[0]._replace(w_ih=torch.full((16, 4), 0.1)),)
+    x = torch.randn(5, 2, 3)
+    expected, _ = lstm(x, (carry(), carry()), [LAYER, second], backend="aten")
+    with pytest.warns(UserWarning, match="it failed: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES") as said:
+        y, _ = lstm(x, (carry(), carry()), [LAYER, second], backend="persistent")
+    assert len(said) == 1
+    assert torch.equal(y, expected)
+
+
+def test_other_errors_of_a_kernel_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> tuple[Tensor, Carry]:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(persistent, "refusal", refusing(""))
+    monkeypatch.setattr(persistent, "layer", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        run("persistent", torch.randn(5, 2, 3), carry(), LAYER, None)
+
+
+def test_the_persistent_kernel_is_given_what_it_casts_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only x is in the dtype to compute in: a copy of the weights would cost a pass over them."""
+    given: list[torch.dtype] = []
+
+    def layer(x: Tensor, start: Carry, weights: Layer, lengths: Tensor | None) -> tuple[Tensor, Carry]:
+        given.extend([x.dtype, start.h.dtype, start.c.dtype, weights[0].w_ih.dtype, weights[0].w_hh.dtype])
+        return x.new_zeros(5, 2, 4), start
+
+    monkeypatch.setattr(persistent, "refusal", refusing(""))
+    monkeypatch.setattr(persistent, "layer", layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, (end,) = lstm(torch.randn(5, 2, 3), (carry(),), [LAYER], backend="persistent")
+    assert given == [torch.bfloat16, *[torch.float32] * 4]
+    assert y.dtype == torch.bfloat16
+    assert end.c.dtype == torch.float32
+
+
+def test_torch_compile_sees_kernels_it_can_look_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(persistent, "refusal", refusing(""))
+    assert choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert choose("manual", torch.zeros(5, 2, 3), LAYER) == "aten"
+    assert choose("reference", torch.zeros(5, 2, 3), LAYER) == "reference"
+
+
+def test_names_that_people_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(32, 1, 3)
+    monkeypatch.setattr(nvrtc, "available", lambda: "")
+    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
+    assert in_use("auto", x, LAYER) == "aten (oneDNN)"
+    assert in_use("auto", x, PROJECTED) == "aten (native)"
+    assert in_use("auto", x.double(), LAYER) == "manual"
+    assert in_use("auto", x.to("meta"), LAYER) == "aten"
+    assert in_use("auto", on_gpu(torch.float32), LAYER) == "aten (cuDNN)"
+    monkeypatch.setattr(persistent, "refusal", refusing(""))
+    assert in_use("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"

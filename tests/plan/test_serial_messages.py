@@ -1,0 +1,91 @@
+"""Messages one after the other, as on a device: programs in order are proved, those that post ahead are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carrywave.errors import PlanError
+from carrywave.plan.schedule.messages import Program, ProgramStep, prove, spell, with_messages
+from carrywave.plan.schedule.schedule import Schedule, gpipe, sequential, serial, wavefront
+from carrywave.plan.schedule.serial_messages import prove_in_order
+
+Generator = Callable[[int, list[int], bool], Schedule]
+
+GENERATORS: dict[str, Generator] = {
+    "serial": lambda stages, counts, backward: serial(counts, backward=backward),
+    "sequential": lambda stages, counts, backward: sequential(stages, counts if backward else counts[:1], backward=backward),
+    "gpipe": lambda stages, counts, backward: gpipe(stages, len(counts), backward=backward),
+    "wavefront": lambda stages, counts, backward: wavefront(stages, counts, backward=backward),
+    "head shared": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, share_head=True),
+}
+CASES = {
+    "name": st.sampled_from(sorted(GENERATORS)),
+    "stages": st.integers(1, 6),
+    "counts": st.one_of(
+        st.lists(st.integers(1, 6), min_size=1, max_size=5),
+        st.tuples(st.integers(1, 6), st.integers(1, 5)).map(lambda shape: [shape[0]] * shape[1]),
+    ),
+    "backward": st.booleans(),
+}
+
+
+@settings(max_examples=300)
+@given(**CASES)
+def test_every_generated_schedule_is_proved_in_order(name: str, stages: int, counts: list[int], backward: bool) -> None:
+    schedule = GENERATORS[name](stages, counts, backward)
+    made = with_messages(schedule).in_order
+    prove_in_order(made)
+    prove(made)  # under the host's rules too
+    for steps, tasks in zip(made.stages, schedule.stages, strict=True):
+        assert tuple(step.task for step in steps if step.kind == "run") == tasks
+    # Nothing is left out: the same steps as with receives posted ahead.
+    assert [sorted(steps) for steps in made.stages] == [sorted(steps) for steps in with_messages(schedule).stages]
+
+
+def test_one_stage_after_the_other() -> None:
+    assert spell(with_messages(wavefront(2, 2)).in_order).splitlines() == [
+        "F0 F0> F1 F1> <B1 B1 <B0 B0",
+        "<F0 <F1 F0 F1 B1 B1> B0 B0>",
+    ]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("schedule", [wavefront(2, 3), wavefront(3, 4, 2), wavefront(3, 4, share_head=True)])
+def test_receives_posted_ahead_would_hold_up_the_sends_behind_them(schedule: Schedule, ahead: int) -> None:
+    made = with_messages(schedule, ahead)
+    prove(made)  # with channels of their own, and a host that waits, they run
+    with pytest.raises(PlanError, match=r"messages in order cannot go on: stage 0 waits for messages with|is sent for"):
+        prove_in_order(made)
+
+
+@settings(max_examples=100)
+@given(**CASES, data=st.data())
+def test_a_program_that_lacks_a_message_is_refused(name: str, stages: int, counts: list[int], backward: bool, data: st.DataObject) -> None:
+    made = with_messages(GENERATORS[name](stages, counts, backward)).in_order
+    messages = [(stage, at) for stage, steps in enumerate(made.stages) for at, step in enumerate(steps) if step.kind != "run"]
+    if not messages:
+        return
+    stage, at = data.draw(st.sampled_from(messages))
+    with pytest.raises(PlanError, match=r"is sent for|messages, and|cannot go on"):
+        prove_in_order(with_stage(made, stage, [*made.stages[stage][:at], *made.stages[stage][at + 1 :]]))
+
+
+def test_two_lines_of_one_pair_share_an_order() -> None:
+    """What the last stage hands down to be scored, and gradients, go the same way: swapped at one end they would be mixed up."""
+    made = with_messages(wavefront(2, 4, share_head=True)).in_order
+    steps = list(made.stages[0])
+    first, second = [at for at, step in enumerate(steps) if step.kind == "receive" and step.task.phase == "H"][:2]
+    steps[first], steps[second] = steps[second], steps[first]
+    with pytest.raises(PlanError, match=r"from stage 1 to stage 0 is sent for H. but received for H.; keep one order"):
+        prove_in_order(with_stage(made, 0, steps))
+
+
+def with_stage(program: Program, place: int, steps: list[ProgramStep]) -> Program:
+    rows = list(program.stages)
+    rows[place] = tuple(steps)
+    return replace(program, stages=tuple(rows))

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _machines import GIB, machine
+
+from carrywave.plan.cost.cluster import Cluster
+from carrywave.plan.cost.profile import Crowd, Link
+from carrywave.plan.cost.simulation import TaskTimes, Timeline, simulate
+from carrywave.plan.cost.units import Units
+from carrywave.plan.plan import Plan, resolve
+from carrywave.plan.schedule.messages import with_messages
+from carrywave.plan.schedule.schedule import StageTask, wavefront
+from carrywave.plan.search.predictor import Predictor
+from carrywave.plan.search.scaling import scale
+from carrywave.plan.search.search import asked_for, search
+from carrywave.plan.show.report import choice_object, section, yaml_line
+from carrywave.plan.show.svg import Panel, draw
+from carrywave.plan.show.text import (
+    MOST_ROWS,
+    figures_text,
+    rivals_text,
+    scale_text,
+    seconds_text,
+    stages_text,
+    ticks,
+    timeline_text,
+    unit_names,
+)
+from carrywave.plan.show.what_if import balance_text, remedies
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.load import parse_yaml
+from carrywave.spec.spec import PlanSpec, Spec
+
+
+def units_of(vocabulary: int = 4096, **parts: object) -> Units:
+    spec = {"model": {"hidden": 512, "layers": 4}, "batch": {"lanes": 16, "steps": 32}, **parts}
+    return Units.of(Spec.model_validate(spec), DataFacts(vocabulary=vocabulary))
+
+
+def timeline(stages: int, chunks: int, *, slices: int = 1, pay: float = 0.0) -> Timeline:
+    """A forward takes a second, a backward two; then a second of update."""
+    program = with_messages(wavefront(stages, chunks, slices))
+
+    def paid(task: StageTask) -> float:
+        return pay if task.phase == "B" and task.chunk == 0 else 0.0
+
+    found = simulate(program, TaskTimes(run=lambda task: {"F": 1.0, "B": 2.0, "H": 2.0}[task.phase], pay=paid))
+    return found.then("update", [(found.seconds, found.seconds + 1)] * stages)
+
+
+def test_a_step_is_a_picture() -> None:
+    step = timeline(2, 3, pay=1.0)
+    *rows, _, _, legend = timeline_text(step, columns=14).splitlines()
+    assert rows == ["stage 0 FfF...BBbbBBwu", "stage 1 .FfFBBbbBBw..u"]
+    assert legend == "F f forward of a chunk, B b its backward, w put-off gradients of weights, u update, . waiting"
+    assert timeline_text(step, columns=56).splitlines()[2:4] == [
+        "        |       |       |       |       |       |       |       |",
+        "        0 s     2 s     4 s     6 s     8 s     10 s    12 s    14 s",
+    ]
+
+
+def test_a_column_shows_what_takes_most_of_it() -> None:
+    rows = timeline_text(timeline(2, 3, pay=1.0), columns=7).splitlines()
+    assert rows[:2] == ["stage 0 FF.BbBw", "stage 1 FfBbBwu"]
+
+
+def test_of_many_stages_the_first_and_last_are_drawn() -> None:
+    lines = timeline_text(timeline(MOST_ROWS + 6, 2)).splitlines()
+    assert len(lines) == MOST_ROWS + 4
+    assert lines[MOST_ROWS // 2] == "… 6 more stages"
+
+
+def test_an_axis_has_round_moments() -> None:
+    assert ticks(0.0123) == pytest.approx([0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2, 1.2e-2])
+    assert ticks(8) == pytest.approx(range(9))
+    assert [seconds_text(each) for each in (0.0, 2e-7, 1.5e-5, 0.01234, 0.9999, 1.0, 12345.0)] == [
+        "0 s", "0.2 us", "15 us", "12.3 ms", "1 s", "1 s", "12,345 s",
+    ]  # fmt: skip
+
+
+def test_units_in_words() -> None:
+    assert [unit_names(6, *span) for span in ((0, 1), (0, 3), (1, 2), (3, 6), (5, 6), (0, 6))] == [
+        "encoder", "encoder, layers 1-2", "layer 1", "layers 3-4, head", "head", "encoder, layers 1-4, head",
+    ]  # fmt: skip
+
+
+def test_stages_are_told_with_work_memory_and_a_shared_head() -> None:
+    predictor = Predictor(units_of(32768), Cluster.uniform(machine(), 2))
+    found = predictor.predict(Plan(1, 2, (3,), 8))
+    lines = stages_text(predictor.units, found).splitlines()
+    assert lines[0].split()[:4] == ["stage", "units", "work", "a"]
+    assert "encoder, layers 1-2" in lines[1]
+    assert seconds_text(found.stages[1].seconds) in lines[2]
+    assert "80 GiB" in lines[2]
+    assert "shared head" not in lines[0]
+    shared = stages_text(predictor.units, predictor.predict(Plan(1, 2, (3,), 8, share_head=True)))
+    assert "shared head" in shared.splitlines()[0]
+
+
+def test_figures_and_alternatives_of_a_choice() -> None:
+    choice = search(units_of(batch={"lanes": 64, "steps": 64}), Cluster.uniform(machine(), 4))
+    said = figures_text(choice)
+    assert f"{choice.best.tokens_per_second:,.0f} tokens/s" in said
+    assert choice.serial is not None
+    assert f"{choice.serial.seconds / choice.best.seconds:.2f} times as fast as one" in said
+    rows = rivals_text(choice).splitlines()
+    assert len(rows) == 1 + len(choice.rivals)
+    assert all(rival.why in row for rival, row in zip(choice.rivals, rows[1:], strict=True))
+
+
+def test_a_model_that_one_device_cannot_hold_has_no_efficiency() -> None:
+    units = units_of(model={"hidden": 2048, "layers": 4}, batch={"lanes": 64, "steps": 128})
+    choice = search(units, Cluster.uniform(machine(memory_bytes=GIB), 4))
+    assert choice.serial is None
+    assert "one device cannot hold the model" in figures_text(choice)
+    assert choice_object(units, choice)["efficiency"] is None
+    changes = [each.change for each in remedies(units, Cluster.uniform(machine(memory_bytes=GIB), 4), choice)]
+    assert "twice the memory on each device" in changes
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(),
+        Plan(4),
+        Plan(2, 2, (2,), 8, 2, True, share_head=True),
+        Plan(1, 3, (2, 4), None, 2),
+        Plan(1, 2, (5,), 32),
+        Plan(1, 1, (), 8, recompute=True),
+    ],
+)
+def test_a_plan_is_pasted_into_a_spec_and_is_the_same(plan: Plan) -> None:
+    units = units_of()
+    known = parse_yaml(yaml_line(plan, units), "line")["plan"]
+    assert known == section(plan, units)
+    again = resolve(PlanSpec.model_validate(known), layers=units.layers, workers=plan.workers, lanes=units.lanes)
+    assert again == plan
+
+
+def test_a_window_that_is_not_cut_stays_so_in_a_spec() -> None:
+    units = units_of()
+    known = section(Plan(1, 2, (2,)), units)
+    again = resolve(PlanSpec.model_validate(known), layers=units.layers, workers=2, lanes=units.lanes)
+    assert again.chunks(units.shapes[0].steps) == 1
+
+
+def test_what_would_help_is_tried() -> None:
+    units = units_of(50, model={"hidden": 128, "layers": 2})
+    slow = machine(within=Link(1e-3, 1e8), crowds=(Crowd(8, 1.0),))
+    cluster = Cluster.uniform(slow, 4)
+    choice = search(units, cluster)
+    found = {each.change: each for each in remedies(units, cluster, choice)}
+    links = found["links 4 times as fast"]
+    fast = search(units, Cluster.uniform(machine(within=Link(1e-3 / 4, 4e8), between=Link(5e-6, 160e9), crowds=(Crowd(8, 1.0),)), 4)).best
+    assert links.prediction.seconds == pytest.approx(fast.seconds, rel=0.02)  # both to within the tolerance of a search
+    assert links.gain == pytest.approx(links.prediction.tokens_per_second / choice.best.tokens_per_second - 1)
+    wider = found["batch.lanes=32"]
+    assert "changes the answer of training" in str(wider)
+    assert wider.prediction.tokens_per_second > choice.best.tokens_per_second
+    assert "train.precision=bf16" not in found  # the profile has no sample of it
+
+
+def test_the_slowest_stage_is_named_and_better_cuts_are_predicted() -> None:
+    units = units_of(32768, model={"hidden": 512, "layers": 8}, batch={"lanes": 8, "steps": 128})
+    predictor = Predictor(units, Cluster.uniform(machine(), 2))
+    said = balance_text(predictor, predictor.predict(Plan(1, 2, (), 8)))
+    assert said is not None
+    even = predictor.balanced(Plan(1, 2, (), 8))
+    assert even is not None
+    better = predictor.predict(Plan(1, 2, even, 8))
+    assert f"plan.cuts={list(even)}" in said
+    assert f"{better.tokens_per_second:,.0f} tokens/s" in said
+    assert "stage 1 (layers 5-8, head)" in said
+    assert "units are not divided; the largest, head, takes" in str(balance_text(predictor, better))
+    assert balance_text(predictor, predictor.predict(Plan())) is None
+
+
+def test_a_plan_that_is_asked_for_is_compared_with_the_choice() -> None:
+    units = units_of(batch={"lanes": 64, "steps": 64})
+    predictor = Predictor(units, Cluster.uniform(machine(), 4))
+    choice = search(units, predictor.cluster)
+    found = asked_for(Plan(1, 4, (), 16), predictor, choice)
+    assert found.best.plan.stages == 4
+    assert found.rivals[0].plan == choice.best.plan
+    ratio = found.best.seconds / choice.best.seconds
+    assert found.rivals[0].why == f"what the planner would choose: faster by {ratio - 1:.1%}"
+    assert asked_for(choice.best.plan, predictor, choice).why.endswith("asked for, and what the planner would choose")
+
+
+def test_growth_is_told_with_where_it_stops_to_pay() -> None:
+    found = scale(units_of(batch={"lanes": 4, "steps": 16}), machine(), most=256)
+    lines = scale_text(found).splitlines()
+    assert len(lines) == len(found.points) + 2
+    assert lines[-1].startswith(f"More than {found.pays_up_to} device")
+    paying = scale(units_of(batch={"lanes": 512, "steps": 64}), machine(), most=2)
+    assert scale_text(paying).splitlines()[-1] == "More devices pay as far as this table goes, up to 2 devices."
+
+
+def test_a_drawing_has_a_rectangle_for_each_span_and_one_axis() -> None:
+    one, other = timeline(2, 3, pay=1.0), timeline(2, 6)
+    text = draw([Panel("equal <split>", one, ["a & b", "c"]), Panel("chosen", other, ["a", "b"])], 'title "x"')
+    tree = ElementTree.fromstring(text)
+    name = "{http://www.w3.org/2000/svg}"
+    labels = [each.get("class") for each in tree.iter(f"{name}rect")]
+    spans = [span for line in (one, other) for row in line.rows for span in row]
+    # One of each kind in the legend.
+    for kind in ("F", "B", "pay", "update"):
+        assert labels.count(kind) == 1 + sum(span.label == kind for span in spans)
+    texts = [each.text for each in tree.iter(f"{name}text")]
+    assert "equal <split>" in texts
+    assert "0: a & b" in texts
+    assert 'title "x"' in texts
+    rows = [each for each in tree.iter(f"{name}rect") if each.get("class") == "track"]
+    widths = [float(each.get("width", "0")) for each in rows[:4]]
+    assert widths[0] / widths[2] == pytest.approx(one.seconds / other.seconds, rel=1e-3)
+    assert "<script" not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")

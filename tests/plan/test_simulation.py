@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from carrywave.errors import PlanError
+from carrywave.plan.cost.memory import loads, most_held, one_slice
+from carrywave.plan.cost.profile import Link
+from carrywave.plan.cost.simulation import TaskTimes, simulate
+from carrywave.plan.schedule.messages import Program, ProgramStep, with_messages
+from carrywave.plan.schedule.schedule import Schedule, StageTask, bubble, gpipe, peak, place, sequential, serial, wavefront
+
+UNIT = TaskTimes(run=lambda task: 1.0)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    stages = draw(st.integers(1, 4))
+    chunks = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    return draw(
+        st.sampled_from(
+            [
+                wavefront(stages, chunks),
+                wavefront(stages, chunks, share_head=True),
+                wavefront(stages, chunks, backward=False),
+                gpipe(stages, len(chunks)),
+                sequential(stages, chunks),
+                serial(chunks),
+            ]
+        )
+    )
+
+
+@given(schedules(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_without_links_it_agrees_with_the_picture(schedule: Schedule, forward: int, backward: int, head: int) -> None:
+    seconds = {"F": float(forward), "B": float(backward), "H": float(head)}
+    found = simulate(with_messages(schedule), TaskTimes(run=lambda task: seconds[task.phase]))
+    moments = place(schedule, forward=forward, backward=backward, head=head)
+    assert {span.task: span.start for row in found.rows for span in row} == moments
+    assert found.seconds == max(moment + seconds[task.phase] for task, moment in moments.items())
+    assert found.bubble == pytest.approx(bubble(schedule, forward=forward, backward=backward, head=head))
+
+
+def test_messages_take_their_time_one_after_the_other() -> None:
+    # A message of 4 bytes takes 2 seconds on the line and arrives one later; the second waits until the first is off the line.
+    times = TaskTimes(run=lambda task: 1.0, num_bytes=lambda task: 4, link=lambda line: Link(1.0, 2.0))
+    found = simulate(with_messages(wavefront(2, 2)), times)
+    starts = {(span.label, span.task.stage, span.task.chunk): span.start for row in found.rows for span in row if span.task}
+    assert starts == {
+        ("F", 0, 0): 0,
+        ("F", 0, 1): 1,
+        ("F", 1, 0): 4,  # 1 + 2 + 1
+        ("F", 1, 1): 6,  # sent at 2, on the line from 3
+        ("B", 1, 1): 7,
+        ("B", 1, 0): 8,
+        ("B", 0, 1): 11,
+        ("B", 0, 0): 13,
+    }
+    assert found.sent_bytes == (8, 8)
+    assert found.ends == (14, 9)
+
+
+def test_a_stage_pays_after_it_has_sent_and_each_message_costs_it_time() -> None:
+    times = TaskTimes(run=lambda task: 1.0, pay=lambda task: 5.0 if task.phase == "B" else 0.0, message_seconds=0.25)
+    found = simulate(with_messages(wavefront(2, 1)), times)
+    assert [(span.label, span.start, span.end) for span in found.rows[1]] == [("F", 1.5, 2.5), ("B", 2.5, 3.5), ("pay", 3.75, 8.75)]
+    assert [(span.label, span.start) for span in found.rows[0]] == [("F", 0.25), ("B", 3.75), ("pay", 4.75)]
+    assert found.busy == (7.0, 7.0)
+
+
+def test_what_follows_the_tasks_is_put_behind_them() -> None:
+    found = simulate(with_messages(wavefront(2, 1)), UNIT).then("reduce", [(4.0, 6.0), (3.0, 3.0)]).then("update", [(6.0, 7.0), (6.0, 8.0)])
+    assert [span.label for span in found.rows[0]] == ["F", "B", "reduce", "update"]
+    assert [span.label for span in found.rows[1]] == ["F", "B", "update"]
+    assert found.seconds == 8
+    assert found.busy == (3.0, 4.0)
+
+
+def test_a_program_that_cannot_go_on_is_refused_by_what_it_waits_for() -> None:
+    whole = with_messages(wavefront(2, 1))
+    deaf = tuple(step for step in whole.stages[1] if step.kind != "receive")
+    with pytest.raises(PlanError, match="stage 0 waits for the message of B0, stage 1 waits for the message of F0"):
+        simulate(Program(whole.schedule, (whole.stages[0], deaf)), UNIT)
+    mute = tuple(step for step in whole.stages[1] if step.kind != "send")
+    with pytest.raises(PlanError, match="cannot go on: stage 0 waits for the message of B0; send"):
+        simulate(Program(whole.schedule, (whole.stages[0], mute)), UNIT)
+    alone = with_messages(wavefront(1, 1))
+    with pytest.raises(PlanError, match="stage 0 has no neighbour to send F0"):
+        simulate(Program(alone.schedule, ((*alone.stages[0], ProgramStep("send", StageTask("F", 0, 0))),)), UNIT)
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_what_stages_hold_is_what_the_schedule_says(stages: int, chunks: list[int], put_off: bool, share_head: bool) -> None:
+    schedule = wavefront(stages, chunks, share_head=share_head)
+    found = loads(schedule, put_off=put_off)
+    assert tuple(load.held for load in found) == peak(schedule)
+    for stage, load in enumerate(found):
+        for weight in (0.0, 0.3, 0.5, 1.0, 2.0, 5.0):
+            # Task by task.
+            held, owed, worst = 0, 0, 0.0
+            for task in schedule.stages[stage]:
+                held += task.phase == "F"
+                worst = max(worst, held + weight * owed)
+                if task.phase == "B":
+                    held -= 1
+                    owed = 0 if task.chunk == 0 or not put_off else owed + 1
+            assert max(held + weight * owed for held, owed in load.pairs) == pytest.approx(worst)
+    if len(chunks) == 1:
+        assert all(set(load.pairs) == set(one_slice(chunks[0], put_off=put_off).pairs) for load in found)
+    elif len(set(chunks)) == 1:
+        for stage, load in enumerate(found):
+            [(held, owed)] = most_held(chunks[0], len(chunks), stages - 1 - stage, put_off=put_off).pairs
+            assert all(pair[0] <= held and pair[1] <= owed for pair in load.pairs)

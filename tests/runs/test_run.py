@@ -1,0 +1,260 @@
+"""The run's folder: made late, written atomically, cut back on resume."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from carrywave.errors import RunError, by_command
+from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint.snapshot import load_weights
+from carrywave.runs.run import Run
+from carrywave.spec.load import dump
+from carrywave.spec.spec import Spec
+
+ROW: dict[str, Any] = {"split": "train", "epoch": 1, "step": 10, "loss": 0.1 + 0.2}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_nothing_is_made_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Run.create(None, "language") as run:
+        assert run.path == Path("runs/language-1")
+        assert run.sizes()[:2] == (0, 0)
+    with Run.create(tmp_path / "mine", "language"):
+        pass
+    assert files(tmp_path) == []
+
+
+def test_names_count_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Run.create(None, "language").write_json("plan.json", {})
+    Run.create(None, "language").write_json("plan.json", {})
+    Run.create(None, "tagging").write_json("plan.json", {})
+    assert sorted(os.listdir("runs")) == ["language-1", "language-2", "tagging-1"]
+    assert Run.create(None, "language").path == Path("runs/language-3")
+
+
+def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    run = Run.create(tmp_path / "empty", "language")
+    run.write_json("plan.json", {})
+    with pytest.raises(RunError, match=rf"empty is being trained by process {os.getpid()} on .*; use another run="):
+        Run.create(tmp_path / "empty", "language")
+    run.release()
+    with pytest.raises(RunError, match=r"empty is already there and not empty; use resume=True .* or another run="):
+        Run.create(tmp_path / "empty", "language")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="file is a file"):
+        Run.create(tmp_path / "file", "language")
+
+
+def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"a\xff")
+    for attempt in (lambda: Run.create(path, "language"), lambda: Run.open(path)):
+        with pytest.raises(RunError, match="is not UTF-8 text; use another run="):
+            attempt()
+
+
+def test_a_folder_that_was_taken_since_is_refused(tmp_path: Path) -> None:
+    first, second = Run.create(tmp_path / "x", "language"), Run.create(tmp_path / "x", "language")
+    first.write_json("plan.json", {"of": "first"})
+    with pytest.raises(RunError, match="x is being trained by process"):
+        second.write_json("plan.json", {"of": "second"})
+    assert first.read_json("plan.json") == {"of": "first"}
+
+
+def test_spec_plan_and_codec(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "x", "language")
+    run.write_spec(Spec())
+    run.write_json("codec.json", {"tokens": ["ä", "\n"]})
+    assert (run.path / "spec.yaml").read_text("utf-8") == dump(Spec())
+    assert Run.open(run.path).read_json("codec.json") == {"tokens": ["ä", "\n"]}
+    assert files(run.path) == ["codec.json", "owner.json", "spec.yaml"]
+    run.release()
+    assert files(run.path) == ["codec.json", "spec.yaml"]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="there is no such folder"):
+        Run.open(tmp_path / "nowhere")
+    with pytest.raises(RunError, match=r"it has no spec\.yaml"):
+        Run.open(tmp_path)
+    (tmp_path / "spec.yaml").write_text("")
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(RunError, match=r"plan\.json is damaged"):
+        Run.open(tmp_path).read_json("plan.json")
+    with pytest.raises(RunError, match=r"codec\.json cannot be read"):
+        Run.open(tmp_path).read_json("codec.json")
+
+
+def test_rows_in_a_fixed_order_with_exact_numbers(tmp_path: Path) -> None:
+    with Run.create(tmp_path / "x", "language", events=False) as run:
+        run.write_metrics({"perplexity": math.inf, "lr": 1e-3, **ROW})
+        run.write_metrics(dict(reversed({"lr": 1e-3, "perplexity": math.nan, **ROW}.items())))
+        run.write_timing({"step": 10, "seconds": 0.5})
+        # Read while it is open: every line is on its way to the disk at once.
+        text = (run.path / "metrics.jsonl").read_text()
+    line = '{"split": "train", "epoch": 1, "step": 10, "loss": 0.30000000000000004, "lr": 0.001, "perplexity": null}\n'
+    assert text == line * 2
+    assert (run.path / "timing.jsonl").read_text() == '{"step": 10, "seconds": 0.5}\n'
+    assert files(run.path) == ["metrics.jsonl", "timing.jsonl"]
+
+
+def test_cut_back_to_a_snapshot(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "x", "language", events=False)
+    run.write_spec(Spec())
+    run.write_metrics(ROW)
+    run.write_timing({"step": 10})
+    sizes = run.sizes()
+    straight = (run.path / "metrics.jsonl").read_bytes()
+    assert sizes == (len(straight), len('{"step": 10}\n'), hashlib.sha256(straight).hexdigest())
+    run.write_metrics({**ROW, "step": 20})
+    run.write_timing({"step": 20})
+    run.close()
+    again = Run.open(run.path, events=False)
+    again.cut_back(*sizes)
+    assert (run.path / "metrics.jsonl").read_bytes() == straight
+    assert (run.path / "timing.jsonl").read_text() == '{"step": 10}\n'
+    again.write_metrics({**ROW, "step": 20})
+    again.close()
+    assert [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [10, 20]
+
+
+def test_a_log_that_lost_lines_is_refused_and_lost_timings_are_not(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "x", "language", events=False)
+    run.write_metrics(ROW)
+    size, _, _ = run.sizes()
+    run.cut_back(size, 1000)
+    with pytest.raises(RunError, match=f"metrics.jsonl has {size} bytes, the snapshot was made after {size + 1}"):
+        run.cut_back(size + 1, 0)
+    assert (run.path / "metrics.jsonl").stat().st_size == size
+
+
+def test_a_log_that_was_changed_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "x", "language", events=False)
+    run.write_spec(Spec())
+    run.write_metrics(ROW)
+    sizes = run.sizes()
+    run.close()
+    log = run.path / "metrics.jsonl"
+    kept = log.read_bytes()
+    for changed in (b'{"by": "hand"}\n' + kept, kept.replace(b"train", b"tried") + kept):
+        log.write_bytes(changed)
+        with pytest.raises(RunError, match=rf"metrics.jsonl was changed: its first {len(kept)} bytes .*; put the file back, or start"):
+            Run.open(run.path, events=False).cut_back(*sizes)
+        assert log.read_bytes() == changed
+    Run.open(run.path, events=False).cut_back(*sizes[:2])  # of a snapshot from before there was a checksum
+
+
+def test_a_row_is_written_whole_by_a_system_that_takes_it_in_pieces(tmp_path: Path) -> None:
+    class Short:
+        def __init__(self, path: Path) -> None:
+            self.file = path.open("ab", buffering=0)
+
+        def write(self, data: bytes) -> int:
+            return self.file.write(data[:7])
+
+        def close(self) -> None:
+            self.file.close()
+
+    run = Run.create(tmp_path / "x", "language", events=False)
+    run.write_spec(Spec())
+    run.write_metrics(ROW)
+    run.close()
+    run._files["metrics.jsonl"] = Short(run.path / "metrics.jsonl")  # type: ignore[assignment]
+    run.write_metrics(ROW)
+    sizes = run.sizes()
+    run.close()
+    first, second = (run.path / "metrics.jsonl").read_text().splitlines()
+    assert first == second
+    Run.open(run.path, events=False).cut_back(*sizes)
+
+
+def test_a_folder_that_is_moved_is_one_error_and_no_traceback_of_another_thread(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run.create(tmp_path / "x", "language")
+    run.write_metrics(ROW)
+    (tmp_path / "x").rename(tmp_path / "y")
+
+    def go_on() -> None:
+        for step in range(100):
+            run.write_metrics({**ROW, "step": step})
+            run.sizes()
+
+    with pytest.raises(RunError, match=r"the folder of the run .*x was removed while it was trained; start"):
+        go_on()
+    with suppress(RunError):
+        run.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_events_are_written_and_purged(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # type: ignore[import-untyped]
+
+    run = Run.create(tmp_path / "x", "language")
+    run.write_metrics({**ROW, "lr": 0.5})
+    run.cut_back(*run.sizes(), step=10)
+    run.write_metrics({**ROW, "step": 11})
+    run.close()
+    first, second = sorted((run.path / "tb").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    events = [event for path in (first, second) for event in EventFileLoader(str(path)).Load()]
+    tags = [(value.tag, event.step) for event in events for value in event.summary.value]
+    assert tags == [("train/loss", 10), ("train/lr", 10), ("train/loss", 11)]
+    assert [event.step for event in events if event.HasField("session_log")] == [11]
+
+
+def test_weights_carry_spec_and_codec(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "x", "language")
+    run.write_spec(Spec())
+    run.write_json("codec.json", {"tokens": ["ä"]})
+    run.write_weights({"w": torch.ones(2)})
+    assert load_weights(run.weights, {"w": ((2,), torch.float32)})["w"].tolist() == [1.0, 1.0]
+    told = atomic_files.read_metadata(run.weights)
+    assert told["spec"] == dump(Spec())
+    assert json.loads(told["codec"]) == {"tokens": ["ä"]}
+
+
+@pytest.mark.parametrize("act", ["write_spec", "write_metrics", "write_timing", "write_weights"])
+def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    values: dict[str, Any] = {
+        "write_spec": Spec(),
+        "write_metrics": ROW,
+        "write_timing": ROW,
+        "write_weights": {"w": torch.ones(1)},
+    }
+    run = Run.create(tmp_path / "x", "language", events=False)
+    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(RunError, match=r"could not be written: No space left on device; .*free some room"):
+        getattr(run, act)(values[act])
+    monkeypatch.undo()
+    assert files(tmp_path) == []
+    run.make()
+    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        getattr(run, act)(values[act])
+    assert files(tmp_path / "x") == ["owner.json"]
+
+
+def test_remedies_are_said_in_the_words_of_whoever_asked(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(RunError, match=r"use another run=\.\.\.$"):
+        Run.create(tmp_path / "taken", "language")
+    with by_command(), pytest.raises(RunError, match=r"use another --run$"):
+        Run.create(tmp_path / "taken", "language")

@@ -1,0 +1,143 @@
+"""A run that is opened again reads data as it did in training, whatever has become of its files since; what was changed is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import carrywave as cw
+from carrywave.errors import DataError, RunError, SpecError
+from carrywave.runs.run import Run
+from carrywave.runs.run_source import refuse_python
+from carrywave.spec.load import parse
+from carrywave.train.fit import train
+
+pandas = pytest.importorskip("pandas")
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    for name, text in (("train", "the carry goes on and on\n" * 20), ("test", "on goes the carry\n" * 8)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    spec = {
+        "data": {"train": str(tmp_path / "train.txt"), "test": str(tmp_path / "test.txt"), "cache": str(tmp_path / "cache")},
+        "model": {"hidden": 6, "layers": 1},
+        "batch": {"lanes": 2, "steps": 8},
+        "train": {"epochs": 1},
+    }
+    train(parse(spec), run=tmp_path / "run", device="cpu")
+    return tmp_path
+
+
+def test_an_evaluation_reads_as_the_run_did_when_its_training_data_has_changed(trained: Path) -> None:
+    before = cw.evaluate(trained / "run", device="cpu")
+    with (trained / "train.txt").open("a") as file:
+        file.write("yyyy rrrr oooo\n" * 300)  # the same characters, others the most frequent
+    assert cw.evaluate(trained / "run", device="cpu") == before
+    (trained / "train.txt").write_text("zzzz aaaa\n" * 100)  # what the run cannot read is refused, not learned anew
+    with pytest.raises(DataError, match=r"train\.txt:1: token 'z' is not in the vocabulary"):
+        cw.evaluate(trained / "run", device="cpu")
+
+
+def test_a_codec_or_spec_that_was_changed_is_refused(trained: Path) -> None:
+    codec, spec = trained / "run" / "codec.json", trained / "run" / "spec.yaml"
+    kept = codec.read_text()
+    codec.write_text(kept.replace('"a"', '"@"').replace('"c"', '"a"').replace('"@"', '"c"'))
+    with pytest.raises(RunError, match=r"codec\.json is not the one that weights\.safetensors was trained with"):
+        cw.predict(trained / "run", prompt="the", tokens=3, device="cpu")
+    codec.write_text(kept)
+    spec.write_text(spec.read_text().replace("tokens: char", "tokens: byte"))
+    with pytest.raises(RunError, match=r"reads text by char, .*data\.tokens=byte"):
+        cw.evaluate(trained / "run", device="cpu")
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "3"])
+def test_facts_that_are_none_are_refused(trained: Path, text: str) -> None:
+    (trained / "run" / "facts.json").write_text(text)
+    with pytest.raises(RunError, match=r"facts\.json is damaged: it holds no mapping"):
+        refuse_python(parse({}), Run.open(trained / "run"))
+
+
+def test_widths_that_no_machine_holds_are_refused() -> None:
+    for keys in ({"hidden": 10**20}, {"hidden": [8, 10**6]}, {"layers": 10**9}, {"embedding": 10**9}):
+        with pytest.raises(SpecError, match=f"model.{next(iter(keys))}"):
+            parse({"model": keys})
+
+
+def forecast(data: Any, tmp_path: Path, **options: Any) -> Any:
+    return cw.fit(
+        {"hidden": 4, "layers": 1},
+        data,
+        task="forecasting",
+        data={"horizon": 2, "cache": str(tmp_path / "cache"), **options},
+        batch={"lanes": 2, "steps": 8},
+        train={"max_steps": 1},
+        run=tmp_path / f"run-{len(list(tmp_path.iterdir()))}",
+        device="cpu",
+    )
+
+
+def series(name: Any, rows: int = 40, start: str = "2023-01-01") -> Any:
+    return pandas.DataFrame(
+        {"unique_id": name, "ds": pandas.date_range(start, periods=rows).strftime("%Y-%m-%d"), "y": np.sin(np.arange(rows) / 3)}
+    )
+
+
+def test_names_of_series_in_a_file_stay_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    pandas.concat([series("01"), series("1", start="2023-02-10"), series("1.0")]).to_csv(path, index=False)
+    result = forecast(str(path), tmp_path)
+    assert [row["unique_id"] for row in cw.predict(result.run, str(path), device="cpu")] == ["01", "01", "1", "1", "1.0", "1.0"]
+    path.write_text(path.read_text() + ",2023-01-01,1.0\n")
+    with pytest.raises(DataError, match=r"row 121, column unique_id is empty; name the series of every row"):
+        forecast(str(path), tmp_path)
+
+
+def test_whole_numbers_name_the_same_series_as_fractions(tmp_path: Path) -> None:
+    frame = pandas.concat([series(7), series(12)])
+    result = forecast(frame, tmp_path)
+    whole, fractions = (cw.predict(result.run, frame.astype({"unique_id": kind}), device="cpu") for kind in (int, float))
+    assert whole == fractions
+
+
+def test_several_series_are_not_forecast_by_a_run_of_one(tmp_path: Path) -> None:
+    result = forecast(series(7).drop(columns="unique_id"), tmp_path)
+    with pytest.raises(DataError, match="names 2 series, and the run was trained on one"):
+        cw.predict(result.run, pandas.concat([series(7), series(12)]), device="cpu")
+
+
+@pytest.mark.parametrize(("form", "kind"), [("%Y%m", "months"), ("%Y%m%d", "days")])
+def test_dates_written_as_numbers_are_refused(form: str, kind: str, tmp_path: Path) -> None:
+    times = pandas.date_range("2018-01-01", periods=40, freq="MS" if kind == "months" else "D").strftime(form).astype(int)
+    frame = pandas.DataFrame({"ds": times, "y": np.arange(40.0)})
+    with pytest.raises(DataError, match=rf"seem to be {kind} written as numbers; write 2023-12"):
+        forecast(frame, tmp_path)
+    forecast(frame, tmp_path, frequency="none")
+
+
+def test_a_named_index_of_durations_is_the_time(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"y": np.arange(40.0)}, index=pandas.timedelta_range("0h", periods=40, freq="h", name="t"))
+    result = forecast(frame, tmp_path)
+    assert result.task.codec.time == "t"
+    with pytest.warns(UserWarning, match="column t holds lengths of time, so that forecasts have no times"):
+        assert cw.predict(result.run, frame, device="cpu") == cw.predict(result.run, frame.iloc[::-1], device="cpu")
+
+
+def test_an_empty_label_in_a_file_is_no_class(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text("text,label\n" + "".join(f"ab,{'' if number == 3 else 'pq'[number % 2]}\n" for number in range(20)))
+    with pytest.raises(DataError, match="label is missing"):
+        cw.fit({"hidden": 4}, str(path), task="classification", data={"cache": str(tmp_path / "cache")}, run=tmp_path / "run")
+
+
+def test_what_a_person_should_know_is_logged_from_python_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    frame = series(7).drop(columns="unique_id").assign(color="red")
+    with caplog.at_level(logging.WARNING, logger="carrywave"):
+        forecast(frame.drop(index=[10, 11]), tmp_path)
+    said = "\n".join(record.message for record in caplog.records)
+    assert "color" in said
+    assert "missing" in said

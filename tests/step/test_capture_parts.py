@@ -1,0 +1,472 @@
+"""What is recorded, when it is replayed, and that it gives the bits of what is not recorded; graphs are emulated on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _emulated_graphs import emulate
+
+from carrywave.data.batch import Batch
+from carrywave.data.view import View
+from carrywave.model.dropout import Dropout
+from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+from carrywave.parallel.mesh import Mesh
+from carrywave.plan.plan import Plan
+from carrywave.runs.evaluation import passes
+from carrywave.spec.load import parse
+from carrywave.step.gradients import Reduced, Reducer
+from carrywave.step.graphs.capture import Capture, Lanes
+from carrywave.step.micro_batches import flatten
+from carrywave.step.optim.optimizer import NTASGD
+from carrywave.step.trainer import Trainer
+from carrywave.tasks.task import Part
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+
+
+def language(**options: Any) -> Model:
+    torch.manual_seed(0)
+    lstm = LSTM(4, 4, 2, dropout=0.3, **options)
+    return Model(Embedding(9, 4, 0.1), lstm, Softmax(4, 9), dropout_in=Dropout(0.2), dropout_out=Dropout(0.2))
+
+
+def classes() -> Model:
+    torch.manual_seed(0)
+    return Model(Numbers(3), LSTM(3, 4, 1), PooledSoftmax(4, 2))
+
+
+def words(steps: int, lanes: int, number: int, *, fresh: bool = False) -> Batch:
+    draw = torch.Generator().manual_seed(number)
+    inputs, targets = torch.randint(9, (2, steps, lanes), generator=draw)
+    return Batch.of(inputs, targets, fresh=fresh, step=number)
+
+
+def sequences(lengths: Sequence[int], number: int) -> Batch:
+    draw = torch.Generator().manual_seed(number)
+    inputs = torch.randn(max(lengths), len(lengths), 3, generator=draw)
+    return Batch.of(inputs, torch.randint(2, (len(lengths),), generator=draw), list(lengths), step=number, pooled=True)
+
+
+def pair(model: Any, *, keep_state: bool, plan: Plan | None = None, **train: Any) -> tuple[Trainer, Trainer]:
+    """A trainer that records, and one that does not."""
+    spec = parse({"train": {"clip": 0.5, "precision": "fp32", **train}}).train
+    both = tuple(Trainer(model(), spec, plan=plan, device="cpu", keep_state=keep_state) for _ in range(2))
+    both[0].record(Capture(CPU))
+    return both  # type: ignore[return-value]
+
+
+def same(recorded: Trainer, plain: Trainer) -> None:
+    for (name, own), (_, other) in zip(recorded.named, plain.named, strict=True):
+        assert torch.equal(own, other), name
+        assert (own.grad is None) == (other.grad is None), name
+    states = [[] if each.state is None else flatten(each.state) for each in (recorded, plain)]
+    assert all(torch.equal(own, other) for own, other in zip(*states, strict=True))
+
+
+def counted(trainer: Trainer, kind: str) -> int:
+    assert trainer.capture is not None
+    return trainer.capture.replays[kind]
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=8))
+def test_every_shape_is_replayed_from_its_second_batch_on(groups: list[list[int]]) -> None:
+    total = torch.zeros(())
+
+    def step(batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes) -> tuple[Tensor, Lanes]:
+        assert state is not None
+        add = batches[0].inputs.sum() * tensors[0]
+        total.add_(add)
+        return add + state[0], [state[0] * 0.5 + add]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        emulate(monkeypatch)
+        capture = Capture(CPU)
+        state: Lanes = [torch.ones(())]
+        expected, expected_state, number = torch.zeros(()), torch.ones(()), 0
+        for steps in (steps for group in groups for steps in group):
+            number += 1
+            batch, key = words(steps, 2, number), torch.tensor(number / 8)
+            result, state = capture("batch", step, [batch], [key], state)
+            add = batch.inputs.sum() * key
+            expected += add
+            assert torch.equal(result, add + expected_state)
+            expected_state = expected_state * 0.5 + add
+            assert state is not None
+            assert torch.equal(state[0], expected_state)
+            assert torch.equal(total, expected)
+    shapes = {steps for group in groups for steps in group}
+    assert capture.replays["batch"] == number - len(shapes)
+
+
+def test_no_more_shapes_are_held_than_wanted_and_the_oldest_goes() -> None:
+    runs: list[int] = []
+
+    def step(batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes) -> tuple[int, Lanes]:
+        runs.append(batches[0].steps)
+        return batches[0].steps, None
+
+    capture = Capture(CPU, most=2)
+
+    def at(*steps: int) -> list[int]:
+        runs.clear()
+        for each in steps:
+            assert capture("batch", step, [words(each, 1, 0)], [], None) == (each, None)
+        return list(runs)
+
+    assert at(1, 2, 1, 2) == [1, 2, 1, 2]  # each once as it is, and once to be recorded
+    assert at(1, 2, 1) == []
+    assert at(3, 3) == [3, 3]
+    assert capture.held("batch") == 2
+    assert at(1, 3) == []
+    assert at(2) == [2]  # was used least recently
+    assert capture.held("step") == 0
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"optimizer": "adam"},
+        {"optimizer": "adamw", "weight_decay": 0.1, "alpha": 0.5, "beta": 0.5},
+        {"optimizer": "sgd", "lr": 0.5, "momentum": 0.9},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"on_nan": "skip"},
+    ],
+)
+def test_groups_of_windows_give_the_bits_of_unrecorded_steps(train: dict[str, Any]) -> None:
+    recorded, plain = pair(language, keep_state=True, **train)
+    shapes = [5, 3, 5, 5, 4, 3, 5, 3, 3, 4, 5, 5]  # two a step
+    for trainer in (recorded, plain):
+        for number in range(0, len(shapes), 2):
+            trainer.step(*(words(shapes[at], 3, at) for at in (number, number + 1)))
+    same(recorded, plain)
+    # The first window enters with a carry of float32, later ones perhaps with a shorter one.
+    assert counted(recorded, "batch") >= len(shapes) - 3 - 1
+    assert counted(recorded, "update") == len(shapes) // 2 - 1
+    assert counted(recorded, "step") == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"), [(Plan(chunk_steps=2, slices=2), {"learned_carry": True}), (Plan(chunk_steps=2, recompute=True), {})]
+)
+def test_chunks_and_slices(plan: Plan, options: dict[str, Any]) -> None:
+    """Chunks put their weight gradients off; a window of one chunk does not, whatever else is in its step."""
+    recorded, plain = pair(lambda: language(**options), keep_state=True, plan=plan, precision="fp64")
+    for trainer in (recorded, plain):
+        for number in range(3):
+            trainer.step(words(5, 3, 3 * number), words(2, 3, 3 * number + 1), words(5, 3, 3 * number + 2))
+    same(recorded, plain)
+    assert counted(recorded, "batch") == 9 - 2
+
+
+def test_an_encoder_of_the_users_own_and_a_step_that_is_no_number() -> None:
+    """Its outputs are looked at in the batch, and told of in the update."""
+
+    def model() -> Model:
+        torch.manual_seed(0)
+        return Model(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), LSTM(4, 4), PooledSoftmax(4, 2))
+
+    recorded, plain = pair(model, keep_state=False)
+    for trainer in (recorded, plain):
+        for number in range(5):
+            batches = [sequences((3, 2), 2 * number), sequences((4,), 2 * number + 1)]
+            if number == 3:
+                batches[1].inputs[0, 0, 0] = torch.inf
+                batches[1].inputs[0, 0, 1] = -torch.inf
+            assert bool(trainer.update(*batches).finite) == (number != 3)
+    same(recorded, plain)
+    assert counted(recorded, "update") == 4
+    assert torch.equal(recorded.bad.kept, plain.bad.kept)
+    assert recorded.bad.look().said == (recorded.bad.units.forward(0),)
+
+
+def test_other_lanes_within_a_step() -> None:
+    recorded, plain = pair(lambda: language(learned_carry=True), keep_state=True)
+    for trainer in (recorded, plain):
+        for number in range(4):
+            trainer.step(words(4, 3, 2 * number, fresh=True), words(4, 2, 2 * number + 1, fresh=True))
+    same(recorded, plain)
+    assert counted(recorded, "batch") == 8 - 2
+
+
+def test_buckets_of_sequences_and_steps_of_one_batch_between() -> None:
+    recorded, plain = pair(classes, keep_state=False)
+    groups = [[(4, 2), (3,)], [(3,), (4, 2)], [(4, 2)], [(2, 2), (3,)], [(4, 2)], [(4, 2), (1, 4)], [(4, 2)]]
+    for trainer in (recorded, plain):
+        number = 0
+        for group in groups:
+            batches = [sequences(lengths, number + at) for at, lengths in enumerate(group)]
+            number += len(batches)
+            trainer.step(*batches)
+    same(recorded, plain)
+    assert counted(recorded, "batch") == 8 - 3  # (4, 2) and (1, 4) are one shape, (2, 2) and (3,) are others
+    assert counted(recorded, "update") == 4 - 1
+    assert counted(recorded, "step") == 3 - 1
+
+
+class Odd(nn.Module):
+    """Uses a weight only on long batches, and another one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.long, self.never = (nn.Linear(3, 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.always(x)
+        return y + self.long(x) if x.shape[0] > 2 else y
+
+    def loss(self, out: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
+
+
+def test_what_has_no_gradient_is_left_alone() -> None:
+    recorded, plain = pair(Odd, keep_state=False, optimizer="adamw", weight_decay=0.5)
+    for trainer in (recorded, plain):
+        for number, steps in enumerate([(2, 2), (2, 2), (3, 2), (2, 2), (2, 3), (2, 2)]):
+            batches = []
+            for at, each in enumerate(steps):
+                draw = torch.Generator().manual_seed(2 * number + at)
+                batches.append(Batch.of(torch.randn(each, 2, 3, generator=draw), torch.randint(2, (each, 2), generator=draw)))
+            trainer.step(*batches)
+    same(recorded, plain)
+    assert counted(recorded, "batch") == 12 - 2
+    assert counted(recorded, "update") == 6 - 2  # with the weight of long batches, and without
+    start = Odd()
+    assert torch.equal(dict(recorded.named)["never.weight"], start.never.weight)
+    assert not torch.equal(dict(recorded.named)["long.weight"], start.long.weight)
+
+
+def test_gradients_are_zero_when_a_step_begins_and_stay_where_they_are() -> None:
+    recorded, plain = pair(classes, keep_state=False, optimizer="sgd", lr=1e-3)
+    places: set[tuple[int, ...]] = set()
+    for _ in range(3):
+        for trainer in (recorded, plain):
+            trainer.step(sequences((3, 2), 1), sequences((2,), 2))
+        for (name, own), (_, other) in zip(recorded.named, plain.named, strict=True):
+            assert own.grad is not None
+            assert other.grad is not None
+            assert torch.equal(own.grad, other.grad), name
+        places.add(tuple(p.grad.data_ptr() for _, p in recorded.named if p.grad is not None))
+    assert len(places) == 1
+
+
+def test_a_batch_that_cannot_be_recorded_says_so_once_and_steps_go_on() -> None:
+    class Looking(Softmax):
+        def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            loss, count = super().loss(y, target)
+            assert loss.item() > 0
+            return loss, count
+
+    def model() -> Model:
+        torch.manual_seed(0)
+        return Model(Embedding(9, 4), LSTM(4, 4), Looking(4, 9))
+
+    recorded, plain = pair(model, keep_state=True)
+    for number in range(4):
+        batches = [words(4, 2, 2 * number), words(4, 2, 2 * number + 1)]
+        plain.step(*batches)
+        if number == 0:
+            with pytest.warns(UserWarning, match="steps are not recorded as CUDA graphs"):
+                recorded.step(*batches)
+        else:
+            recorded.step(*batches)
+    same(recorded, plain)
+    assert counted(recorded, "batch") == 0
+    assert counted(recorded, "update") == 3  # which reads nothing on the host
+
+
+@pytest.mark.parametrize("several", [1, 2])
+def test_averaging_begins_between_recorded_steps(several: int) -> None:
+    recorded, plain = pair(language, keep_state=True, optimizer="ntasgd", lr=1.0, weight_decay=0.01)
+    kind = "step" if several == 1 else "update"
+    replays = []
+    for trainer in (recorded, plain):
+        trainer.guards_weights = False  # on the CPU that reads a flag, which a recording must not
+        assert isinstance(trainer.optimizer, NTASGD)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = torch.tensor(1.0)  # as on CUDA
+        for number in range(12):
+            trainer.set_lr(1.0 / (1 + number))
+            if number in (3, 9):
+                trainer.optimizer.trigger()
+            if number == 6:
+                trainer.optimizer.give_up()
+            trainer.step(*(words(4, 2, number * several + at) for at in range(several)))
+            if trainer is recorded:
+                replays.append(counted(recorded, kind))
+    same(recorded, plain)
+    assert np.diff(replays, prepend=0).tolist() == [0, 1, 1] * 4
+    ours, theirs = (trainer.optimizer.state for trainer in (recorded, plain))
+    for (name, own), (_, other) in zip(recorded.named, plain.named, strict=True):
+        assert ours[own]["count"].item() == theirs[other]["count"].item() == 4
+        assert torch.equal(ours[own]["ax"], theirs[other]["ax"]), name
+
+
+def test_a_rate_on_the_device_steps_as_one_on_the_host() -> None:
+    weights = []
+    for lr in (0.25, torch.tensor(0.25)):  # exact, so that both round once
+        parameter = nn.Parameter(torch.tensor([1.0, -2.0]))
+        parameter.grad = torch.tensor([0.5, 3.0])
+        NTASGD([parameter], lr, weight_decay=0.5).step()
+        weights.append(parameter.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert weights[0].tolist() == [0.75, -2.5]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of one worker: its sums are what went in."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "meeting"), 1), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield dist.group.WORLD  # type: ignore[misc]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("several", [1, 2])
+def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, plain = pair(language, keep_state=True)
+    log: list[str] = []
+    plain_begin, plain_reduce = Reducer.begin, dist.all_reduce
+
+    def begin(self: Reducer) -> None:
+        log.append("begin")
+        plain_begin(self)
+
+    def reduce(tensor: Tensor, **options: Any) -> Any:
+        log.append("sum")
+        tensor.mul_(2.0)  # as if another worker had the same
+        return plain_reduce(tensor, **options)
+
+    monkeypatch.setattr(Reducer, "begin", begin)
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    for trainer in (recorded, plain):
+        trainer.reducer = Reducer([Reduced(alone, [p for _, p in trainer.named])])
+        trainer.record(trainer.capture)
+        log.clear()
+        for number in range(4):
+            before = counted(recorded, "batch")
+            trainer.step(*(words(4, 2, number * several + at) for at in range(several)))
+            if trainer is recorded:
+                assert counted(recorded, "batch") - before == (several if number else several - 1)
+        assert log == ["begin", "sum"] * 4
+    same(recorded, plain)
+    assert counted(recorded, "update") == counted(recorded, "step") == 0
+
+
+def stream_part(rows: int) -> Part:
+    tokens = np.random.default_rng(0).integers(9, size=rows + 1)
+    view = View(tokens, np.array([0]), np.array([rows]), targets_at=lambda at: tokens[at + 1])
+    return Part("valid", None, view)  # type: ignore[arg-type]
+
+
+def bucket_part() -> Part:
+    draw = np.random.default_rng(2)
+    lengths = draw.integers(2, 9, size=40)
+    inputs = draw.normal(size=(int(lengths.sum()), 3)).astype(np.float32)
+    return Part("valid", None, View(inputs, np.cumsum(lengths) - lengths, lengths, labels=draw.integers(2, size=40)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("kind", ["streams", "buckets"])
+@pytest.mark.parametrize("chunk_steps", [None, 3])
+def test_evaluation_from_recordings(kind: str, observed: bool, chunk_steps: int | None) -> None:
+    streams = kind == "streams"
+    model, part = (language(), stream_part(200)) if streams else (classes(), bucket_part())
+    batch = {"lanes": 4, "steps": 8} if streams else {"tokens": 24}
+    spec = parse({"task": "language" if streams else "classification", "batch": batch, "train": {"precision": "fp32"}})
+    mesh = Mesh.alone(CPU, Plan(chunk_steps=chunk_steps))
+    seen: list[Tensor] = []
+
+    def observe(out: Tensor, targets: Tensor | None) -> None:
+        assert targets is not None
+        assert not out.requires_grad
+        seen.append(out.sum() + targets.sum())
+
+    def judge(capture: Capture | None) -> tuple[list[Tensor], int]:
+        seen.clear()
+        sums, shapes = [], set()
+        for given, outcome in passes(model, spec, part, mesh=mesh, observe=observe if observed else None, capture=capture):
+            shapes.add((tuple(given.inputs.shape), given.real == given.inputs.shape[0] * given.inputs.shape[1]))
+            sums += [outcome.loss_sum.clone(), outcome.count.clone(), *(tensor.clone() for tensor in flatten(outcome.state))]
+        assert bool(seen) == observed
+        return [*sums, *seen], len(shapes)
+
+    capture = Capture(CPU)
+    expected, shapes = judge(None)
+    batches = sum(1 for _ in passes(model, spec, part, mesh=mesh))
+    for turn in (1, 2):
+        found, _ = judge(capture)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert capture.replays["evaluation"] == turn * batches - shapes
+        with torch.no_grad():  # the next evaluation is of other weights, from the same recordings
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        expected, _ = judge(None)
+        assert not torch.equal(found[0], expected[0])
+
+
+def test_a_training_and_an_evaluation_share_recordings_of_their_own_kinds() -> None:
+    recorded, plain = pair(language, keep_state=True)
+    spec = parse({"task": "language", "batch": {"lanes": 3, "steps": 5}, "train": {"precision": "fp32"}})
+    for trainer in (recorded, plain):
+        for number in range(4):
+            trainer.step(words(5, 3, 2 * number), words(5, 3, 2 * number + 1))
+            for _ in passes(trainer.model, spec, stream_part(60), mesh=trainer.mesh, stage=trainer.stage, capture=trainer.capture):
+                pass
+            assert trainer.model.training
+    same(recorded, plain)
+    assert counted(recorded, "batch") == 7
+    assert counted(recorded, "evaluation") == 4 * 4 - 1
+
+
+def test_no_garbage_is_collected_while_a_step_is_recorded() -> None:
+    """An old graph that goes meanwhile would spoil the new one."""
+    seen = []
+
+    def step(batches: Sequence[Batch], tensors: Sequence[Tensor], state: list[Tensor] | None) -> tuple[Tensor, None]:
+        seen.append(gc.isenabled())
+        return tensors[0] * 2, None
+
+    capture = Capture(torch.device("cpu"))
+    for number in range(3):
+        result, _ = capture("step", step, [], [torch.full((2,), float(number))], None)
+        assert torch.equal(result, torch.full((2,), 2.0 * number))
+    assert seen == [True, False]  # the third is replayed
+    assert gc.isenabled()
+
+
+def test_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.delenv("CARRYWAVE_CAPTURE", raising=False)
+    model = language()
+    assert Capture.of(cuda, Plan.serial(), model) is not None
+    assert Capture.of(cuda, replace(Plan.serial(), replicas=2), model) is not None
+    assert Capture.of(cuda, Plan(stages=2, cuts=(1,), chunk_steps=2), model) is None
+    assert Capture.of(CPU, Plan.serial(), model) is None
+    monkeypatch.setenv("CARRYWAVE_CAPTURE", "0")
+    assert Capture.of(cuda, Plan.serial(), model) is None

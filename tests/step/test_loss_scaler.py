@@ -1,0 +1,181 @@
+"""The loss scaler: skipped steps bit for bit, growth and backoff, on the CPU where every optimizer must heed it too."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from carrywave.errors import RunError
+from carrywave.spec.spec import TrainSpec
+from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.optim.loss_scaler import Scaler
+from carrywave.step.optim.optimizer import NTASGD, state_tensors
+
+CPU = torch.device("cpu")
+SPECS = {
+    "sgd": TrainSpec(optimizer="sgd", lr=0.1, weight_decay=0.1),
+    "momentum": TrainSpec(optimizer="sgd", lr=0.1, momentum=0.9),
+    "adam": TrainSpec(optimizer="adam", lr=0.1, weight_decay=0.1),
+    "adamw": TrainSpec(optimizer="adamw", lr=0.1, weight_decay=0.1),
+    "ntasgd": TrainSpec(optimizer="ntasgd", lr=0.1, weight_decay=0.1),
+    "averaging": TrainSpec(optimizer="ntasgd", lr=0.1),
+}
+
+
+def parameters() -> list[tuple[str, nn.Parameter]]:
+    generator = torch.Generator().manual_seed(3)
+    return [(name, nn.Parameter(torch.randn(shape, generator=generator))) for name, shape in (("w", (9, 5)), ("b", (7,)))]
+
+
+def built(name: str, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    optimizer = optimizers.build(SPECS[name], named, CPU)
+    if name == "averaging":
+        assert isinstance(optimizer, NTASGD)
+        optimizer.trigger()
+    return optimizer
+
+
+def give(named: list[tuple[str, nn.Parameter]], step: int, scale: float, bad: float | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(50 + step)
+    for _, parameter in named:
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
+    grads = [parameter.grad for _, parameter in named if parameter.grad is not None]
+    if bad is not None:
+        grads[-1].view(-1)[3] = bad
+    return grads
+
+
+def bits(named: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in named} | {name: t.clone() for name, t in state_tensors(optimizer, named).items()}
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("first", [0, 2])
+def test_an_overflow_changes_nothing(name: str, bad: float, first: int) -> None:
+    named = parameters()
+    optimizer, scaler = built(name, named), Scaler(initial=8.0)
+    for step in range(first):
+        scaler.unscale_(give(named, step, 8.0))
+        scaler.step(optimizer)
+    before = bits(named, optimizer)
+    assert scaler.unscale_(give(named, 9, 8.0, bad)).item() is True
+    scaler.step(optimizer)
+    assert same(bits(named, optimizer), before)
+    assert scaler.scale.item() == 4.0
+    assert scaler.unscale_(give(named, 10, 4.0)).item() is False
+    scaler.step(optimizer)
+    assert not torch.equal(bits(named, optimizer)["w"], before["w"])
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_scaled_steps_are_plain_steps_with_the_skipped_ones_left_out(name: str) -> None:
+    scaled, plain = parameters(), parameters()
+    first, second, scaler = built(name, scaled), built(name, plain), Scaler(initial=2.0**10)
+    for step in range(6):
+        bad = math.inf if step in (0, 3) else None
+        scaler.unscale_(give(scaled, step, scaler.scale.item(), bad))
+        scaler.step(first)
+        if bad is None:
+            give(plain, step, 1.0)
+            second.step()
+    # A power of two scales exactly, so not a bit may differ.
+    assert same(bits(scaled, first), bits(plain, second))
+
+
+def test_an_optimizer_of_the_users_own_is_skipped_too() -> None:
+    named = parameters()
+    optimizer, scaler = torch.optim.Adam([p for _, p in named], 0.1, foreach=False), Scaler(initial=8.0)
+    scaler.unscale_(give(named, 0, 8.0))
+    scaler.step(optimizer)
+    before = bits(named, optimizer)
+    scaler.unscale_(give(named, 1, 8.0, math.nan))
+    scaler.step(optimizer)
+    assert same(bits(named, optimizer), before)
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_grows_after_good_steps_in_a_row_and_backs_off_at_once() -> None:
+    scaler = Scaler(initial=16.0, interval=3)
+    course = []
+    for bad in [False, False, True, False, False, False, False, True, True]:
+        scaler.unscale_([torch.tensor([math.inf if bad else 1.0])])
+        scaler.update_()
+        course.append((scaler.scale.item(), scaler.good_steps.item()))
+    assert course == [(16.0, 1), (16.0, 2), (8.0, 0), (8.0, 1), (8.0, 2), (16.0, 0), (16.0, 1), (8.0, 0), (4.0, 0)]
+
+
+def test_does_not_grow_out_of_float32() -> None:
+    scaler = Scaler(initial=2.0**127, interval=1)
+    scaler.unscale_([torch.ones(1)])
+    scaler.update_()
+    assert scaler.scale.item() == 2.0**127
+
+
+def test_gradients_of_a_scaled_loss_come_back_exactly() -> None:
+    scaler = Scaler(initial=2.0**7)
+    x = torch.tensor([1.5, -2.25], requires_grad=True)
+    torch.autograd.backward((x * x).sum(), scaler.scale)
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0 * 2**7, -4.5 * 2**7]
+    scaler.unscale_([x.grad])
+    assert x.grad.tolist() == [3.0, -4.5]
+
+
+def test_mixed_dtypes_and_no_gradients() -> None:
+    scaler = Scaler(initial=4.0)
+    grads = [torch.full((2,), 4.0), torch.full((2,), math.inf, dtype=torch.float64)]
+    assert scaler.unscale_(grads).item() is True
+    assert_close(grads[0], torch.ones(2), rtol=0, atol=0)
+    assert scaler.unscale_([]).item() is False
+
+
+def test_state_goes_on() -> None:
+    scaler, other = Scaler(initial=32.0, interval=2), Scaler(interval=2)
+    scaler.unscale_([torch.ones(1)])
+    scaler.update_()
+    other.load({name: tensor.clone() for name, tensor in scaler.tensors().items()})
+    for each in (scaler, other):
+        each.unscale_([torch.ones(1)])
+        each.update_()
+        assert each.scale.item() == 64.0
+
+
+@pytest.mark.parametrize("kept", [{}, {"scale": torch.ones(2), "good_steps": torch.tensor(1)}, {"scale": torch.tensor(1.0)}])
+def test_refuses_a_state_that_is_none(kept: dict[str, Tensor]) -> None:
+    with pytest.raises(RunError, match="no loss scale"):
+        Scaler().load(kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("name", SPECS)
+def test_on_the_device_without_waiting_for_it(name: str) -> None:
+    made = [(label, nn.Parameter(p.detach().cuda())) for label, p in parameters()]
+    optimizer = optimizers.build(SPECS[name], made, torch.device("cuda"))
+    if isinstance(optimizer, NTASGD) and name == "averaging":
+        optimizer.trigger()
+    scaler = Scaler("cuda", initial=8.0)
+    grads = {step: [torch.full_like(p, 8.0 if step else math.inf) for _, p in made] for step in range(2)}
+    states = [bits(made, optimizer)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(2):
+            for (_, parameter), grad in zip(made, grads[step], strict=True):
+                parameter.grad = grad
+            scaler.unscale_(grads[step])
+            scaler.step(optimizer)
+            states.append(bits(made, optimizer))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert same(states[0], states[1])
+    assert not torch.equal(states[1]["w"], states[2]["w"])
+    assert scaler.scale.item() == 4.0

@@ -1,0 +1,388 @@
+"""A user's own loop around `Trainer`: freezing and unfreezing, optimizers, hooks, batches and numbers that cannot be right, going on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import carrywave as cw
+from carrywave.errors import Diverged, RunError, SpecError, UserError
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads import Softmax
+from carrywave.model.parameter_placement import hold
+
+T, B, WIDTH, CLASSES = 6, 4, 5, 3
+SGD = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
+CHUNKS: list[dict[str, Any]] = [{}, {"chunk_steps": 2}, {"chunk_steps": 4, "recompute": True}]
+
+
+class Head(nn.Module):
+    def __init__(self, width: int = WIDTH, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, classes)
+
+    def forward(self, y: Tensor) -> Tensor:
+        out: Tensor = self.out(y)
+        return out
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self(y).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, target.flatten(), ignore_index=-100, reduction="sum"), (target != -100).sum()
+
+
+def model(head: nn.Module | None = None, seed: int = 0) -> cw.Model:
+    torch.manual_seed(seed)
+    return cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, num_layers=2), head or Head()).double()
+
+
+def batch(seed: int = 1, lanes: int = B, **keys: Any) -> cw.Batch:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, lanes, 2, generator=draw, dtype=torch.float64)
+    return cw.Batch.of(x, torch.randint(0, CLASSES, (T, lanes), generator=draw), **keys)
+
+
+def by_hand(net: cw.Model, optimizer: torch.optim.Optimizer, given: cw.Batch, clip: float | None = None) -> None:
+    """One step in plain PyTorch."""
+    optimizer.zero_grad()
+    y, _ = net(given.inputs)
+    assert given.targets is not None
+    total, count = net.head.loss(y, given.targets)
+    (total / count).backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(net.parameters(), clip)
+    optimizer.step()
+
+
+def assert_equal_weights(one: nn.Module, two: nn.Module) -> None:
+    for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14, msg=name)  # float64; chunks are summed in another order
+
+
+# --- Freezing and unfreezing
+
+
+@pytest.mark.parametrize("plan", CHUNKS)
+@pytest.mark.parametrize("own", [False, True], ids=["the spec's optimizer", "an own one"])
+def test_what_is_frozen_and_unfrozen_between_steps_is_followed(plan: dict[str, Any], own: bool) -> None:
+    ours, plain = model(), model()
+    for net in (ours, plain):
+        net.head.requires_grad_(False)
+
+    def make(net: cw.Model) -> torch.optim.Optimizer:
+        return torch.optim.Adam(net.parameters(), lr=0.01)
+
+    if own:
+        trainer = cw.Trainer(ours, {"clip": 0.1}, plan=plan, optimizer=make(ours), keep_state=False)
+    else:
+        trainer = cw.Trainer(ours, {"clip": 0.1, "lr": 0.01}, plan=plan, keep_state=False)
+    theirs = make(plain)
+    for number in range(6):
+        for net in (ours, plain):
+            net.head.requires_grad_(number >= 2)
+            net.lstm.requires_grad_(number != 4)
+        trainer.step(batch(number))
+        by_hand(plain, theirs, batch(number), 0.1)
+    assert_equal_weights(ours, plain)
+
+
+def test_a_frozen_parameter_keeps_no_gradient() -> None:
+    net = model()
+    trainer = cw.Trainer(net, {"lr": 0.1, "weight_decay": 0.1})
+    trainer.step(batch())
+    net.encoder.requires_grad_(False)
+    before = net.encoder.weight.clone()
+    trainer.step(batch(2))
+    assert net.encoder.weight.grad is None
+    assert torch.equal(net.encoder.weight, before)
+
+
+def test_parameters_outside_of_the_optimizer_do_not_pile_up_gradients() -> None:
+    """Their gradients count in the norm that is clipped, of this step alone."""
+    ours, plain = model(), model()
+    trainer = cw.Trainer(ours, {"clip": 0.01}, optimizer=torch.optim.SGD(ours.head.parameters(), lr=0.5), keep_state=False)
+    theirs = torch.optim.SGD(plain.head.parameters(), lr=0.5)
+    for number in range(4):
+        trainer.step(batch(number))
+        plain.zero_grad()
+        by_hand(plain, theirs, batch(number), 0.01)
+    assert_equal_weights(ours, plain)
+
+
+def test_a_parameter_that_was_replaced_is_refused() -> None:
+    net = model()
+    trainer = cw.Trainer(net, SGD)
+    trainer.step(batch())
+    net.head.out.weight = nn.Parameter(torch.zeros_like(net.head.out.weight))
+    with pytest.raises(UserError, match=r"head\.out\.weight was replaced or removed after the trainer was made; change it in place"):
+        trainer.step(batch())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_encoder_trains() -> None:
+    net = model()
+    scripted = cw.Model(torch.jit.script(net.encoder), net.lstm, net.head)
+    trainer = cw.Trainer(scripted, SGD)
+    before = float(trainer.step(batch()))
+    assert float(trainer.step(batch())) < before
+
+
+# --- What is not the model's
+
+
+class Tempered(Head):
+    def __init__(self, temperature: Tensor) -> None:
+        super().__init__()
+        self.read = lambda: temperature
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        return total * self.read(), count
+
+
+def test_parameters_that_are_not_the_models_are_refused() -> None:
+    temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    trainer = cw.Trainer(model(Tempered(temperature)), SGD)
+    with pytest.raises(UserError, match=r"a tensor of shape .* is no parameter of the model"):
+        trainer.step(batch())
+    assert temperature.grad is None
+
+    def loss(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (out.squeeze(-1) * temperature - target).square().sum(), torch.tensor(target.numel())
+
+    whole = cw.Trainer(nn.Linear(2, 1).double(), SGD, loss=loss)
+    with pytest.raises(UserError, match="the loss depends on temperature of shape"):
+        whole.step(batch())
+    given = torch.optim.SGD([*model().parameters(), temperature], lr=0.1)
+    with pytest.raises(UserError, match="the optimizer holds none of the model's parameters"):
+        cw.Trainer(model(), {"precision": "fp64"}, optimizer=given)
+    net = model()
+    given = torch.optim.SGD([{"params": net.parameters()}, {"params": [temperature]}], lr=0.1)
+    with pytest.raises(UserError, match=r"group 1 of the optimizer holds a parameter of shape \[\] that is not the model's"):
+        cw.Trainer(net, optimizer=given)
+
+
+@pytest.mark.parametrize("plan", CHUNKS)
+def test_a_learned_carry_and_inputs_with_gradients_are_no_strangers(plan: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, learned_carry=True), Head()).double()
+    given = batch()
+    given.inputs.requires_grad_()
+    cw.Trainer(net, SGD, plan=plan).step(given)
+
+
+# --- What a trainer is given
+
+
+def test_keys_that_a_step_does_not_act_on_are_refused() -> None:
+    for keys in ({"warmup": 10}, {"schedule": "cosine"}, {"accumulate": 2}, {"max_steps": 5}, {"epochs": 3}, {"early_stop": 2}):
+        [key] = keys
+        with pytest.raises(SpecError, match=rf"does not act on train\.{key}; .*, or use cw\.fit"):
+            cw.Trainer(model(), keys)
+    with pytest.raises(SpecError, match="on_nan=back"):
+        cw.Trainer(model(), {"on_nan": "back"})
+    net = model()
+    for keys in ({"lr": 0.1}, {"optimizer": "adam"}, {"weight_decay": 0.1}):
+        [key] = keys
+        with pytest.raises(SpecError, match=rf"train\.{key} is given beside an optimizer of your own"):
+            cw.Trainer(net, keys, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    # A whole spec may be shared with cw.fit, as long as it asks for nothing else.
+    assert cw.Trainer(model(), cw.Spec.model_validate({"train": {"lr": 0.25, "epochs": 5}})).spec.lr == 0.25
+
+
+def test_a_float64_model_is_trained_as_one() -> None:
+    net = model()
+    assert cw.Trainer(net, {"lr": 0.1}).spec.precision == "fp64"
+    assert {p.dtype for p in net.parameters()} == {torch.float64}
+    for kind, remedy in ((torch.float64, "or set train.precision=fp64"), (torch.float16, "train.precision=fp16")):
+        other = model().to(kind)
+        with pytest.raises(UserError, match=rf"use model\.float\(\).*{remedy}"):
+            cw.Trainer(other, {"precision": "fp32"})
+        assert {p.dtype for p in other.parameters()} == {kind}
+    with pytest.raises(UserError, match=r"is float64, and train\.precision=fp32"):
+        cw.fit(model(), (batch().inputs.transpose(0, 1), [[0] * T] * B), task="tagging", batch={"tokens": 64})
+
+
+def test_lanes_that_cannot_go_on_are_refused() -> None:
+    both_ways = cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, bidirectional=True), Head(2 * WIDTH)).double()
+    plain = nn.Linear(2, CLASSES).double()
+    loss = Head.loss.__get__(nn.Identity())
+    for trainer, why in (
+        (cw.Trainer(both_ways, SGD), "read both ways"),
+        (cw.Trainer(plain, SGD, loss=loss), "a Linear keeps none"),
+        (cw.Trainer(model(), SGD, keep_state=False), "keep_state=False"),
+    ):
+        for fresh in (False, [True] * (B - 1) + [False]):
+            with pytest.raises(UserError, match=f"fresh=False goes on from the carry .*{why}"):
+                trainer.step(batch(fresh=fresh))
+        trainer.step(batch(fresh=True))
+
+
+def test_batches_that_cannot_be_meant_are_said_in_our_words() -> None:
+    words = cw.Model(Embedding(7, 3), cw.LSTM(3, WIDTH), Softmax(WIDTH, CLASSES))
+    trainer, numbers = cw.Trainer(words, {"lr": 0.1}), cw.Trainer(model(), {"lr": 0.1})
+    tokens, target = torch.zeros(T, B, dtype=torch.int64), torch.zeros(T, B, dtype=torch.int64)
+    with pytest.raises(UserError, match="the batch has no targets"):
+        trainer.step(cw.Batch.of(tokens))
+    with pytest.raises(UserError, match="hold token 7, the encoder knows 0 to 6"):
+        trainer.step(cw.Batch.of(tokens + 7, target))
+    with pytest.raises(UserError, match="hold class -1, and the head knows 0 to 2"):
+        trainer.step(cw.Batch.of(tokens, target - 1))
+    with pytest.raises(UserError, match="Embedding reads tokens; give whole numbers"):
+        trainer.step(cw.Batch.of(torch.zeros(T, B, 2), target))
+    with pytest.raises(UserError, match=r"Linear reads 2 numbers a step; give floats of shape \[time, lane, 2\]"):
+        numbers.step(cw.Batch.of(torch.zeros(T, B, 3), target))
+    with pytest.raises(UserError, match="learns classes; give whole numbers"):
+        trainer.step(cw.Batch.of(tokens, target.double()))
+    trainer.step(cw.Batch.of(tokens, torch.full_like(target, -100)))  # nothing to learn in this one is no mistake
+
+
+# --- Hooks
+
+
+@pytest.mark.parametrize("plan", CHUNKS)
+def test_post_accumulate_hooks_see_the_final_gradient_once(plan: dict[str, Any]) -> None:
+    net, plain = model(), model()
+    seen: list[Tensor] = []
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.clone())
+        parameter.grad.mul_(2.0)
+
+    handle = net.lstm.weight_hh_l0.register_post_accumulate_grad_hook(hook)
+    trainer = cw.Trainer(net, {"optimizer": "sgd", "lr": 0.5, "clip": 0.05}, plan=plan, keep_state=False)
+    trainer.step(batch())
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.0)
+    by_hand(plain, theirs, batch(), 0.05)
+    [own] = seen
+    torch.testing.assert_close(own, plain.lstm.weight_hh_l0.grad, rtol=1e-12, atol=1e-15)
+    expected = plain.lstm.weight_hh_l0 - 0.5 * 2.0 * own
+    torch.testing.assert_close(net.lstm.weight_hh_l0, expected, rtol=1e-12, atol=1e-15)
+    handle.remove()
+    trainer.step(batch(2))
+    assert len(seen) == 1
+
+
+def test_hooks_that_would_see_parts_of_a_gradient_are_refused() -> None:
+    net = model()
+    net.head.out.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(UserError, match=r"register_hook\) would see parts .* use register_post_accumulate_grad_hook"):
+        cw.Trainer(net, SGD, plan={"chunk_steps": 2}).step(batch())
+    before = net.head.out.weight.clone()
+    cw.Trainer(net, SGD).step(batch())
+    assert torch.equal(net.head.out.weight, before)
+    other = model()
+    other.head.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(UserError, match="the backward hook on a Head would see parts"):
+        cw.Trainer(other, SGD, plan={"chunk_steps": 2}).step(batch())
+
+
+def test_an_optimizers_hooks_see_the_final_gradient() -> None:
+    net = model()
+    trainer = cw.Trainer(net, {"optimizer": "sgd", "lr": 0.5, "clip": 0.05}, plan={"chunk_steps": 2})
+    norms: list[float] = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(
+            float(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None])))
+        )
+    )
+    trainer.step(batch())
+    assert norms == [pytest.approx(0.05, rel=1e-4)]  # the clipped norm, but for the small term that torch's clipping has too
+
+
+# --- Bad numbers
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the spec's optimizer", "an own one"])
+def test_a_bad_step_stops_and_harms_nothing(own: bool) -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1) if own else None
+    trainer = cw.Trainer(net, {} if own else {"lr": 0.1}, optimizer=optimizer)
+    trainer.step(batch())
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    good, bad = batch(2, fresh=False), batch(3, fresh=False)
+    bad.inputs[2, 1] = torch.nan
+    with pytest.raises(Diverged, match="the output that encoder computes on rank 0 is not a number any more; lower the learning rate"):
+        trainer.step(bad)
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, before[name])
+    # The lane that went bad begins anew; the others go on.
+    assert trainer.step(good).isfinite()
+
+
+# --- Evaluation, and going on
+
+
+def test_evaluation_is_the_mean_over_all_targets_with_a_carry_of_its_own() -> None:
+    net = model()
+    trainer = cw.Trainer(net, SGD, plan={"chunk_steps": 4})
+    first, second = batch(1), batch(2, fresh=False)
+    trainer.step(first)
+    carry = trainer.state
+    shown: list[tuple[int, ...]] = []
+    loss = trainer.evaluate([first, second], observe=lambda out, _: shown.append(tuple(out.shape)))
+    y, state = net(first.inputs)
+    z, _ = net(second.inputs, state)
+    parts = [net.head.loss(out, given.targets) for out, given in ((y, first), (z, second))]
+    expected = sum(float(total.detach()) for total, _ in parts) / sum(int(count) for _, count in parts)
+    assert loss == pytest.approx(expected, rel=1e-12)
+    assert shown == [(4, B, CLASSES), (2, B, CLASSES)] * 2
+    assert trainer.state is carry
+    assert net.training
+    with pytest.raises(UserError, match="no target to judge by"):
+        trainer.evaluate([cw.Batch.of(first.inputs, torch.full((T, B), -100))])
+
+
+@pytest.mark.parametrize("make", [None, torch.optim.RMSprop, torch.optim.Adagrad], ids=["the spec's", "RMSprop", "Adagrad"])
+def test_an_own_loop_stops_and_goes_on(make: Any, tmp_path: Path) -> None:
+    def begin() -> cw.Trainer:
+        torch.manual_seed(7)
+        head = Softmax(WIDTH, 7)
+        words = cw.Model(Embedding(7, WIDTH), cw.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3), head)
+        words.head.weight = words.encoder.weight  # tied
+        own = None if make is None else make(words.parameters(), lr=0.01)
+        return cw.Trainer(words.double(), {"clip": 1.0} if own else {"lr": 0.01, "clip": 1.0}, optimizer=own)
+
+    def tokens(seed: int) -> cw.Batch:
+        draw = torch.Generator().manual_seed(seed)
+        rows = torch.randint(0, 7, (T + 1, B), generator=draw)
+        return cw.Batch.of(rows[:-1], rows[1:], fresh=seed == 0)
+
+    whole, half = begin(), begin()
+    for number in range(6):
+        whole.step(tokens(number))
+    for number in range(3):
+        half.step(tokens(number))
+    if make is not None:
+        half.optimizer.param_groups[0]["lr"] = 0.02  # as a scheduler would
+        whole = begin()
+        for number in range(6):
+            if number == 3:
+                whole.optimizer.param_groups[0]["lr"] = 0.02
+            whole.step(tokens(number))
+    torch.save(half.state_dict(), tmp_path / "state.pt")
+    again = begin()
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for number in range(3, 6):
+        again.step(tokens(number))
+    for (name, one), two in zip(whole.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, two), name
+    # The weights alone fit a model that was built anew, the tied ones too.
+    fresh = begin().model
+    fresh.load_state_dict(again.gathered())
+    with pytest.raises(RunError, match="this is no state of a trainer"):
+        again.load_state_dict({"weights": {}})
+    with pytest.raises(RunError, match=r"the state holds nothing for encoder\.weight, the model has"):
+        again.load_state_dict({**half.state_dict(), "weights": {}})
+
+
+def test_a_part_of_a_model_is_not_saved_as_a_whole() -> None:
+    net = model()
+    hold(net, 0, 2, torch.device("cpu"), torch.float64)
+    for part in (net, net.head):
+        with pytest.raises(UserError, match=r"is held by another worker.*trainer\.state_dict\(\)"):
+            part.state_dict()

@@ -1,0 +1,413 @@
+"""Modules whose answer depends on how the work is split are refused by name; those whose answer does not are left alone, and untouched."""
+
+from __future__ import annotations
+
+import random as python_random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import carrywave as cw
+from carrywave.errors import PlanError
+from carrywave.kernels import random
+from carrywave.model.encoders import Numbers
+from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.step.checks.splitting import check_splits
+
+STEPS, LANES, FEATURES, WIDTH, CLASSES = 9, 4, 3, 6, 5
+CHUNKS, SLICES, SERIAL = {"chunk_steps": 4}, {"slices": 2}, {}
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, y: Tensor) -> Tensor:
+        out: Tensor = self.out(y)
+        return out
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        # In float32 whatever comes in, as many write it for mixed precision.
+        total = functional.cross_entropy(self(y).flatten(0, 1).float(), target.flatten(), reduction="sum")
+        return total, (target != -100).sum()
+
+
+class OverTime(nn.Module):
+    """A layer of torch's on [lane, features, time]."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x.permute(1, 2, 0)).permute(2, 0, 1)
+        return out
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.gru(x)[0]
+        return out
+
+
+class Each(nn.Module):
+    """Any function of x."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("seen", torch.zeros(()))
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def counted(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x * min(1.0, self.calls / 1000)
+
+
+def running(self: Any, x: Tensor) -> Tensor:
+    if self.training:
+        self.seen.mul_(0.9).add_(0.1 * x.detach().mean())
+    return x - self.seen
+
+
+def growing(self: Any, x: Tensor) -> Tensor:
+    self.log.append(float(x.detach().mean()))
+    return x
+
+
+def own_generator(self: Any, x: Tensor) -> Tensor:
+    return x + torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+def cached(self: Any, x: Tensor) -> Tensor:
+    if self.table is None or len(self.table) < 100:
+        self.table = torch.arange(100.0)
+    self.last = x.detach()  # to be looked at
+    return x * self.table[1]
+
+
+def clipped(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.linear(x)
+    self.linear.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return y
+
+
+def model(encoder: nn.Module, head: nn.Module | None = None, seed: int = 0) -> cw.Model:
+    torch.manual_seed(seed)
+    return cw.Model(encoder, cw.LSTM(FEATURES, WIDTH), head or Head())
+
+
+def batch(*, tokens: bool = False, pooled: bool = False) -> cw.Batch:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(4, (STEPS, LANES), generator=generator) if tokens else torch.randn(STEPS, LANES, FEATURES, generator=generator)
+    targets = torch.randint(CLASSES, (LANES,) if pooled else (STEPS, LANES), generator=generator)
+    return cw.Batch.of(x, targets, pooled=pooled)
+
+
+def step(made: nn.Module, plan: dict[str, int], each: cw.Batch | None = None, **how: Any) -> cw.Trainer:
+    trainer = cw.Trainer(made, {"optimizer": "sgd", "lr": 0.1}, plan=plan, **how)
+    trainer.step(batch() if each is None else each)
+    return trainer
+
+
+def refused(made: nn.Module, plan: dict[str, int], words: str, each: cw.Batch | None = None, **how: Any) -> None:
+    with pytest.raises(PlanError, match=words) as caught:
+        step(made, plan, each, **how)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "words"),
+    [
+        (OverTime(nn.Conv1d(FEATURES, FEATURES, 3, padding=1)), r"encoder\.inner \(Conv1d\) gives another result at a step"),
+        (nn.Sequential(nn.Linear(FEATURES, FEATURES), OverTime(nn.AvgPool1d(3, 1, 1))), r"encoder\.1\.inner \(AvgPool1d\)"),
+        (Recurrent(), r"encoder\.gru \(GRU\)"),
+        (Each(lambda self, x: x.cumsum(0)), r"encoder \(Each\) gives another result at a step"),
+        (Each(clipped), r"encoder\.linear \(Linear\) has another gradient of encoder\.linear\.weight"),
+    ],
+)
+def test_what_mixes_steps_is_refused_with_chunks_and_warned_of_without(encoder: nn.Module, words: str) -> None:
+    refused(model(encoder), CHUNKS, words)
+    with pytest.warns(UserWarning, match=f"{words}.*; this plan does not cut it, others would"):
+        step(model(encoder), SERIAL)
+
+
+def test_what_mixes_lanes_is_refused_with_slices_alone() -> None:
+    def centred(self: Any, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+    words = r"encoder \(Each\) gives another result for a lane"
+    refused(model(Each(centred)), SLICES, words)
+    for plan in (SERIAL, CHUNKS):
+        with pytest.warns(UserWarning, match=words):
+            step(model(Each(centred)), plan)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "words"),
+    [
+        (Each(lambda self, x: functional.dropout(x, 0.5, self.training)), r"encoder \(Each\) draws from a generator that is not keyed"),
+        (
+            nn.Sequential(nn.Linear(FEATURES, FEATURES), Each(lambda self, x: x * (1 + python_random.random()))),
+            r"encoder\.1 \(Each\) draws from a generator",
+        ),
+        (Each(own_generator, generator=torch.Generator()), r"encoder \(Each\) changes its generator in forward"),
+        (Each(running), r"encoder \(Each\) changes its seen in forward"),
+        (Each(counted, calls=0), r"encoder \(Each\) changes its calls in forward"),
+        (Each(growing, log=[]), r"encoder \(Each\) changes its log in forward"),
+    ],
+)
+def test_what_draws_or_remembers_is_refused_on_every_split(encoder: nn.Module, words: str) -> None:
+    for plan in (CHUNKS, SLICES, {"recompute": True}):
+        refused(model(encoder), plan, words)
+    with pytest.warns(UserWarning, match=words):
+        step(model(encoder), SERIAL)
+
+
+def embedding(**options: Any) -> nn.Module:
+    return nn.Embedding(4, FEATURES, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_norm": 1.0}, "encoder is an Embedding with max_norm=1, which shortens the rows"),
+        ({"scale_grad_by_freq": True}, "encoder is an Embedding with scale_grad_by_freq"),
+    ],
+)
+def test_embeddings_that_look_at_the_batch(options: dict[str, Any], words: str) -> None:
+    for plan in (CHUNKS, SLICES):
+        refused(model(embedding(**options)), plan, words, batch(tokens=True))
+    with pytest.warns(UserWarning, match=words):
+        step(model(embedding(**options)), SERIAL, batch(tokens=True))
+
+
+def test_embeddings_that_look_at_the_batch_are_found_by_their_gradients_too() -> None:
+    class Own(nn.Embedding):
+        scale_grad_by_freq = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return functional.embedding(tokens, self.weight, scale_grad_by_freq=True)
+
+    refused(model(Own(4, FEATURES)), CHUNKS, r"encoder \(Own\) has another gradient of encoder\.weight", batch(tokens=True))
+
+
+def test_sparse_gradients_are_refused_on_every_plan() -> None:
+    for plan in (SERIAL, CHUNKS):
+        refused(model(embedding(sparse=True)), plan, "encoder is an Embedding with sparse=True", batch(tokens=True))
+
+
+class Penalised(Head):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        return total + 1e-6 * self.out.weight.square().sum(), count
+
+
+class Mean(Head):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(y, target)
+        return total / count, torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (Penalised(), r"head \(Penalised\) gives a loss without any targets of .* as a whole and of .* in parts.*weight_decay"),
+        (Mean(), r"head \(Mean\) gives a (loss|count of targets) of .* as a whole and of .* in parts"),
+    ],
+)
+def test_a_loss_that_does_not_add_up(head: nn.Module, words: str) -> None:
+    for plan in (CHUNKS, SLICES):
+        refused(model(nn.Linear(FEATURES, FEATURES), head), plan, words)
+    with pytest.warns(UserWarning, match=words):
+        step(model(nn.Linear(FEATURES, FEATURES), head), SERIAL)
+
+
+class Largest(nn.Module):
+    """Pools; `bad`: by what it has seen last alone."""
+
+    pooled = True
+
+    def __init__(self, *, bad: bool) -> None:
+        super().__init__()
+        self.bad, self.out = bad, nn.Linear(WIDTH, CLASSES)
+
+    def start(self, lanes: int, dtype: torch.dtype | None = None, device: Any = None) -> tuple[Tensor, ...]:
+        return (torch.full((lanes, WIDTH), -1.0, dtype=dtype, device=device),)
+
+    def pool(self, y: Tensor, lengths: Tensor, acc: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        real = torch.arange(len(y))[:, None, None] < lengths[:, None]
+        seen = torch.where(real, y, -1.0).amax(0)
+        return (seen if self.bad else torch.maximum(acc[0], seen),)
+
+    def forward(self, acc: tuple[Tensor, ...]) -> Tensor:
+        out: Tensor = self.out(acc[0])
+        return out
+
+    def loss(self, acc: tuple[Tensor, ...], label: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.cross_entropy(self(acc), label, reduction="sum"), (label != -100).sum()
+
+
+def test_a_head_that_pools_chunk_by_chunk() -> None:
+    step(model(Numbers(FEATURES), Largest(bad=False)), CHUNKS, batch(pooled=True))
+    step(model(Numbers(FEATURES), Largest(bad=False)), SLICES, batch(pooled=True))
+    refused(
+        model(Numbers(FEATURES), Largest(bad=True)), CHUNKS, r"head(\.out)? \((Largest|Linear)\) gives another result", batch(pooled=True)
+    )
+
+
+class PerFrame(nn.Module):
+    """A convolution within each step: of time and lanes it knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 2, 3, padding=1), nn.LayerNorm(2 * FEATURES)
+        self.out, self.drop = nn.Linear(2 * FEATURES, FEATURES), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.conv(x.reshape(-1, 1, FEATURES)).reshape(*x.shape[:2], -1)
+        out: Tensor = self.drop(self.out(self.norm(seen)))
+        return out
+
+
+@pytest.mark.parametrize("plan", [SERIAL, CHUNKS, SLICES, {"recompute": True, "chunk_steps": 4}])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_good_modules_pass_and_are_left_as_they_were(plan: dict[str, int], precision: str) -> None:
+    class Tall(Head):
+        """A bias before a norm has a gradient of zero, up to rounding."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, y: Tensor) -> Tensor:
+            return super().forward(self.norm(self.before(y)))
+
+    made = model(nn.Sequential(PerFrame(), Each(cached, table=None, last=None)), Tall())
+    inner = made.encoder[1]  # type: ignore[index]
+    trainer = cw.Trainer(made, {"optimizer": "sgd", "lr": 0.1, "precision": precision}, plan=plan)
+    pairs = [(name, tensor, tensor.detach().clone()) for name, tensor in [*made.named_parameters(), *made.named_buffers()]]
+    seeds = torch.get_rng_state(), python_random.getstate()
+    check_splits(trainer.stage, trainer.plan, batch(), random.key(1), trainer.mesh)
+    assert torch.equal(torch.get_rng_state(), seeds[0])
+    assert python_random.getstate() == seeds[1]
+    for (name, now), (_, before, value) in zip([*made.named_parameters(), *made.named_buffers()], pairs, strict=True):
+        assert now is before, name
+        assert torch.equal(now, value), name
+        assert now.dtype == torch.float32
+        assert now.grad is None
+    assert made.training
+    assert (inner.last, inner.table) == (None, None)
+    trainer.step(batch())
+
+
+def test_a_probe_leaves_no_trace_in_what_it_warns_of() -> None:
+    encoder = Each(counted, calls=0, log=[])
+    with pytest.warns(UserWarning, match="changes its calls"):
+        trainer = step(model(encoder), SERIAL)
+    assert encoder.calls == 1  # the step's own
+    trainer.step(batch())
+    assert encoder.calls == 2
+    grads: list[Tensor] = []
+    watched = model(PerFrame())
+    watched.encoder.out.weight.register_hook(grads.append)  # type: ignore[union-attr, operator]
+    watched.encoder.out.register_full_backward_hook(lambda module, given, out: grads.append(out[0]))  # type: ignore[union-attr, operator]
+    step(watched, SERIAL)
+    assert len(grads) == 2
+
+
+def test_what_is_compiled_is_probed_as_it_is_written() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    encoder = torch.compile(OverTime(nn.Conv1d(FEATURES, FEATURES, 3, padding=1)), backend=backend)
+    made = model(encoder)  # type: ignore[arg-type]
+    trainer = cw.Trainer(made, {"optimizer": "sgd", "lr": 0.1}, plan=CHUNKS)
+    with pytest.raises(PlanError, match=r"encoder.*\(Conv1d\) gives another result at a step"):
+        check_splits(trainer.stage, trainer.plan, batch(), random.key(1), trainer.mesh)
+    assert not graphs
+
+
+def test_what_cannot_be_run_in_parts_is_left_to_its_own_step() -> None:
+    lazy = model(nn.Sequential(nn.LazyLinear(FEATURES), Each(cached, table=None, last=None)))
+    lazy.encoder(batch().inputs)  # as torch wants it, before an optimizer is made
+    step(lazy, CHUNKS)
+
+
+def test_the_step_that_follows_is_the_one_that_would_have_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for probed in (True, False):
+        if not probed:
+            monkeypatch.setattr("carrywave.step.trainer.check_splits", lambda *args, **options: None)
+        torch.manual_seed(1)
+        made = model(PerFrame())
+        trainer = cw.Trainer(made, {"lr": 0.1}, plan=CHUNKS)
+        losses = [float(trainer.step(batch())) for _ in range(3)]
+        ends.append((losses, [p.detach().clone() for p in made.parameters()]))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
+
+
+def test_what_is_ours_or_known_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError("probed")
+
+    monkeypatch.setattr("carrywave.step.checks.probe.probe", never)
+    plain = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(FEATURES))
+    step(model(plain, Softmax(WIDTH, CLASSES)), CHUNKS)
+    step(model(Numbers(FEATURES), PooledSoftmax(WIDTH, CLASSES)), CHUNKS, batch(pooled=True))
+    with pytest.raises(AssertionError, match="probed"):
+        step(model(plain), CHUNKS)  # the head is not known
+
+
+class Tagger(nn.Module):
+    """A model of one piece; `mixed`: its lanes see each other."""
+
+    def __init__(self, *, mixed: bool) -> None:
+        super().__init__()
+        self.mixed, self.read, self.out = mixed, nn.GRU(FEATURES, WIDTH, bidirectional=True), nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.read(x - x.mean(1, keepdim=True) if self.mixed else x)[0])
+        return out
+
+
+def tags(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return functional.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum()
+
+
+def test_models_of_one_piece() -> None:
+    step(Tagger(mixed=False), SLICES, loss=tags)
+    refused(Tagger(mixed=True), SLICES, r"module(\.read)? \((Tagger|GRU)\) gives another result for a lane", loss=tags)
+    with pytest.warns(UserWarning, match="this plan does not cut it"):
+        step(Tagger(mixed=True), SERIAL, loss=tags)
+
+
+def test_one_lane_and_one_step_are_enough() -> None:
+    one = cw.Batch.of(torch.randn(1, 1, FEATURES), torch.ones(1, 1, dtype=torch.int64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model(PerFrame()), CHUNKS, one)
+    refused(model(Each(lambda self, x: functional.dropout(x, 0.5, self.training))), CHUNKS, "draws from a generator", one)
+    long = cw.Batch.of(torch.randn(6, 1, FEATURES), torch.ones(6, 1, dtype=torch.int64))
+    with pytest.warns(UserWarning, match="gives another result for a lane"):
+        step(model(Each(lambda self, x: x - x.mean(1, keepdim=True))), SERIAL, long)
