@@ -1,1 +1,1 @@
-"""From files and Python objects to batches: reading, order, loading."""
+"""Turn files and Python objects into batches: reading, ordering, loading."""

@@ -1,7 +1,7 @@
-"""A `Batch` is what one step trains on: tensors [time, lane, …], the real length of each lane, and where lanes start anew.
+"""A `Batch` holds the data of one training step: tensors [time, lane, …], the length of each lane, and which lanes start a new sequence.
 
-Padding carries no target: an integer target of -100, a float target of NaN. So what is real can be read off the targets,
-and nothing else has to be passed to a loss.
+Padding is marked in the targets: -100 for integer targets, NaN for float targets. The mask can therefore be derived from the
+targets, and a loss needs no other argument.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import Tensor
 
 from carrywave.errors import UserError
 
-IGNORED = -100  # an integer target that counts for nothing; NaN plays this part among float targets
+IGNORED = -100  # integer target that is left out of the loss; the counterpart of NaN among float targets
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One window of every lane. Lanes are global numbers, whatever part of them this process holds."""
+    """One window of every lane. Lane numbers are global, even if this process holds only some of the lanes."""
 
     inputs: Tensor  # [T, B] int64 tokens, or [T, B, F] float32
-    targets: Tensor | None  # per step [T, B, …]; pooled [B, …]; None where there are none (prediction)
-    lengths: Tensor  # [B] int64, real steps of each lane in this window, 0 for an idle lane
-    fresh: Tensor  # [B] bool, the lane starts a new sequence in this window
-    lanes: Tensor  # [B] int64, global number of each lane
-    sequence: Tensor  # [B] int64, number of the sequence in each lane, -1 for an idle lane
+    targets: Tensor | None  # per step [T, B, …]; pooled [B, …]; None without targets (prediction)
+    lengths: Tensor  # [B] int64, real steps of each lane in this window; 0 for an idle lane
+    fresh: Tensor  # [B] bool, True if the lane starts a new sequence in this window
+    lanes: Tensor  # [B] int64, global lane number
+    sequence: Tensor  # [B] int64, index of the sequence in each lane; -1 for an idle lane
     offset: Tensor  # [B] int64, first step of the window within its sequence
     epoch: int = 0
-    step: int = 0  # position in the epoch; (epoch, step) is the cursor, and keys the randomness; -1: the trainer counts
-    real: int = 0  # real steps, the sum of lengths, known on the host; -1: not known
-    goes_on: bool = False  # whoever made it said that some lanes go on from a carry
-    unsure: bool = False  # its targets may be one for each step or several for each lane, and lengths shut some off
-    whole: tuple[int, int] | None = None  # (real steps, lanes) of the batch that these lanes are a part of; None: this is all of it
+    step: int = 0  # position in the epoch; (epoch, step) is the cursor and keys the randomness; -1: the trainer counts steps
+    real: int = 0  # number of real steps (sum of lengths), known on the host; -1: unknown
+    goes_on: bool = False  # the caller asked for some lanes to continue from a carry
+    unsure: bool = False  # targets fit both readings, per step and several per lane, and `lengths` masks different ones in each
+    whole: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
 
     @staticmethod
     def of(
@@ -48,12 +48,12 @@ class Batch:
         lanes: Tensor | Sequence[int] | None = None,
         pooled: bool | None = None,
     ) -> Batch:
-        """A batch from tensors that are time first: inputs [T, B] of tokens or [T, B, F] of numbers.
+        """Make a batch from time-first tensors: inputs [T, B] of tokens or [T, B, F] of numbers.
 
-        Targets are [T, B, …], one for each step, or [B, …], one for each lane (`pooled=True` where both readings fit); those
-        beyond a lane's length are taken out. Without `lengths` every step is real. Every lane starts a new sequence unless
-        `fresh` says otherwise: `fresh=False` goes on from the carry that the trainer keeps. Dropout is keyed by (epoch, step);
-        where `step` is left out, the trainer counts.
+        Targets are per step [T, B, …] or per lane [B, …]; pass `pooled=True` if both readings fit. Targets beyond a lane's length
+        are masked. Without `lengths` every step is real. Every lane starts a new sequence unless `fresh` says otherwise:
+        `fresh=False` continues from the carry that the trainer keeps. Dropout is keyed by (epoch, step); if `step` is omitted, the
+        trainer counts.
         """
         inputs = torch.as_tensor(inputs)
         if inputs.dim() < 2 or 0 in inputs.shape[:2]:
@@ -65,7 +65,7 @@ class Batch:
         real = steps * count
         if lengths is not None:
             padded = torch.arange(steps, device=device)[:, None] >= lengths_B
-            # Whatever stood there: NaN times a mask of zeros would still be NaN in a gradient.
+            # Overwrite padding, whatever it holds: NaN times a mask of zeros would still be NaN in a gradient.
             inputs = inputs.masked_fill(padded.reshape(steps, count, *[1] * (inputs.dim() - 2)), 0)
             low, high, real = (int(value) for value in (lengths_B.min(), lengths_B.max(), lengths_B.sum()))
             if low < 0 or high > steps:
@@ -90,28 +90,28 @@ class Batch:
 
     @property
     def steps(self) -> int:
-        """Steps of the window, padding included."""
+        """Number of steps in the window, including padding."""
         return self.inputs.shape[0]
 
     @property
     def cells(self) -> tuple[int, int]:
-        """Real steps, and steps with padding, of the whole batch, whatever part of its lanes this is."""
+        """(Real steps, steps including padding) of the full batch, even if this is only some of its lanes."""
         real, lanes = self.whole or (self.real, self.lanes.shape[0])
         return real, lanes * self.steps
 
     @property
     def idle(self) -> bool:
-        """Whether it is known to be a part without any real step: it stands in for lanes that a worker does not have, and is not scored."""
+        """True if this part is known to have no real step: it is a placeholder on a worker that has no lanes, and is not scored."""
         return self.real == 0 and self.whole is not None
 
     @property
     def waste(self) -> float:
-        """Share of the whole batch that is padding."""
+        """Fraction of the full batch that is padding."""
         real, total = self.cells
         return 1.0 - real / total if total else 0.0
 
     def take(self, low: int, high: int, *, pooled: bool) -> Batch:
-        """The lanes from `low` up to `high`; where there are none, one idle lane that adds nothing. `pooled`: a target for each lane."""
+        """Return lanes `low` to `high` (exclusive); an empty range gives one idle lane that adds nothing. `pooled`: one target per lane."""
         if low == high:
             return self._idle(pooled)
         total = self.lanes.shape[0]
@@ -130,13 +130,13 @@ class Batch:
             lanes=self.lanes[low:high],
             sequence=self.sequence[low:high],
             offset=self.offset[low:high],
-            # How many steps of some lanes are real is not known on the host.
+            # The number of real steps in a subset of lanes is not known on the host.
             real=self.steps * (high - low) if full else -1,
             whole=self.whole or (self.real, total),
         )
 
     def without(self, *, inputs: bool, targets: bool) -> Batch:
-        """The batch without its inputs, its targets or both: a worker that holds only middle layers reads neither."""
+        """Drop the inputs, the targets or both: a worker that holds only middle layers reads neither."""
         empty = self.inputs.new_empty((*self.inputs.shape[:2], 0)) if inputs else self.inputs
         return replace(self, inputs=empty, targets=None if targets else self.targets)
 
@@ -158,8 +158,8 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device; copies from pinned memory do not block."""
-        to_device = device.type != "cpu"  # what comes from a GPU is there only once the copy is done
+        """Return the batch on `device`; copies from pinned memory do not block."""
+        to_device = device.type != "cpu"  # a non-blocking copy from GPU to CPU would return before the data has arrived
         moved = {
             name: getattr(self, name).to(device, non_blocking=to_device)
             for name in ("inputs", "targets", "lengths", "fresh", "lanes", "sequence", "offset")
@@ -169,7 +169,7 @@ class Batch:
 
 
 def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A value for each lane, or one for all of them."""
+    """Return one value per lane, broadcasting a scalar."""
     value_B = torch.as_tensor(value)
     if value_B.dim() == 0:
         value_B = value_B.expand(count)
@@ -180,10 +180,10 @@ def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: t
 
 
 def _targets(targets: Tensor, lengths_B: Tensor | None, steps: int, count: int, pooled: bool | None) -> Tensor:
-    """Targets in a type that losses take, without those of padding and of idle lanes."""
+    """Convert targets to a dtype that losses accept, and mask those of padding and of idle lanes."""
     each_step, each_lane = targets.shape[:2] == (steps, count), targets.shape[:1] == (count,)
     if pooled is None:
-        # [lane, time] is more likely a batch that was not turned over than as many numbers a lane as there are steps.
+        # [lane, time] is more likely a batch that was not transposed than one with as many numbers per lane as there are steps.
         pooled = each_lane and not each_step and targets.shape[1:2] != (steps,)
     if not (each_lane if pooled else each_step):
         raise UserError(

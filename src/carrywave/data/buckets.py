@@ -1,7 +1,7 @@
-"""Which lengths to pad to: the few values that waste least, found exactly by dynamic programming over the histogram.
+"""Choose the lengths to pad to: the few values that waste least, found exactly by dynamic programming over the length histogram.
 
-The trade-off: more values waste less padding, fewer leave larger buckets, so that a small data set keeps some chance in
-who shares a batch. So the fewest values are taken whose padding stays under a bound.
+The trade-off: more values waste less padding; fewer values give larger buckets, so that in a small data set the composition
+of batches stays random. We therefore take the fewest values whose padding stays under a bound.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import numpy as np
 
 from carrywave.data.sequences import Ints
 
-CANDIDATES = 512  # the search is quadratic in them; rounding to this many first costs well under 1% of padding
+CANDIDATES = 512  # the search is quadratic in this; rounding to this many lengths first costs well under 1% of padding
 
 
 def length_grid(lengths: Ints, *, most: int, edge: int, waste: float = 0.03) -> Ints:
-    """At most `most` rising values, the last one the longest length, that lengths are rounded up to.
+    """Return at most `most` increasing values that lengths are rounded up to; the last is the longest length.
 
-    No bucket reaches across `edge`, the largest length that is to be told apart from all longer ones, where two values are
-    allowed at all. The fewest values are taken that pad at most `waste` of all steps.
+    No bucket spans `edge`, the largest length that must be kept apart from all longer ones, if two values are allowed at all.
+    The result is the smallest number of values that makes at most `waste` of all steps padding.
     """
     values = _candidates(lengths, edge)
     bucket = np.searchsorted(values, lengths)
     number = np.concatenate([[0], np.cumsum(np.bincount(bucket, minlength=len(values)))]).astype(np.float64)
-    # Integers below 2**53 are exact in the float64 that bincount sums in.
+    # bincount sums in float64, which is exact for integers below 2**53.
     steps = np.concatenate([[0.0], np.cumsum(np.bincount(bucket, weights=lengths, minlength=len(values)))])
-    # padding[i, j]: candidates i … j-1 rounded up to the last of them
+    # padding[i, j]: cost of rounding candidates i … j-1 up to the last of them
     tops = np.concatenate([[0.0], values.astype(np.float64)])
     padding = tops[None, :] * (number[None, :] - number[:, None]) - (steps[None, :] - steps[:, None])
     padding[np.tril_indices(len(tops))] = np.inf
@@ -48,7 +48,7 @@ def length_grid(lengths: Ints, *, most: int, edge: int, waste: float = 0.03) -> 
 
 
 def _candidates(lengths: Ints, edge: int) -> Ints:
-    """All lengths that occur or, where they are many, some that are dense where the steps are, and evenly spread in ratio."""
+    """Return all lengths that occur or, if there are too many, a subset: half dense where most steps are, half spaced geometrically."""
     values, counts = np.unique(lengths, return_counts=True)
     if len(values) <= CANDIDATES:
         return values

@@ -1,4 +1,4 @@
-"""The `Codec` is everything needed to read new data as the training data was read, and to turn predictions back. Plain JSON, no pickle."""
+"""A `Codec` holds everything needed to read new data as the training data was read, and to decode predictions. Plain JSON, no pickle."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ MANY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Codec:
-    """How one task's data is read: vocabulary, labels, columns and their scale."""
+    """How the data of one task is read: vocabulary, labels, columns and their scale."""
 
     task: str
-    field: str  # steps, text or tokens: what a row holds; columns for a table
-    kind: Kind | None = None  # None where the inputs are numbers
-    vocabulary: tuple[str, ...] = ()  # of characters or words
-    bpe: str | None = None  # the tokenizer of byte pairs, as its library writes it
-    size: int = 0  # tokens in all; 0 where the inputs are numbers
+    field: str  # what a row holds: steps, text or tokens; columns for a table
+    kind: Kind | None = None  # None for numeric inputs
+    vocabulary: tuple[str, ...] = ()  # characters or words
+    bpe: str | None = None  # byte-pair tokenizer, as serialised by its library
+    size: int = 0  # number of tokens; 0 for numeric inputs
     labels: tuple[str, ...] = ()
-    label_kind: str = "string"  # or whole number, or boolean: what labels are given as, and given back as
-    columns: tuple[str, ...] = ()  # the numbers of a step
-    targets: tuple[int, ...] = ()  # columns to forecast
-    mean: tuple[float, ...] = ()  # of each column; what is read is (value - mean) / std
+    label_kind: str = "string"  # string, whole number or boolean: the type labels have in the data, and are returned as
+    columns: tuple[str, ...] = ()  # names of the features of a step
+    targets: tuple[int, ...] = ()  # indices of the columns to forecast
+    mean: tuple[float, ...] = ()  # per column; inputs are (value - mean) / std
     std: tuple[float, ...] = ()
-    target_mean: tuple[float, ...] = ()  # of each number of a target, where targets are numbers
+    target_mean: tuple[float, ...] = ()  # per target value, if targets are numbers
     target_std: tuple[float, ...] = ()
-    names: tuple[str, ...] = ()  # of the series in train, where there are several; each has a mean and a deviation of its own
+    names: tuple[str, ...] = ()  # series in train, if there are several; each has its own mean and std
     means: tuple[tuple[float, ...], ...] = ()
     stds: tuple[tuple[float, ...], ...] = ()
     time: str | None = None
     series: str | None = None
-    frequency: str | None = None  # how far apart times are; None: not known
-    own_scale: bool = False  # each sequence, or series, is shifted and scaled by its own mean and deviation
+    frequency: str | None = None  # spacing of times; None: unknown
+    own_scale: bool = False  # each sequence or series is standardised by its own mean and std
 
     def to_json(self) -> str:
-        """The codec as JSON."""
+        """Serialise to JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Codec:
-        """The codec that `to_json` wrote."""
+        """Parse the output of `to_json`."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -87,7 +87,7 @@ class Codec:
         return codec
 
     def problem(self) -> str | None:
-        """What contradicts itself in a codec that comes from a file."""
+        """Return what is inconsistent in a codec read from a file, or None."""
         if not isinstance(self.own_scale, bool):
             return f"own_scale is {self.own_scale!r:.40}"
         for name, kind in SINGLE.items():
@@ -117,28 +117,28 @@ class Codec:
 
     @cached_property
     def tokens(self) -> Tokens:
-        """The vocabulary at work."""
+        """The tokenizer for this vocabulary."""
         if self.kind is None:
             raise DataError(f"the inputs of this {self.task} model are numbers, not text; give it steps")
         return make_tokens(self.kind, self.vocabulary, self.bpe, self.size)
 
     @cached_property
     def label_numbers(self) -> dict[str, int]:
-        """The number of each label."""
+        """Index of each label."""
         return {label: number for number, label in enumerate(self.labels)}
 
     @property
     def outputs(self) -> int:
-        """Numbers in a target: of regression, or columns to forecast."""
+        """Number of values in a target: regression outputs, or columns to forecast."""
         return len(self.targets) or len(self.target_mean)
 
     def label(self, number: int) -> str | int | bool:
-        """A label as the data gives it."""
+        """Return a label in the type it has in the data."""
         name = self.labels[number]
         return int(name) if self.label_kind == "whole number" else name == "true" if self.label_kind == "boolean" else name
 
     def encode(self, text: str, where: str = "the text") -> Ids:
-        """Token numbers of a text; a token that the vocabulary does not hold is an error, unless it has <unk>."""
+        """Encode a text as token ids; a token outside the vocabulary is an error unless the vocabulary has <unk>."""
         try:
             found = self.tokens.ids(text)
         except UnicodeEncodeError as error:
@@ -149,16 +149,16 @@ class Codec:
         return found
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of token numbers."""
+        """Decode token ids to text."""
         return self.tokens.decode(ids)
 
     def restore(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Predicted numbers [..., outputs] in the units of the data, in float64: they may be small beside their mean, or tiny."""
+        """Convert predictions [..., outputs] to the units of the data, in float64: values may be tiny, or small relative to their mean."""
         restored: NDArray[Any] = values * np.array(self.target_std) + np.array(self.target_mean)
         return restored
 
     def facts(self, sequences: Sequences) -> DataFacts:
-        """What the model and the plan must know of the training data."""
+        """Return what the model and the plan need to know about the training data."""
         return DataFacts(
             vocabulary=self.size,
             features=len(self.columns),
@@ -176,18 +176,18 @@ def _frozen(value: Any) -> Any:
 
 
 def first_unknown(ids: Ids) -> int | None:
-    """The first place that holds no token."""
+    """Return the index of the first unknown token, or None."""
     return int(np.argmax(ids < 0)) if ids.size and int(ids.min()) < 0 else None
 
 
 def unknown_token(token: str, where: str) -> str:
-    """The message about a token that a vocabulary without <unk> does not hold."""
+    """Return the error message for a token outside a vocabulary that has no <unk>."""
     remedy = "train with data.min_count=2 or data.vocabulary to have <unk>, or remove it"
     return f"{where}: token {token!r} is not in the vocabulary of the training data; {remedy}"
 
 
 def histogram(lengths: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
-    """(up to this length, sequences): exact for few different lengths, else bins that widen with the length."""
+    """Return (upper bound of length, number of sequences) pairs: exact for few distinct lengths, else geometrically spaced bins."""
     if not len(lengths):
         return ()
     edges = np.unique(lengths)

@@ -1,7 +1,7 @@
-"""Rows of fields as `Sequences`, in two passes: `learn` reads the training rows into a `Codec`, `encode` reads any rows by it.
+"""Convert rows of fields to `Sequences` in two passes: `learn` derives a `Codec` from the training rows, `encode` applies it to any rows.
 
-Tokens and labels are learned from the whole training file, held-out rows included, so that nothing in it is unknown;
-means and deviations from the rows that are trained on alone.
+Tokens and labels are learned from the whole training file, held-out rows included, so that nothing in it is unknown; means
+and standard deviations only from the rows that are trained on.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
 Held = NDArray[np.bool_]
-TARGETS = {"classification": "label", "regression": "label", "tagging": "labels"}  # the field that holds what is learned
+TARGETS = {"classification": "label", "regression": "label", "tagging": "labels"}  # field that holds the target
 
 
 @dataclasses.dataclass
 class _Learned:
-    """What the first pass gathers besides tokens."""
+    """What the first pass collects besides tokens."""
 
     rows: Rows
     spec: Spec
@@ -43,12 +43,12 @@ class _Learned:
     largest: int = -1
 
     def each(self) -> Iterator[tuple[int, str, Row]]:
-        """(index, where, row) of each row."""
+        """Yield (index, location, row) for each row."""
         for index, (number, row) in enumerate(self.rows):
             yield index, self.rows.where(number), row
 
     def watch(self, index: int, where: str, row: Row) -> None:
-        """Takes note of the row's labels or target."""
+        """Record the row's labels or target."""
         task = self.spec.task
         if task == "classification":
             self._label(*fields.class_of(fields.take(row, "label", where), "label", where), where)
@@ -70,29 +70,29 @@ class _Learned:
         self.labels[name] = kind
 
     def is_held(self, index: int) -> bool:
-        """Whether a row is held out of training."""
+        """True if the row is held out of training."""
         return bool(index < len(self.held) and self.held[index])
 
     def texts(self) -> Iterator[str]:
-        """Each row's text, as it is tokenised."""
+        """Yield each row's text as it will be tokenised."""
         for index, where, row in self.each():
             self.watch(index, where, row)
             yield ended(fields.text_of(row, where), self.spec.task, self.spec.data.tokens)
 
     def words(self) -> Iterator[list[str]]:
-        """Each row's list of words."""
+        """Yield each row's list of words."""
         for index, where, row in self.each():
             self.watch(index, where, row)
             yield words_of(row, where)
 
     def numbers(self) -> None:
-        """Reads rows whose tokens are numbers."""
+        """Scan rows whose tokens are integers."""
         for index, where, row in self.each():
             self.watch(index, where, row)
             self.largest = max(self.largest, int(ids_of(row, where).max(initial=-1)))
 
     def steps(self) -> None:
-        """Reads rows of numeric steps."""
+        """Scan rows of numeric steps."""
         for index, where, row in self.each():
             self.watch(index, where, row)
             matrix = fields.steps_of(row, where, self.columns)
@@ -102,7 +102,7 @@ class _Learned:
 
 
 def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
-    """The codec of training rows; `held` marks those that are not trained on."""
+    """Learn the codec from training rows; `held` marks the rows that are held out."""
     first = next(iter(rows), None)
     if first is None:
         raise DataError(f"{rows.name} is empty; give data that holds at least one row")
@@ -130,12 +130,12 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         known = {"columns": tuple(str(number) for number in range(width)), "mean": mean, "std": std, "own_scale": own}
     if spec.task == "regression":
         known["target_mean"], known["target_std"] = seen.targets.scale(wanted=bool(spec.data.standardize), columns=seen.outputs or 0)
-    kind = next(iter(seen.labels.values()), "string")  # they are all of one kind
+    kind = next(iter(seen.labels.values()), "string")  # `_label` has checked that all labels are of one kind
     return Codec(spec.task, content, labels=_in_order(seen.labels, rows, spec), label_kind=kind, **known)
 
 
 def not_read(rows: Rows, codec: Codec) -> tuple[str, ...]:
-    """A line on the fields of the first row that are not read, where there are any."""
+    """Return a line that names the fields of the first row that are ignored, if any."""
     first = next(iter(rows), None)
     wanted = {codec.field: 0, TARGETS.get(codec.task, ""): 0}
     others = [] if first is None else [str(name) for name in first[1] if name not in wanted]
@@ -153,7 +153,7 @@ def _in_order(labels: dict[str, str], rows: Rows, spec: Spec) -> tuple[str, ...]
 
 
 def ended(text: str, task: str, kind: str | None) -> str:
-    """A text as it is tokenised: a language model's words end with <eos>; line ends inside other texts are white space."""
+    """Return the text to tokenise. For words: language texts end in a line end (<eos>); in other tasks line ends are white space."""
     if kind != "word":
         return text
     flat = " ".join(text.split()) if task != "language" else text
@@ -161,7 +161,7 @@ def ended(text: str, task: str, kind: str | None) -> str:
 
 
 def words_of(row: Row, where: str) -> list[str]:
-    """A row's tokens, which must be words."""
+    """Return a row's tokens, which must be words."""
     tokens = fields.tokens_of(row, where)
     if not isinstance(tokens, list):
         raise DataError(f"{where}: tokens holds numbers where the training data holds words; use one kind of token")
@@ -169,7 +169,7 @@ def words_of(row: Row, where: str) -> list[str]:
 
 
 def ids_of(row: Row, where: str) -> NDArray[np.int64]:
-    """A row's tokens, which must be numbers."""
+    """Return a row's tokens, which must be integers."""
     tokens = fields.tokens_of(row, where)
     if isinstance(tokens, list):
         if not tokens:
@@ -179,7 +179,7 @@ def ids_of(row: Row, where: str) -> NDArray[np.int64]:
 
 
 def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: bool) -> Sequences:
-    """All rows by a codec; `join` lays them end to end as one sequence."""
+    """Encode all rows with a codec; `join` concatenates them into one sequence."""
     writer = _Writer(codec, new, labelled)
     shortest = 0 if join else 2 if codec.task == "language" and labelled else 1
     count = 0
@@ -218,7 +218,7 @@ class _Writer:
             self.tags = new(np.int64, None)
 
     def content(self, row: Row, where: str) -> NDArray[Any]:
-        """What the model reads of a row: tokens [steps], or numbers [steps, features]."""
+        """Return a row's inputs: tokens [steps], or numbers [steps, features]."""
         codec = self.codec
         if codec.kind is None:
             matrix = fields.steps_of(row, where, len(codec.columns))
@@ -244,7 +244,7 @@ class _Writer:
         raise DataError(unknown_token(name(unknown), where))
 
     def add(self, steps: NDArray[Any], row: Row, where: str) -> None:
-        """One more row."""
+        """Append one row."""
         codec = self.codec
         if self.tags is not None:
             tags = fields.tags_of(row, len(steps), where)
@@ -270,7 +270,7 @@ class _Writer:
         return number
 
     def close(self, *, join: bool) -> Sequences:
-        """The sequences."""
+        """Finish the arrays and return the sequences."""
         starts, lengths = self.starts.close(), self.lengths.close()
         if join:
             starts, lengths = np.array([0], np.int64), np.array([self.rows], np.int64)

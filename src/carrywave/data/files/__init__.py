@@ -1,1 +1,1 @@
-"""Files, rows and frames as they come, and the cache of what was parsed."""
+"""Read files, rows and data frames, and cache the parsed result."""

@@ -1,4 +1,4 @@
-"""Arrays that grow by appending, in memory or straight into a .npy file, so that reading a large file keeps memory flat."""
+"""Arrays that grow by appending, in memory or directly in a .npy file, so that memory use stays flat for large files."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ FLUSH_BYTES = 1 << 20
 
 
 class Appender(Protocol):
-    """An array in the making."""
+    """An array under construction."""
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Adds rows at the end."""
+        """Append rows."""
 
     def close(self) -> NDArray[Any]:
-        """The whole array; nothing can be added after."""
+        """Return the complete array; nothing can be appended afterwards."""
 
 
 NewArray = Callable[[DTypeLike, int | None], Appender]  # (dtype, columns or None for a flat array) -> appender
 
 
 class MemoryAppender:
-    """Collects an array in memory."""
+    """Collect an array in memory."""
 
     def __init__(self, dtype: DTypeLike, columns: int | None) -> None:
         self._empty: NDArray[Any] = np.empty((0,) if columns is None else (0, columns), dtype)
         self._parts: list[NDArray[Any]] = []
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Adds a copy of the rows, so that the caller may reuse its own."""
+        """Append a copy of the rows, so that the caller may reuse its buffer."""
         self._parts.append(np.array(rows, self._empty.dtype))
 
     def close(self) -> NDArray[Any]:
-        """All rows as one array."""
+        """Return all rows as one array."""
         return np.concatenate([self._empty, *self._parts])
 
 
 class FileAppender:
-    """Writes a .npy file as rows come; the header, which holds the number of rows, is written again at the end."""
+    """Write rows to a .npy file as they arrive; the header, which holds the row count, is rewritten at the end."""
 
     def __init__(self, path: Path, dtype: DTypeLike, columns: int | None) -> None:
         self._path, self._dtype, self._columns = path, np.dtype(dtype), columns
@@ -53,11 +53,11 @@ class FileAppender:
 
     def _write_header(self) -> None:
         shape = (self._rows,) if self._columns is None else (self._rows, self._columns)
-        # NumPy pads this header so that the first axis can grow to any number without moving the data.
+        # NumPy pads this header so that the first dimension can grow without moving the data.
         np.lib.format.write_array_header_1_0(self._file, {"descr": self._dtype.str, "fortran_order": False, "shape": shape})
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Writes rows, gathering small ones first."""
+        """Append rows, buffering small writes."""
         self._rows += len(rows)
         self._pending += np.ascontiguousarray(rows, self._dtype).data.cast("B") if rows.size else b""
         if len(self._pending) >= FLUSH_BYTES:
@@ -68,7 +68,7 @@ class FileAppender:
         self._pending = bytearray()
 
     def close(self) -> NDArray[Any]:
-        """The array, memory-mapped from its file."""
+        """Finish the file and return it as a memory-mapped array."""
         self._flush()
         end = self._file.tell()
         self._file.seek(0)
@@ -81,16 +81,16 @@ class FileAppender:
         return open_array(self._path)
 
     def abandon(self) -> None:
-        """Closes the file without finishing it."""
+        """Close the file without finishing it."""
         self._file.close()
 
 
 def open_array(path: Path) -> NDArray[Any]:
-    """A .npy file, memory-mapped and read-only, as a plain array (indexing np.memmap itself is slow)."""
+    """Open a .npy file memory-mapped and read-only, as a plain array (indexing np.memmap itself is slow)."""
     mapped: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     return mapped
 
 
 def token_dtype(size: int) -> DTypeLike:
-    """The smallest dtype that holds tokens 0 … size - 1."""
+    """Return the smallest dtype that holds tokens 0 … size - 1."""
     return np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32

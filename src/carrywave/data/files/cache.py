@@ -1,7 +1,7 @@
-"""Parsed data on disk, kept by a hash of what was read and how: arrays as .npy files, memory-mapped, each with its SHA-256.
+"""On-disk cache of parsed data, keyed by a hash of the files and of how they are read: memory-mapped .npy files, each with a SHA-256.
 
-An entry is a folder. It is written beside its place, made durable, and published by one rename: whoever loses a race to
-publish the same entry uses the winner's. What is opened is verified first.
+An entry is a directory. It is written to a temporary directory next to its final place, synced to disk, and published with a
+single rename; a process that loses the race to publish an entry uses the winner's. Every file is verified before it is opened.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 
-FORMAT = 4  # part of every key: entries of another format are other entries
+FORMAT = 4  # part of every key, so that entries of another format are never read
 ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "warm")
 STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT = "manifest.json", "content.json"
@@ -39,23 +39,23 @@ Parts = dict[str, Sequences]
 
 @dataclass(frozen=True)
 class Entry:
-    """What an entry holds."""
+    """The contents of a cache entry."""
 
     parts: Parts
     codec: Codec
-    notes: tuple[str, ...] = ()  # what a person should know of how it was read
+    notes: tuple[str, ...] = ()  # remarks for the user about how the data was read
 
 
 Build = Callable[[NewArray], Entry]
 
 
 def folder(asked: str | None) -> Path:
-    """Where entries are kept."""
+    """Return the cache directory."""
     return Path(asked or os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave").expanduser()
 
 
 def fetch(where: Path, key: str, build: Build) -> Entry:
-    """The entry of a key, built first if it is not there."""
+    """Return the entry for `key`, building it first if it does not exist."""
     place = where / key
     try:
         there = place.exists()
@@ -71,11 +71,11 @@ def _write(where: Path, place: Path, build: Build) -> None:
         where.mkdir(parents=True, exist_ok=True)
         _sweep(where)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=where))
-        draft.chmod(where.stat().st_mode & 0o777)  # who may read the cache may read its entries
+        draft.chmod(where.stat().st_mode & 0o777)  # anyone who may read the cache may read its entries
     except OSError as error:
         _refuse(where, error)
     writers: list[FileAppender] = []
-    names: dict[int, tuple[NDArray[Any], str]] = {}  # by identity; the array is held so that its identity stays its own
+    names: dict[int, tuple[NDArray[Any], str]] = {}  # by id(); holding the array keeps its id from being reused
 
     class Named(FileAppender):
         def __init__(self, dtype: DTypeLike, columns: int | None) -> None:
@@ -100,19 +100,19 @@ def _write(where: Path, place: Path, build: Build) -> None:
     finally:
         for writer in writers:
             writer.abandon()
-        shutil.rmtree(draft, ignore_errors=True)  # gone already where it was published
+        shutil.rmtree(draft, ignore_errors=True)  # already gone if it was published
 
 
 def _sweep(where: Path) -> None:
-    """Removes drafts of processes that were killed long ago."""
+    """Remove drafts left behind by processes that were killed long ago."""
     for draft in where.glob(".draft-*"):
-        with contextlib.suppress(OSError):  # its owner may have published it just now
+        with contextlib.suppress(OSError):  # its owner may have just published it
             if time.time() - draft.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(draft, ignore_errors=True)
 
 
 def _layout(draft: Path, part: str, sequences: Sequences, names: dict[int, tuple[NDArray[Any], str]]) -> dict[str, Any]:
-    """Which file holds which array of a part; an array that parts share is stored once."""
+    """Map each array of a part to its file; an array shared between parts is stored once."""
     layout: dict[str, Any] = {"names": sequences.names}
     for field in ARRAYS:
         array = getattr(sequences, field)
@@ -127,7 +127,7 @@ def _layout(draft: Path, part: str, sequences: Sequences, names: dict[int, tuple
 
 
 def _seal(draft: Path, content: dict[str, Any]) -> None:
-    """Drops what no part uses, makes the rest durable, and writes down size and hash of each file."""
+    """Delete unused files, sync the rest to disk, and record the size and hash of each."""
     used = {CONTENT} | {layout[field] for layout in content["parts"].values() for field in ARRAYS if field in layout}
     files = {}
     for path in sorted(draft.iterdir()):
@@ -165,7 +165,7 @@ def _open(place: Path) -> Entry:
         files = json.loads((place / MANIFEST).read_text())["files"]
         for name, known in files.items():
             path = place / name
-            # A manifest may not lead out of its folder, neither by a path nor by a link.
+            # A manifest must not point outside its directory, neither by path nor by symlink.
             if (
                 not PLAIN_NAME.fullmatch(name)
                 or path.is_symlink()
@@ -194,7 +194,7 @@ def _matching(place: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         number = error.errno if isinstance(error, OSError) else None
         if number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise  # nothing is wrong with the file
+            raise  # a lack of resources; the file itself is fine
         if number in (errno.EACCES, errno.EPERM, errno.EIO):
             why = os.strerror(number)
             raise DataError(f"the cache {place} cannot be read ({why}); set $CARRYWAVE_CACHE to a folder that can") from error

@@ -1,4 +1,4 @@
-"""The fields of one row, checked where they enter: what it holds (`steps`, `text`, `tokens`) and what it is labelled with."""
+"""Validate and convert the fields of one row: its content (`steps`, `text`, `tokens`) and its labels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Matrix = NDArray[np.float64]
 
 
 def content_field(row: Row, where: str) -> str:
-    """Which field holds the row's sequence."""
+    """Return the name of the field that holds the row's sequence."""
     for field in FIELDS:
         if row.get(field) is not None:
             return field
@@ -27,7 +27,7 @@ def content_field(row: Row, where: str) -> str:
 
 
 def take(row: Row, field: str, where: str) -> Any:
-    """A field that must be there."""
+    """Return a required field."""
     value = row.get(field)
     if value is None:
         others = [name for name in FIELDS if row.get(name) is not None]
@@ -38,7 +38,7 @@ def take(row: Row, field: str, where: str) -> Any:
 
 
 def text_of(row: Row, where: str) -> str:
-    """The text of a row."""
+    """Return the text of a row."""
     text = take(row, "text", where)
     if not isinstance(text, str):
         raise DataError(f"{where}: text is {_kind(text)}, not a string; write it in quotes")
@@ -50,7 +50,7 @@ def text_of(row: Row, where: str) -> str:
 
 
 def tokens_of(row: Row, where: str) -> list[str] | NDArray[np.int64]:
-    """The tokens of a row: words as a list, numbers as an array."""
+    """Return the tokens of a row: words as a list, integers as an array."""
     value = as_plain(take(row, "tokens", where))
     if isinstance(value, np.ndarray):
         return _whole(value, where)
@@ -77,7 +77,7 @@ def _whole(value: NDArray[Any], where: str) -> NDArray[np.int64]:
 
 
 def steps_of(row: Row, where: str, columns: int | None) -> Matrix:
-    """The numbers of a row, [steps, features]; a flat list is one feature a step."""
+    """Return the numbers of a row, [steps, features]; a flat list is one feature per step."""
     matrix = numbers(take(row, "steps", where), "steps", where)
     if matrix.size == 0 and len(matrix) == 0:
         raise DataError(f"{where}: steps is a zero-length sequence; remove the row, or give it at least one step")
@@ -96,7 +96,7 @@ def steps_of(row: Row, where: str, columns: int | None) -> Matrix:
 
 
 def numbers(value: Any, field: str, where: str) -> Matrix:
-    """A list of numbers, or of lists of numbers, as float64; JSON null is NaN."""
+    """Convert a list of numbers, or of lists of numbers, to float64; JSON null becomes NaN."""
     value = as_plain(value)
     if isinstance(value, list):
         value = [as_plain(item) for item in value]
@@ -133,7 +133,7 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
 
 
 def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
-    """A label as (its kind, its name): string, whole number or boolean."""
+    """Return a class label as (kind, name); the kind is string, whole number or boolean."""
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         value = value.item()
     if isinstance(value, bool):
@@ -150,7 +150,7 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
 
 
 def tags_of(row: Row, steps: int, where: str) -> list[tuple[str, str] | None]:
-    """One label for each step, None where it is ignored (null or -100)."""
+    """Return one label per step, None where it is ignored (null or -100)."""
     value = as_plain(take(row, "labels", where))
     if isinstance(value, np.ndarray):
         value = value.tolist()
@@ -166,7 +166,7 @@ def _ignored(label: Any) -> bool:
 
 
 def target_of(row: Row, where: str, outputs: int | None) -> Matrix:
-    """The numbers that regression predicts for a row, [outputs]."""
+    """Return the regression target of a row, [outputs]."""
     target = numbers(take(row, "label", where), "label", where)
     target = target[None] if target.ndim == 0 else target
     if target.ndim != 1 or not target.size:
@@ -183,9 +183,9 @@ def target_of(row: Row, where: str, outputs: int | None) -> Matrix:
 
 
 def as_plain(value: Any) -> Any:
-    """Tensors, columns and frames as arrays, tuples and arrays of objects as lists; all else as it is.
+    """Convert tensors, columns and frames to arrays, tuples and object arrays to lists; return anything else unchanged.
 
-    Always by position: the index of a column says nothing of where a value stands. Duck-typed, so that torch need not be there.
+    Always positional: a column's index does not determine the position of a value. Duck-typed, so that torch is not required.
     """
     if hasattr(value, "detach"):
         value = value.detach().cpu()

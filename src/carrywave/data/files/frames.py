@@ -1,6 +1,6 @@
-"""Columns and frames of pandas, polars and Arrow as plain values, always by position: an index is a label, never a place.
+"""Convert pandas, polars and Arrow columns and frames to plain values, always by position: an index is a label, not a position.
 
-None of these libraries but Arrow is imported: each object is known by what it can do.
+Only Arrow is imported; other libraries' objects are recognised by duck typing.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from numpy.typing import NDArray
 from carrywave.data.tables.dates import is_dates
 from carrywave.errors import DataError
 
-NUMBERS = "iufb"  # kinds of NumPy dtypes that hold numbers
+NUMBERS = "iufb"  # NumPy dtype kinds that hold numbers
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame as an Arrow table, and what became of its index."""
+    """A frame as an Arrow table, and the column that holds its former index."""
 
     table: Any
-    index: str | None = None  # the column that holds the frame's index, where that says more than the number of a row
+    index: str | None = None  # column that holds the frame's index; None if the index only numbers the rows
 
 
 def is_frame(value: Any) -> bool:
-    """Whether it has named columns."""
+    """True if the value has named columns."""
     return isinstance(value, pa.Table | pa.RecordBatch) or (
         hasattr(value, "columns") and hasattr(value, "to_numpy") and not isinstance(value, Mapping)
     )
 
 
 def is_column(value: Any) -> bool:
-    """Whether it is one column of a frame, or a pandas index or array."""
+    """True if the value is a single column of a frame, or a pandas index or array."""
     if is_frame(value) or isinstance(value, np.ndarray):
         return False
     return isinstance(value, pa.Array | pa.ChunkedArray) or (hasattr(value, "to_numpy") and hasattr(value, "__len__"))
 
 
 def columns_of(frame: Any) -> Iterator[tuple[str, Any]]:
-    """Each column with its name, by position: names may be numbers, and may be there twice."""
+    """Yield each column with its name, by position: names may be numbers, or occur twice."""
     names = frame.column_names if isinstance(frame, pa.Table | pa.RecordBatch) else frame.columns
     for place, name in enumerate(names):
         if hasattr(frame, "iloc"):
@@ -52,16 +52,16 @@ def columns_of(frame: Any) -> Iterator[tuple[str, Any]]:
 
 
 def plain_column(column: Any) -> NDArray[Any] | list[Any]:
-    """The values of a column, first to last: numbers as an array, anything else as a list, with None where a value is missing."""
+    """Return a column's values in order: numbers as an array, anything else as a list with None for missing values."""
     if isinstance(column, pa.Array | pa.ChunkedArray):
         return list(column.to_pylist())
     if hasattr(column, "null_count") and hasattr(column, "to_list"):  # polars
         return _numeric(column.to_numpy()) if not column.null_count() and column.dtype.is_numeric() else list(column.to_list())
     values: NDArray[Any] = np.asarray(column.to_numpy())
-    # What pandas marks as missing has many forms: NaN, NaT, NA, None.
+    # pandas represents missing values as NaN, NaT, NA or None.
     missing: NDArray[Any] = np.flatnonzero(np.asarray(column.isna())) if hasattr(column, "isna") else np.empty(0, np.int64)
     if len(missing) and getattr(column.dtype, "kind", "") in "iub":
-        values = np.asarray(column.to_numpy(dtype=object))  # else whole numbers beside a gap would become fractions
+        values = np.asarray(column.to_numpy(dtype=object))  # otherwise integers next to a missing value would become floats
     if values.dtype.kind not in "OUT":
         return values
     items: list[Any] = values.tolist()
@@ -76,7 +76,7 @@ def _numeric(values: Any) -> NDArray[Any] | list[Any]:
 
 
 def plain_frame(frame: Any) -> NDArray[Any] | list[Any]:
-    """The rows of a frame: a matrix where all columns hold numbers, else a list of lists."""
+    """Return the rows of a frame: a matrix if all columns are numeric, else a list of lists."""
     columns = [plain_column(column) for _, column in columns_of(frame)]
     if columns and all(isinstance(column, np.ndarray) and column.dtype.kind in NUMBERS for column in columns):
         return np.stack(columns, axis=1)
@@ -84,9 +84,9 @@ def plain_frame(frame: Any) -> NDArray[Any] | list[Any]:
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]] | None:
-    """The rows of a pandas frame; None for frames that are tables of Arrow, or can become one without loss.
+    """Return the rows of a pandas frame; None for frames that are Arrow tables, or convert to one without loss.
 
-    Not by way of Arrow, which has no place for a cell that holds a matrix.
+    pandas frames do not go through Arrow, which cannot represent a cell that holds a matrix.
     """
     if not hasattr(frame, "iloc"):
         return None
@@ -97,7 +97,7 @@ def rows_of(frame: Any) -> list[dict[str, Any]] | None:
 
 
 def as_table(data: Any, name: str) -> Frame | None:
-    """A frame, or a single column of one, as an Arrow table; None for anything else."""
+    """Convert a frame, or a single column of one, to an Arrow table; None for anything else."""
     if isinstance(data, pa.Table):
         return Frame(data)
     if is_column(data) and hasattr(data, "to_frame"):
@@ -115,14 +115,14 @@ def as_table(data: Any, name: str) -> Frame | None:
 
 
 def _with_index(frame: Any) -> tuple[Any, str | None]:
-    """The frame with its index as a column, where that holds more than the numbers of rows; and the name of that column.
+    """Turn the frame's index into a column unless it only numbers the rows; return the frame and the column's name.
 
-    An index of times without a name is the column `time`. Numbers without a name only count rows, and may be in any order.
+    An unnamed index of times becomes the column `time`. An unnamed numeric index only numbers rows, in any order, and is dropped.
     """
     index = frame.index
     if index.nlevels > 1:
-        return frame.reset_index(), None  # a column for each level: one may name the series, another the time
-    if hasattr(index, "to_timestamp"):  # periods, as their first moment
+        return frame.reset_index(), None  # one column per level: one may name the series, another the time
+    if hasattr(index, "to_timestamp"):  # periods become their start time
         frame = frame.set_axis(index.to_timestamp().rename(index.name), axis=0)
         index = frame.index
     if index.name is not None:
@@ -135,6 +135,6 @@ def _with_index(frame: Any) -> tuple[Any, str | None]:
 
 
 def _without_periods(frame: Any) -> Any:
-    """Columns of periods as their first moments: Arrow has no such type."""
+    """Convert period columns to their start times: Arrow has no period type."""
     periods = [name for name in frame.columns if str(frame.dtypes[name]).startswith("period[")]
     return frame.assign(**{name: frame[name].dt.to_timestamp() for name in periods}) if periods else frame

@@ -1,7 +1,7 @@
-"""SHA-256 of files, computed once on a host where several workers read the same: one hashes, and tells the others what it found.
+"""SHA-256 of files, computed once per host: if several workers read the same files, one hashes them and shares the results.
 
-Who was told compares what the file system says of a file (device, inode, size, and the times of its last changes), which any
-change to it changes, and hashes it itself where that differs.
+A worker that receives a result compares the file's stat fields (device, inode, size, mtime, ctime), which change whenever the
+file does, and hashes the file itself if they differ.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-Found = tuple[str, list[int], str]  # path, what the file system says, SHA-256
+Found = tuple[str, list[int], str]  # path, stat fields, SHA-256
 
 _told: dict[str, tuple[list[int], str]] = {}
 _found: list[Found] | None = None
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
+    """Return the SHA-256 of a file's content."""
     with path.open("rb") as file:
         signs, known = _signs(file.fileno()), _told.get(str(path.absolute()))
         if known is not None and known[0] == signs:
@@ -32,7 +32,7 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def keeping() -> Iterator[list[Found]]:
-    """Within it, what is hashed is kept to be told."""
+    """Within this context, collect hashes so that they can be shared."""
     global _found
     kept: list[Found] = []
     _found = kept
@@ -44,7 +44,7 @@ def keeping() -> Iterator[list[Found]]:
 
 @contextmanager
 def knowing(told: Iterable[Found]) -> Iterator[None]:
-    """Within it, files that another process of this host has hashed just now are not hashed again."""
+    """Within this context, reuse the hashes that another process on this host has just computed."""
     _told.update({path: (list(signs), digest) for path, signs, digest in told})
     try:
         yield

@@ -1,6 +1,7 @@
-"""Quotes of a CSV file, followed block by block as Arrow's parser follows them: one that is left open would swallow the rows after it.
+"""Track the quotes of a CSV file block by block, as Arrow's parser does: an unclosed quote would swallow the rows that follow.
 
-A quote counts at the start of a cell; there it may hold separators, line ends and doubled quotes. In the middle of a cell it is text.
+A quote opens a quoted cell only at the start of a cell; the cell may then contain separators, line ends and doubled quotes. A
+quote in the middle of a cell is plain text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ REMEDY = 'close it, or put the whole cell in quotes and double those inside, "5"
 
 
 def check_quotes(source: Source, separator: str) -> bool:
-    """Refuses a quote that is never closed, or only by the one that opens a cell in a later row. Says whether a cell holds a line end."""
+    """Reject a quote that is never closed, or only by a later row's opening quote. Return True if a cell contains a line end."""
     quotes = _Quotes(separator)
     for block in source.blocks():
         if not quotes.read(block):
@@ -31,21 +32,21 @@ def check_quotes(source: Source, separator: str) -> bool:
 
 
 class _Quotes:
-    """Where in a cell the file is, after the blocks so far."""
+    """Parser state after the blocks read so far."""
 
     def __init__(self, separator: str) -> None:
-        self.inside = False  # a quote is open
-        self.opened = 0  # the byte at which the last one was opened
-        self.any_lines = False  # a quoted cell held a line end
-        self._edges = LINE_ENDS + separator.encode()  # what cells end with
+        self.inside = False  # within a quoted cell
+        self.opened = 0  # byte offset of the most recent opening quote
+        self.any_lines = False  # some quoted cell contains a line end
+        self._edges = LINE_ENDS + separator.encode()  # bytes that end a cell
         self._edge = re.compile(b"[" + re.escape(self._edges) + b'](?="|\\Z)')
-        self._at_start = True  # of a cell
-        self._after = False  # a quote in quotes: the last of the cell, or the first of two
-        self._lines = False  # in the quotes that are open
-        self._offset = 0  # bytes before the block
+        self._at_start = True  # at the start of a cell
+        self._after = False  # after a quote within quotes: it closes the cell, or is the first of a doubled quote
+        self._lines = False  # the current quoted cell contains a line end
+        self._offset = 0  # bytes before this block
 
     def read(self, block: bytes) -> bool:
-        """Takes the next block; False where quotes over several lines end with one that is followed by text."""
+        """Process the next block; return False if a multi-line quoted cell ends with a quote that is followed by text."""
         skipped = len(BOM) if not self._offset and block.startswith(BOM) else 0
         if not self._plain(block) and not self._follow(block, skipped):
             return False
@@ -53,7 +54,7 @@ class _Quotes:
         return True
 
     def _plain(self, block: bytes) -> bool:
-        """Whether every quote of the block opens or closes a whole cell, or is one of two; by far the most are, and this is quick."""
+        """Fast path for nearly all blocks: True if every quote opens or closes a whole cell, or is one of a doubled pair."""
         if self.inside or self._after:
             return False
         content: NDArray[np.uint8] = np.frombuffer(block, np.uint8)
@@ -70,7 +71,7 @@ class _Quotes:
         return True
 
     def _follow(self, block: bytes, at: int) -> bool:
-        """Byte by byte where a quote is, from one to the next elsewhere."""
+        """Scan byte by byte around quotes, and jump from one to the next elsewhere."""
         while at < len(block):
             if self.inside:
                 close = block.find(b'"', at)
@@ -95,7 +96,7 @@ class _Quotes:
 
 
 def _refused(source: Source, opened: int, *, closed: bool) -> DataError:
-    """The error about a quote, with its row and line."""
+    """Build the error for a bad quote, with its row and line."""
     ends, offset, shown = 0, 0, b""
     for block in source.blocks():
         before = block[: max(opened - offset, 0)]
