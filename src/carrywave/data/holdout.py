@@ -1,6 +1,6 @@
-"""What is held out of the training data where there is no file for it: a keyed share of the sequences, or the end of a stream.
+"""Hold validation data out of the training data if no file is given for it: a keyed share of the sequences, or the end of a stream.
 
-A pure function of (seed, number of the sequence): it knows nothing of workers.
+The choice of sequences is a pure function of (seed, sequence index), independent of the number of workers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.shuffle import HELD_OUT, permutation
 from carrywave.errors import DataError
 
-LEAST_TOKENS = 2  # a token and the one that follows it
+LEAST_TOKENS = 2  # a token and its successor, the target
 
 
 def held_out(count: int, share: float, seed: int) -> NDArray[np.bool_]:
-    """Which sequences are held out: those with the smallest keys; at least one is, and at least one is not, where there are two."""
+    """Select the held-out sequences, those with the smallest keys; with two or more, at least one is held out and at least one is not."""
     held = np.zeros(count, np.bool_)
     if share > 0 and count >= 2:
         wanted = min(max(round(count * share), 1), count - 1)
@@ -27,12 +27,12 @@ def held_out(count: int, share: float, seed: int) -> NDArray[np.bool_]:
 
 
 def split_keyed(sequences: Sequences, held: NDArray[np.bool_]) -> tuple[Sequences, Sequences | None]:
-    """Train and valid, which share the flat arrays."""
+    """Split into train and valid, which share the flat arrays."""
     return (sequences, None) if not held.any() else (pick(sequences, ~held), pick(sequences, held))
 
 
 def pick(sequences: Sequences, wanted: NDArray[np.bool_]) -> Sequences:
-    """Some of the sequences."""
+    """Return the selected sequences."""
     return replace(
         sequences,
         starts=sequences.starts[wanted],
@@ -43,7 +43,7 @@ def pick(sequences: Sequences, wanted: NDArray[np.bool_]) -> Sequences:
 
 
 def split_tail(stream: Sequences, share: float, name: str) -> tuple[Sequences, Sequences]:
-    """Train and valid of one stream: the last share of its tokens is held out."""
+    """Split one stream into train and valid: the last `share` of its tokens is held out."""
     total = int(stream.lengths[0])
     if total < 2 * LEAST_TOKENS:
         raise DataError(f"{name} holds {total} tokens, too few to hold some out; give data.valid, or set data.share=0")

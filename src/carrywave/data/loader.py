@@ -1,7 +1,7 @@
-"""Batches from a view and an order: gathered in NumPy, built ahead by one background thread, copied without blocking on CUDA.
+"""Build batches from a view and an order: gathered in NumPy, prefetched by one background thread, copied to CUDA without blocking.
 
-One thread, not worker processes: a batch is a handful of gathers that take a fraction of a millisecond, so there is
-nothing to configure, no memory is copied between processes, and the order of batches is the order of the data.
+A thread rather than worker processes: a batch is a handful of gathers that take a fraction of a millisecond, so there is
+nothing to configure, no memory is copied between processes, and batches arrive in the order of the data.
 
 Shapes: T time, B lane.
 """
@@ -29,7 +29,7 @@ from carrywave.data.view import View
 
 @dataclass(frozen=True)
 class Share:
-    """What one process reads of every batch: an even share of the lanes; inputs and targets only where it has a use for them."""
+    """The part of every batch that one process reads: an even share of the lanes, with inputs and targets only if it needs them."""
 
     index: int = 0
     of: int = 1
@@ -37,12 +37,12 @@ class Share:
     targets: bool = True
 
     def bounds(self, lanes: int) -> tuple[int, int]:
-        """The first of so many lanes that this process holds, and the one after its last. With few lanes there may be none."""
+        """Return the range [first, end) of `lanes` that this process holds; it may be empty if there are few lanes."""
         return lanes * self.index // self.of, lanes * (self.index + 1) // self.of
 
 
 def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = None) -> Batch:
-    """The batch of a window, or this process's share of it; a share without lanes is one idle lane."""
+    """Build the batch of a window, or this process's share of it; a share without lanes becomes one idle lane."""
     given, share = share is not None, share or Share()
     total = len(window.sequence)
     low, high = share.bounds(total)
@@ -50,9 +50,9 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
     sequence, offset, length, fresh = (each[held] for each in (window.sequence, window.offset, window.length, window.fresh))
     if low == high:
         sequence, offset, length, fresh = sequence * 0 - 1, offset * 0, length * 0, fresh | True
-    known = np.maximum(sequence, 0)  # an idle lane reads the first sequence, and all of it is masked
+    known = np.maximum(sequence, 0)  # an idle lane reads the first sequence, fully masked
     time_T1 = np.arange(window.steps)[:, None]
-    # Padding repeats the last real row, so that every row that is asked for exists, its target too.
+    # Padding repeats the last real row, so that every requested row exists, and its target too.
     rows_TB = view.starts[known] + offset + np.minimum(time_T1, np.maximum(length - 1, 0))
     padded_TB = time_T1 >= length
     inputs = _inputs(view, rows_TB, padded_TB) if share.inputs else np.empty((*rows_TB.shape, 0), dtype=np.float32)
@@ -75,7 +75,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         epoch=cursor.epoch,
         step=cursor.step,
         real=int(length.sum()),
-        # Also where the share is all of it: one stage of several may read all that there is, and still have no batch of its own.
+        # Set even if the share covers every lane: a pipeline stage may hold all lanes and still lack the inputs or the targets.
         whole=(int(window.length.sum()), total) if given else None,
     )
 
@@ -88,13 +88,13 @@ def _inputs(view: View, rows_TB: Ints, padded_TB: NDArray[np.bool_]) -> NDArray[
 
 
 class Loader:
-    """The batches of an epoch from any cursor on, on a device, built ahead of their use."""
+    """Iterate over the batches of an epoch from any cursor, on a device, with prefetching."""
 
     def __init__(self, view: View, order: Order, *, device: torch.device, share: Share | None = None, ahead: int = 4) -> None:
         self.view, self.order, self.device, self.share, self.ahead = view, order, device, share, ahead
 
     def batches(self, start: Cursor) -> Generator[Batch, None, None]:
-        """From `start` to the end of its epoch. Closing the iterator stops the thread and waits for it."""
+        """Yield the batches from `start` to the end of its epoch. Closing the iterator stops the thread and waits for it."""
         number = self.order.num_steps(start.epoch)
         if not 0 <= start.step <= number:
             raise ValueError(f"step {start.step} of an epoch of {number} steps")
@@ -107,7 +107,7 @@ class Loader:
 
         def stop() -> None:
             stopped.set()
-            room.release()  # the worker may be waiting for room
+            room.release()  # wake the worker if it is waiting for room
 
         worker = threading.Thread(target=self._make, args=(start, number, made, room, stopped), name="carrywave-loader", daemon=True)
         worker.start()
@@ -128,8 +128,8 @@ class Loader:
         self, start: Cursor, number: int, made: SimpleQueue[_Made | BaseException], room: threading.Semaphore, stopped: threading.Event
     ) -> None:
         try:
-            # A stream of its own: copies run beside the computation, and do not wait for what is queued there.
-            # Pinning here is an error to a CUDA graph captured meanwhile, unless its capture_error_mode is thread_local.
+            # A separate stream: copies overlap with the computation and do not wait for work queued on its stream.
+            # Pinning memory here breaks a concurrent CUDA graph capture unless its capture_error_mode is thread_local.
             side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
             with nullcontext() if side is None else torch.cuda.stream(side):
                 for step in range(start.step, number):
@@ -141,39 +141,39 @@ class Loader:
                     if side is None:
                         made.put(_Made(batch.to(self.device)))
                     else:
-                        # The allocator of pinned memory keeps a block until the copies from it are done.
+                        # The pinned-memory allocator does not reuse a block until the copies from it are done.
                         moved = _each_tensor(batch, Tensor.pin_memory).to(self.device)
                         made.put(_Made(moved, side.record_event()))
-        except BaseException as fault:  # whatever it is, it belongs to the consumer
+        except BaseException as fault:  # of any kind: the consumer re-raises it
             made.put(fault)
 
 
-_RUNNING: dict[threading.Thread, Callable[[], None]] = {}  # how each worker is told to stop
+_RUNNING: dict[threading.Thread, Callable[[], None]] = {}  # how to stop each worker
 
 
 @atexit.register
 def _stop_all() -> None:
-    """A batch iterator that is still open when the program ends must not work on while the interpreter is taken down."""
+    """Stop iterators still open at exit, so that no thread runs during interpreter shutdown."""
     for worker, stop in list(_RUNNING.items()):
         stop()
         worker.join(timeout=5.0)
 
 
 class _Made:
-    """A batch, and on CUDA the event after which it has arrived."""
+    """A batch and, on CUDA, the event that marks the end of its copy."""
 
     def __init__(self, batch: Batch, arrived: torch.cuda.Event | None = None) -> None:
         self.batch, self.arrived = batch, arrived
 
     def take(self) -> Batch:
-        """The batch, ready for use on the current stream."""
+        """Return the batch, ready for use on the current stream."""
         if self.arrived is None:
             return self.batch
         current = torch.cuda.current_stream(self.batch.inputs.device)
         current.wait_event(self.arrived)
 
         def used_here(tensor: Tensor) -> Tensor:
-            tensor.record_stream(current)  # it was allocated on the side stream, which must not reuse it too early
+            tensor.record_stream(current)  # allocated on the side stream, which must not reuse the memory while it is in use here
             return tensor
 
         return _each_tensor(self.batch, used_here)
@@ -186,7 +186,7 @@ def _each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 
 
 def _ignoring(values: NDArray[Any], ignored: NDArray[np.bool_]) -> NDArray[Any]:
-    """Targets in the type that losses take, with those that count for nothing marked as such."""
+    """Convert targets to a dtype that losses accept, and mark the ignored ones."""
     real = values.dtype.kind == "f"
     targets: NDArray[Any] = np.require(values, dtype=np.float32 if real else np.int64, requirements=["C", "W", "O"])
     targets[ignored] = np.nan if real else IGNORED

@@ -1,7 +1,7 @@
-"""What is trained on, and in which order: a pure function of (lengths, seed, epoch), torch-free, that knows nothing of workers.
+"""The order of training data: a pure function of (lengths, seed, epoch), free of torch and independent of the number of workers.
 
-`StreamOrder` walks through contiguous streams side by side, window after window. `SequenceOrder` puts separate sequences of
-similar length together under a budget. Both answer "what is window k of epoch e" directly, so resuming costs no replay.
+`StreamOrder` walks through contiguous streams in parallel lanes, window by window. `SequenceOrder` batches separate sequences
+of similar length under a budget of steps. Both compute window k of epoch e directly, so resuming replays nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from carrywave.errors import DataError
 
 
 class Cursor(NamedTuple):
-    """The whole position in the data."""
+    """The complete position in the data."""
 
     epoch: int
     step: int
@@ -29,32 +29,32 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Which steps of which sequences stand in each lane of one batch."""
+    """Which steps of which sequences each lane of one batch holds."""
 
-    steps: int  # padded
-    sequence: Ints  # [B], -1 in an idle lane
+    steps: int  # including padding
+    sequence: Ints  # [B] index of the sequence, -1 in an idle lane
     offset: Ints  # [B] first step within its sequence
     length: Ints  # [B] real steps, 0 … steps
-    fresh: NDArray[np.bool_]  # [B] a sequence, or a piece of one, starts here
+    fresh: NDArray[np.bool_]  # [B] True if a sequence, or a piece of one, starts here
 
 
 class Order(Protocol):
-    """The windows of an epoch, by number."""
+    """Random access to the windows of an epoch."""
 
     def num_steps(self, epoch: int) -> int:
-        """Windows in an epoch."""
+        """Return the number of windows in an epoch."""
         ...
 
     def window(self, cursor: Cursor) -> Window:
-        """The window at a cursor."""
+        """Return the window at a cursor."""
         ...
 
 
 class StreamOrder:
-    """Contiguous streams: every lane works through its pieces one after the other, all on one grid of windows.
+    """Contiguous streams: each lane works through its pieces in turn, and all lanes share one grid of windows.
 
-    With `cut`, a sequence longer than an even share of all steps is cut into pieces, so that one corpus gives each lane one
-    piece. Without, sequences stay whole, and there are no more lanes than sequences.
+    With `cut`, sequences longer than an even share of all steps are cut into pieces, so that a single corpus gives each lane one
+    piece. Without it, sequences stay whole, and there are at most as many lanes as sequences.
     """
 
     def __init__(self, lengths: Ints, *, lanes: int, steps: int, seed: int = 0, vary: bool = False, cut: bool = True) -> None:
@@ -70,20 +70,20 @@ class StreamOrder:
         by_lane = np.argsort(lane, kind="stable")
         self._sequence, self._offset, self._length = sequence[by_lane], offset[by_lane], length[by_lane]
         self._lane = lane[by_lane]
-        self._count = np.bincount(lane, minlength=self.lanes)  # pieces of each lane
+        self._count = np.bincount(lane, minlength=self.lanes)  # pieces per lane
         self._begin = np.cumsum(self._count) - self._count
-        self._layout = lru_cache(maxsize=2)(self._lay_out)  # safe to share between the loader's thread and the loop
+        self._layout = lru_cache(maxsize=2)(self._lay_out)  # thread-safe: shared by the loader's thread and the training loop
 
     def num_steps(self, epoch: int) -> int:
-        """Windows in an epoch."""
+        """Return the number of windows in an epoch."""
         return len(self._layout(self._key(epoch)).edges) - 1
 
     def window(self, cursor: Cursor) -> Window:
-        """The window at a cursor."""
+        """Return the window at a cursor."""
         layout, at = self._layout(self._key(cursor.epoch)), cursor.step
         number = _in_range(at, len(layout.edges) - 1)
         lanes = np.arange(self.lanes)
-        # A lane without any piece finds that of another lane, or -1; it is idle all the same.
+        # For a lane without pieces the search returns another lane's piece, or -1; its length is set to 0 below.
         piece = np.searchsorted(layout.keys, lanes * (number + 1) + at, side="right") - 1
         first = layout.first[piece]
         done = layout.edges[at] - layout.edges[first]
@@ -99,7 +99,7 @@ class StreamOrder:
         )
 
     def _key(self, epoch: int) -> int:
-        return epoch if self._vary else 0  # windows of one length lie alike in every epoch
+        return epoch if self._vary else 0  # windows of fixed length are laid out the same in every epoch
 
     def _lay_out(self, epoch: int) -> _Layout:
         first, edges = self._varied(epoch) if self._vary else self._regular()
@@ -115,13 +115,13 @@ class StreamOrder:
     def _varied(self, epoch: int) -> tuple[Ints, Ints]:
         edges = np.zeros(1, dtype=np.int64)
         first = np.zeros_like(self._length)
-        position = np.zeros(self.lanes, dtype=np.int64)  # the next window of each lane
+        position = np.zeros(self.lanes, dtype=np.int64)  # next window of each lane
         for rank in range(int(self._count.max())):
             lanes = np.flatnonzero(self._count > rank)
             piece = self._begin[lanes] + rank
             first[piece] = position[lanes]
             while True:
-                # A lane's position never lies beyond the last edge: the search that set it found an edge.
+                # A lane's position is never past the last edge: the search that set it found an edge.
                 end = edges[position[lanes]] + self._length[piece]
                 if end.max() <= edges[-1]:
                     break
@@ -133,11 +133,11 @@ class StreamOrder:
 
 
 class SequenceOrder:
-    """Separate sequences, bucketed by length, as many in a batch as a budget of steps (padding included) holds.
+    """Separate sequences, bucketed by length; a batch holds as many as fit a budget of steps, padding included.
 
-    Lengths are rounded up to a grid. From the longest down, a batch takes the grid value of its first sequence as its window
-    and fills up, into the next smaller bucket if need be. So an epoch has few shapes, and the same ones every epoch; who
-    shares a batch, and the order of batches, are drawn anew.
+    Lengths are rounded up to a grid. From the longest down, a batch takes the grid value of its first sequence as its window and
+    fills up, from the next smaller bucket if necessary. An epoch thus has few shapes, and the same ones every epoch; which
+    sequences share a batch, and the order of the batches, are redrawn each epoch.
     """
 
     def __init__(self, lengths: Ints, *, tokens: int, seed: int = 0, shuffle: bool = True, max_shapes: int = 64) -> None:
@@ -147,20 +147,20 @@ class SequenceOrder:
         self._seed, self._shuffle = seed, shuffle
         self.oversized = int((self._lengths > tokens).sum())
         """Sequences over the budget; each is a batch of its own."""
-        # Two less than the shapes allowed: the last batch may be partial, and one shape is kept in reserve.
+        # Two fewer than the allowed shapes: the last batch may be partial, and one shape is kept in reserve.
         self.grid = length_grid(self._lengths, most=max_shapes - 2, edge=tokens)
-        # Bytes where they suffice: NumPy sorts them by radix, many times faster.
+        # uint8 if it suffices: NumPy radix-sorts it, many times faster.
         place = len(self.grid) - 1 - np.searchsorted(self.grid, self._lengths)
-        self._bucket = place.astype(np.uint8 if len(self.grid) <= 256 else np.int64)  # 0 holds the longest
+        self._bucket = place.astype(np.uint8 if len(self.grid) <= 256 else np.int64)  # bucket 0 holds the longest
         self._starts, self._steps = _walk(np.bincount(self._bucket, minlength=len(self.grid)), self.grid[::-1], tokens)
         self._table = lru_cache(maxsize=2)(self._tabulate)
 
     def num_steps(self, epoch: int) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return len(self._steps)
 
     def window(self, cursor: Cursor) -> Window:
-        """The batch at a cursor."""
+        """Return the batch at a cursor."""
         _in_range(cursor.step, len(self._steps))
         members, order = self._table(cursor.epoch if self._shuffle else 0)
         batch = order[cursor.step]
@@ -174,15 +174,15 @@ class SequenceOrder:
         )
 
     def waste(self, epoch: int) -> float:
-        """Share of an epoch's steps that is padding."""
+        """Return the fraction of an epoch's steps that is padding."""
         return 1.0 - float(self._lengths.sum()) / float((self._steps * np.diff(self._starts)).sum())
 
     def shapes(self, epoch: int) -> list[tuple[int, int]]:
-        """The distinct (steps, lanes) of an epoch's batches."""
+        """Return the distinct (steps, lanes) of an epoch's batches."""
         return sorted({(int(steps), int(lanes)) for steps, lanes in zip(self._steps, np.diff(self._starts), strict=True)})
 
     def _tabulate(self, epoch: int) -> tuple[Ints, Ints]:
-        """Sequences as they stand in the batches, and the order of the batches."""
+        """Return the sequences in batch order, and the order of the batches."""
         if self._shuffle:
             drawn = permutation(len(self._lengths), seed=self._seed, epoch=epoch, site=MEMBERS)
             order = permutation(len(self._steps), seed=self._seed, epoch=epoch, site=BATCHES)
@@ -193,18 +193,18 @@ class SequenceOrder:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """Where the pieces lie on the grid of windows of one epoch."""
+    """Where the pieces lie on one epoch's grid of windows."""
 
-    first: Ints  # [pieces] window in which a piece starts
+    first: Ints  # [pieces] window in which each piece starts
     edges: Ints  # [windows + 1] planned steps before each window
-    keys: Ints  # [pieces] rises over lanes and windows, so that one search finds every lane's piece
+    keys: Ints  # [pieces] sorted by lane, then window, so that one search finds the piece of every lane
 
 
 def _pieces(lengths: Ints, lanes: int) -> tuple[Ints, Ints, Ints]:
-    """Sequence, offset and length of every piece. Only sequences over an even share are cut, into pieces within that share."""
+    """Return sequence, offset and length of every piece. Sequences longer than an even share are cut into pieces of at most that share."""
     total = int(lengths.sum())
     share = -(-total // lanes)
-    # By the exact quotient, not by the rounded share: one corpus must give every lane a piece, however short.
+    # Use the exact quotient, not the rounded share: a single corpus must give every lane a piece, however short.
     count = np.where(lengths > share, -(-lengths * lanes // total), 1)
     sequence = np.repeat(np.arange(len(lengths)), count)
     part = np.arange(len(sequence)) - np.repeat(np.cumsum(count) - count, count)
@@ -213,7 +213,7 @@ def _pieces(lengths: Ints, lanes: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _least_loaded(loads: Ints, lanes: int) -> Ints:
-    """The lane of each piece: in order, each to the lane that has least so far, the first of equals."""
+    """Assign pieces to lanes greedily: each in turn goes to the least loaded lane, the lowest-numbered on ties."""
     heap = [(0, lane) for lane in range(lanes)]
     lane_of = []
     for load in loads.tolist():
@@ -224,11 +224,11 @@ def _least_loaded(loads: Ints, lanes: int) -> Ints:
 
 
 def _walk(counts: Ints, tops: Ints, tokens: int) -> tuple[Ints, Ints]:
-    """Boundaries of the batches in the sorted sequences, and the steps of each batch."""
+    """Return the batch boundaries in the sorted sequences, and the steps of each batch."""
     starts, steps = [], []
     position = 0
     for end, top in zip(np.cumsum(counts).tolist(), tops.tolist(), strict=True):
-        if position < end:  # else the batches before took all of this bucket
+        if position < end:  # otherwise earlier batches have used up this bucket
             lanes = max(1, tokens // top)
             begins = np.arange(position, end, lanes)
             starts.append(begins)

@@ -1,4 +1,4 @@
-"""From a spec to data ready to train on: files found, read, split, cached; and one more file read by the codec of a run."""
+"""Prepare the data a spec names: find, read, split and cache its files; or read one more file with the codec of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from carrywave.errors import DataError, SpecError
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
-SMALL_BYTES = 16 << 20  # a file to predict from is read in memory up to this size, so that no cache need be written
+SMALL_BYTES = 16 << 20  # a file to predict from is read into memory up to this size, so that nothing is written to the cache
 READING = (
     "tokens",
     "vocabulary",
@@ -47,23 +47,23 @@ LABELLED = ("classification", "tagging", "regression")
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data ready to train on."""
+    """Data ready for training."""
 
     train: Sequences
     valid: Sequences | None
     test: Sequences | None
     codec: Codec
     facts: DataFacts
-    fingerprint: str  # of the files' content and of how they are read
-    notes: tuple[str, ...] = ()  # what a person should know of how it was read
+    fingerprint: str  # hash of the files' content and of how they are read
+    notes: tuple[str, ...] = ()  # remarks for the user about how the data was read
 
 
 def _silent(_: str) -> None:
-    """Says nothing."""
+    """Discard a note."""
 
 
 def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], None] = _silent) -> Prepared:
-    """Reads, or finds in the cache, everything that the spec names; with `codec`, as the data of another run was read."""
+    """Read everything the spec names, or load it from the cache; with `codec`, read it as the data of another run was read."""
     check_spec(spec)
     check_codec(codec, spec)
     if spec.data.train is None:
@@ -89,7 +89,7 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
 
 
 def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) -> Prepared:
-    """Parts with their codec and facts; each part's fingerprint says which part of what it is."""
+    """Combine the parts with their codec and facts; each part's fingerprint identifies the data and the part."""
     if "valid" not in found.parts:
         note("nothing is held out to validate on")
     marked = {part: replace(value, fingerprint=f"{fingerprint}:{part}") for part, value in found.parts.items()}
@@ -98,7 +98,7 @@ def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) ->
 
 
 def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
-    """One more file by the codec of a run; without `labelled`, labels may be missing and are not read."""
+    """Read one more file with the codec of a run; if not `labelled`, labels may be missing and are not read."""
     source = find(str(path), field=part, format=spec.data.format, any_bytes=_reads_bytes(spec))
     _check_format(source, spec, labelled=labelled)
 
@@ -114,12 +114,12 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
 
 
 def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:
-    """The series in a file, as they stand there."""
+    """Return the series in a file, in their original units."""
     return _table_opener(find(str(path), field="data"), spec)(codec)
 
 
 def check_spec(spec: Spec) -> None:
-    """Refuses settings of reading that contradict each other."""
+    """Reject data settings that contradict the task."""
     if spec.data.split is not None and spec.task != "forecasting":
         raise SpecError(f"data.split is for forecasting, not for {spec.task}; give files for data.valid and data.test, or use data.share")
     for field in ("columns", "targets", "time", "series"):
@@ -128,13 +128,13 @@ def check_spec(spec: Spec) -> None:
 
 
 def check_codec(codec: Codec | None, spec: Spec) -> None:
-    """Refuses the codec of another task."""
+    """Reject the codec of another task."""
     if codec is not None and codec.task != spec.task:
         raise DataError(f"task={spec.task}, but the codec to read by is of {codec.task}; start from a run of the same task")
 
 
 def _reads_bytes(spec: Spec) -> bool:
-    """Whether a file is read byte by byte, whatever it holds."""
+    """True if a file is read as raw bytes, whatever it contains."""
     return spec.task == "language" and spec.data.tokens == "byte" and spec.streams
 
 
@@ -150,7 +150,7 @@ def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
 
 
 def _key(spec: Spec, sources: dict[str, Source], codec: Codec | None) -> str:
-    """A hash of what is read and of every option that changes the result."""
+    """Return a hash of the files and of every option that affects the result."""
     data = spec.data
     keyed = "valid" not in sources and data.share > 0 and (spec.task in LABELLED or not spec.streams)
     options = {
@@ -190,7 +190,7 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
 
 
 def hold_out(found: dict[str, Sequences], spec: Spec, share: float, held: examples.Held, name: str) -> dict[str, Sequences]:
-    """The parts, with a share of train as valid where there is none: the end of a stream, or the rows that are `held`."""
+    """Take valid from train if `valid` is missing: the end of a stream, or the rows marked in `held`."""
     valid: Sequences | None = None
     if share and spec.task == "language" and spec.streams and len(found["train"]) == 1:
         train, valid = holdout.split_tail(found["train"], share, name)
@@ -204,7 +204,7 @@ def _is_stream(source: Source, spec: Spec) -> bool:
 
 
 def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled: bool, part: str) -> Sequences:
-    """A whole file by a codec."""
+    """Encode a whole file with a codec."""
     if spec.task == "forecasting":
         return series.read(_table_opener(source, spec)(codec), codec, spec, new, part=part, labelled=labelled)
     if _is_stream(source, spec):
@@ -218,7 +218,7 @@ def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled
 
 
 def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]:
-    """Reads a table by the spec, or as the codec of the training data says."""
+    """Return a function that reads a table as the spec says or, given a codec, as the training data was read."""
 
     def open_table(codec: Codec | None) -> Table:
         choice = ColumnChoice.of(spec.data, codec)

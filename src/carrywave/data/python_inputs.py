@@ -1,6 +1,6 @@
-"""Data from Python without a file: arrays, tensors, lists of sequences, texts, frames and map-style Datasets, checked as files are.
+"""Read data from Python objects: arrays, tensors, lists of sequences, texts, frames and map-style Datasets, validated like files.
 
-Nothing here imports torch, pandas, polars or datasets: each object is known by what it can do.
+Nothing here imports torch, pandas, polars or datasets: objects are recognised by duck typing.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from carrywave.data.tables.table import Table, arrange
 from carrywave.errors import DataError
 from carrywave.spec.spec import Spec
 
-LONGEST_NAME = 4096  # characters that a file's name may have
+LONGEST_NAME = 4096  # maximum length of a file name, in characters
 PARTS = {"train": "train", "valid": "valid", "validation": "valid", "test": "test"}
 
 
 def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepared:
-    """Data ready to train on. `data` is train, or a dict of train, valid and test; each part may be
+    """Prepare data for training. `data` is train, or a dict of train, valid and test; each part may be
 
-    - a Path, or a string that names a file (see `file_of`): all parts then are files;
-    - a text (language); an array or tensor of tokens, one stream or [sequences, steps]; a list of sequences of any lengths;
+    - a Path, or a string that names a file (see `file_of`): all parts must then be files;
+    - a text (language); an array or tensor of tokens, one stream or [sequences, steps]; a list of sequences of any length;
     - a pair (inputs, targets); a list of such pairs, or of dicts with the fields of a JSON line;
     - a frame (pandas, polars, Arrow): series for forecasting, else rows with the fields of a JSON line;
     - a map-style Dataset of dicts or pairs; an array [rows, columns], or a list of them, for forecasting.
 
-    With `codec` it is read as the data of another run was read.
+    With `codec`, it is read as the data of another run was read.
     """
     check_spec(spec)
     check_codec(codec, spec)
@@ -61,13 +61,13 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
 
 
 def naming(data: Any, spec: Spec) -> Spec:
-    """The spec, with the files that data from Python names; with no file at all where it is objects."""
+    """Return the spec with `data.train`, `valid` and `test` set to the files that `data` names, or to None if it holds objects."""
     files = _files(_by_part(data), spec)
     return spec.model_copy(update={"data": spec.data.model_copy(update={"train": None, "valid": None, "test": None, **files})})
 
 
 def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
-    """One more part, a file or an object, by the codec of a run; without `labelled`, labels may be missing and are not read."""
+    """Read one more part, a file or an object, with the codec of a run; if not `labelled`, labels may be missing and are not read."""
     file = file_of(data, spec)
     if file is not None:
         return read(file, codec, spec, labelled=labelled, part=part)
@@ -81,15 +81,15 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
 
 
 def series_of(data: Any, codec: Codec, spec: Spec) -> Table:
-    """The series of a file or an object, as they stand there."""
+    """Return the series in a file or an object, in their original units."""
     file = file_of(data, spec)
     return table_of_file(file, codec, spec) if file is not None else _table_opener(data, "data", spec)(codec)
 
 
 def file_of(value: Any, spec: Spec) -> str | None:
-    """The file that a value names, or None: a Path always; a string unless the task is language and it may be a text.
+    """Return the file a value names, or None. A Path is always a file; so is a string, unless the task is language.
 
-    For language, a string is a file where one of that name is there, or where it is one word that ends as data files do.
+    For language, a string may be a text. It is a file if one of that name exists, or if it is a single word with the suffix of a data file.
     """
     if isinstance(value, Path):
         return str(value)
@@ -133,7 +133,7 @@ def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None) -> Entry:
 
 @dataclass(frozen=True)
 class ItemRows:
-    """Rows of anything that has a length and items."""
+    """Rows of any object with a length and items."""
 
     name: str
     length: int
@@ -145,11 +145,11 @@ class ItemRows:
             yield number, self.get(number)
 
     def count(self) -> int:
-        """Items."""
+        """Return the number of items."""
         return self.length
 
     def where(self, number: int) -> str:
-        """Part and item."""
+        """Return part and item number."""
         return f"{self.name} item {number}"
 
 
@@ -169,16 +169,16 @@ class FrameRows:
                 number += 1
 
     def count(self) -> int:
-        """Rows of the frame."""
+        """Return the number of rows."""
         return int(self.table.num_rows)
 
     def where(self, number: int) -> str:
-        """Part and row."""
+        """Return part and row number."""
         return f"{self.name} item {number}"
 
 
 def as_rows(data: Any, part: str) -> Rows | None:
-    """The rows of a frame; None for anything else."""
+    """Return the rows of a frame; None for anything else."""
     if (rows := rows_of(data) if is_frame(data) else None) is not None:
         return ItemRows(part, len(rows), rows.__getitem__, join=True)
     frame = as_table(data, part)
@@ -186,7 +186,7 @@ def as_rows(data: Any, part: str) -> Rows | None:
 
 
 def _rows(data: Any, part: str, spec: Spec) -> Rows:
-    """Any object as rows with the fields of a JSON line."""
+    """Convert any object to rows with the fields of a JSON line."""
     if isinstance(data, str):
         texts = [data] if spec.streams else [line for line in data.split("\n") if line.strip()]
         return ItemRows(part, len(texts), lambda number: {"text": texts[number]}, join=spec.streams)
@@ -196,7 +196,7 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
         return _pairs(data, part, spec)
     plain = as_plain(data)
     if (isinstance(plain, np.ndarray) and plain.ndim < 2) or _is_flat(plain):
-        # A flat row of tokens is one stream, not many sequences of one token.
+        # A flat list of tokens is one stream, not many sequences of one token.
         return ItemRows(part, 1, lambda _: _row(plain, part, spec))
     if not hasattr(plain, "__len__") or not hasattr(plain, "__getitem__"):
         raise DataError(
@@ -223,7 +223,7 @@ def _pairs(data: tuple[Any, ...], part: str, spec: Spec) -> Rows:
 
 
 def _side(value: Any, what: str) -> Any:
-    """The items of one side of a pair. A frame of one column is that column; one of several gives a row of numbers for each item."""
+    """Return the items of one side of a pair: the column of a one-column frame; a row of numbers per item if there are several columns."""
     if not is_frame(value):
         return as_plain(value)
     columns = dict(columns_of(value))
@@ -237,7 +237,7 @@ def _side(value: Any, what: str) -> Any:
 
 
 def _row(item: Any, where: str, spec: Spec) -> Row:
-    """One item as a row: a dict as it stands, a pair (content, target), or content alone."""
+    """Convert one item to a row: a dict as it is, a pair (content, target), or content alone."""
     if isinstance(item, Mapping):
         return dict(item)
     if isinstance(item, tuple) and len(item) == 2:
@@ -248,7 +248,7 @@ def _row(item: Any, where: str, spec: Spec) -> Row:
 
 
 def _content(item: Any, spec: Spec) -> Row:
-    """What a sequence is: a text, tokens (a flat row of whole numbers, or of strings), or steps of numbers."""
+    """Determine the content of a sequence: a text, tokens (a flat list of integers or of strings), or numeric steps."""
     if isinstance(item, str):
         return {"text": item}
     plain = as_plain(item)
@@ -256,14 +256,14 @@ def _content(item: Any, spec: Spec) -> Row:
         return {"tokens": plain}
     try:
         array: NDArray[Any] = np.asarray(plain)
-    except ValueError:  # ragged: the check of steps says where
+    except ValueError:  # ragged: the validation of steps reports where
         return {"steps": plain}
     flat_tokens = array.ndim == 1 and array.dtype.kind in "iu" and spec.task != "forecasting"
     return {"tokens": array} if flat_tokens or spec.task == "language" else {"steps": plain}
 
 
 def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], Table]:
-    """Reads series by the spec, or as the codec of the training data says."""
+    """Return a function that reads series as the spec says or, given a codec, as the training data was read."""
 
     def open_table(codec: Codec | None) -> Table:
         choice = ColumnChoice.of(spec.data, codec)
@@ -279,7 +279,7 @@ def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], 
 
 
 def _fingerprint(found: dict[str, Sequences], codec: Codec) -> str:
-    """A hash of the arrays and of the codec."""
+    """Return a hash of the arrays and the codec."""
     digest = hashlib.sha256(codec.to_json().encode())
     seen: set[int] = set()
     for part, sequences in found.items():

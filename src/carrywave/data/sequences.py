@@ -1,7 +1,7 @@
-"""`Sequences` is all data in one shape: sequences that lie end to end in flat arrays, in memory or memory-mapped.
+"""`Sequences` is the common format of all data: sequences stored end to end in flat arrays, in memory or memory-mapped.
 
-A language corpus is one long sequence of tokens, a set of labelled examples is many short ones, a table of series is one
-for each series. Parts of one series (train, valid, test) may share the flat array.
+A language corpus is one long sequence of tokens, a set of labelled examples is many short ones, a table holds one per series.
+Parts of one data set (train, valid, test) may share the flat array.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Sequences:
     starts: Ints  # [n] first row of each sequence
     lengths: Ints  # [n] rows of each sequence, at least 1
     labels: NDArray[Any] | None = None  # for each sequence: [n] int64 classes, or [n, outputs] float32
-    tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 where there is none
-    warm: Ints | None = None  # [n] first rows of a sequence that only warm up the carry
-    names: tuple[str, ...] | None = None  # for each sequence, where it has one (a series)
-    fingerprint: str = ""  # of content and reading; equal data, equal text
+    tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 for no tag
+    warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
+    names: tuple[str, ...] | None = None  # one per sequence, if sequences are named (series)
+    fingerprint: str = ""  # hash of content and reading; equal for equal data
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -1,7 +1,7 @@
-"""Randomness of the data's order: a counter-based hash in NumPy's 64-bit integers, so that it is the same everywhere.
+"""Reproducible randomness for the order of data: a counter-based hash in NumPy's 64-bit integers, identical on every platform.
 
-A draw is a pure function of (seed, epoch, site, index). Nothing is kept between draws, so any of them can be had without
-the ones before it; NumPy's own generators promise no equal streams across versions, integer arithmetic does.
+A draw is a pure function of (seed, epoch, site, index). There is no state, so any draw can be computed without the ones before
+it. NumPy's own generators do not guarantee equal streams across versions; integer arithmetic does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from carrywave.data.sequences import Ints
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 
-# Sites: draws for different purposes must not be related.
+# Sites: draws for different purposes must be independent.
 MEMBERS, BATCHES, WINDOW_BASE, WINDOW_RADIUS, WINDOW_ANGLE, HELD_OUT = range(1, 7)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -22,29 +22,29 @@ _WORD = 2**64 - 1
 
 
 def draw_words(seed: int, epoch: int, site: int, index: Ints) -> Words:
-    """64 random bits for each index."""
-    state = np.zeros(1, dtype=np.uint64)  # an array of one: NumPy warns when scalars wrap around, which is wanted here
+    """Return 64 random bits per index."""
+    state = np.zeros(1, dtype=np.uint64)  # a one-element array: NumPy warns when scalars overflow, and wrapping is intended here
     for part in (seed, epoch, site):
         state = _mix((state ^ np.uint64(part & _WORD)) + _GOLDEN)
     return _mix(state + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
 def draw_uniforms(seed: int, epoch: int, site: int, index: Ints) -> Floats:
-    """A number strictly between 0 and 1 for each index."""
+    """Return a uniform number strictly between 0 and 1 per index."""
     uniforms: Floats = ((draw_words(seed, epoch, site, index) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return uniforms
 
 
 def permutation(count: int, *, seed: int, epoch: int, site: int) -> Ints:
-    """A random order of 0 … count-1."""
+    """Return a random permutation of 0 … count-1."""
     words = draw_words(seed, epoch, site, np.arange(count, dtype=np.int64))
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
 def varied_steps(steps: int, *, seed: int, epoch: int, first: int, count: int) -> Ints:
-    """Lengths of windows `first … first+count-1` as AWD-LSTM draws them: around `steps`, one in twenty around half of it.
+    """Return the lengths of windows `first … first+count-1` as in AWD-LSTM: around `steps`, but around half of it one time in twenty.
 
-    Normal with a deviation of 5, at least 5 (or `steps`, where that is less) and at most `steps` + 20, so that memory has a bound.
+    Normally distributed with a standard deviation of 5; at least 5 (or `steps`, if smaller) and at most `steps` + 20, which bounds memory.
     """
     index = np.arange(first, first + count, dtype=np.int64)
     base = np.where(draw_uniforms(seed, epoch, WINDOW_BASE, index) < 0.95, float(steps), steps / 2)
@@ -54,7 +54,7 @@ def varied_steps(steps: int, *, seed: int, epoch: int, first: int, count: int) -
 
 
 def _mix(words: Words) -> Words:
-    """The finaliser of splitmix64: every bit of the input flips half of the output's."""
+    """The finaliser of splitmix64: flipping any input bit flips about half of the output bits."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

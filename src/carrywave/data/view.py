@@ -1,6 +1,6 @@
-"""A `View` is what a task reads of its data: sequences of steps, each step with an input and perhaps a target.
+"""A `View` is what a task reads of its data: sequences of steps, each with an input and possibly a target.
 
-The loader asks it for whole matrices of row numbers at once, so building a batch is a few gathers in NumPy.
+The loader queries it with whole matrices of row numbers, so building a batch takes a few NumPy gathers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class View:
 
     inputs: NDArray[Any]  # [rows] tokens or [rows, features]
     starts: Ints
-    lengths: Ints  # steps that can be trained on
+    lengths: Ints  # number of steps that can be trained on
     targets_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> targets [T, B, …], int64 or float32
-    labels: NDArray[Any] | None = None  # pooled tasks: one target for each sequence
-    inputs_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> inputs, where they are more than rows of `inputs`
-    warm: Ints | None = None  # leading steps of each sequence whose targets do not count
+    labels: NDArray[Any] | None = None  # pooled tasks: one target per sequence
+    inputs_at: Callable[[NDArray[np.int64]], NDArray[Any]] | None = None  # rows [T, B] -> inputs, if they are more than rows of `inputs`
+    warm: Ints | None = None  # leading steps of each sequence whose targets are ignored

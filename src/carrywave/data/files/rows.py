@@ -1,6 +1,6 @@
-"""Rows of fields, from JSON lines, lines of text, CSV, Parquet or Arrow tables: one shape for all that holds examples.
+"""A common `Rows` interface to files of examples: JSON lines, lines of text, CSV and Parquet.
 
-Rows are read one after the other and can be read again; each knows how an error should name it.
+Rows are read one at a time and can be iterated repeatedly; each can be located in an error message.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ EXAMPLE = '{"steps": [[0.1, 0.2], …], "label": "a"}'
 
 
 class Rows(Protocol):
-    """Numbered rows that can be read several times."""
+    """Numbered rows that can be iterated several times."""
 
     @property
     def name(self) -> str:
-        """How errors name the whole."""
+        """Name of the whole in error messages."""
 
     @property
     def join(self) -> bool:
-        """Whether texts follow each other, so that a stream may run from one row into the next."""
+        """True if texts may be concatenated, so that a stream runs from one row into the next."""
 
     def __iter__(self) -> Iterator[tuple[int, Row]]: ...
 
     def count(self) -> int:
-        """How many rows there are, without parsing them where that can be."""
+        """Count the rows, without parsing them if possible."""
 
     def where(self, number: int) -> str:
-        """How errors name a row."""
+        """Return the location of a row for error messages."""
 
 
 @dataclass(frozen=True)
 class JsonRows:
-    """One JSON object a line; blank lines are passed over."""
+    """One JSON object per line; blank lines are skipped."""
 
     source: Source
     join: bool = True
 
     @property
     def name(self) -> str:
-        """The file's name."""
+        """The file name."""
         return self.source.name
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
@@ -76,24 +76,24 @@ class JsonRows:
         return row
 
     def count(self) -> int:
-        """Lines that are not blank."""
+        """Count the non-blank lines."""
         return sum(1 for _, line in self.source.lines() if line.strip())
 
     def where(self, number: int) -> str:
-        """File and line."""
+        """Return file and line number."""
         return f"{self.name}:{number}"
 
 
 @dataclass(frozen=True)
 class LineRows:
-    """Each line of a text file that is not blank is a row with a `text`."""
+    """Each non-blank line of a text file is a row with the field `text`."""
 
     source: Source
     join: bool = False
 
     @property
     def name(self) -> str:
-        """The file's name."""
+        """The file name."""
         return self.source.name
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
@@ -107,11 +107,11 @@ class LineRows:
                     ) from error
 
     def count(self) -> int:
-        """Lines that are not blank."""
+        """Count the non-blank lines."""
         return sum(1 for _, line in self.source.lines() if line.strip())
 
     def where(self, number: int) -> str:
-        """File and line."""
+        """Return file and line number."""
         return f"{self.name}:{number}"
 
 
@@ -124,7 +124,7 @@ class ParquetRows:
 
     @property
     def name(self) -> str:
-        """The file's name."""
+        """The file name."""
         return self.source.name
 
     def _open(self) -> Any:
@@ -135,18 +135,18 @@ class ParquetRows:
             yield from _batches(file.iter_batches(batch_size=BATCH_ROWS), self.source)
 
     def count(self) -> int:
-        """Rows, from the file's own table of contents."""
+        """Return the row count from the file's metadata."""
         with self._open() as file:
             return int(file.metadata.num_rows)
 
     def where(self, number: int) -> str:
-        """File and row."""
+        """Return file and row number."""
         return f"{self.name}: row {number}"
 
 
 @dataclass(frozen=True)
 class CsvRows:
-    """Rows of a CSV file with the columns text and label, read as they stand."""
+    """Rows of a CSV file; the columns text and label stay strings."""
 
     source: Source
     numeric_label: bool
@@ -154,11 +154,11 @@ class CsvRows:
 
     @property
     def name(self) -> str:
-        """The file's name."""
+        """The file name."""
         return self.source.name
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
-        # Everything is text: guessing from the first block would read "007" as 7, and be wrong about the next.
+        # Read both columns as strings: inferring types from the first block would turn "007" into 7 and could be wrong for the next.
         types = {"text": pa.string(), "label": pa.string()}
         delimiter = self.source.separator()
         self.source.check_utf8()
@@ -175,11 +175,11 @@ class CsvRows:
                 if self.numeric_label and "label" in row:
                     row["label"] = self._number(number, row["label"])
                 elif not (row.get("label") or "").strip():
-                    row.pop("label", None)  # an empty cell is no label, and no class of its own
+                    row.pop("label", None)  # an empty cell means no label, and is not a class
                 yield number, row
 
     def _number(self, number: int, label: str | None) -> float | None:
-        """The label of regression, an empty one as none."""
+        """Parse a regression label; an empty cell is None."""
         if label is None or not label.strip():
             return None
         try:
@@ -190,11 +190,11 @@ class CsvRows:
             ) from None
 
     def count(self) -> int:
-        """Rows."""
+        """Count the rows."""
         return sum(1 for _ in self)
 
     def where(self, number: int) -> str:
-        """File and row."""
+        """Return file and row number."""
         return f"{self.name}: row {number}"
 
 
@@ -207,7 +207,7 @@ def _batches(batches: Iterator[Any], source: Source) -> Iterator[tuple[int, Row]
 
 
 def open_rows(source: Source, *, numeric_label: bool) -> Rows:
-    """The rows of a file, by its format."""
+    """Open a file as rows, according to its format."""
     if source.format == "jsonl":
         return JsonRows(source)
     if source.format == "parquet":

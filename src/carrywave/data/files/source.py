@@ -1,6 +1,6 @@
-"""A `Source` is one file as the user named it: found, decompressed by its name, and read in blocks, never whole.
+"""A `Source` is one file as the user named it: located, decompressed according to its name, and read in blocks, never as a whole.
 
-Everything above reads blocks of bytes, blocks of text or numbered lines; nothing above knows about compression.
+Higher layers read blocks of bytes, blocks of text or numbered lines, and never deal with compression.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ FORMATS: dict[str, Format] = {
     ".pq": "parquet",
 }
 BOM = codecs.BOM_UTF8
-PACKED: dict[bytes, tuple[str, str]] = {  # what files that are compressed begin with: by what, and how they are unpacked
+PACKED: dict[bytes, tuple[str, str]] = {  # magic bytes of compressed files -> (format, how to decompress)
     b"\x1f\x8b\x08": ("gzip", "name it {name}.gz, or unpack it with: gunzip -c {name} > unpacked"),
     b"(\xb5/\xfd": ("zstd", "name it {name}.zst, or unpack it with: zstd -dc {name} > unpacked"),
     b"BZh": ("bzip2", "unpack it with: bunzip2 -c {name} > unpacked"),
     b"\xfd7zXZ": ("xz", "unpack it with: xz -dc {name} > unpacked"),
     b"PK\x03\x04": ("zip", "unpack it with: unzip {name}"),
 }
-BLOCK_OF_BZIP2 = b"1AY&SY"  # after the size of blocks: BZh alone may begin a text
+BLOCK_OF_BZIP2 = b"1AY&SY"  # follows the block-size digit; BZh alone may start a text
 ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 HEAD_BYTES = 16
 SEPARATORS = (";", "\t", "|", ",")
@@ -54,7 +54,7 @@ SEPARATORS = (";", "\t", "|", ",")
 class Source:
     """A file, or a text that ships with Python."""
 
-    name: str  # as the user wrote it; errors speak of it so
+    name: str  # as the user wrote it; used in error messages
     path: Path | None  # None for the built-in text
     format: Format
     compression: str | None = None
@@ -62,36 +62,36 @@ class Source:
 
     @property
     def tabs(self) -> bool:
-        """Whether the name says that columns are separated by tabs."""
+        """True if the name says that columns are separated by tabs."""
         return ".tsv" in Path(self.name).suffixes
 
     def head(self) -> bytes:
-        """The first bytes of the content."""
+        """Return the first bytes of the content."""
         with self.guard(self.open) as stream:
             return bytes(self.guard(lambda: stream.read(HEAD_BYTES)))
 
     def digest(self) -> str:
-        """SHA-256 of the bytes as they are stored."""
+        """Return the SHA-256 of the stored bytes."""
         if self.path is None:
             return hashlib.sha256(builtin_text().encode()).hexdigest()
         path = self.path
         return str(self.guard(lambda: hashes.sha256(path)))
 
     def open(self) -> Any:
-        """A binary stream of the decompressed content."""
+        """Open a binary stream of the decompressed content."""
         if self.path is None:
             return io.BytesIO(builtin_text().encode())
         file = pa.OSFile(str(self.path), "rb")
         return pa.CompressedInputStream(file, self.compression) if self.compression else file
 
     def blocks(self) -> Iterator[bytes]:
-        """The content in blocks of at most `block_bytes`."""
+        """Yield the content in blocks of at most `block_bytes`."""
         with self.open() as stream:
             while block := self.guard(lambda: stream.read(self.block_bytes)):
                 yield bytes(block)
 
     def guard(self, read: Callable[[], Any]) -> Any:
-        """The result of `read`, with what pyarrow says about a broken file turned into a user's error."""
+        """Call `read` and convert pyarrow's errors about a broken file to a `DataError`."""
         try:
             return read()
         except (OSError, pa.ArrowException) as error:
@@ -100,7 +100,7 @@ class Source:
             ) from error
 
     def separator(self) -> str:
-        """What separates columns: tabs or commas, as the name says; another one in its first line is refused by name."""
+        """Return the column separator, tab or comma according to the name; reject a file whose first line uses another one."""
         first = next((line for _, line in self.lines()), b"")
         ours = "\t" if self.tabs else ","
         if ours.encode() not in first:
@@ -115,7 +115,7 @@ class Source:
         return ours
 
     def check_utf8(self) -> None:
-        """Refuses a file of another encoding, with the line where that shows: Arrow would take such a column for bytes, and say nothing."""
+        """Reject a file in another encoding, and report the line: Arrow would silently read such a column as bytes."""
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             for block in self.blocks():
@@ -130,7 +130,7 @@ class Source:
                     raise DataError(f"{self.name}:{number}: {shown!r} is not valid utf-8; {to_utf8(self.name)}") from fault
 
     def texts(self) -> Iterator[str]:
-        """The content as blocks of text; a character whose bytes straddle a border is kept whole."""
+        """Yield the content as blocks of text, without splitting a character whose bytes straddle a block boundary."""
         pending, offset_bytes = b"", 0
         for number, block in enumerate(self.blocks()):
             data = pending + block
@@ -152,7 +152,7 @@ class Source:
             ) from error
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Numbered lines (from 1) without their line end."""
+        """Yield numbered lines (from 1) without their line ends."""
         number = 1
         parts: list[bytes] = []
         for index, block in enumerate(self.blocks()):
@@ -168,7 +168,7 @@ class Source:
 
 
 def find(name: str, *, field: str, format: str = "auto", block_bytes: int = BLOCK_BYTES, any_bytes: bool = False) -> Source:
-    """The source behind a name in the spec, or an error that says what is wrong with it; `any_bytes`: it need not be text."""
+    """Return the source for a name in the spec, or raise an error that says what is wrong; `any_bytes`: it need not be text."""
     if name == BUILTIN_TEXT:
         return Source(name, None, "text", block_bytes=block_bytes)
     if name.startswith("builtin:"):
@@ -197,20 +197,20 @@ def find(name: str, *, field: str, format: str = "auto", block_bytes: int = BLOC
 
 
 def named_format(suffix: str, asked: str) -> Format:
-    """The format that the spec asks for, or else the one that a file's name says; text where it says nothing."""
+    """Return the format the spec asks for, else the one the file name implies; text by default."""
     if asked in ("text", "jsonl", "csv", "parquet"):
         return asked  # type: ignore[return-value]
     return FORMATS.get(suffix, "text")
 
 
 def builtin_text() -> str:
-    """The prose of Python's own language reference, about 460 kB of English."""
+    """Return the prose of Python's own language reference, about 460 kB of English."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     return "\n\n".join(topics[key] for key in sorted(topics))
 
 
 def not_utf8(name: object, head: bytes) -> str | None:
-    """What a file that begins so is, where it is not text in utf-8, and what to do about it."""
+    """Return an error message if the first bytes show that the file is not utf-8 text: what it is, and how to fix it."""
     packing = packed(head)
     if packing is not None:
         how, remedy = PACKED[packing]
@@ -225,18 +225,18 @@ def not_utf8(name: object, head: bytes) -> str | None:
 
 
 def packed(head: bytes) -> bytes | None:
-    """The mark of a compression that a file begins with."""
+    """Return the magic bytes of the compression format that a file starts with, or None."""
     found = next((mark for mark in PACKED if head.startswith(mark)), None)
     return None if found == b"BZh" and head[4:10] != BLOCK_OF_BZIP2 else found
 
 
 def to_utf8(name: object) -> str:
-    """What to do about a file of another encoding."""
+    """Return advice on how to convert a file to utf-8."""
     return f"convert the file to utf-8, from Latin-1 with: iconv -f latin1 -t utf-8 {name} > converted"
 
 
 def one_line(error: BaseException) -> str:
-    """An error of a library in one line."""
+    """Return a library's error message on one line."""
     return " ".join(str(error).split())[:200]
 
 
