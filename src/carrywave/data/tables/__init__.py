@@ -1,1 +1,1 @@
-"""Tables as time series: columns, times, frequency, scale."""
+"""Read tables as time series: columns, times, frequency, scale."""

@@ -1,4 +1,4 @@
-"""Which column of a table plays which part: the times, the name of a series, the numbers; and why the others are not read."""
+"""Determine the role of each column of a table: time, series name or values; and explain why other columns are not read."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from carrywave.spec.spec import DataSpec
 TIME_NAMES = ("ds", "date", "datetime", "timestamp", "time")
 SERIES_NAME = "unique_id"
 A_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
-MOSTLY = 0.9  # share of dates from which a column whose name says nothing is one of times, the others being mistakes
-SHOWN = 8  # names in a message
+MOSTLY = 0.9  # a column whose name says nothing holds times if at least this fraction are dates; the rest are errors
+SHOWN = 8  # at most this many names in a message
 A_CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?$"
-HOURS = ("hour", "hr", "hours")  # columns that count them beside one of days
-DENSE = 0.25  # share of the times at which a number that names a series must be there on average: what is measured seldom is the same
+HOURS = ("hour", "hr", "hours")  # names of columns of hours next to a column of days
+DENSE = 0.25  # an integer column may name series only if its values occur at this fraction of times on average: measurements seldom repeat
 
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """Which columns play which part, and how far apart times are; None leaves it to the table."""
+    """The requested role of columns and spacing of times; None leaves the choice to the table."""
 
     columns: tuple[str, ...] | None = None
     time: str | None = None
     series: str | None = None
     frequency: str | None = None
-    strict: bool = True  # irregular times are refused; else there are no times ahead of them
-    trained: bool = False  # as the training data was read
+    strict: bool = True  # reject irregular times; otherwise accept them, and forecasts have no times
+    trained: bool = False  # read as the training data was read
 
     @staticmethod
     def of(data: DataSpec, codec: Codec | None) -> ColumnChoice:
-        """By the spec, or as the codec of the training data says."""
+        """Take the choice from the spec or, given a codec, from the training data."""
         if codec is None:
             return ColumnChoice(data.columns, data.time, data.series, data.rhythm)
         return ColumnChoice(codec.columns, codec.time, codec.series, codec.frequency, strict=codec.frequency is not None, trained=True)
@@ -49,15 +49,15 @@ class ColumnChoice:
 
 @dataclass(frozen=True)
 class Roles:
-    """What each column of a table is."""
+    """The role of each column of a table."""
 
     columns: tuple[str, ...]  # read as numbers
     time: str | None
     series: str | None
-    left: tuple[tuple[str, str], ...]  # names of columns that are not read, and why
+    left: tuple[tuple[str, str], ...]  # (name, reason) of each column that is not read
 
     def told(self, name: str, *, as_it_stands: bool) -> str:
-        """A line on what is read and what is not; `as_it_stands`: there are times, and rows are not ordered by them."""
+        """Return a line on what is and is not read; `as_it_stands`: the times do not determine the order of rows."""
         by = "" if self.time is None else ", in the order of the file" if as_it_stands else f", ordered by {_quoted(self.time)}"
         of = "" if self.series is None else f", a series for each {_quoted(self.series)}"
         left = "" if not self.left else f"; not read: {_listed([f'{_quoted(column)} ({why})' for column, why in self.left])}"
@@ -73,7 +73,7 @@ def _quoted(column: str) -> str:
 
 
 def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> Roles:
-    """The parts that columns play; `index` is the column that was the index of a frame."""
+    """Assign roles to columns; `index` is the column that was a frame's index."""
     for wanted, field in ((choice.time, "data.time"), (choice.series, "data.series")):
         require(table, [] if wanted is None else [wanted], name, field)
     names = table.column_names
@@ -100,7 +100,7 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
 
 
 def require(table: Any, wanted: Sequence[str], name: str, field: str) -> None:
-    """Refuses a column that is not there, and names the nearest ones."""
+    """Reject a missing column, and suggest the nearest names."""
     for column in wanted:
         if column not in table.column_names:
             near = difflib.get_close_matches(column, table.column_names, n=3, cutoff=0.4) or table.column_names[:SHOWN]
@@ -108,7 +108,7 @@ def require(table: Any, wanted: Sequence[str], name: str, field: str) -> None:
 
 
 def _counter(table: Any, taken: set[str | None]) -> str | None:
-    """An unnamed first column of whole numbers, each there once: an index that was written along with the table."""
+    """Return an unnamed first column of distinct integers: a row index that was written along with the table."""
     first = table.column_names[0]
     unnamed = not first.strip() or first.startswith("Unnamed: ")
     if not unnamed or first in taken or len(table.column_names) < 2 or not pa.types.is_integer(table[first].type):
@@ -117,7 +117,7 @@ def _counter(table: Any, taken: set[str | None]) -> str | None:
 
 
 def _find_time(table: Any, series: str | None, index: str | None, counter: str | None) -> str | None:
-    """Known names come first, then a frame's index, columns of dates, text that is dates, and last any text that is never there twice."""
+    """Try, in order: known names; dates, typed before text, but the frame's index first; a unique index; unique text that may be times."""
     columns: list[str] = [column for column in table.column_names if column not in (series, counter)]
     lower = {column.strip().lower(): column for column in reversed(columns)}
     named = next((lower[name] for name in TIME_NAMES if name in lower), None)
@@ -134,7 +134,7 @@ def _find_time(table: Any, series: str | None, index: str | None, counter: str |
 
 
 def _in_words(table: Any, column: str, series: str | None) -> bool:
-    """Times that are neither numbers nor dates, such as Q1, Q2: never there twice, and in order; or dates that cannot be read."""
+    """True for unique text that may be times: dates that cannot be parsed or, in a single series, sorted values such as Q1, Q2."""
     texts = table[column].cast(pa.string())
     if not _once(table, column, series):
         return False
@@ -145,13 +145,13 @@ def _in_words(table: Any, column: str, series: str | None) -> bool:
 
 
 def _once(table: Any, column: str, series: str | None) -> bool:
-    """Whether no value is there twice, within a series."""
+    """True if no value occurs twice within a series."""
     keys = [column] if series is None else [column, series]
     return int(table.select(keys).group_by(keys).aggregate([]).num_rows) == int(table.num_rows)
 
 
 def _why_not(column: Any, is_index: bool) -> str | None:
-    """Why a column is not read as numbers; None where it is."""
+    """Return why a column is not read as numbers; None if it is."""
     if is_index:
         return "an index, it numbers the rows"
     if _is_numeric(column):
@@ -168,25 +168,25 @@ def _why_not(column: Any, is_index: bool) -> str | None:
 def _is_numeric(column: Any) -> bool:
     kind = column.type
     if pa.types.is_null(kind):
-        return True  # a column of gaps: refused by row, not passed over
+        return True  # all missing: rejected by row later rather than skipped
     if pa.types.is_dictionary(kind):
         return False
     if is_text(kind):
-        return _share_of_numbers(column) >= 0.5  # the rest are mistakes, and refused by row
+        return _share_of_numbers(column) >= 0.5  # the rest are errors, rejected by row later
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind))
 
 
 def _share_of_numbers(column: Any) -> float:
-    """Of the cells of text that are not empty, those that hold numbers."""
+    """Return the fraction of non-empty text cells that hold numbers."""
     texts = pc.drop_null(column.cast(pa.string()))
     filled = texts.filter(pc.not_equal(pc.utf8_trim_whitespace(texts), ""))
     return float(pc.mean(pc.match_substring_regex(filled, A_NUMBER).cast(pa.float64())).as_py() or 0.0)
 
 
 def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
-    """What to do about times that are there more than once: join a clock to the days, or name the series by a column, or two.
+    """Suggest a fix for repeated times: join a time-of-day column to the days, or name the series by one column, or two.
 
-    `times` are those of the rows as they stand; with the right names no series has one twice.
+    `times` are in file order. A suggested naming leaves no time twice within a series.
     """
     others = [column for column in table.column_names if column not in (roles.time, roles.series)]
     clock = next((column for column in others if _is_clock(table[column], column)), None)
@@ -202,7 +202,7 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
         joined = _joined(parts)
         numbers = any(pa.types.is_integer(table[column].type) for column in chosen)
         if _apart(ranks, joined, dense=numbers):
-            # Text first: a number that tells rows apart may do so by chance. Then what makes fewest series.
+            # Prefer text, since integers may tell rows apart by chance; then the fewest series.
             (alone if len(parts) == 1 else pairs).append((numbers, int(joined.max(initial=0)), chosen))
     if alone:
         return f"set data.series={_quoted(min(alone)[2][0])}"
@@ -214,13 +214,13 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
 
 
 def _may_name(column: Any) -> bool:
-    """Whether a column could name series: text, a category, or whole numbers."""
+    """True if a column could name series: text, a category, integers or booleans."""
     kind = column.type
     return bool(is_text(kind) or pa.types.is_dictionary(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind))
 
 
 def _is_clock(column: Any, label: str) -> bool:
-    """Whether a column holds times of day, apart from the days."""
+    """True if a column holds times of day, separate from the days."""
     if pa.types.is_time(column.type):
         return True
     if is_text(column.type) and not column.null_count:
@@ -232,7 +232,7 @@ def _is_clock(column: Any, label: str) -> bool:
 
 
 def _joined(parts: Sequence[Ints]) -> Ints:
-    """One number for each combination."""
+    """Return one code for each combination of codes."""
     found = parts[0]
     for part in parts[1:]:
         found = np.unique(found * (int(part.max(initial=0)) + 2) + part, return_inverse=True)[1].astype(np.int64)
@@ -247,7 +247,7 @@ def _codes(column: Any) -> Ints:
 
 
 def _apart(ranks: Ints, codes: Ints, *, dense: bool) -> bool:
-    """Whether no time is there twice for a name, and a name has two rows or more; `dense`: on average it is there at many of the times."""
+    """True if no name has a time twice and names average at least two rows; `dense`: they must also occur at many times on average."""
     times, names = int(ranks.max(initial=0)) + 1, len(np.unique(codes))
     if names * 2 > len(codes) or (dense and names * times * DENSE > len(codes)):
         return False

@@ -1,4 +1,4 @@
-"""Dates that are written as text: those with the year first are read, others are known by their look, so that none is taken for a word."""
+"""Dates written as text: those with the year first are parsed, other formats are recognised so that none is mistaken for plain text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 A_MONTH = r"^\d{4}-\d{2}$"
-YEAR_FIRST = (  # 2024/1/31 and 2024.01.31, step by step as 2024-01-31
+YEAR_FIRST = (  # normalise 2024/1/31 and 2024.01.31 to 2024-01-31, step by step
     (r"^(\d{4})[/.-](\d{1,2})[/.-](\d{1,2})\b", r"\1-\2-\3"),
     (r"^(\d{4})-(\d)-", r"\1-0\2-"),
     (r"^(\d{4}-\d{2})-(\d)($|[ T])", r"\1-0\2\3"),
@@ -19,38 +19,38 @@ LIKE_A_DATE = (
     r"^\d{1,4}[./-]\d{1,2}[./-]\d{1,4}\b",  # 31/01/2024, 01-31-24, 31.1.2024 23:00
     r"^\d{4}[./]\d{1,2}$|^\d{1,2}[./-]\d{4}$",  # 2024/01, 01.2024
     r"^(19|20)\d{2}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])([ T_]?\d{4}.*)?$",  # 20240131
-    r"(?i)^q[1-4]\W*\d{2,4}$",  # Q1 2024: as text it comes before Q2 2023
+    r"(?i)^q[1-4]\W*\d{2,4}$",  # Q1 2024: as text it would sort before Q2 2023
 )
-MOST = 0.5  # share of dates among the rows from which the others are mistakes
-SOME = 100  # rows
+MOST = 0.5  # if more than this fraction of rows are dates, the others are errors
+SOME = 100  # about this many rows are sampled
 
 DateShape = Literal["date", "month", "datetime"]
 WRITE = "write 2024-01-31 or 2024-01-31 23:00:00"
 
 
 class Dates(NamedTuple):
-    """Dates as Arrow timestamps of microseconds."""
+    """Dates as Arrow timestamps in microseconds."""
 
     moments: Any
     shape: DateShape
 
 
 def is_text(kind: Any) -> bool:
-    """Whether an Arrow type holds text."""
+    """True if an Arrow type holds text."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def texts_of(column: Any) -> Any:
-    """A column of text as one array of strings without white space around them."""
+    """Return a text column as one array of strings, with surrounding white space removed."""
     flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
     return pc.utf8_trim_whitespace(flat.cast(pa.string()))
 
 
 def read_dates(texts: Any) -> Dates | None:
-    """The dates in trimmed texts; None unless every one is such."""
+    """Parse trimmed texts as dates; None unless every one is a date."""
     found = _cast(texts)
     if found is None and pc.all(pc.match_substring_regex(texts, LIKE_ISO)).as_py():
         for pattern, written in YEAR_FIRST:
@@ -73,12 +73,12 @@ def _cast(texts: Any) -> Dates | None:
 
 
 def is_dates(column: Any) -> bool:
-    """Whether a column of text holds dates that can be read, in every row."""
+    """True if every row of a text column is a date that can be parsed."""
     return read_dates(texts_of(column)) is not None
 
 
 def like_dates(texts: Any) -> Any:
-    """Which trimmed texts look like dates of any form."""
+    """Return a mask of the trimmed texts that look like dates in any format."""
     found = pc.and_(pc.match_substring_regex(texts, MONTHS), pc.match_substring_regex(texts, r"\d"))
     for pattern in (LIKE_ISO, *LIKE_A_DATE):
         found = pc.or_(found, pc.match_substring_regex(texts, pattern))
@@ -86,14 +86,14 @@ def like_dates(texts: Any) -> Any:
 
 
 def share_of_dates(texts: Any) -> float:
-    """The share of texts that look like dates with the year first."""
+    """Return the fraction of texts that look like dates with the year first."""
     return _share(pc.match_substring_regex(texts, LIKE_ISO))
 
 
 def problem(texts: Any, label: str, *, counted: bool) -> str | None:
-    """What is wrong with texts that are not all dates, where they seem to be meant as dates: a row that is none, or the form of all.
+    """Explain what is wrong with texts that seem to be meant as dates: a row that is not a date, or the format of all of them.
 
-    The form does not matter where rows are `counted`.
+    The format does not matter if rows are merely `counted`.
     """
     if share_of_dates(texts) > MOST and _mostly_read(texts):
         row = _first_broken(texts)
@@ -108,7 +108,7 @@ def problem(texts: Any, label: str, *, counted: bool) -> str | None:
 
 
 def _mostly_read(texts: Any) -> bool:
-    """Whether most texts are dates that can be read, judged by some of them."""
+    """True if most texts are dates that can be parsed, judged by a sample."""
     rows = range(0, len(texts), -(-len(texts) // SOME))
     return sum(read_dates(texts[row : row + 1]) is not None for row in rows) > MOST * len(rows)
 
@@ -118,8 +118,8 @@ def _share(mask: Any) -> float:
 
 
 def _first_broken(texts: Any) -> int:
-    """The first row that the rows before it cannot be read together with."""
-    good, bad = 0, len(texts)  # so many rows from the first can be read together, and so many cannot
+    """Return the first row that cannot be parsed together with the rows before it, by bisection."""
+    good, bad = 0, len(texts)  # the first `good` rows can be parsed together, the first `bad` cannot
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if read_dates(texts[:middle]) is not None else (good, middle)

@@ -1,6 +1,6 @@
-"""How far apart the times of a series are: steps of one length, months, or certain days of the week. Told from all times, never from a few.
+"""The spacing of a series' times: fixed steps, months, or certain weekdays. Inferred from all times, never from a sample.
 
-Times are numbers, or datetime64[us] on a clock without a time zone.
+Times are numbers, or datetime64[us] without a time zone.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ SIZES = {"W": 7 * DAY, "D": DAY, "h": 3600 * SECOND, "min": 60 * SECOND, "s": SE
 SAME = {"H": "h", "T": "min", "S": "s", "sec": "s", "d": "D", "w": "W", "b": "B"}
 MONTHS = {"M": 1, "Q": 3, "Y": 12, "A": 12}
 BUSINESS = "1111100"
-MOST = 0.5  # of all steps must be single ones; fewer are no rhythm with gaps in it, but no rhythm at all
-RECURRING = 3  # gaps at the same time of a day or week are no chance
-DIGITS = 9  # of a step of decimal fractions
-ROUNDING = 1e-6  # of a step: by so much may decimal fractions miss
+MOST = 0.5  # more than this fraction of gaps must be single steps; otherwise times are irregular rather than regular with gaps
+RECURRING = 3  # this many gaps at the same time of day or week are not a coincidence
+DIGITS = 9  # significant digits of a fractional step
+ROUNDING = 1e-6  # tolerance for inexact decimal fractions, relative to the step
 
 
 class Frequency(Protocol):
-    """A rhythm of times."""
+    """A regular spacing of times."""
 
     @property
     def text(self) -> str:
-        """As `data.frequency` has it."""
+        """As written in `data.frequency`."""
 
     def count(self, before: Keys, after: Keys) -> Counts:
-        """How many steps lie between times; 0 where it is no whole number of them."""
+        """Return the number of steps from `before` to `after`; 0 if it is not a whole number."""
 
     def ahead(self, known: Keys, count: int) -> Keys:
-        """The times after the last of a series, all of whose times are `known`."""
+        """Return the next `count` times of a series whose times so far are `known`."""
 
 
 @dataclass(frozen=True)
 class FixedStep:
-    """Equal steps: of time in microseconds, or of numbers."""
+    """Equal steps, in microseconds or in plain numbers."""
 
     size: float
     timed: bool
 
     @property
     def text(self) -> str:
-        """As `data.frequency` has it."""
+        """As written in `data.frequency`."""
         if not self.timed:
             return f"{self.size:g}" if float(f"{self.size:g}") == self.size else repr(self.size)
         unit = next(unit for unit, size in SIZES.items() if self.size % size == 0)
@@ -60,13 +60,13 @@ class FixedStep:
         return unit if times == 1 else f"{times}{unit}"
 
     def count(self, before: Keys, after: Keys) -> Counts:
-        """How many steps lie between times; 0 where it is no whole number of them."""
+        """Return the number of steps from `before` to `after`; 0 if it is not a whole number."""
         gap = (after - before).astype(np.int64) if self.timed else after - before
         units = np.rint(gap / self.size)
         return np.where(np.abs(gap - units * self.size) <= ROUNDING * self.size, units, 0).astype(np.int64)
 
     def ahead(self, known: Keys, count: int) -> Keys:
-        """The times after the last."""
+        """Return the times that follow the last one."""
         steps = np.arange(1, count + 1) * (int(self.size) if float(self.size).is_integer() else self.size)
         found: Keys = known[-1] + (steps.astype("timedelta64[us]") if self.timed else steps)
         return found
@@ -74,23 +74,23 @@ class FixedStep:
 
 @dataclass(frozen=True)
 class Months:
-    """Months, quarters or years: the same day of each, or the last where it has none such; `anchor` S or E asks for first or last days."""
+    """Months, quarters or years: the same day of each, or the last day of a shorter month; `anchor` S or E requires first or last days."""
 
     size: int
     anchor: str = ""
 
     @property
     def text(self) -> str:
-        """As `data.frequency` has it."""
+        """As written in `data.frequency`."""
         unit, months = next((unit, months) for unit, months in (("Y", 12), ("Q", 3), ("M", 1)) if self.size % months == 0)
         times = self.size // months
         return f"{'' if times == 1 else times}{unit}{self.anchor}"
 
     def count(self, before: Keys, after: Keys) -> Counts:
-        """How many steps lie between times; 0 where it is no whole number of them."""
+        """Return the number of steps from `before` to `after`; 0 if it is not a whole number."""
         day_a, end_a, clock_a = _in_month(before)
         day_b, end_b, clock_b = _in_month(after)
-        # The 30th is followed by the 28th of February, and that by the 30th of March.
+        # The 30th of January is followed by the 28th of February, and that by the 30th of March.
         alike = (day_a == day_b) | (end_a & end_b) | (end_b & (day_b < day_a)) | (end_a & (day_a < day_b))
         alike &= clock_a == clock_b
         if self.anchor:
@@ -99,7 +99,7 @@ class Months:
         return np.where(alike & (months % self.size == 0), months // self.size, 0)
 
     def ahead(self, known: Keys, count: int) -> Keys:
-        """The times after the last."""
+        """Return the times that follow the last one."""
         day, end, clock = _in_month(known)
         months = known[-1].astype("datetime64[M]") + np.arange(1, count + 1) * self.size
         lengths = _lengths(months)
@@ -110,33 +110,33 @@ class Months:
 
 @dataclass(frozen=True)
 class Weekdays:
-    """Certain days of every week, Monday first: `1111100` are business days. `size` counts them: every second, every third."""
+    """Certain days of every week, Monday first: `1111100` is business days. `size` 2 or 3 takes every second or third of them."""
 
     mask: str
     size: int = 1
 
     @property
     def text(self) -> str:
-        """As `data.frequency` has it."""
+        """As written in `data.frequency`."""
         if self.mask == BUSINESS:
             return "B" if self.size == 1 else f"{self.size}B"
         return " ".join(name for name, on in zip(WEEKDAYS, self.mask, strict=True) if on == "1")
 
     def count(self, before: Keys, after: Keys) -> Counts:
-        """How many steps lie between times; 0 where a time is on another day, or it is no whole number of them."""
+        """Return the number of steps from `before` to `after`; 0 if a time is on another day, or it is not a whole number."""
         (days_a, clock_a), (days_b, clock_b) = _days(before), _days(after)
         fits = (clock_a == clock_b) & np.is_busday(days_a, self.mask) & np.is_busday(days_b, self.mask)
         days = np.busday_count(days_a, days_b, self.mask)
         return np.where(fits & (days % self.size == 0), days // self.size, 0)
 
     def ahead(self, known: Keys, count: int) -> Keys:
-        """The times after the last."""
+        """Return the times that follow the last one."""
         days, clock = _days(known[-1:])
         return np.busday_offset(days, np.arange(1, count + 1) * self.size, weekmask=self.mask).astype("datetime64[us]") + clock
 
 
 def parse(text: str) -> Frequency:
-    """The frequency that `data.frequency` names."""
+    """Parse a `data.frequency`."""
     found = FREQUENCY.fullmatch(text.strip())
     if found is None:
         raise SpecError(f"data.frequency={text} is not known; use for instance 15min, h, D, B, W, MS, a number, or none")
@@ -154,10 +154,10 @@ def parse(text: str) -> Frequency:
 
 
 def infer(keys: Keys, inside: NDArray[np.bool_]) -> Frequency | None:
-    """The rhythm of sorted times, `inside` where a time and the next are of one series; None where there is none.
+    """Infer the frequency of sorted times; `inside` is True where a time and the next belong to one series. None if irregular.
 
-    It may have gaps, as long as most steps are single ones and gaps do not come at the same time of every day or week: hours of business
-    are no hours with gaps. Where no step is to be seen at all, a single one of any length is none.
+    Gaps are allowed if most steps are single ones and the gaps do not recur at the same time of every day or week: business hours
+    are not an hourly frequency with gaps. None also if no series has two times, or if a time does not increase.
     """
     before, after = keys[:-1][inside], keys[1:][inside]
     if not len(before):
@@ -168,11 +168,11 @@ def infer(keys: Keys, inside: NDArray[np.bool_]) -> Frequency | None:
     if not shortest > 0:
         return None
     if timed:
-        # Months first: three of them may be equally long by chance.
+        # Try months first: a few of them may be equally long by coincidence.
         months = Months(1).count(before, after)
         if (months > 0).all() and _steady(found := Months(int(months.min())), before, after):
             return found
-    # The middle of all steps that are about the shortest, in as many digits as anyone writes: decimal fractions are not exact.
+    # The median of the steps close to the shortest, rounded to the digits people write: decimal fractions are not exact.
     alike = gaps[gaps <= shortest * (1 + ROUNDING)]
     step = FixedStep(float(shortest) if timed or keys.dtype.kind in "iu" else float(f"{np.median(alike):.{DIGITS}g}"), timed)
     if (step.count(before, after) == 1).all():
@@ -188,8 +188,8 @@ def _steady(frequency: Frequency, before: Keys, after: Keys) -> bool:
 
 
 def _weekdays(keys: Keys, before: Keys, after: Keys) -> Weekdays | None:
-    """The days of the week that occur, where the others were passed over again and again."""
-    present = set(((keys.astype("datetime64[D]").astype(np.int64) + 3) % 7).tolist())  # 1970 began on a Thursday
+    """Return the weekdays that occur, if the others were skipped often enough."""
+    present = set(((keys.astype("datetime64[D]").astype(np.int64) + 3) % 7).tolist())  # 1970-01-01 was a Thursday
     mask = "".join("1" if day in present else "0" for day in range(7))
     if len(present) == 7:
         return None
@@ -198,7 +198,7 @@ def _weekdays(keys: Keys, before: Keys, after: Keys) -> Weekdays | None:
         found = Weekdays(mask, int(units.min()))
     if not _steady(found, before, after):
         return None
-    # A weekend is known by one that was passed over; any other day off by three.
+    # One skipped weekend establishes business days; any other day off must be skipped three times.
     days_a, days_b = before.astype("datetime64[D]"), after.astype("datetime64[D]")
     needed = 1 if mask == BUSINESS else 3
     for day in set(range(7)) - present:
@@ -209,7 +209,7 @@ def _weekdays(keys: Keys, before: Keys, after: Keys) -> Weekdays | None:
 
 
 def _recurring(step: FixedStep, keys: Keys, before: Keys, after: Keys) -> bool:
-    """Whether most gaps begin where the next time of that day, or of that week, is never there: nights, weekends."""
+    """True if most gaps start at a time of day or week that never occurs in the data: nights, weekends."""
     size = int(step.size)
     gaps = step.count(before, after) > 1
     for cycle in (DAY, 7 * DAY):
@@ -224,7 +224,7 @@ def _recurring(step: FixedStep, keys: Keys, before: Keys, after: Keys) -> bool:
 
 
 def _in_month(times: Keys) -> tuple[Counts, NDArray[np.bool_], Keys]:
-    """The day of the month, whether it is the last, and the time of the day."""
+    """Return the day of the month, whether it is the last, and the time of day."""
     months = times.astype("datetime64[M]")
     days, clock = _days(times)
     day = (days - months.astype("datetime64[D]")).astype(np.int64) + 1
@@ -237,6 +237,6 @@ def _lengths(months: Keys) -> Counts:
 
 
 def _days(times: Keys) -> tuple[Keys, Keys]:
-    """The days, and the times of the day."""
+    """Return the days and the times of day."""
     days = times.astype("datetime64[D]")
     return days, times - days

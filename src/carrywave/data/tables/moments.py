@@ -1,4 +1,4 @@
-"""Mean and deviation of columns, gathered block by block in float64, and what is done with them."""
+"""Mean and standard deviation of columns, accumulated block by block in float64, and standardisation with them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from numpy.typing import NDArray
 
 from carrywave.errors import DataError
 
-LARGEST = 1e25  # beyond this a number is refused where it enters
-WHOLE = 2**53  # up to which float64 holds every whole number
+LARGEST = 1e25  # larger magnitudes are rejected on input
+WHOLE = 2**53  # float64 represents every integer up to here
 TOO_WHOLE = "a whole number beyond 2**53, which would be rounded; subtract what all have in common, or give it as a float"
-FARTHEST = 1e38  # in deviations, beyond which a number is refused: float32 ends soon after
-NOISE = 8 * float(np.finfo(np.float64).eps)  # of the largest number: a deviation below it is rounding
-GROWN = 2.0**400  # squares of deviations are kept times its square, so that neither those of 1e-270 vanish nor those of 1e25 overflow
+FARTHEST = 1e38  # larger values, in standard deviations, are rejected: float32 ends at 3.4e38
+NOISE = 8 * float(np.finfo(np.float64).eps)  # relative to the largest magnitude: a standard deviation below this is rounding error
+GROWN = 2.0**400  # deviations are multiplied by this before squaring, so that neither 1e-270 underflows nor 1e25 overflows
 
 
 def unusable(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Where numbers are NaN, infinite or absurdly large."""
+    """Return a mask of numbers that are NaN, infinite or absurdly large."""
     refused: NDArray[np.bool_] = ~(np.abs(values) <= LARGEST)
     return refused
 
 
 def too_whole(values: NDArray[Any]) -> int | None:
-    """The first of whole numbers that float64 would round, where there is one; values of another kind are rounded already."""
+    """Return the first integer that float64 would round, or None; values of other dtypes are already rounded."""
     if values.dtype.kind not in "iu" or not values.size or (int(values.max()) <= WHOLE and int(values.min()) >= -WHOLE):
         return None
     flat = values.reshape(-1)
@@ -32,9 +32,9 @@ def too_whole(values: NDArray[Any]) -> int | None:
 
 
 class Moments:
-    """Count, mean and sum of squared deviations, merged by Chan's rule: exact to rounding however the rows are cut.
+    """Count, mean and sum of squared deviations, merged by Chan's rule: exact up to rounding, however the rows are split into blocks.
 
-    All is counted from the first row, so that of a constant column nothing is left, not even rounding.
+    Values are taken relative to the first row, so a constant column has a deviation of exactly zero, without rounding error.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Moments:
         self._largest: NDArray[np.float64] = np.zeros(0)
 
     def add(self, rows: NDArray[np.float64]) -> None:
-        """Adds rows [rows, columns]."""
+        """Add rows [rows, columns]."""
         if not len(rows):
             return
         if not self.count:
@@ -62,25 +62,25 @@ class Moments:
         self.count = total
 
     def scale(self, *, wanted: bool, columns: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(mean, std) of each column; a constant column keeps std 1. Zeros and ones where no scaling is wanted."""
+        """Return (mean, std) of each column, with std 1 for a constant column; zeros and ones if no scaling is wanted."""
         if not wanted or not self.count:
             return (0.0,) * columns, (1.0,) * columns
         std = np.sqrt(self._square / self.count) / GROWN
-        # What was constant before it was calculated with differs by rounding; dividing by that would blow up noise.
+        # A column that is constant up to rounding error counts as constant: dividing by that error would amplify noise.
         std = np.where(std > NOISE * self._largest, std, 1.0)
         return tuple(float(value) for value in self._first + self._mean), tuple(float(value) for value in std)
 
 
 def own_scale(rows: NDArray[np.float64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(mean, std) of the columns of one sequence."""
+    """Return (mean, std) of the columns of one sequence."""
     moments = Moments()
     moments.add(rows)
     return moments.scale(wanted=True, columns=rows.shape[1])
 
 
 def standardise(rows: NDArray[Any], mean: tuple[float, ...], std: tuple[float, ...], where: str) -> NDArray[np.float32]:
-    """Shifted and scaled in float64, so that large offsets lose nothing, then float32; `where` is how an error names the rows."""
-    with np.errstate(over="ignore"):  # refused below
+    """Shift and scale in float64, so that large offsets lose no precision, then cast to float32; `where` locates the rows in errors."""
+    with np.errstate(over="ignore"):  # checked below
         scaled: NDArray[np.float64] = (rows - np.array(mean)) / np.array(std)
     if scaled.size and max(scaled.max(), -scaled.min()) > FARTHEST:
         raise DataError(f"{where} holds a number more than {FARTHEST:g} deviations of the training data from its mean; check its units")

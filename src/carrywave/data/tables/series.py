@@ -1,6 +1,6 @@
-"""Forecasting: series in time, cut into train, valid and test in this order, all parts of one flat array.
+"""Forecasting data: time series split chronologically into train, valid and test, all of them parts of one flat array.
 
-A part that follows another in its series begins `warm` rows earlier: they bring the carry up to date and are not counted.
+A part that follows another in its series starts `warm` rows earlier; those rows bring the carry up to date and are not scored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARTS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class SeriesPart:
-    """One part of each series: rows `starts … starts + lengths - 1` of the table, of which the first `warm` only warm up."""
+    """One part of each series: rows `starts … starts + lengths - 1` of the table; the first `warm` of them only warm up the carry."""
 
     starts: Ints
     lengths: Ints
@@ -37,7 +37,7 @@ class SeriesPart:
 
 
 def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dict[str, SeriesPart]:
-    """The parts of a training table, by `data.split`, or with the last share as valid where there is no file for it."""
+    """Split a training table by `data.split`; without it, the last share becomes valid unless there is a file for it."""
     data = spec.data
     if data.split is not None:
         if valid_file or (test_file and len(data.split) == 3):
@@ -63,7 +63,7 @@ def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dic
 
 
 def _bounds(rows: int, split: tuple[float, ...], series: str, name: str) -> list[int]:
-    """Where the parts of one series end."""
+    """Return where the parts of one series end."""
     sums = np.cumsum(split)
     if any(part < 1 for part in split):
         return [int(np.floor(rows * total + 1e-9)) for total in sums]
@@ -75,12 +75,12 @@ def _bounds(rows: int, split: tuple[float, ...], series: str, name: str) -> list
 
 
 def whole(table: Table) -> SeriesPart:
-    """All of every series, with nothing to warm up."""
+    """Return all rows of every series, with no warm-up."""
     return SeriesPart(table.starts, table.lengths, np.zeros_like(table.lengths))
 
 
 def check(span: SeriesPart, table: Table, part: str, horizon: int) -> None:
-    """Refuses a series whose part holds no row with its whole horizon after it."""
+    """Reject a part in which some series is too short for a single forecast over the whole horizon."""
     own = span.lengths - span.warm
     short = own < np.where(span.warm > 0, horizon, horizon + 1)
     if short.any():
@@ -92,7 +92,7 @@ def check(span: SeriesPart, table: Table, part: str, horizon: int) -> None:
 
 
 def learn(table: Table, train: SeriesPart, spec: Spec) -> Codec:
-    """The codec of a training table: columns, and their scale over the rows that are trained on."""
+    """Learn the codec of a training table: columns, and their scale over the rows that are trained on."""
     targets = spec.data.targets or table.columns
     for target in targets:
         if target not in table.columns:
@@ -124,16 +124,16 @@ def learn(table: Table, train: SeriesPart, spec: Spec) -> Codec:
 
 
 def _own_scales(table: Table, train: SeriesPart) -> dict[str, Any]:
-    """Mean and deviation of every series by itself: one may count in thousands, another in units."""
+    """Return the mean and standard deviation of every series: one may count in thousands, another in units."""
     scales = [own_scale(table.values[start : start + length]) for start, length in zip(train.starts, train.lengths, strict=True)]
     return {"names": table.names, "means": tuple(mean for mean, _ in scales), "stds": tuple(std for _, std in scales)}
 
 
 def scales(table: Table, codec: Codec) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-    """(mean, std) by which each series of a table is read.
+    """Return the (mean, std) by which each series of a table is standardised.
 
-    One for all where train was one series. Where it was several, each has its own: that of its rows in train, or for a series
-    that train did not have, of its rows here.
+    All series share one scale unless the codec holds a scale per series, as it does if train has several. Then each series uses
+    the scale of its rows in train or, if train does not contain it, of its rows here.
     """
     if not codec.names:
         return [(codec.mean, codec.std)] * len(table.names)
@@ -145,9 +145,9 @@ def scales(table: Table, codec: Codec) -> list[tuple[tuple[float, ...], tuple[fl
 
 
 def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, ...]:
-    """A line about series that train did not hold, where each series has a scale of its own."""
+    """Return a line about series that train does not contain, if every series has its own scale."""
     known = set(codec.names)
-    new = [] if not known or codec.own_scale else [name for name in names if name not in known]  # asked for, it is no news
+    new = [] if not known or codec.own_scale else [name for name in names if name not in known]  # own_scale asks for this
     if not new:
         return ()
     many = f"series {new[0]} is" if len(new) == 1 else f"{len(new):,} series ({', '.join(new[:3])}{', …' if len(new) > 3 else ''}) are"
@@ -155,7 +155,7 @@ def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, 
 
 
 def encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
-    """All rows of a table, standardised."""
+    """Standardise all rows of a table."""
     inputs = new(np.float32, len(codec.columns))
     for start, length, (mean, std) in zip(table.starts, table.lengths, scales(table, codec), strict=True):
         for first in range(int(start), int(start + length), BLOCK_ROWS):
@@ -164,12 +164,12 @@ def encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
 
 
 def sequences(inputs: NDArray[Any], span: SeriesPart, table: Table) -> Sequences:
-    """One part of every series."""
+    """Return one part of every series as sequences."""
     return Sequences(inputs, span.starts, span.lengths, warm=span.warm if span.warm.any() else None, names=table.names)
 
 
 def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
-    """The parts of forecasting data: train's own table, and one more for each file of its own."""
+    """Build all parts of the data: those cut from train's table, and one for each separate file."""
     table = tables["train"](codec)
     cut = spans(table, spec, valid_file="valid" in tables, test_file="test" in tables)
     for part, span in cut.items():
@@ -181,20 +181,20 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
     for part, open_table in tables.items():
         if part != "train":
             other = open_table(codec)
-            notes += other.notes[1:]  # which columns are read is train's to say
+            notes += other.notes[1:]  # the first note, about columns, is already given for train
             parts[part] = read(other, codec, spec, new, part=part, labelled=True)
     return Entry(parts, codec, tuple(notes))
 
 
 def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
-    """A table of its own, by the codec of the training data."""
+    """Read a separate table with the codec of the training data."""
     if labelled:
         check(whole(table), table, part, spec.data.horizon)
     return sequences(encode(table, codec, new), whole(table), table)
 
 
 def from_rows(rows: Rows) -> Table:
-    """A table of series given as rows with `steps`."""
+    """Make a table from rows with `steps`, one series each."""
     matrices: list[NDArray[np.float64]] = []
     for number, row in rows:
         matrices.append(steps_of(row, rows.where(number), matrices[0].shape[1] if matrices else None))
@@ -204,7 +204,7 @@ def from_rows(rows: Rows) -> Table:
 
 
 def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
-    """A table of series given as matrices [rows, columns]."""
+    """Make a table from matrices [rows, columns], one series each."""
     lengths = np.array([len(matrix) for matrix in matrices], np.int64)
     return Table(
         name,
@@ -219,7 +219,7 @@ def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
 
 
 def choose_columns(table: Table, columns: tuple[str, ...] | None) -> Table:
-    """A table with only some of its columns."""
+    """Return the table restricted to some of its columns."""
     if columns is None or columns == table.columns:
         return table
     missing = [column for column in columns if column not in table.columns]

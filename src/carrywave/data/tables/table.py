@@ -1,6 +1,6 @@
-"""Tables for forecasting: long format (a row for each series and time) or wide (a row for each time, a column for each series).
+"""Tables for forecasting, in long format (one row per series and time) or wide format (one row per time, one column per series).
 
-A table is read whole, since rows must be sorted by series and time; what is trained from afterwards is memory-mapped.
+A table is read as a whole, because rows must be sorted by series and time; training then reads memory-mapped arrays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from carrywave.errors import DataError
 
 @dataclass(frozen=True)
 class Table:
-    """Series that lie end to end, each in the order of time."""
+    """Series stored end to end, each in chronological order."""
 
     name: str
     columns: tuple[str, ...]
@@ -38,30 +38,30 @@ class Table:
     time: str | None
     series: str | None
     times: Times | None = None
-    notes: tuple[str, ...] = ()  # what a person should know of how it was read
-    whole_numbers: bool = False  # the names of series are such in the file
+    notes: tuple[str, ...] = ()  # remarks for the user about how the table was read
+    whole_numbers: bool = False  # series names are integers in the file
 
     def series_name(self, number: int) -> str | int:
-        """The name of a series as the file has it."""
+        """Return the name of a series in the type it has in the file."""
         return int(self.names[number]) if self.whole_numbers else self.names[number]
 
     def ahead(self, number: int, count: int) -> list[str | int | float] | None:
-        """The times that come after those of a series; None where there is no telling."""
+        """Return the times that follow a series; None if unknown."""
         return None if self.times is None else self.times.ahead(int(self.starts[number]), int(self.lengths[number]), count)
 
     def check_ahead(self, count: int) -> None:
-        """Refuses so many steps ahead where their times cannot be written: tried on the series that ends last."""
+        """Raise an error if the times `count` steps ahead cannot be written; tested on the series that ends last."""
         if self.times is not None:
             self.ahead(int(np.argmax(self.times.keys[self.starts + self.lengths - 1])), count)
 
     @property
     def frequency(self) -> str | None:
-        """How far apart its times are, as `data.frequency` has it."""
+        """The spacing of its times, as written in `data.frequency`."""
         return None if self.times is None or self.times.frequency is None else self.times.frequency.text
 
 
 def read_table(source: Source, series: str | None = None) -> Any:
-    """The Arrow table in a CSV or Parquet file. The names of series, in the column `series`, stay the text that they are: 007 is not 7."""
+    """Read the Arrow table in a CSV or Parquet file. In CSV, series names (column `series`) stay text: 007 is not 7."""
     if source.format == "parquet":
         return source.guard(lambda: pa_parquet.read_table(source.path, memory_map=True))
     if source.format != "csv":
@@ -79,7 +79,7 @@ def read_table(source: Source, series: str | None = None) -> Any:
 
 
 def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None) -> Table:
-    """An Arrow table as series sorted by time, its numbers checked; `index` is the column that was the index of a frame."""
+    """Convert an Arrow table to series sorted by time, and validate its numbers; `index` is the column that was a frame's index."""
     if len(set(table.column_names)) != len(table.column_names):
         twice = next(column for column in table.column_names if table.column_names.count(column) > 1)
         raise DataError(f"{name}: the column {twice} is there twice; give every column a name of its own")
@@ -105,7 +105,7 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
 def _in_time(
     table: Any, roles: Roles, name: str, choice: ColumnChoice, codes: Ints, names: tuple[str, ...]
 ) -> tuple[Ints, Times | None, tuple[str, ...]]:
-    """The order of rows by series and time, the times in that order, and what is to be said of them."""
+    """Return the row order by series and time, the times in that order, and remarks about them."""
     by_series: Ints = np.argsort(codes, kind="stable")
     if roles.time is None:
         return by_series, None, ()
@@ -135,14 +135,14 @@ def _in_time(
 
 
 def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
-    """A column as float64; anything that is not a finite number is refused with its row."""
+    """Convert a column to float64; reject anything but finite numbers, and report the row."""
     if is_text(column.type):
         column = _flat(column.cast(pa.string()))
         wrong = pc.invert(pc.fill_null(pc.match_substring_regex(column, A_NUMBER), False))
         if pc.any(wrong).as_py():
             row = int(np.argmax(wrong.to_numpy(zero_copy_only=False)))
             raise _bad_value(name, row, label, column[row].as_py())
-        column = pc.utf8_ltrim(pc.utf8_trim_whitespace(column), "+")  # Arrow reads no plus sign
+        column = pc.utf8_ltrim(pc.utf8_trim_whitespace(column), "+")  # Arrow does not parse a plus sign
     if pa.types.is_integer(column.type):
         beyond = too_whole(_flat(column).drop_null().to_numpy(zero_copy_only=False))
         if beyond is not None:
@@ -174,7 +174,7 @@ def _flat(column: Any) -> Any:
 
 
 def _series_codes(table: Any, series: str | None, name: str) -> tuple[Ints, tuple[str, ...], bool]:
-    """A number for each row's series, in the order in which they first appear, their names, and whether these are whole numbers."""
+    """Return each row's series code, in order of first appearance; the series names; and whether those are integers."""
     if series is None:
         return np.zeros(table.num_rows, np.int64), (name,), False
     column = _flat(table[series])
@@ -185,14 +185,14 @@ def _series_codes(table: Any, series: str | None, name: str) -> tuple[Ints, tupl
         row = int(np.argmax(missing.to_numpy(zero_copy_only=False)))
         raise DataError(f"{name}: row {row + 1}, column {series} is empty; name the series of every row")
     if pa.types.is_floating(plain.type) and pc.all(pc.equal(plain, pc.floor(plain))).as_py():
-        plain = plain.cast(pa.int64())  # pandas makes fractions of whole numbers easily: 7.0 is the series 7
+        plain = plain.cast(pa.int64())  # pandas often turns integers into floats: 7.0 is the series 7
     coded = plain.dictionary_encode()
     names = tuple(str(value) for value in coded.dictionary.to_pylist())
     return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), names, bool(pa.types.is_integer(plain.type))
 
 
 def _refuse_calendar_numbers(column: Any, name: str, label: str) -> None:
-    """Refuses months and days that are written as whole numbers, 202312: to count on from them gives 202313."""
+    """Reject months and days written as integers, such as 202312: counting on from them gives 202313."""
     if not pa.types.is_integer(column.type) or column.null_count or len(column) < 3:
         return
     numbers = column.to_numpy()
@@ -207,9 +207,9 @@ def _refuse_calendar_numbers(column: Any, name: str, label: str) -> None:
 
 
 def _refuse_unknown_dates(column: Any, times: Times, name: str, label: str, by_series: Ints, codes: Ints, *, counted: bool) -> None:
-    """Refuses text that is meant as dates and cannot be read, and other text unless the rows are in its order: it cannot be sorted as time.
+    """Reject text meant as dates that cannot be parsed, and other text unless rows are already in its order: it does not sort by time.
 
-    `counted`: rows are counted, whatever their times say; then only a broken date among good ones is refused.
+    `counted`: rows are counted regardless of their times; then only a malformed date among valid ones is rejected.
     """
     wrong = problem(texts_of(column), label, counted=counted)
     if wrong is not None:
@@ -222,7 +222,7 @@ def _refuse_unknown_dates(column: Any, times: Times, name: str, label: str, by_s
 
 
 def _refuse_twice(table: Any, order: Ints, codes: Ints, times: Times, names: tuple[str, ...], name: str, roles: Roles) -> None:
-    """Refuses a time that a series has twice, and says which column may name the series."""
+    """Reject a time that occurs twice in a series, and suggest a column that may name the series."""
     same = (np.diff(times.keys[order]).astype(np.int64 if times.keys.dtype.kind == "M" else times.keys.dtype) == 0) & (
         np.diff(codes[order]) == 0
     )

@@ -1,4 +1,4 @@
-"""The column of times of a table: numbers that sort as they do, how far apart they are, and the times that come next."""
+"""The time column of a table: sortable keys, their spacing, and the times that come next."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from carrywave.data.tables.dates import is_text, read_dates, texts_of
 from carrywave.data.tables.frequency import Frequency, Keys
 from carrywave.errors import DataError
 
-NONE = "none"  # rows count as equally far apart, and nothing is said of their times
-LAST = np.datetime64("9999-12-30T23:59:59", "us")  # that can be written, whatever the zone
+NONE = "none"  # rows count as equally spaced, and their times are not used
+LAST = np.datetime64("9999-12-30T23:59:59", "us")  # last time that can be written in any time zone
 Shape = Literal["number", "date", "month", "datetime", "other"]
 
 
@@ -26,25 +26,25 @@ Shape = Literal["number", "date", "month", "datetime", "other"]
 class Times:
     """The times of all rows."""
 
-    keys: Keys  # numbers, or datetime64[us], that sort as the times do; ranks of text that is no date
-    shape: Shape  # how they are written; "other" can be put in order at most
-    zone: str | None = None  # keys then are those of UTC,
-    wall: Keys | None = None  # and these of the clocks there
+    keys: Keys  # numbers or datetime64[us] that sort chronologically; for text that is not a date, its ranks
+    shape: Shape  # how they are written; "other" can be sorted at most
+    zone: str | None = None  # time zone, if any; keys are then in UTC
+    wall: Keys | None = None  # the same times on local clocks, if there is a zone
     frequency: Frequency | None = None
-    in_words: bool = False  # text that is no date: keys only say which are the same
-    untold: str | None = None  # what they are, where they can be put in order and no more
+    in_words: bool = False  # text that is not a date: keys only tell which rows are equal
+    untold: str | None = None  # what the times are, if they can be sorted but nothing more
 
     def sorted(self, order: Ints) -> Times:
-        """In another order."""
+        """Return the times in another order."""
         return replace(self, keys=self.keys[order], wall=None if self.wall is None else self.wall[order])
 
     @property
     def dated(self) -> bool:
-        """Whether they can be calculated with."""
+        """True if arithmetic on the times is possible."""
         return self.shape != "other"
 
     def ahead(self, start: int, length: int, count: int) -> list[str | int | float] | None:
-        """The times that come after those of a series, which are sorted; None where there is no telling."""
+        """Return the times that follow a series, whose own times are sorted; None if unknown."""
         if self.frequency is None or not length:
             return None
         rows = slice(int(start), int(start + length))
@@ -53,7 +53,7 @@ class Times:
         )
         keys = self.wall if by_wall and self.wall is not None else self.keys
         found = self.frequency.ahead(keys[rows], count)
-        # Beyond what 64 bits hold they are those of the past again.
+        # Times beyond the range of 64 bits wrap around into the past.
         if self.shape != "number" and ((found > LAST) | (found < keys[rows][-1])).any():
             raise DataError(
                 f"forecasts of {count} steps of {self.frequency.text} go beyond the year 9999; check the dates, set a smaller "
@@ -65,7 +65,7 @@ class Times:
         if self.shape == "number":
             value = key.item()
             whole = isinstance(value, int) or (value.is_integer() and self.keys.dtype.kind in "iu")
-            return int(value) if whole else float(f"{value:.12g}")  # the sum of decimal fractions is not exact
+            return int(value) if whole else float(f"{value:.12g}")  # sums of decimal fractions are not exact
         if self.shape == "month":
             return str(key.astype("datetime64[M]"))
         moment: dt.datetime = key.astype("datetime64[us]").item()
@@ -83,7 +83,7 @@ class Times:
 
 
 def read_times(column: Any, name: str, label: str) -> Times:
-    """The times in a column, without gaps."""
+    """Read the times in a column; missing values are rejected."""
     keys: NDArray[Any]
     flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
@@ -112,7 +112,7 @@ def read_times(column: Any, name: str, label: str) -> Times:
 
 
 def _from_text(texts: Any) -> Times:
-    """Dates where all are; else ranks: text cannot be sorted as time, and is taken only in the order in which it stands."""
+    """Parse dates if all texts are dates; otherwise return ranks, because text cannot be sorted by time and is only used in file order."""
     dates = read_dates(texts)
     if dates is None:
         ranks: NDArray[Any] = pc.rank(texts, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
@@ -126,7 +126,7 @@ def _from_timestamps(moments: Any) -> Times:
     zone = moments.type.tz
     try:
         exact = moments.cast(pa.timestamp("us", zone))
-    except pa.ArrowInvalid:  # nanoseconds that matter: in order, but not calculated with
+    except pa.ArrowInvalid:  # significant nanoseconds: sortable, but no arithmetic
         return Times(moments.cast(pa.int64()).to_numpy(zero_copy_only=False), "other", untold="times finer than a microsecond")
     wall = None if zone is None else _micros(pc.local_timestamp(exact))
     return Times(_micros(exact), "datetime", zone, wall)
@@ -138,7 +138,7 @@ def _micros(moments: Any) -> Keys:
 
 
 def with_frequency(times: Times, codes: Ints, asked: str | None, *, strict: bool, place: TimeColumn) -> tuple[Times, str | None]:
-    """Times, sorted by series, with their frequency, and a line about gaps. What is irregular is refused, unless not `strict`."""
+    """Add the frequency to times sorted by series; also return a line about gaps. Irregular times are rejected if `strict`."""
     if asked == NONE or not times.dated:
         return times, None
     inside = np.diff(codes) == 0
@@ -148,7 +148,7 @@ def with_frequency(times: Times, codes: Ints, asked: str | None, *, strict: bool
         raise DataError(f"{place.name}: column {place.label} holds {what}, and data.frequency={asked} is not of such; leave it out")
     best: tuple[int, Times, Ints] | None = None
     for keys in (times.keys,) if times.wall is None else (times.wall, times.keys):
-        # On the clocks of a zone days are even and hours are not; by UTC it is the other way round.
+        # With daylight saving time, days are evenly spaced in local time but not in UTC; for hours it is the other way round.
         found = known or frequencies.infer(keys, inside)
         if found is None:
             continue
@@ -171,15 +171,15 @@ def with_frequency(times: Times, codes: Ints, asked: str | None, *, strict: bool
 
 @dataclass(frozen=True)
 class TimeColumn:
-    """How messages name a row of the file."""
+    """Locates rows of the file in messages."""
 
     name: str  # of the file
     label: str  # of the column
-    column: Any  # as it stands in the file
-    order: Ints  # the row of each sorted one
+    column: Any  # in file order
+    order: Ints  # the row in the file of each sorted row
     names: tuple[str, ...]  # of the series
-    codes: Ints  # sorted
-    remedy: str  # for irregular times
+    codes: Ints  # series codes, sorted
+    remedy: str  # advice for irregular times
 
     def _shown(self, at: int) -> str:
         return str(self.column[int(self.order[at])].as_py())
@@ -188,7 +188,7 @@ class TimeColumn:
         return f" of series {self.names[int(self.codes[at])]}" if len(self.names) > 1 else ""
 
     def irregular(self, times: Times, even: NDArray[np.bool_], frequency: Frequency | None) -> DataError:
-        """The refusal of times that follow no rhythm, with the first that does not."""
+        """Return the error for irregular times, with the first one that breaks the pattern."""
         if frequency is not None:
             at = int(np.argmin(even)) + 1
             fact = f"is {self._shown(at)} after {self._shown(at - 1)}{self._of(at)}, which is no whole number of steps of {frequency.text}"
@@ -204,7 +204,7 @@ class TimeColumn:
         )
 
     def gaps(self, times: Times, units: Ints, frequency: str) -> str | None:
-        """A line about steps that are missing, with the first place."""
+        """Return a line about missing steps, with the first place."""
         wide = units > 1
         if not wide.any():
             return None
