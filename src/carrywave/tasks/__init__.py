@@ -1,1 +1,1 @@
-"""Language, classification, tagging, regression, forecasting: a view of the data, a network and metrics for each."""
+"""The tasks, each with a view of the data, a network and metrics: language, classification, tagging, regression, forecasting."""

@@ -1,4 +1,4 @@
-"""What MASE divides an error by: how much a series changes over a season within train, each series and column by itself."""
+"""The denominator of MASE: the mean absolute seasonal change within train, for each series and column."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.tables.moments import NOISE
 
-TRACE = 2.0**-20  # rounding of float32 is sixteen times finer
+TRACE = 2.0**-20  # float32 rounding error is sixteen times smaller
 
 Numbers = tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Mean absolute changes over a season, in standardised units, for each column that is forecast; 0 where there is none."""
+    """Mean absolute change over a season, in standardised units, for each forecast column; 0 if there is none."""
 
-    every: Numbers = ()  # of any series, where train was one without a name
-    named: Mapping[str, Numbers] = field(default_factory=dict)  # else of each series in train
+    every: Numbers = ()  # for any series, if train held a single unnamed one
+    named: Mapping[str, Numbers] = field(default_factory=dict)  # otherwise, for each series in train
 
     @staticmethod
     def of(train: Sequences, codec: Codec, season: int) -> Changes:
-        """Those of the rows that are trained on."""
+        """Compute the changes over the rows that are trained on."""
         columns = np.array(codec.targets)
         scales = dict(zip(codec.names, zip(codec.means, codec.stds, strict=True), strict=True))
         names = train.names or ()
@@ -42,7 +42,7 @@ class Changes:
         return Changes(named=found)
 
     def of_series(self, data: Sequences) -> NDArray[np.float64]:
-        """For each series of a part [series, columns]; zeros for those that train did not hold."""
+        """Return the changes for each series of a part, [series, columns]; zeros for series that train does not contain."""
         if not self.named:
             return np.tile(np.array(self.every, np.float64), (len(data), 1))
         none = (0.0,) * self.columns
@@ -50,21 +50,21 @@ class Changes:
         return np.array([self.named.get(name, none) for name in names], np.float64).reshape(len(data), self.columns)
 
     def unknown(self, names: Sequence[str]) -> list[str]:
-        """Series that train did not hold."""
+        """Return the series that train does not contain."""
         return [name for name in names if name not in self.named] if self.named else []
 
     @property
     def columns(self) -> int:
-        """How many numbers there are for a series."""
+        """Number of values per series."""
         return len(next(iter(self.named.values()), self.every))
 
     def to_json(self) -> Any:
-        """As facts.json holds them: a list where they are those of any series, else a list for each name."""
+        """Serialise for facts.json: a list if it applies to any series, else a list per name."""
         return {name: list(values) for name, values in self.named.items()} if self.named else list(self.every)
 
     @staticmethod
     def from_json(known: Any, columns: int) -> Changes:
-        """Those that `to_json` wrote; a ValueError says what is wrong with them."""
+        """Parse the output of `to_json`; raise ValueError if it does not fit."""
         if isinstance(known, dict) and known:
             found = Changes(named={name: tuple(float(value) for value in values) for name, values in known.items()})
         else:
@@ -78,16 +78,16 @@ class Changes:
 def change(
     rows: NDArray[Any], season: int, columns: Ints, mean: NDArray[np.float64] | None = None, std: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
-    """The mean absolute change over a season of each column of one series; 0 where it never changes, or no season is there.
+    """Return the mean absolute seasonal change of each column of one series; 0 if it never changes or has no more rows than a season.
 
-    `mean` and `std` are those that the rows were standardised by, of every column that is read.
+    `mean` and `std`, over all columns that are read, are those the rows were standardised with.
     """
     if len(rows) <= season:
         return np.zeros(len(columns))
     part = np.asarray(rows[:, columns], dtype=np.float64)
     found: NDArray[np.float64] = np.abs(part[season:] - part[:-season]).mean(axis=0)
-    # Of what is the same every season, float32 leaves a trace of change, and the reading of a constant column another;
-    # dividing by it would make nonsense of the rest.
+    # A column that repeats every season still shows changes from float32 rounding, and a constant one from the rounding of its
+    # original values; dividing by such noise would make the metric meaningless.
     real = found > TRACE * np.abs(part[season:]).mean(axis=0)
     if mean is not None and std is not None:
         real &= found * std[columns] > 2.0 * NOISE * np.abs(mean[columns])

@@ -1,4 +1,4 @@
-"""What makes a run a waste of time without being a mistake: each is one line, said before the first step."""
+"""Warnings, given before the first step, about runs that are valid but probably a waste of time; one line each."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.text.tokenizers import UNKNOWN
 from carrywave.spec.spec import Spec
 
-MOST_SEQUENCES, MOST_ROWS = 4096, 1 << 22  # looked at
-FLAT = 0.01  # deviation of a sequence once it is scaled, below which it hardly changes
-MANY_FLAT = 0.1  # share of such sequences that is worth a word
-MANY_UNKNOWN, MANY_UNTRAINED = 0.1, 0.01  # share of <unk> in valid; and where train holds none, so that nothing is learned of it
+MOST_SEQUENCES, MOST_ROWS = 4096, 1 << 22  # at most this many are examined
+FLAT = 0.01  # a standardised sequence with a smaller standard deviation is nearly constant
+MANY_FLAT = 0.1  # fraction of nearly constant sequences that is worth a warning
+MANY_UNKNOWN, MANY_UNTRAINED = 0.1, 0.01  # fraction of valid worth a warning: <unk>; and tokens, <unk> included, that train never shows
 
 
 def doubts(spec: Spec, codec: Codec, order: Order, train: Sequences, valid: Sequences | None) -> list[str]:
-    """A line for each."""
+    """Return all warnings that apply."""
     found = [one_step(spec, order), flat_sequences(spec, codec, train)]
     found += [unknown_tokens(codec, train, valid), untrained_tokens(codec, train, valid)]
     return [line for line in found if line is not None]
 
 
 def one_step(spec: Spec, order: Order) -> str | None:
-    """An epoch of one step."""
+    """Warn if an epoch is a single step."""
     if -(-order.num_steps(0) // spec.train.accumulate) > 1:
         return None
     if order.num_steps(0) > 1:
@@ -38,7 +38,7 @@ def one_step(spec: Spec, order: Order) -> str | None:
 
 
 def flat_sequences(spec: Spec, codec: Codec, train: Sequences) -> str | None:
-    """Sequences that are as good as constant once they are scaled by what other sequences are."""
+    """Warn if many sequences are nearly constant once scaled by statistics over all sequences."""
     if spec.task == "forecasting" or codec.size or codec.own_scale or not codec.columns:
         return None
     spread = [float(rows.std(axis=0).max()) for rows in _some(train) if len(rows) > 1]
@@ -51,7 +51,7 @@ def flat_sequences(spec: Spec, codec: Codec, train: Sequences) -> str | None:
 
 
 def unknown_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> str | None:
-    """A valid part that a vocabulary hardly covers."""
+    """Warn if the vocabulary hardly covers valid."""
     if UNKNOWN not in codec.vocabulary or valid is None:
         return None
     number = codec.vocabulary.index(UNKNOWN)
@@ -64,16 +64,16 @@ def unknown_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> s
 
 
 def untrained_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> str | None:
-    """A valid part with tokens that are in the vocabulary, which the whole file gave, and never in what is trained on."""
+    """Warn if valid has many tokens that are in the vocabulary, which is learned from the whole file, but never occur in train."""
     if not codec.size or codec.kind in ("byte", "bpe") or valid is None:
         return None
     if len(train) > MOST_SEQUENCES or int(train.lengths.sum()) > MOST_ROWS:
-        return None  # what part of it holds says nothing of the rest
+        return None  # a sample of train says nothing about the rest
     trained = np.zeros(codec.size, np.bool_)
     for start, length in zip(train.starts, train.lengths, strict=True):
         trained[train.inputs[start : start + length]] = True
     if UNKNOWN in codec.vocabulary:
-        trained[codec.vocabulary.index(UNKNOWN)] = True  # told by itself
+        trained[codec.vocabulary.index(UNKNOWN)] = True  # reported by `unknown_tokens`
     found = [(int((~trained[rows.astype(np.int64)]).sum()), len(rows)) for rows in _some(valid)]
     share = sum(count for count, _ in found) / max(sum(total for _, total in found), 1)
     if share < MANY_UNTRAINED:
@@ -83,7 +83,7 @@ def untrained_tokens(codec: Codec, train: Sequences, valid: Sequences | None) ->
 
 
 def worse_than_naive(values: Mapping[str, object]) -> str | None:
-    """That a forecast is worse than the naive one, and by which of its metrics."""
+    """Return a line if the forecast is worse than the naive one, with the metrics that say so."""
     worse = []
     for name in ("mae", "rmse", "mase", "pinball"):
         ours, naive = values.get(name), values.get(f"naive_{name}")
@@ -93,7 +93,7 @@ def worse_than_naive(values: Mapping[str, object]) -> str | None:
 
 
 def _some(data: Sequences) -> Iterator[NDArray[np.float64]]:
-    """The rows of sequences, evenly spread, as many as can be looked at in a moment."""
+    """Yield the rows of evenly spaced sequences, as many as can be examined quickly."""
     rows = 0
     for number in np.unique(np.linspace(0, len(data) - 1, min(len(data), MOST_SEQUENCES)).astype(np.int64)):
         start, length = int(data.starts[number]), int(data.lengths[number])

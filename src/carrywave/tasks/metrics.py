@@ -1,7 +1,7 @@
-"""Metrics as sums on the device: they can be added over ranks, kept in a snapshot, and are read by the host only at the end.
+"""Metrics accumulated as sums on the device: they can be all-reduced, stored in a snapshot, and are read by the host only at the end.
 
-Targets that count for nothing (-100, or NaN among floats) add nothing. Shapes: T time, B lane, K classes or outputs,
-H horizon, C columns, Q quantiles, S series of a part.
+Ignored targets (-100, or NaN for floats) add nothing. Shapes: T time, B lane, K classes or outputs, H horizon, C columns,
+Q quantiles, S series of a part, N all leading dimensions flattened.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from carrywave.spec.spec import Spec
 
 
 class Metric(Protocol):
-    """Sums that batches add to."""
+    """Sums that batches are added to."""
 
     def fits(self, out: object, target: Tensor) -> bool:
-        """Whether this is something it can judge: a head of the user's own may put out anything."""
+        """True if the output can be scored: a user-defined head may return anything."""
 
     def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None) -> None:
-        """Add a batch: what the head put out, its targets, and which sequence stands in each lane."""
+        """Add a batch: the head's output, its targets, and the sequence in each lane."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The sums themselves, not copies: adding those of all ranks in place gives the metric of the whole."""
+        """Return the sums themselves, not copies: all-reducing them in place gives the metric over all ranks."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up sums from a snapshot."""
+        """Restore the sums from a snapshot."""
 
     def values(self) -> dict[str, float]:
-        """The metrics by name; waits for the device."""
+        """Return the metrics by name; synchronises with the device."""
 
 
 def for_task(
     spec: Spec, facts: DataFacts, device: torch.device | str = "cpu", change_SC: Tensor | None = None, unit_C: Tensor | None = None
 ) -> Metric | None:
-    """The metric of a spec's task; None for language models, whose loss says it all (see `language`).
+    """Return the metric of a spec's task; None for language models, whose metrics follow from the loss (see `language`).
 
-    Forecasts are judged as they are trained, standardised, so that columns of different units count alike; regression in the
-    units of the data, `unit_C` for each standardised 1.
+    Forecasts are scored in standardised units, as they are trained, so that columns with different units weigh the same;
+    regression in the units of the data, where `unit_C` is the size of one standardised unit.
     """
     match spec.task:
         case "language":
@@ -58,19 +58,19 @@ def for_task(
 
 
 def language(loss: float) -> dict[str, float]:
-    """Perplexity and bits a token, from the mean loss in nats."""
-    # Past this the exponential leaves float64.
+    """Return perplexity and bits per token, from the mean loss in nats."""
+    # Beyond this, exp overflows float64.
     return {"perplexity": math.exp(loss) if loss < 709.0 else loss if math.isnan(loss) else math.inf, "bits": loss / math.log(2.0)}
 
 
 class Confusion:
-    """Accuracy and macro F1, from how often each class was taken for each."""
+    """Accuracy and macro F1, from a confusion matrix."""
 
     def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
-        self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # target, guess
+        self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # [target, prediction]
 
     def fits(self, out: object, target: Tensor) -> bool:
-        """A number for each class."""
+        """True if there is one logit per class."""
         return isinstance(out, Tensor) and out.shape == (*target.shape, self.counts_KK.shape[0])
 
     @torch.no_grad()
@@ -78,19 +78,19 @@ class Confusion:
         """Add logits [B, K] or [T, B, K] and classes [B] or [T, B]."""
         real = (target != IGNORED).reshape(-1)
         place = (target * self.counts_KK.shape[0] + out.argmax(-1)).reshape(-1)
-        # Ignored ones add zero to the first cell: picking the others out would make the host wait for their number.
+        # Ignored targets add zero to the first cell: selecting the others would synchronise with the device to learn their number.
         self.counts_KK.view(-1).scatter_add_(0, torch.where(real, place, 0), real.to(torch.int64))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The sums."""
+        """Return the sums."""
         return {"confusion": self.counts_KK}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up sums from a snapshot."""
+        """Restore the sums from a snapshot."""
         _take(self.tensors(), tensors)
 
     def values(self) -> dict[str, float]:
-        """Accuracy, and the mean F1 of the classes that occur as a target or as a guess."""
+        """Return accuracy, and F1 averaged over the classes that occur as a target or a prediction."""
         counts_KK = self.counts_KK.cpu().to(torch.float64)
         hits_K = counts_KK.diagonal()
         occurrences_K = counts_KK.sum(0) + counts_KK.sum(1)
@@ -99,9 +99,9 @@ class Confusion:
 
 
 class Errors:
-    """Errors of numbers, for each step ahead and column: MAE, RMSE; for forecasts MASE, and of quantiles their loss and coverage.
+    """Errors of numeric predictions per step ahead and column: MAE, RMSE; for forecasts MASE; for quantiles pinball loss and coverage.
 
-    Among quantiles the median is the point forecast. Where 0.5 is not one of them there is none, and MAE, RMSE and MASE are left out.
+    The median is the point forecast among quantiles. If 0.5 is not one of them, there is none, and MAE, RMSE and MASE are omitted.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Errors:
         device: torch.device | str = "cpu",
         unit_C: Tensor | None = None,
     ) -> None:
-        self.unit_C = None if unit_C is None else unit_C.to(device, torch.float64)  # what a standardised difference of 1 is worth
+        self.unit_C = None if unit_C is None else unit_C.to(device, torch.float64)  # size of one standardised unit
         self.quantiles = tuple(quantiles or ())
         zeros_HC = torch.zeros(horizon, outputs, dtype=torch.float64, device=device)
         self.absolute_HC, self.square_HC, self.count_HC = zeros_HC.clone(), zeros_HC.clone(), zeros_HC.clone()
-        # Relative to how much each series changes over a season within train. What never changes there has no MASE, and weight 0.
+        # Errors relative to each series' seasonal change within train. A series that never changes there has weight 0, and no MASE.
         self.scaled_HC, self.scaled_count_HC = zeros_HC.clone(), zeros_HC.clone()
         self.weight_SC = None
         if change_SC is not None:
@@ -126,14 +126,14 @@ class Errors:
         self._share_Q = torch.tensor(self.quantiles, dtype=torch.float64, device=device)
 
     def fits(self, out: object, target: Tensor) -> bool:
-        """A number for each target, or one for each of its quantiles."""
+        """True if there is one number per target, or one per target and quantile."""
         return isinstance(out, Tensor) and out.shape == (*target.shape, *([len(self.quantiles)] if self.quantiles else []))
 
     @torch.no_grad()
     def update(self, out: Tensor, target: Tensor, sequence_B: Tensor | None = None) -> None:
-        """Add forecasts [T, B, H, C] or [T, B, H, C, Q] and targets [T, B, H, C], or [B, K] and [B, K].
+        """Add forecasts [T, B, H, C] or [T, B, H, C, Q] with targets [T, B, H, C], or regression outputs [B, K] with targets [B, K].
 
-        `sequence_B` is the series in each lane, -1 in an idle one; it may be left out where there is one.
+        `sequence_B` is the series in each lane, -1 in an idle lane; it may be omitted if there is only one series.
         """
         tail = tuple(self.count_HC.shape)
         target_NHC = target.reshape(-1, *tail)
@@ -161,7 +161,7 @@ class Errors:
             self.scaled_count_HC += (real_NHC & (weight_NHC > 0)).sum(0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The sums."""
+        """Return the sums."""
         return {
             "absolute": self.absolute_HC,
             "square": self.square_HC,
@@ -173,11 +173,11 @@ class Errors:
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up sums from a snapshot."""
+        """Restore the sums from a snapshot."""
         _take(self.tensors(), tensors)
 
     def values(self) -> dict[str, float]:
-        """MAE and RMSE of the point forecast; MASE where the change of a series is known; the loss and the coverage of quantiles."""
+        """Return MAE and RMSE of the point forecast, MASE if seasonal changes are known, and the pinball loss and coverage of quantiles."""
         count = self.count_HC.sum()
         found: dict[str, float] = {}
         if not self.quantiles or self._median is not None:
@@ -192,7 +192,7 @@ class Errors:
 
     @property
     def _median(self) -> int | None:
-        """The quantile that serves as the point forecast."""
+        """Index of the quantile that is the point forecast."""
         return self.quantiles.index(0.5) if 0.5 in self.quantiles else None
 
 

@@ -1,4 +1,4 @@
-"""A task puts its parts together: a view of the data, a network with its head, and metrics."""
+"""A task combines a view of the data, a network with its head, and metrics."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ from carrywave.spec.spec import Spec
 from carrywave.tasks import metrics, views
 from carrywave.tasks.changes import Changes
 
-POOLED = ("classification", "regression")  # tasks with one target for each sequence
+POOLED = ("classification", "regression")  # tasks with one target per sequence
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the data as a task reads it: train, valid, test, or a file that came later."""
+    """One part of the data as a task reads it: train, valid, test, or a file given later."""
 
     name: str
     data: Sequences
     view: View
-    baseline: dict[str, float] = field(default_factory=dict)  # what a forecaster that knows nothing but the season reaches
-    notes: tuple[str, ...] = ()  # what a person should know of it
-    change_SC: NDArray[np.float64] | None = None  # forecasting: what MASE divides by, for each series and column; 0 where it leaves it out
+    baseline: dict[str, float] = field(default_factory=dict)  # metrics of the seasonal-naive forecast
+    notes: tuple[str, ...] = ()  # remarks for the user
+    change_SC: NDArray[np.float64] | None = None  # forecasting: denominator of MASE per series and column; 0 excludes it
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a spec and its data ask for."""
+    """What a spec and its data define: views, network and metrics."""
 
     spec: Spec
     codec: Codec
     facts: DataFacts
-    scale: Changes = field(default_factory=Changes)  # forecasting: what MASE divides by
+    scale: Changes = field(default_factory=Changes)  # forecasting: denominator of MASE
 
     @staticmethod
     def of(spec: Spec, codec: Codec, facts: DataFacts, train: Sequences) -> Task:
-        """The task of a run that trains on this data."""
+        """Return the task of a run that trains on this data."""
         scale = Changes.of(train, codec, spec.data.season) if spec.task == "forecasting" else Changes()
         return Task(spec, codec, facts, scale)
 
     def part(self, name: str, data: Sequences) -> Part:
-        """The steps and targets of a part."""
+        """Return the steps and targets of a part."""
         match self.spec.task:
             case "language":
                 view = views.language(data)
@@ -77,7 +77,7 @@ class Task:
         return Part(name, data, view, self._baseline(naive), notes, change_SC)
 
     def _baseline(self, naive: views.NaiveErrors) -> dict[str, float]:
-        """The metrics of the seasonal-naive forecast, under the names that ours have."""
+        """Return the metrics of the seasonal-naive forecast, under the model's metric names prefixed with `naive_`."""
         found: dict[str, float] = {}
         quantiles = self.spec.data.quantiles
         if quantiles is None or 0.5 in quantiles:
@@ -97,7 +97,7 @@ class Task:
         return (f"{name}: {many} have no season of {season} rows before them, and the last value stands in for the naive one; {remedy}",)
 
     def _without_mase(self, name: str, data: Sequences) -> tuple[str, ...]:
-        """A line about series that train did not hold: their change is not known."""
+        """Return a line about series that train does not contain: their seasonal change is unknown."""
         new = len(self.scale.unknown(data.names or ()))
         quantiles = self.spec.data.quantiles
         if not new or (quantiles is not None and 0.5 not in quantiles):
@@ -106,7 +106,7 @@ class Task:
         return (f"{name}: mase leaves out {many}, whose change within train is not known; name series as train does",)
 
     def model(self, train: Sequences | None = None) -> Model:
-        """The network, with initial weights keyed by the seed. Balanced class weights need the training data."""
+        """Build the network, with initial weights keyed by the seed. Balanced class weights need the training data."""
         spec = self.spec.model
         tokens = self.facts.vocabulary > 0
         width = (spec.embedding or spec.widths[0]) if tokens else self._features
@@ -127,7 +127,7 @@ class Task:
         )
         first = spec.dropout if spec.dropout_input is None else spec.dropout_input
         last = spec.dropout if spec.dropout_output is None else spec.dropout_output
-        # Numbers are few and each of them matters; their default is no dropout.
+        # Numeric inputs are few and each one matters, so by default they get no dropout.
         first = first if tokens or spec.dropout_input is not None else 0.0
         model = Model(
             encoder,
@@ -162,11 +162,11 @@ class Task:
 
     @property
     def _features(self) -> int:
-        """Numbers that the model reads at each step."""
+        """Number of values the model reads at each step."""
         return views.forecast_features(self.spec.data, self.facts.features) if self.spec.task == "forecasting" else self.facts.features
 
     def unlabelled(self, data: Sequences) -> View:
-        """The steps of sequences to predict for."""
+        """Return a view without targets, for prediction."""
         return views.series(data, self.spec.data) if self.spec.task == "forecasting" else View(data.inputs, data.starts, data.lengths)
 
     def _class_weights(self, train: Sequences | None) -> Tensor | None:
@@ -180,7 +180,7 @@ class Task:
             return torch.tensor([asked.get(label, 1.0) for label in labels])
         numbers = None if train is None else train.labels if self.spec.task == "classification" else train.tags
         if numbers is None:
-            return torch.ones(len(labels))  # weights come with the parameters; only their shape matters here
+            return torch.ones(len(labels))  # the weights are loaded with the parameters; only their shape matters here
         numbers = np.asarray(numbers)
         if self.spec.task == "tagging" and train is not None:
             numbers = numbers[_rows(train)]  # valid may share the array
@@ -194,18 +194,18 @@ class Task:
         load_pretrained(path, list(self.codec.vocabulary), encoder.weight)
 
     def meter(self, device: torch.device, part: Part) -> metrics.Metric | None:
-        """An empty metric, for one pass over a part."""
+        """Create an empty metric for one pass over a part."""
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit = torch.tensor(self.codec.target_std, dtype=torch.float64) if self.spec.task == "regression" else None
         return metrics.for_task(self.spec, self.facts, device, change, unit)
 
     def derived(self, loss: float) -> dict[str, float]:
-        """Metrics that follow from the loss alone."""
+        """Return the metrics that follow from the loss alone."""
         return metrics.language(loss) if self.spec.task == "language" else {}
 
 
 def _rows(data: Sequences) -> NDArray[np.bool_]:
-    """Which rows of the flat arrays lie in a sequence."""
+    """Return a mask of the rows of the flat arrays that belong to a sequence."""
     edges = np.zeros(len(data.inputs) + 1, dtype=np.int64)
     np.add.at(edges, data.starts, 1)
     np.add.at(edges, data.starts + data.lengths, -1)

@@ -1,4 +1,4 @@
-"""What each task reads of its data: `Sequences` in, a `View` of steps and targets out. NumPy only."""
+"""The view of each task: maps `Sequences` to a `View` of steps and targets. NumPy only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from carrywave.spec.spec import DataSpec
 
 
 def language(data: Sequences) -> View:
-    """Each token but the last of a sequence predicts the one after it."""
+    """Each token except the last of a sequence predicts its successor."""
     tokens = data.inputs
 
     def next_token(rows: Ints) -> NDArray[np.int64]:
@@ -25,7 +25,7 @@ def language(data: Sequences) -> View:
 
 
 def tagging(data: Sequences) -> View:
-    """Each step has a tag of its own; without tags (prediction) there are no targets."""
+    """Each step has its own tag; without tags (prediction) there are no targets."""
     tags = data.tags
     if tags is None:
         return View(data.inputs, data.starts, data.lengths)
@@ -37,47 +37,47 @@ def tagging(data: Sequences) -> View:
 
 
 def pooled(data: Sequences) -> View:
-    """One label for each sequence: classification and regression."""
+    """One label per sequence: classification and regression."""
     return View(data.inputs, data.starts, data.lengths, labels=data.labels)
 
 
 class FirstRow:
-    """For each row, the first row of the sequence that it lies in."""
+    """Maps each row to the first row of its sequence."""
 
     def __init__(self, data: Sequences) -> None:
         self._starts = np.sort(data.starts)
 
     def __call__(self, rows: Ints) -> Ints:
-        """The first rows."""
+        """Return the first rows."""
         return self._starts[np.searchsorted(self._starts, rows, side="right") - 1]
 
 
 class Naive:
-    """The naive forecast that a forecast is the difference from: nothing, the last value, or the season before."""
+    """The naive forecast that model outputs are relative to: zero, the last value, or the last season."""
 
     def __init__(self, data: Sequences, columns: Ints, horizon: int, season: int, kind: str) -> None:
         self.values, self.columns, self.kind = data.inputs, columns, kind
         self._first = FirstRow(data)
         ahead = np.arange(1, horizon + 1)
-        # The latest value in the same place of the season that is known at the origin.
+        # The latest value at the same phase of the season that is known at the origin.
         self._back = ahead - season * -(-ahead // season)
 
     def __call__(self, rows: Ints) -> NDArray[Any]:
-        """Forecasts [..., horizon, columns] made at the given rows."""
+        """Return forecasts [..., horizon, columns] made at the given rows."""
         if self.kind == "none":
             return np.zeros((*rows.shape, len(self._back), len(self.columns)), dtype=np.float32)
         wanted = rows[..., None] + (self._back if self.kind == "season" else np.zeros_like(self._back))
         starts = self._first(rows)
-        # Where a season of history is not there yet, the last value stands in for it.
+        # Fall back to the last value if there is less than a season of history.
         known = np.where(wanted >= starts[..., None], wanted, rows[..., None])
         return np.asarray(self.values[known][..., self.columns])
 
 
 def series(data: Sequences, spec: DataSpec) -> View:
-    """Every row of every series, to forecast from: no targets.
+    """View every row of every series, without targets, to forecast from.
 
-    Where forecasts are differences from the season before, a model also reads each column's change since then: an LSTM is slow
-    to learn from raw values what it was that long ago.
+    If forecasts are relative to the last season, the model also reads each column's change since then: an LSTM is slow to learn to
+    recall raw values from that long ago.
     """
     if spec.residual != "season":
         return View(data.inputs, data.starts, data.lengths)
@@ -86,7 +86,7 @@ def series(data: Sequences, spec: DataSpec) -> View:
 
     def with_change(rows: Ints) -> NDArray[Any]:
         now = np.asarray(values[rows])
-        # A change of zero where a season of history is not there yet.
+        # The change is zero if there is less than a season of history.
         before = np.asarray(values[np.where(rows - spec.season >= first(rows), rows - spec.season, rows)])
         return np.concatenate([now, now - before], axis=-1)
 
@@ -94,40 +94,40 @@ def series(data: Sequences, spec: DataSpec) -> View:
 
 
 def forecast_features(spec: DataSpec, columns: int) -> int:
-    """Numbers that a forecaster reads at each step."""
+    """Return the number of values a forecaster reads at each step."""
     return 2 * columns if spec.residual == "season" else columns
 
 
 def forecasting(data: Sequences, spec: DataSpec, columns: Ints) -> View:
-    """Every row from which the whole horizon lies inside its part is an origin; targets are differences from the naive forecast."""
+    """Each row whose whole horizon lies inside its part is an origin; targets are differences from the naive forecast."""
     naive = Naive(data, columns, spec.horizon, spec.season, spec.residual)
     ahead = np.arange(1, spec.horizon + 1)
     values = data.inputs
 
     def future(rows: Ints) -> NDArray[Any]:
-        # Rows of padding repeat a real row, so only the end of the whole array needs care.
+        # Padding repeats a real row, so only the end of the whole array needs clipping.
         wanted = np.minimum(rows[..., None] + ahead, len(values) - 1)
         return np.asarray(values[wanted][..., columns] - naive(rows), dtype=np.float32)
 
-    # The last row of the context is the origin of the first forecast.
+    # The last warm-up row is the origin of the first forecast.
     warm = None if data.warm is None else np.maximum(data.warm - 1, 0)
     return replace(series(data, spec), lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
 
 
 @dataclass(frozen=True)
 class NaiveErrors:
-    """How wrong the seasonal-naive forecast is, over the origins that a forecaster is scored on: means for each column."""
+    """Errors of the seasonal-naive forecast over the origins that a forecaster is scored on: means per column."""
 
     absolute: NDArray[np.float64]  # [columns]
     square: NDArray[np.float64]
-    scaled: float | None  # absolute errors relative to the change of each series, over all series and columns that have one
-    pinball: NDArray[np.float64] | None  # averaged over quantiles, each forecast to be the naive one
+    scaled: float | None  # MASE, over all series and columns with a known change
+    pinball: NDArray[np.float64] | None  # averaged over quantiles, with the naive forecast used for each of them
     origins: int
-    without_season: int  # origins before which a season of history is not there, so that the last value stands in
+    without_season: int  # origins with less than a season of history, where the last value is the fallback
 
 
 def naive_errors(data: Sequences, spec: DataSpec, columns: Ints, change_SC: NDArray[np.float64]) -> NaiveErrors:
-    """The errors of the seasonal-naive forecast; `change_SC` is what MASE divides those of each series by, 0 where it leaves them out."""
+    """Compute the errors of the seasonal-naive forecast; `change_SC` is the denominator of MASE per series and column, 0 to exclude it."""
     seasonal = Naive(data, columns, spec.horizon, spec.season, "season")
     first = FirstRow(data)
     ahead = np.arange(1, spec.horizon + 1)
@@ -153,7 +153,7 @@ def naive_errors(data: Sequences, spec: DataSpec, columns: Ints, change_SC: NDAr
 
 
 def _origins(data: Sequences, horizon: int, block: int = 1024) -> Iterator[tuple[int, Ints]]:
-    """The number of a sequence and rows of it that count as origins, in blocks, so that memory stays flat."""
+    """Yield a sequence's index and rows of it that are origins, in blocks to keep memory flat."""
     warm = np.zeros(len(data), dtype=np.int64) if data.warm is None else np.maximum(data.warm - 1, 0)
     for number, (start, length, skip) in enumerate(zip(data.starts, data.lengths, warm, strict=True)):
         rows = np.arange(start + skip, start + length - horizon, dtype=np.int64)

@@ -1,1 +1,1 @@
-"""Text as tokens: tokenizers, vocabularies, one long stream."""
+"""Convert text to tokens: tokenizers, vocabularies, token streams."""

@@ -1,6 +1,6 @@
-"""A text file as one long stream of tokens, in two passes over blocks: one learns the vocabulary, one writes the tokens.
+"""Read a text file as one long stream of tokens, in two passes over blocks: the first learns the vocabulary, the second encodes.
 
-A block may end anywhere, even inside a word or a line; pieces are cut only where the tokens stay those of the whole file.
+A block may end anywhere, even inside a word or a line; text is cut into pieces only where that does not change the tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from carrywave.errors import DataError
 from carrywave.spec.spec import DataSpec
 
 BORDERS = {"word": " \n\t\r", "bpe": "\n"}
-WORD_BLOCK_BYTES = 2 << 20  # a list of words takes some 20 times the bytes of their text
-LONGEST_CHARS = 64 << 20  # between two borders
+WORD_BLOCK_BYTES = 2 << 20  # a list of words takes about 20 times the memory of the text
+LONGEST_CHARS = 64 << 20  # longest allowed text between two borders
 
 
 def learn_stream(source: Source, data: DataSpec, task: str) -> Codec:
-    """The codec of a text file."""
+    """Learn the codec of a text file."""
     texts = iter(()) if data.tokens == "byte" else pieces(source, data.tokens)
     words, bpe, size = vocabulary.learn(data.tokens, texts, data)
     return Codec(task, "text", data.tokens, words, bpe, size)
 
 
 def encode_stream(source: Source, codec: Codec, new: NewArray) -> NDArray[Any]:
-    """All tokens of a text file, end to end."""
+    """Encode a text file as one array of tokens."""
     tokens = new(token_dtype(codec.size), None)
     count = 0
     if codec.kind == "byte":
@@ -57,7 +57,7 @@ def encode_stream(source: Source, codec: Codec, new: NewArray) -> NDArray[Any]:
 
 
 def pieces(source: Source, kind: Kind) -> Iterator[str]:
-    """The text in pieces whose tokens, laid end to end, are those of the whole; for words the last line always ends."""
+    """Yield pieces of the text whose tokens, concatenated, are those of the whole; for words, an unterminated last line gets a line end."""
     if kind == "char":
         return source.texts()
     small = replace(source, block_bytes=min(source.block_bytes, WORD_BLOCK_BYTES))
@@ -65,8 +65,8 @@ def pieces(source: Source, kind: Kind) -> Iterator[str]:
 
 
 def cut(texts: Iterable[str], borders: str, name: str) -> Iterator[str]:
-    """The same text, each piece but the last ending with a border."""
-    held: list[str] = []  # no border in them yet
+    """Yield the same text in pieces that end with a border, except possibly the last."""
+    held: list[str] = []  # text since the last border
     held_chars = 0
     for text in texts:
         end = max(text.rfind(border) for border in borders) + 1
@@ -84,7 +84,7 @@ def cut(texts: Iterable[str], borders: str, name: str) -> Iterator[str]:
 
 
 def finished(texts: Iterable[str]) -> Iterator[str]:
-    """The same text, with a line end at its end."""
+    """Yield the same text, and a final line end if it lacks one."""
     last = "\n"
     for text in texts:
         yield text
@@ -94,7 +94,7 @@ def finished(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _lines_before(piece: str, index: int, codec: Codec) -> int:
-    """Line ends of a piece before its token `index`."""
+    """Count the line ends of a piece before token `index`."""
     if codec.kind != "word":
         return piece[:index].count("\n")
     for number, line in enumerate(piece.split("\n")):

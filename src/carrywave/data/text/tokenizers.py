@@ -1,7 +1,7 @@
-"""How text becomes tokens and back: characters, words, bytes, byte pairs, or numbers that are tokens already.
+"""Tokenizers that map text to token ids and back: characters, words, bytes, byte pairs, or integers that already are ids.
 
-Each kind maps a text to token numbers at once, with -1 for a token that the vocabulary does not hold. What may be cut
-where, so that pieces of a text give the tokens of the whole, is the business of `text`.
+Each kind encodes a text in one call, with -1 for a token outside the vocabulary. `token_stream` decides where a text may be
+cut without changing its tokens.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ CODE_POINTS = 0x110000
 
 
 class Tokens(Protocol):
-    """A vocabulary at work."""
+    """A tokenizer with its vocabulary."""
 
     size: int
 
     def ids(self, text: str) -> Ids:
-        """Token numbers of a text, -1 where the vocabulary has none."""
+        """Return the token ids of a text, -1 for unknown tokens."""
 
     def name(self, text: str, index: int) -> str:
-        """The token at a place of the result of `ids`, as it stands in the text."""
+        """Return the token at an index of the result of `ids`, as it appears in the text."""
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of token numbers."""
+        """Decode token ids to text."""
 
 
 class Chars:
-    """Unicode code points, looked up in one table: no loop over characters."""
+    """Unicode code points, looked up in a single table without a Python loop over characters."""
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
         self.size = len(vocabulary)
@@ -50,16 +50,16 @@ class Chars:
                 self._table[ord(token)] = number
 
     def ids(self, text: str) -> Ids:
-        """Token numbers of a text, -1 where the vocabulary has none."""
+        """Return the token ids of a text, -1 for unknown characters."""
         found: Ids = self._table[code_points(text)]
         return found
 
     def name(self, text: str, index: int) -> str:
-        """The character at a place."""
+        """Return the character at an index."""
         return text[index]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of token numbers."""
+        """Decode token ids to text."""
         return "".join(self._vocabulary[int(number)] for number in ids)
 
 
@@ -73,7 +73,7 @@ class _WordNumbers(dict[str, int]):
 
 
 class Words:
-    """Words between white space; each line end is the token <eos>."""
+    """Words separated by white space; each line end is the token <eos>."""
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
         self.size = len(vocabulary)
@@ -81,19 +81,19 @@ class Words:
         self._numbers = _WordNumbers(vocabulary)
 
     def ids(self, text: str) -> Ids:
-        """Token numbers of a text, -1 where the vocabulary has none."""
+        """Return the token ids of a text, -1 for unknown words."""
         return self.word_ids(split_words(text))
 
     def word_ids(self, words: Sequence[str]) -> Ids:
-        """Token numbers of words."""
+        """Return the token ids of words, -1 for unknown words."""
         return np.fromiter(map(self._numbers.__getitem__, words), np.int32, len(words))
 
     def name(self, text: str, index: int) -> str:
-        """The word at a place."""
+        """Return the word at an index."""
         return split_words(text)[index]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The words with a space between them and a line end for each <eos>."""
+        """Join words with spaces, with a line end for each <eos>."""
         lines: list[list[str]] = [[]]
         for word in (self._vocabulary[int(number)] for number in ids):
             if word == END:
@@ -104,39 +104,39 @@ class Words:
 
 
 class Bytes:
-    """The bytes of the text in utf-8: 256 tokens, and none is ever unknown."""
+    """The utf-8 bytes of the text: 256 tokens, never unknown."""
 
     size = 256
 
     def ids(self, text: str) -> Ids:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def name(self, text: str, index: int) -> str:
-        """The byte at a place."""
+        """Return the byte at an index."""
         return repr(text.encode()[index : index + 1])
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of bytes; what is not utf-8 shows as the replacement character."""
+        """Decode bytes to text; invalid utf-8 becomes the replacement character."""
         return bytes(int(number) for number in ids).decode("utf-8", "replace")
 
 
 class BytePairs:
-    """Byte-level byte pairs by the `tokenizers` library; each line is tokenised on its own, so cuts at line ends change nothing."""
+    """Byte-level BPE by the `tokenizers` library; lines are tokenised separately, so cutting at line ends changes nothing."""
 
-    LINES = 4096  # encoded at once; bounds what the library holds in memory
+    LINES = 4096  # encoded per call; bounds the library's memory use
 
     def __init__(self, json_text: str) -> None:
         try:
             self._tokenizer = tokenizers_library().Tokenizer.from_str(json_text)
         except UserError:
             raise
-        except Exception as error:  # the library has no error class of its own
+        except Exception as error:  # the library raises plain Exception
             raise DataError(f"the byte-pair vocabulary cannot be read ({str(error)[:80]}); prepare the data again") from error
         self.size = int(self._tokenizer.get_vocab_size())
 
     def ids(self, text: str) -> Ids:
-        """Token numbers of a text; bytes make every text known."""
+        """Return the token ids of a text; at byte level nothing is unknown."""
         *whole, last = text.split("\n")
         lines = [line + "\n" for line in whole] + ([last] if last else [])
         parts = [np.empty(0, np.int32)]
@@ -146,48 +146,48 @@ class BytePairs:
         return np.concatenate(parts)
 
     def name(self, text: str, index: int) -> str:
-        """The piece at a place."""
+        """Return the token at an index, as the library writes it."""
         return str(self._tokenizer.id_to_token(int(self.ids(text)[index])))
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of token numbers."""
+        """Decode token ids to text."""
         return str(self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=False))
 
 
 class NumberTokens:
-    """Whole numbers that are tokens as they stand."""
+    """Integers that already are token ids."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def ids(self, text: str) -> Ids:
-        """Numbers between white space, -1 for what is no token."""
+        """Parse integers separated by white space; -1 for anything that is not a token."""
         found = [int(word) if word.isdecimal() else -1 for word in text.split()]
         return np.array([number if number < self.size else -1 for number in found], np.int32)
 
     def name(self, text: str, index: int) -> str:
-        """The number at a place."""
+        """Return the number at an index."""
         return text.split()[index]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The numbers with a space between them."""
+        """Join the numbers with spaces."""
         return " ".join(str(int(number)) for number in ids)
 
 
 def code_points(text: str) -> NDArray[Any]:
-    """The code points of a text as an array."""
+    """Return the code points of a text as an array."""
     if text.isascii():
         return np.frombuffer(text.encode("ascii"), np.uint8)
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
 def split_words(text: str) -> list[str]:
-    """Words and an <eos> for each line end; an unfinished last line has none."""
+    """Split a text into words, with <eos> for each line end; an unterminated last line has none."""
     return text.replace("\n", f" {END} ").split()
 
 
 def tokenizers_library() -> Any:
-    """The optional `tokenizers` package."""
+    """Import the optional `tokenizers` package."""
     try:
         import tokenizers
     except ImportError as error:
@@ -198,7 +198,7 @@ def tokenizers_library() -> Any:
 
 
 def make(kind: Kind, vocabulary: Sequence[str], bpe: str | None, size: int) -> Tokens:
-    """The tokens of a kind."""
+    """Create the tokenizer of a kind."""
     if kind == "char":
         return Chars(vocabulary)
     if kind == "word":

@@ -1,6 +1,6 @@
-"""Which tokens there are: counted over the training file, the most frequent first, equal counts in the order of the tokens.
+"""Learn a vocabulary from the training file: tokens by decreasing count, ties in the order of the tokens themselves.
 
-`data.vocabulary` and `data.min_count` limit it, and what falls out becomes <unk>. Words have it in any case.
+`data.vocabulary` and `data.min_count` limit it, and tokens that are cut become <unk>. Word vocabularies always contain <unk>.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import DataSpec
 
 BPE_SIZE = 8000
-GATHER_CHARS = 1 << 20  # short texts are counted together: one pass over a table of all code points costs a millisecond
+GATHER_CHARS = 1 << 20  # short texts are counted together, because one pass over the table of all code points costs a millisecond
 
 
 def count_chars(texts: Iterable[str]) -> dict[str, int]:
-    """How often each character occurs."""
+    """Count each character."""
     counts = np.zeros(CODE_POINTS, np.int64)
     for text in gather(texts):
         counts += np.bincount(code_points(text), minlength=CODE_POINTS)
@@ -27,7 +27,7 @@ def count_chars(texts: Iterable[str]) -> dict[str, int]:
 
 
 def count_words(word_lists: Iterable[Iterable[str]]) -> dict[str, int]:
-    """How often each word occurs."""
+    """Count each word."""
     counts: Counter[str] = Counter()
     for words in word_lists:
         counts.update(words)
@@ -35,7 +35,7 @@ def count_words(word_lists: Iterable[Iterable[str]]) -> dict[str, int]:
 
 
 def gather(texts: Iterable[str]) -> Iterator[str]:
-    """The same text in pieces of about a million characters or more."""
+    """Yield the same text in pieces of about a million characters or more."""
     parts: list[str] = []
     held = 0
     for text in texts:
@@ -49,9 +49,9 @@ def gather(texts: Iterable[str]) -> Iterator[str]:
 
 
 def choose(counts: Mapping[str, int], data: DataSpec, *, words: bool) -> tuple[str, ...]:
-    """The vocabulary: tokens by frequency, then by themselves; with <unk> at its end for words, and where the spec limits it.
+    """Choose the vocabulary: tokens by frequency, then alphabetically; <unk> comes last, for words or if the spec limits the vocabulary.
 
-    No text holds all words that another one may hold, so that there is always a token for those.
+    Words always get <unk>, because no training text contains every word that another text may contain.
     """
     kept = sorted((token for token, count in counts.items() if count >= data.min_count), key=lambda token: (-counts[token], token))
     limited = words or data.vocabulary is not None or data.min_count > 1
@@ -62,7 +62,7 @@ def choose(counts: Mapping[str, int], data: DataSpec, *, words: bool) -> tuple[s
 
 
 def learn(kind: str, texts: Iterable[str], data: DataSpec) -> tuple[tuple[str, ...], str | None, int]:
-    """(vocabulary, byte-pair tokenizer as JSON, size) learned from texts cut where it does no harm."""
+    """Learn (vocabulary, byte-pair tokenizer as JSON, size) from texts that are cut only where it does not change the tokens."""
     if kind == "char":
         vocabulary = choose(count_chars(texts), data, words=False)
         return vocabulary, None, len(vocabulary)
@@ -72,7 +72,7 @@ def learn(kind: str, texts: Iterable[str], data: DataSpec) -> tuple[tuple[str, .
     if kind == "byte":
         if data.vocabulary is not None or data.min_count > 1:
             raise SpecError("data.vocabulary and data.min_count do not apply to data.tokens=byte, which has 256 tokens; leave them out")
-        for _ in texts:  # read for the checks that reading makes
+        for _ in texts:  # consume them only for the validation done while reading
             pass
         return (), None, 256
     json_text, size = learn_bpe(texts, data)
@@ -80,7 +80,7 @@ def learn(kind: str, texts: Iterable[str], data: DataSpec) -> tuple[tuple[str, .
 
 
 def learn_bpe(texts: Iterable[str], data: DataSpec) -> tuple[str, int]:
-    """A byte-level byte-pair tokenizer as JSON, and its size."""
+    """Train a byte-level byte-pair tokenizer; return it as JSON, with its size."""
     library = tokenizers_library()
     size = data.vocabulary or BPE_SIZE
     if size < 256:
@@ -97,7 +97,7 @@ def learn_bpe(texts: Iterable[str], data: DataSpec) -> tuple[str, int]:
     failures: list[DataError] = []
 
     def lines() -> Iterator[list[str]]:
-        # The library swallows what is raised while it pulls, so keep it and raise it again.
+        # The library swallows exceptions raised by its input iterator, so store them and re-raise afterwards.
         try:
             for text in texts:
                 yield text.split("\n")
