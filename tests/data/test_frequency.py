@@ -61,6 +61,12 @@ RHYTHMS: dict[str, tuple[Any, str, list[Any]]] = {
         "D",
         ["2024-03-31 00:00:00+01:00", "2024-04-01 00:00:00+02:00"],
     ),
+    # Noon by UTC is an hour later on the clocks of Berlin from 2024-03-31 on.
+    "days of UTC in a zone": (
+        pd.date_range("2024-03-29 12:00", periods=4, freq="D", tz="UTC").tz_convert("Europe/Berlin"),
+        "D",
+        ["2024-04-02 14:00:00+02:00", "2024-04-03 14:00:00+02:00"],
+    ),
     "hours of a zone": (
         pd.date_range("2024-03-30 22:00", periods=4, freq="h", tz="Europe/Berlin"),
         "h",

@@ -15,7 +15,7 @@ import pytest
 
 from carrywave.data import prepare as prepare_module
 from carrywave.data.holdout import held_out
-from carrywave.data.prepare import prepare, read
+from carrywave.data.prepare import prepare, read, table_of_file
 from carrywave.errors import DataError, SpecError
 from carrywave.spec.spec import Spec
 
@@ -172,6 +172,26 @@ def test_one_more_file_by_the_same_codec(tmp_path: Path, monkeypatch: pytest.Mon
     np.testing.assert_array_equal(more.labels, found.test.labels)
     assert more.fingerprint
     assert len(list((tmp_path / "cache").iterdir())) - entries == (small_bytes == 0)
+
+
+def test_equal_bytes_that_are_read_in_two_ways_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "SMALL_BYTES", 0)
+    packed = gzip.compress(TEXT.encode(), mtime=0)
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b").write_bytes(packed)
+    (tmp_path / "b.gz").write_bytes(packed)
+    asked = spec(tmp_path, train="a.txt", tokens="byte", format="text")
+    codec = prepare(asked).codec
+    as_it_is, unpacked = (read(str(tmp_path / name), codec, asked) for name in ("b", "b.gz"))
+    assert (len(as_it_is.inputs), len(unpacked.inputs)) == (len(packed), len(TEXT))
+
+
+def test_a_table_is_opened_again_in_the_format_that_is_set(tmp_path: Path) -> None:
+    (tmp_path / "a.dat").write_text("ds,y\n" + "".join(f"2024-01-{day:02d},{day}.0\n" for day in range(1, 31)))
+    asked = spec(tmp_path, "forecasting", lines=False, train="a.dat", format="csv", horizon=1)
+    asked = asked.model_copy(update={"batch": asked.batch.model_copy(update={"tokens": None})})
+    codec = prepare(asked).codec
+    assert table_of_file(str(tmp_path / "a.dat"), codec, asked).ahead(0, 1) == ["2024-01-31"]
 
 
 def test_plain_lines_can_be_predicted_from(tmp_path: Path) -> None:

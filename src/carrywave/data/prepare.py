@@ -105,7 +105,8 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     def build(new: NewArray) -> cache.Entry:
         return cache.Entry({part: _encode(source, codec, spec, new, labelled=labelled, part=part)}, codec)
 
-    key = _hash(["read", cache.FORMAT, source.digest(), source.format, codec.to_json(), spec.streams, spec.data.horizon, labelled, part])
+    file = [source.digest(), source.format, source.tabs, source.compression]
+    key = _hash(["read", cache.FORMAT, file, codec.to_json(), spec.streams, spec.data.horizon, labelled, part])
     if source.path is None or source.path.stat().st_size <= SMALL_BYTES:
         found = build(MemoryAppender).parts[part]
     else:
@@ -115,7 +116,7 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
 
 def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:
     """Return the series in a file, in their original units."""
-    return _table_opener(find(str(path), field="data"), spec)(codec)
+    return _table_opener(find(str(path), field="data", format=spec.data.format), spec)(codec)
 
 
 def check_spec(spec: Spec) -> None:

@@ -86,7 +86,7 @@ class Source:
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the content in blocks of at most `block_bytes`."""
-        with self.open() as stream:
+        with self.guard(self.open) as stream:
             while block := self.guard(lambda: stream.read(self.block_bytes)):
                 yield bytes(block)
 

@@ -31,6 +31,7 @@ class Times:
     zone: str | None = None  # time zone, if any; keys are then in UTC
     wall: Keys | None = None  # the same times on local clocks, if there is a zone
     frequency: Frequency | None = None
+    even_by_wall: bool = False  # the frequency is that of the local clock, not of UTC
     in_words: bool = False  # text that is not a date: keys only tell which rows are equal
     untold: str | None = None  # what the times are, if they can be sorted but nothing more
 
@@ -48,9 +49,9 @@ class Times:
         if self.frequency is None or not length:
             return None
         rows = slice(int(start), int(start + length))
-        by_wall = self.wall is not None and not (
-            isinstance(self.frequency, frequencies.FixedStep) and self.frequency.size < frequencies.DAY
-        )
+        # Hours follow each other in UTC, whatever the local clock does.
+        hours = isinstance(self.frequency, frequencies.FixedStep) and self.frequency.size < frequencies.DAY
+        by_wall = self.even_by_wall and not hours
         keys = self.wall if by_wall and self.wall is not None else self.keys
         found = self.frequency.ahead(keys[rows], count)
         # Times beyond the range of 64 bits wrap around into the past.
@@ -156,7 +157,7 @@ def with_frequency(times: Times, codes: Ints, asked: str | None, *, strict: bool
         off = int((units < 1).sum())
         score = off * len(keys) + int((units > 1).sum())
         if best is None or score < best[0]:
-            best = score, replace(times, frequency=found), units
+            best = score, replace(times, frequency=found, even_by_wall=keys is times.wall), units
     if best is None:
         if strict and inside.any():
             raise place.irregular(times, inside, None)
