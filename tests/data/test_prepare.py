@@ -24,7 +24,7 @@ TEXT = "the cat sat\n\non the mat\n" * 5
 
 def spec(folder: Path, task: str = "language", *, seed: int = 1, lines: bool = False, **data: Any) -> Spec:
     given = {name: str(folder / value) if name in ("train", "valid", "test") else value for name, value in data.items()}
-    batch = {"tokens": 64} if lines or task != "language" else {}
+    batch = {"tokens": 64} if lines or task not in ("language", "forecasting") else {}
     return Spec.model_validate({"task": task, "data": {"cache": str(folder / "cache"), **given}, "batch": batch, "train": {"seed": seed}})
 
 
@@ -188,8 +188,7 @@ def test_equal_bytes_that_are_read_in_two_ways_are_kept_apart(tmp_path: Path, mo
 
 def test_a_table_is_opened_again_in_the_format_that_is_set(tmp_path: Path) -> None:
     (tmp_path / "a.dat").write_text("ds,y\n" + "".join(f"2024-01-{day:02d},{day}.0\n" for day in range(1, 31)))
-    asked = spec(tmp_path, "forecasting", lines=False, train="a.dat", format="csv", horizon=1)
-    asked = asked.model_copy(update={"batch": asked.batch.model_copy(update={"tokens": None})})
+    asked = spec(tmp_path, "forecasting", train="a.dat", format="csv", horizon=1)
     codec = prepare(asked).codec
     assert table_of_file(str(tmp_path / "a.dat"), codec, asked).ahead(0, 1) == ["2024-01-31"]
 
