@@ -1,4 +1,4 @@
-"""The state passed between the chunks of a batch (`State`), and what describes a chunk besides its inputs (`Chunk`)."""
+"""The state passed between the chunks of a batch (`State`), and the metadata of a chunk (`Chunk`)."""
 
 from __future__ import annotations
 
