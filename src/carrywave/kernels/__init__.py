@@ -1,1 +1,1 @@
-"""The LSTM layer itself on each device, keyed randomness, and the kernels around it."""
+"""LSTM backends for each device, keyed randomness, and the kernels around the LSTM."""

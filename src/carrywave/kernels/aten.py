@@ -1,8 +1,8 @@
-"""The LSTM layer through torch's own kernels: cuDNN on CUDA, on the CPU oneDNN or torch's native loop.
+"""The LSTM layer on torch's own kernels: cuDNN on CUDA, oneDNN or torch's native loop on the CPU.
 
-Lengths cost no packing and no look at the device. Padded steps run like any other, but their input carries a flag whose
-weights shut the input gate and open the forget gate so far that both saturate, so c passes through them unchanged, to the
-bit; h is read at the last real step, and outputs past it are zeroed.
+Lengths need neither packing nor a device synchronisation. Padded steps run like any other, but their input has a flag column whose
+weights saturate the input gate at 0 and the forget gate at 1, so c passes through them bit for bit; h is read at the last real
+step, and later outputs are zeroed.
 
 Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projection, or H), D directions.
 """
@@ -20,13 +20,13 @@ from carrywave.kernels.derivatives import traced
 from carrywave.kernels.lengths import last_real, real_steps, reversed_steps
 from carrywave.kernels.weights import Layer, LayerWeights
 
-# The sigmoid of ±1e4 is exactly 1 and 0 in every precision, whatever the other inputs add; fp16 still holds the number.
+# sigmoid(±1e4) is exactly 1 and 0 in every precision, whatever the other inputs add, and 1e4 is still within fp16's range.
 _SATURATED = 1.0e4
-LONG_STEPS = 32  # so long must a sequence be for the preparing to pay
+LONG_STEPS = 32  # shorter sequences do not amortise oneDNN's weight preparation
 
 
 def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
-    """One layer: outputs [T, B, P·D] and the carry at each lane's real end."""
+    """One layer: outputs [T, B, P·D] and the carry at each lane's last real step."""
     if lengths_B is None:
         return _run(x_TBI, carry, weights)
     real_TB1 = real_steps(lengths_B, x_TBI.shape[0])
@@ -44,13 +44,13 @@ def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None)
 
 
 def prefers_onednn(x_TBI: Tensor, weights: Layer) -> bool:
-    """Whether oneDNN's LSTM is the fastest for this layer; it knows no projection, and prepares the weights anew for every chunk."""
+    """True if oneDNN's LSTM is the fastest for this layer; it supports no projection, and prepares the weights again for every chunk."""
     long_float = x_TBI.dtype == torch.float32 and x_TBI.shape[0] >= LONG_STEPS
     return ONEDNN_IS_FAST and x_TBI.device.type == "cpu" and long_float and weights[0].w_hr is None
 
 
 def _flagged(x_TBI: Tensor, real_TB1: Tensor) -> Tensor:
-    """The input with padding zeroed and a column that is 1 at padded steps, the width rounded up to a multiple of 8."""
+    """The input with padding zeroed and a column that is 1 at padded steps, its width rounded up to a multiple of 8."""
     steps, lanes, inputs = x_TBI.shape
     rest = -(inputs + 1) % 8
     columns = [torch.where(real_TB1, x_TBI, 0.0), (~real_TB1).to(x_TBI.dtype)]
@@ -68,16 +68,16 @@ def _with_flag(weights: LayerWeights, width: int) -> LayerWeights:
 
 
 def _run(x_TBI: Tensor, carry: Carry, weights: Layer) -> tuple[Tensor, Carry]:
-    """torch's kernel over one or both directions, every step real."""
+    """Run torch's kernel over one or both directions, with every step real."""
     if x_TBI.is_cuda and weights[0].b_ih is None:
-        # cuDNN's buffer has room for biases whether they are used or not; zeros fill it.
+        # cuDNN's weight buffer has room for biases whether they are used or not; zeros fill it.
         none_G = x_TBI.new_zeros(weights[0].w_ih.shape[0])
         weights = tuple(direction._replace(b_ih=none_G, b_hh=none_G) for direction in weights)
     biased = weights[0].b_ih is not None
     flat = _flat(weights, x_TBI)
     h_DBP, c_DBH = carry.h.to(x_TBI.dtype).contiguous(), carry.c.to(x_TBI.dtype).contiguous()
-    # `train` only matters for dropout inside the kernel, which is never used, and for whether cuDNN keeps what backward needs. What is
-    # written down by a tracer may be run for training later.
+    # `train` only matters for dropout inside the kernel, which is never used, and for whether cuDNN keeps what backward needs. A traced
+    # graph may be run for training later.
     train = torch.is_grad_enabled() or traced()
     with contextlib.nullcontext() if x_TBI.is_cuda or prefers_onednn(x_TBI, weights) else without_onednn():
         y_TBO, h_DBP, c_DBH = torch.lstm(x_TBI, (h_DBP, c_DBH), flat, biased, 1, 0.0, train, len(weights) == 2, False)
@@ -85,11 +85,11 @@ def _run(x_TBI: Tensor, carry: Carry, weights: Layer) -> tuple[Tensor, Carry]:
 
 
 def _flat(weights: Layer, like: Tensor) -> list[Tensor]:
-    """The weights in nn.LSTM's order; on CUDA views of one buffer in cuDNN's order, which it would else build itself, and warn."""
+    """The weights in nn.LSTM's order; on CUDA, views of one buffer in cuDNN's order, which torch would otherwise build, with a warning."""
     each = [[tensor.to(like.dtype) for tensor in (w.w_ih, w.w_hh, w.b_ih, w.b_hh, w.w_hr) if tensor is not None] for w in weights]
     if not like.is_cuda:
         return [tensor for tensors in each for tensor in tensors]
-    # cuDNN keeps the matrices of all directions first, then the biases.
+    # cuDNN stores the matrices of all directions first, then the biases.
     order = [(d, n) for want in (2, 1) for d, tensors in enumerate(each) for n, tensor in enumerate(tensors) if tensor.dim() == want]
     parts = torch.split(torch.cat([each[d][n].reshape(-1) for d, n in order]), [each[d][n].numel() for d, n in order])
     for (d, n), part in zip(order, parts, strict=True):

@@ -1,4 +1,4 @@
-"""Which library torch uses on the CPU."""
+"""Selects the library that torch uses on the CPU: oneDNN or plain BLAS."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-# By the kind of processor, not by a measurement at run time: the choice changes last bits, and a run must repeat.
-# Training one layer in float32, oneDNN took 0.5 to 1.1 times as long as `manual` on x86, and 1.2 to 2.8 times on ARM.
+# Chosen by processor type, not by measuring at run time: the choice changes the last bits, and a run must be reproducible.
+# Training one layer in float32, oneDNN took 0.5 to 1.1 times as long as `manual` on x86, and 1.2 to 2.8 times as long on ARM.
 ONEDNN_IS_FAST = platform.machine().lower() in ("x86_64", "amd64")
 
 
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
-    """Within it, torch multiplies with plain BLAS and runs its native LSTM."""
+    """Inside this context, torch multiplies with plain BLAS and runs its native LSTM."""
     backend: Any = torch.backends.mkldnn
     before = backend.enabled
     backend.enabled = False

@@ -1,4 +1,4 @@
-"""The carry (h, c) of a stack of LSTM layers: passed in, passed out, never hidden in a module.
+"""The carry (h, c) of a stack of LSTM layers: passed in and out, never hidden in a module.
 
 Shapes: L layers, D directions, B lanes, H hidden, P output width (the projection, or H).
 """
@@ -17,4 +17,4 @@ class Carry(NamedTuple):
     c: Tensor
 
 
-Carries = tuple[Carry, ...]  # one for each layer of a stack, so that widths may differ
+Carries = tuple[Carry, ...]  # one per layer of a stack, so that widths may differ

@@ -1,7 +1,7 @@
-"""The sum of cross entropies over rows of logits. On CUDA and in half precision one kernel of our own each way (`cross_entropy.cu`).
+"""Summed cross entropy over rows of logits, in half precision on CUDA with our own forward and backward kernels (`cross_entropy.cu`).
 
-torch's goes through float32 copies of all logits, forward and backward: with a large vocabulary those are most of what a training
-step moves. Elsewhere, and where the kernel cannot be had, it is torch's.
+torch's cross entropy makes float32 copies of all logits, forward and backward: with a large vocabulary they dominate a training step's
+memory traffic. It is used in all other cases, and if our kernel is unavailable.
 
 Shapes: N rows, V classes.
 """
@@ -24,10 +24,10 @@ _own = nvrtc.Replaceable("cross entropy")
 
 
 def summed(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor | None = None) -> Tensor:
-    """The sum, in float32 at least, over the rows whose target is not `ignored`."""
+    """The sum, in float32 or wider, over the rows whose target is not `ignored`."""
     if weights_V is None and _serves(logits_NV, target_N):
         apply: Any = _Summed.apply
-        # It reads two numbers at a time. The copy is made here, so that what is kept for backward is what was given.
+        # The kernel reads two numbers at a time. Copied here, so that the tensor saved for backward is the autograd function's own input.
         in_place = logits_NV.stride(1) == 1 and logits_NV.stride(0) % 2 == 0 and logits_NV.data_ptr() % 4 == 0
         read_NV = logits_NV if in_place else logits_NV.clone(memory_format=torch.contiguous_format)
         total: Tensor | None = _own.tried(lambda: apply(read_NV, target_N, ignored))
@@ -43,7 +43,7 @@ def _plain(logits_NV: Tensor, target_N: Tensor, ignored: int, weights_V: Tensor 
 
 
 def _serves(logits_NV: Tensor, target_N: Tensor) -> bool:
-    """Whether the kernel may be given these; what is amiss with others, torch says."""
+    """True if the kernel supports these arguments; torch reports the errors in invalid ones."""
     halves = logits_NV.is_cuda and logits_NV.dtype in HALVES and logits_NV.numel() > 0 and not derivatives.plain_only()
     return halves and target_N.dtype == torch.int64 and target_N.shape == logits_NV.shape[:1] and target_N.device == logits_NV.device
 

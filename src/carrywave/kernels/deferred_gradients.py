@@ -1,12 +1,12 @@
-"""Weight gradients put off: one matrix product over all time chunks of a slice, instead of one for each chunk.
+"""Deferred weight gradients: one matrix product over all time chunks of a slice, instead of one per chunk.
 
-Backward through a chunk has two parts. The gradient of what entered it is waited for, by the chunk and the stage before; that
-of the weights is not. Put off to the end, the second part is one large product that adds straight into the gradient, where
-many small ones would each read and write all of it; and other stages are not kept waiting. (Splitting a backward like this to
-fill a pipeline's bubble is the idea of "zero bubble" schedules, Qi et al. 2024.)
+Backward through a chunk has two parts. The gradient of its input is needed at once, by the previous chunk and stage; the gradients of
+the weights are not. Deferred to the end, the second part is one large product that accumulates directly into the gradient, where many
+small ones would each read and write all of it; and other stages are not kept waiting. (Splitting backward like this to fill a
+pipeline's bubble is the idea of "zero bubble" schedules, Qi et al. 2024.)
 
-Only weights that are parameters themselves can be put off: what was made of one (dropped or cast weights) goes through autograd. So
-does a gradient that is asked for on the way, as by a penalty within a loss: only `backward` of this module puts off.
+Only gradients of weights that are parameters themselves can be deferred: derived weights (dropped or cast) go through autograd. So does a
+gradient requested along the way, such as a gradient penalty inside a loss: only this module's `backward` defers.
 
 Shapes: N rows (time × lane), G outputs, I inputs, E width.
 """
@@ -27,41 +27,41 @@ from carrywave.kernels import derivatives
 from carrywave.kernels.blas import without_onednn
 from carrywave.kernels.cuda import aligned
 
-Ready = Callable[[Tensor], None]  # told of each weight whose gradient is whole
+Ready = Callable[[Tensor], None]  # called with each weight whose gradient is complete
 
 
 @dataclass
 class _Put:
-    """What is owed to one weight."""
+    """Pending contributions to the gradient of one weight."""
 
     weight: Tensor
-    products: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # gradᵀ @ input
-    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # gradients of rows, and which
+    products: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (grad, input) of each gradᵀ @ input
+    rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (gradients of rows, indices of these rows)
 
 
 class Deferred:
-    """Weight gradients that are owed, by weight, in the order in which backward came to them."""
+    """Pending weight gradients, by weight, in the order in which backward reached them."""
 
     def __init__(self) -> None:
-        self.open = False  # whether what goes back now is the backward of a step, so that it may be put off
+        self.open = False  # True during the backward pass of a step, when gradients may be deferred
         self._owed: dict[int, _Put] = {}
 
     def product(self, weight_GI: Tensor, grads_NG: Tensor, inputs_NI: Tensor) -> None:
-        """Owe `grads.T @ inputs` to a weight."""
+        """Defer adding `grads.T @ inputs` to a weight's gradient."""
         self._to(weight_GI).products.append((grads_NG, inputs_NI))
 
     def rows(self, weight_VE: Tensor, grads_NE: Tensor, index_N: Tensor) -> None:
-        """Owe each row of a weight the sum of the gradients that have its number."""
+        """Defer adding, to each row of a weight's gradient, the sum of the gradients that have its index."""
         self._to(weight_VE).rows.append((grads_NE, index_N))
 
     def owes(self, weight: Tensor) -> bool:
-        """Whether a weight's gradient is not whole yet."""
+        """True if a weight's gradient is still incomplete."""
         return id(weight) in self._owed
 
     @torch.no_grad()
     def pay(self, ready: Ready | None = None) -> None:
-        """Add all that is owed to the weights' gradients."""
-        joined: tuple[tuple[int, ...], Tensor] | None = None  # what was joined last: both weights of a layer have the same gradients
+        """Add everything pending to the weights' gradients, and call `ready` with each weight as its gradient is complete."""
+        joined: tuple[tuple[int, ...], Tensor] | None = None  # the last concatenation: both weights of a layer have the same gradients
         while self._owed:
             put = self._owed.pop(next(iter(self._owed)))
             if put.products:
@@ -91,7 +91,7 @@ _CURRENT: contextvars.ContextVar[Deferred | None] = contextvars.ContextVar("carr
 
 @contextlib.contextmanager
 def deferring(deferred: Deferred | None) -> Iterator[None]:
-    """Within it, forward passes and their backwards put weight gradients off."""
+    """Inside this context, forward passes and their backward passes defer weight gradients."""
     token = _CURRENT.set(deferred)
     try:
         yield
@@ -100,7 +100,7 @@ def deferring(deferred: Deferred | None) -> Iterator[None]:
 
 
 def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """As torch.autograd.backward; the weight gradients of what was run where they are put off are owed afterwards."""
+    """Like torch.autograd.backward, but leaves the weight gradients of layers that ran inside `deferring` pending."""
     current = _CURRENT.get()
     if current is None:
         torch.autograd.backward(roots, gradients)
@@ -113,7 +113,7 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Non
 
 
 def deferred_for(*weights: Tensor) -> Deferred | None:
-    """Where to put off the gradients of these weights; None: do not."""
+    """Where to defer the gradients of these weights; None: do not defer."""
     current = _CURRENT.get()
     if current is None or derivatives.transformed():
         return None
@@ -121,8 +121,8 @@ def deferred_for(*weights: Tensor) -> Deferred | None:
 
 
 def linear(x: Tensor, weight_GI: Tensor, bias_G: Tensor | None = None) -> Tensor:
-    """As torch's."""
-    # Under autocast the product is in a shorter dtype, which torch takes care of.
+    """Like torch's `linear`."""
+    # Under autocast the product is in a narrower dtype, which torch handles.
     put_off = deferred_for(weight_GI) is not None and x.dtype == weight_GI.dtype and not torch.is_autocast_enabled(x.device.type)
     if not put_off or not torch.is_grad_enabled():
         return (aligned.linear if aligned.serves(x, weight_GI) else functional.linear)(x, weight_GI, bias_G)
@@ -132,7 +132,7 @@ def linear(x: Tensor, weight_GI: Tensor, bias_G: Tensor | None = None) -> Tensor
 
 
 def embedding(index: Tensor, weight_VE: Tensor) -> Tensor:
-    """As torch's."""
+    """Like torch's `embedding`."""
     if deferred_for(weight_VE) is None or not torch.is_grad_enabled():
         return functional.embedding(index, weight_VE)
     apply: Any = _Rows.apply

@@ -1,9 +1,9 @@
-"""Derivatives beyond the first, and of other kinds than backward: where code written by hand steps aside for plain operations.
+"""Higher-order, forward-mode and batched derivatives: decides when a handwritten backward gives way to plain torch operations.
 
-A backward written by hand gives numbers, which nothing can be differentiated through: what is missing would count as zero, in silence. So
-where the gradient of a gradient is asked for (`create_graph`), or many gradients at once, the forward is done again with plain
-operations and autograd goes back through those. torch.func, forward mode and tracers look at the operations of forward: they get
-plain ones from the start.
+A handwritten backward returns numbers without a graph to differentiate through: higher derivatives would silently be zero. So when the
+gradient of a gradient (`create_graph`) or many gradients at once are requested, forward is recomputed with plain operations and
+autograd differentiates those. torch.func, forward mode and tracers inspect the operations of forward, so they get plain ones from
+the start.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ Plain = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def transformed() -> bool:
-    """Whether forward runs within torch.func (grad, jvp, vmap and their like) or in forward mode."""
+    """True if forward runs inside torch.func (grad, jvp, vmap and the like) or in forward mode."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 def traced() -> bool:
-    """Whether a compiler or tracer writes down the operations of forward."""
+    """True if a compiler or tracer records the operations of forward."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def plain_only() -> bool:
-    """Whether somebody looks at the operations of forward, who knows those of torch only."""
+    """True if forward's operations are recorded or transformed by something that only understands torch's own."""
     return traced() or transformed()
 
 
 def beyond_numbers(*grads: Tensor | None) -> bool:
-    """Asked in a backward that got these: whether what it gives is differentiated again, or is for many gradients at once."""
+    """Called in a backward with its gradients: True if its result is differentiated again, or is batched over many gradients."""
     if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return True
     return any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
 
 
 def through(plain: Plain, inputs: Sequence[Tensor | None], wanted: Sequence[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of a plain function's outputs with respect to the inputs that are wanted, made of operations of torch."""
+    """The gradients of a plain function's outputs with respect to the wanted inputs, computed with torch's operations."""
     with torch.enable_grad():
-        # Views: where one input was made of another, each counts for itself.
+        # Views, so that each input has a gradient of its own even if one was computed from another.
         given = [each.view_as(each) if each is not None and want else each for each, want in zip(inputs, wanted, strict=True)]
         outputs = plain(*given)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
@@ -65,7 +65,7 @@ def through(plain: Plain, inputs: Sequence[Tensor | None], wanted: Sequence[bool
 
 
 def as_saved(backward: Callable[P, R]) -> Callable[P, R]:
-    """A backward that computes in the dtypes that forward left, also where it is called inside an autocast region."""
+    """Decorate a backward to compute in the dtypes that forward saved, even inside an autocast region."""
 
     @functools.wraps(backward)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -78,6 +78,6 @@ def as_saved(backward: Callable[P, R]) -> Callable[P, R]:
 
 
 def only_numbers(what: str, remedy: str, *grads: Tensor | None) -> None:
-    """Raise, in a backward that got these and gives numbers, where more is asked for."""
+    """Raise, in a backward that received these gradients and returns plain numbers, if more than numbers is requested."""
     if beyond_numbers(*grads):
         raise UserError(f"{what} has no second derivative; {remedy}")

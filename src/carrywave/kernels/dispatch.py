@@ -1,9 +1,9 @@
-"""Which backend runs a layer, by device, precision and shape; and what happens where one cannot.
+"""Chooses the backend that runs a layer, by device, precision and shape, and falls back if it cannot run it.
 
-Backends: `reference` (plain PyTorch, the definition), `aten` (torch's kernels: cuDNN, oneDNN), `manual` (own backward, for the
-CPU) and `persistent` (own kernels, for Hopper GPUs). `auto` takes the fastest that serves. What a backend cannot run goes to
-`aten`; where that is not what was asked for, or means that something is broken, one warning in a process says why. What every backend
-but the definition gets wrong or refuses goes there: no lanes at all, torch.func and forward mode.
+Backends: `reference` (plain PyTorch, the definition), `aten` (torch's kernels: cuDNN, oneDNN), `manual` (handwritten backward, for the
+CPU) and `persistent` (our own kernels, for Hopper GPUs). `auto` takes the fastest that supports the layer. Whatever a backend cannot run
+falls back to `aten`; if `persistent` was requested by name or is broken, the process warns once for each reason. Cases that every
+backend but the definition gets wrong or rejects go to `reference`: batches without lanes, torch.func and forward mode.
 
 Shapes: T time, B lane, I input, O outputs of all directions.
 """
@@ -28,7 +28,7 @@ from carrywave.kernels.weights import Layer
 
 
 class Backend(Protocol):
-    """One layer, both directions if it has two: outputs [T, B, O] and the carry at each lane's real end."""
+    """One layer, in both directions if it has two: outputs [T, B, O] and the carry at each lane's last real step."""
 
     def __call__(self, x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, /) -> tuple[Tensor, Carry]: ...
 
@@ -40,12 +40,12 @@ BACKENDS: dict[str, Backend] = {
     "persistent": persistent.layer,
 }
 
-_told: set[str] = set()  # reasons that this process has given already
-_failures: list[str] = []  # once the persistent kernel has failed, it is not tried again
+_told: set[str] = set()  # reasons that this process has already warned about
+_failures: list[str] = []  # after its first failure, the persistent kernel is not tried again
 
 
 def check(asked: str) -> str:
-    """The backend's name as asked for, unless the environment variable CARRYWAVE_KERNEL names another."""
+    """The requested backend, or the one named by the environment variable CARRYWAVE_KERNEL; raise if it is unknown."""
     forced = os.environ.get("CARRYWAVE_KERNEL", "")
     name = forced or asked
     if name != "auto" and name not in BACKENDS:
@@ -55,10 +55,10 @@ def check(asked: str) -> str:
 
 
 def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
-    """The backend that runs this layer on x, which has the dtype to compute in. What it does not serve is left to `aten`."""
+    """The backend that runs this layer on x, which is already in the compute dtype. Unsupported layers fall back to `aten`."""
     name = check(asked)
     forced = name != "auto"
-    # torch.compile and tracers cannot look into a backward that is written by hand; nor would they keep a loop over steps short.
+    # torch.compile and tracers cannot look into a handwritten backward, and would unroll a loop over steps.
     if name != "reference" and derivatives.traced():
         return "aten"
     if name == "reference" or x_TBI.shape[1] == 0 or derivatives.transformed():
@@ -69,21 +69,21 @@ def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     if name == "manual":
         return "manual" if manual.serves(x_TBI, layer) else "aten"
     why = _failures[0] if _failures else persistent.refusal(x_TBI, layer)
-    # A shape that does not fit is no news where nothing was asked for; a compiler that is missing is.
+    # Warn about an unsupported shape only if this backend was requested by name, but always about a missing compiler.
     if why and why not in _told and (forced or _is_broken(why)):
         _tell(why)
     return "aten" if why else "persistent"
 
 
 def run(asked: str, x_TBI: Tensor, carry: Carry, layer: Layer, lengths_B: Tensor | None, *, clean: bool = False) -> tuple[Tensor, Carry]:
-    """The layer on the backend that is chosen for it: outputs in the dtype of x, the carry in the dtype that it came with.
+    """Run the layer on the backend chosen for it: outputs in the dtype of x, the carry in its own dtype.
 
-    `clean` says that padding holds zeros already, as a layer leaves it.
+    `clean`: padding already holds zeros, as in the output of a layer.
     """
     name = choose(asked, x_TBI, layer)
     if name == "persistent":
         try:
-            # It takes weights and carry as they are, and casts them on its way.
+            # It takes weights and carry in their own dtypes, and casts them itself.
             return persistent.layer(x_TBI, carry, layer, lengths_B)
         except nvrtc.KernelError as error:
             _give_up(error)
@@ -95,12 +95,12 @@ def run(asked: str, x_TBI: Tensor, carry: Carry, layer: Layer, lengths_B: Tensor
         y_TBO, end = manual.layer(x_TBI, given, weights, lengths_B, clean=clean)
     else:
         y_TBO, end = BACKENDS[name](x_TBI, given, weights, lengths_B)
-    # The carry keeps its dtype, so that every chunk and window finds the same.
+    # The carry keeps its dtype, so that it is the same in every chunk and window.
     return y_TBO, Carry(end.h.to(carry.h.dtype), end.c.to(carry.c.dtype))
 
 
 def wave_of(asked: str, x_TBI: Tensor, layers: Sequence[Layer]) -> Wave | None:
-    """How layers run at the same time on one GPU; None where they run one after the other, each on the backend chosen for it."""
+    """How to run layers concurrently on one GPU; None to run them one after the other, each on the backend chosen for it."""
     if len(layers) < 2 or any(choose(asked, x_TBI, layer) != "persistent" for layer in layers):
         return None
     return persistent.wave_of(x_TBI, layers)
@@ -109,7 +109,7 @@ def wave_of(asked: str, x_TBI: Tensor, layers: Sequence[Layer]) -> Wave | None:
 def run_wave(
     x_TBI: Tensor, carries: Carries, layers: Sequence[Layer], masks: Sequence[Tensor | None], lengths_B: Tensor | None, how: Wave
 ) -> tuple[Tensor, Carries] | None:
-    """The layers at the same time, each's outputs times its mask the inputs of the next; None where it failed, which was said."""
+    """Run the layers concurrently, each one's outputs times its mask feeding the next; None if the kernel failed, after a warning."""
     try:
         return wave.run(x_TBI, carries, [layer[0] for layer in layers], masks, lengths_B, how)
     except nvrtc.KernelError as error:
@@ -118,7 +118,7 @@ def run_wave(
 
 
 def in_use(asked: str, x_TBI: Tensor, layer: Layer) -> str:
-    """The backend that would run this layer, as people know it: where it is torch's, with the library behind it."""
+    """The user-facing name of the backend that would run this layer: for torch's kernels, with the library behind them."""
     name = choose(asked, x_TBI, layer)
     if name != "aten":
         return name
@@ -127,14 +127,14 @@ def in_use(asked: str, x_TBI: Tensor, layer: Layer) -> str:
 
 
 def _fastest(x_TBI: Tensor, layer: Layer) -> str:
-    """The only place that judges by speed; whether the backend can run the layer is asked afterwards."""
+    """The fastest backend. The only place that judges by speed; whether the backend can run the layer is checked afterwards."""
     if x_TBI.is_cuda and x_TBI.dtype in HALVES:
         return "persistent" if persistent.pays(x_TBI, layer) else "aten"
     return "aten" if aten.prefers_onednn(x_TBI, layer) else "manual"
 
 
 def _is_broken(why: str) -> bool:
-    """Whether a refusal is the machine's fault: the kernel failed, or cannot be compiled."""
+    """True if a refusal is the environment's fault: the kernel failed, or cannot be compiled."""
     missing = nvrtc.available()
     return why in _failures or (bool(missing) and missing in why)
 

@@ -1,8 +1,8 @@
-"""Keyed dropout over [time, lane, unit]: on CUDA one kernel of our own (`dropout.cu`), forward and backward, which keeps no mask.
+"""Keyed dropout over [time, lane, unit]: on CUDA with our own kernel (`dropout.cu`) for forward and backward, which stores no mask.
 
-The definition is plain: the multiplier is `random.keep` of the place's key at (start + time, lane, unit), without time when locked, and
-what comes out is x times it. The kernel draws the multiplier again for backward. It is held against the definition at first use; where
-the two differ, or it cannot be had, the definition runs, and a warning says so.
+By definition, the multiplier is `random.keep` with the site's key at (start + time, lane, unit), without time when locked, and the output
+is x times the multiplier. The kernel draws the multiplier again in backward. It is checked against the definition on first use; if they
+differ, or the kernel is unavailable, the definition runs instead, with a warning.
 
 Shapes: T time, B lane, U unit.
 """
@@ -22,13 +22,13 @@ from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import BLOCK, HALVES, MOST, begin_at_multiples, grid_of
 
 _SOURCE = "dropout.cu"
-_TILE = 256  # units of a row that a warp takes at once
+_TILE = 256  # units of a row that a warp processes at once
 _own = nvrtc.Replaceable("dropout")
-_checked: set[tuple[int, torch.dtype]] = set()  # devices and dtypes for which it has been held against the definition
+_checked: set[tuple[int, torch.dtype]] = set()  # devices and dtypes for which the kernel has been checked against the definition
 
 
 class Coordinates(NamedTuple):
-    """Where the numbers stand, but for their lanes: a site, its share of dropped numbers, and the time of the first step."""
+    """The coordinates of a tensor's elements, except their lanes: a site, its dropout rate, and the time of the first step."""
 
     site: int
     p: float
@@ -37,7 +37,7 @@ class Coordinates(NamedTuple):
 
 
 def dropped(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
-    """x with a share p of its numbers 0 and the others over 1 - p; `lanes_B` are the global numbers of its lanes, or 0, 1, …"""
+    """Zero a fraction p of x and divide the rest by 1 - p; `lanes_B` are the global numbers of its lanes, or None for 0, 1, …"""
     if _serves(x_TBU, key, lanes_B, place.p):
         apply: Any = _Dropped.apply
         y_TBU: Tensor = apply(x_TBU, key, lanes_B, place)
@@ -46,14 +46,14 @@ def dropped(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinat
 
 
 def multiplier(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
-    """What `dropped` multiplies with: [T, B, U], or [1, B, U] when locked."""
+    """The multiplier that `dropped` applies: [T, B, U], or [1, B, U] when locked."""
     if not _serves(like_TBU, key, lanes_B, place.p):
         return _defined(like_TBU, key, lanes_B, place)
     return _launch(None, like_TBU[:1] if place.locked else like_TBU, key, lanes_B, place)
 
 
 def _defined(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
-    """The definition of the multiplier."""
+    """The multiplier by definition, in plain operations."""
     steps, count, units = like_TBU.shape
     device = like_TBU.device
     if torch.compiler.is_dynamo_compiling():
@@ -72,7 +72,7 @@ def _defined(like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coord
 def _whole(
     shape: Sequence[int], key: Tensor, lanes_B: Tensor | None, site: int, p: float, locked: bool, start: int, dtype: torch.dtype
 ) -> Tensor:
-    """The definition as one operation for torch.compile, which would take minutes over the many small ones on words."""
+    """The definition as one opaque operation: torch.compile would take minutes over its many small integer operations."""
     return _defined(key.new_empty((), dtype=dtype).expand(*shape), key, lanes_B, Coordinates(site, p, locked, start))
 
 
@@ -100,7 +100,7 @@ class _Dropped(torch.autograd.Function):
 
 
 def _launch(x_TBU: Tensor | None, like_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, place: Coordinates) -> Tensor:
-    """x times its multiplier, or without x the multiplier, for numbers like these: dense."""
+    """x times its multiplier, or the multiplier alone if x is None: dense, in the shape and dtype of `like_TBU`."""
     steps, lanes, units = like_TBU.shape
     dtype = like_TBU.dtype
     y_TBU = like_TBU.new_empty(steps, lanes, units)
@@ -122,7 +122,7 @@ def _launch(x_TBU: Tensor | None, like_TBU: Tensor, key: Tensor, lanes_B: Tensor
 
 @cache
 def _scale(p: float, dtype: torch.dtype) -> int:
-    """What a kept number is multiplied with, rounded as `random.keep` rounds it: the bits of a float32."""
+    """The factor of a kept number, rounded as `random.keep` rounds it, as the bits of a float32."""
     kept = torch.ones((), dtype=dtype, device="cpu").mul_(1.0 / (1.0 - p))
     [word] = struct.unpack("<i", struct.pack("<f", kept.item()))
     return int(word)
@@ -133,25 +133,25 @@ def _readable(x_TBU: Tensor) -> bool:
 
 
 def _serves(x_TBU: Tensor, key: Tensor, lanes_B: Tensor | None, p: float) -> bool:
-    """Whether the kernel may be given these, and can be had."""
+    """True if the kernel supports these arguments and is available."""
     if _own.failures or not x_TBU.is_cuda or x_TBU.dtype not in (torch.float32, *HALVES) or derivatives.plain_only():
         return False
     known = key.dtype == torch.int32 and key.shape == (2,) and key.device == x_TBU.device
     if lanes_B is not None:
         integers = lanes_B.dtype in (torch.int64, torch.int32)
         known = known and integers and lanes_B.shape == x_TBU.shape[1:2] and lanes_B.device == x_TBU.device
-    # The kernel counts in 32 bits.
+    # The kernel uses 32-bit indices.
     small = x_TBU.numel() > 0 and x_TBU.shape[0] * x_TBU.shape[1] < MOST and x_TBU.shape[2] < MOST and random.threshold(p) < 1 << 31
     return known and small and _holds(x_TBU.device, x_TBU.dtype)
 
 
 def _holds(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel gives what is defined, tried at first use."""
+    """True if the kernel matches the definition, checked on first use."""
     name = (device.index or 0, dtype)
     if name in _checked:
         return True
     if torch.cuda.is_current_stream_capturing():
-        return False  # nothing can be read back now; the next use decides
+        return False  # no values can be read back during graph capture; the next use decides
     if not _own.tried(lambda: _compare(device, dtype)):
         return False
     _checked.add(name)
@@ -160,9 +160,9 @@ def _holds(device: torch.device, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def _compare(device: torch.device, dtype: torch.dtype) -> bool:
-    """Hold the kernel against the definition, on the CPU, for all the ways in which it reads: true, or an error where bits differ."""
+    """Compare the kernel bit for bit with the definition on the CPU, for all of its access patterns: return True, or raise."""
     word = torch.int32 if dtype == torch.float32 else torch.int16
-    # Not from the generator: the user's numbers must not depend on whether this has run.
+    # Not from torch's generator: the user's random numbers must not depend on whether this has run.
     x_TBU = (torch.arange(3 * 5 * 640) % 251 - 125).mul(0.37).to(dtype).view(3, 5, 640)
     key, lanes_B = random.key(1, 2), torch.tensor([7, 0, -3, 2**40 + 1, 12])
     there, key_there, lanes_there = (each.to(device) for each in (x_TBU, key, lanes_B))

@@ -1,4 +1,4 @@
-"""What every backend needs to honour lengths without packing: masks, the last real step, a lane read backwards.
+"""Helpers shared by all backends to honour lengths without packing: masks, the last real step, reversal of lanes.
 
 Shapes: T time, B lane. Lengths never leave the device.
 """
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def real_steps(lengths_B: Tensor, steps: int) -> Tensor:
-    """[T, B, 1] bool: which steps are real."""
+    """[T, B, 1] bool: True at real steps."""
     return (torch.arange(steps, device=lengths_B.device)[:, None] < lengths_B)[..., None]
 
 
 def last_real(y_TBP: Tensor, lengths_B: Tensor, otherwise_BP: Tensor) -> Tensor:
-    """[B, P]: each lane's output at its last real step, and something else for a lane that has none."""
+    """[B, P]: each lane's output at its last real step, or `otherwise_BP` for a lane without real steps."""
     index_1BP = (lengths_B - 1).clamp(min=0)[None, :, None].expand(1, *y_TBP.shape[1:])
     return torch.where(lengths_B[:, None] > 0, y_TBP.gather(0, index_1BP)[0], otherwise_BP)
 
 
 def reversed_steps(x_TBI: Tensor, lengths_B: Tensor | None) -> Tensor:
-    """Each lane read backwards within its length; padding stays where it is. Its own inverse."""
+    """Reverse each lane within its length; padding stays in place. Its own inverse."""
     if lengths_B is None:
         return x_TBI.flip(0)
     step_T1 = torch.arange(x_TBI.shape[0], device=x_TBI.device)[:, None]

@@ -1,6 +1,6 @@
-"""The LSTM contract: `lstm(x, carries, layers, lengths, …) -> y, carries` over one or several layers, on a backend by name.
+"""The LSTM contract: `lstm(x, carries, layers, lengths, …) -> y, carries` over one or more layers, on a backend chosen by name.
 
-Each backend runs one layer in one direction or both (`choice` says which); dropout between layers and norms are here, the
+Each backend runs one layer in one or both directions (`dispatch` chooses it); dropout between layers and norms are applied here, the
 same for all.
 
 Shapes: T time, B lane, I input, P output width of a layer, D directions, O = P·D.
@@ -39,11 +39,11 @@ def lstm(
     sites: Sequence[int] = (),
     backend: str = "auto",
 ) -> tuple[Tensor, Carries]:
-    """The layers in order, from these carries: outputs [T, B, O], 0 at padded steps, and the carries at each lane's real end.
+    """Run the layers in order from these carries: outputs [T, B, O], 0 at padded steps, and the carries at each lane's last real step.
 
-    `full` says that the host knows every step to be real, whatever `lengths` holds. Dropout follows layer i where there is a
-    site for it: a whole stack has one site fewer than layers. Its coordinates are (start + time, lane, unit), without time
-    when `locked`; `lanes` are the global numbers of the lanes. `norms` apply to each layer's output, not to its carry.
+    `full`: the host knows that every step is real, whatever `lengths` holds. Dropout follows layer i if there is a site for it: a
+    whole stack has one site fewer than layers. Its coordinates are (start + time, lane, unit), without time when `locked`; `lanes`
+    are the global lane numbers. `norms` apply to each layer's output, not to its carry.
     """
     real_TB1 = None if full or lengths is None else real_steps(lengths, x_TBI.shape[0])
     lengths = None if real_TB1 is None else lengths
@@ -58,7 +58,7 @@ def lstm(
     def mask_after(number: int, like_TBU: Tensor) -> Tensor | None:
         return None if key is None or number >= len(places) else multiplier(like_TBU, key, lanes, places[number])
 
-    # Backends see one dtype throughout, so the autocast that chose it must not cast within.
+    # Backends compute in a single dtype, so the autocast that chose it must not cast inside them.
     with torch.autocast(x_TBI.device.type, enabled=False) if is_cast(x_TBI.device.type) else contextlib.nullcontext():
         y_TBO = x_TBI.to(compute)
         wave = dispatch.wave_of(backend, y_TBO, layers) if norms is None else None
@@ -80,11 +80,11 @@ def lstm(
 
 
 def _dtype(device: str, layers: Sequence[Layer]) -> torch.dtype:
-    """What the layers compute in: autocast's dtype where it is on, else the weights'. Autocast never makes float64 shorter."""
+    """The compute dtype of the layers: autocast's if it is enabled, otherwise the weights'. Autocast never narrows float64."""
     own = layers[0][0].w_ih.dtype
     return torch.get_autocast_dtype(device) if is_cast(device) and own != torch.float64 else own
 
 
 def is_cast(device: str) -> bool:
-    """Whether autocast is on; torch's meta device knows none."""
+    """True if autocast is enabled; torch's meta device has none."""
     return device != "meta" and torch.is_autocast_enabled(device)

@@ -1,10 +1,10 @@
-"""The LSTM layer for the CPU, with its backward written out.
+"""The LSTM layer for the CPU, with a handwritten backward.
 
-What does not depend on the step before runs over the whole sequence at once: the product with the inputs, the derivative
-of every gate, and all weight gradients, each one matrix product instead of one for each step; where a sequence comes in chunks,
-one for all of them (see `deferred`). A step is left with one product forward and one backward. Padded steps are handled as
-in `aten`: saturated gates pass c through, to the bit, and their gradients are exact zeros. Gradients of gradients go through
-`reference`.
+Everything that does not depend on the previous step runs over the whole sequence at once: the derivatives of all gates, and the input
+product and each weight gradient, which are one matrix product instead of one per step; if a sequence arrives in chunks, a weight gradient
+is one product for all of them (see `deferred_gradients`). A step is left with one product in forward and one in backward. Padded steps
+are handled as in `aten`: saturated gates pass c through bit for bit, and their gradients are exactly zero. Gradients of gradients go
+through `reference`.
 
 Shapes: T time, B lane, I input, H hidden, G = 4H.
 """
@@ -27,10 +27,10 @@ _SATURATED = 1.0e4  # as in `aten`
 
 
 def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, *, clean: bool = False) -> tuple[Tensor, Carry]:
-    """One layer without projection: outputs [T, B, H·D] and the carry at each lane's real end. `clean`: padding of x holds zeros."""
+    """One layer without projection: outputs [T, B, H·D] and the carry at each lane's last real step. `clean`: x is 0 at padded steps."""
     wide = torch.promote_types(x_TBI.dtype, torch.float32)
     if wide != x_TBI.dtype:
-        # Short numbers are stored short and computed long: most processors lack the instructions, and took 100 times as long.
+        # Half precision is for storage only: most processors lack the instructions to compute in it, and took 100 times as long.
         given, wider = Carry(carry.h.to(wide), carry.c.to(wide)), tuple(each.to(wide) for each in weights)
         y_TBH, end = layer(x_TBI.to(wide), given, wider, lengths_B, clean=clean)
         return y_TBH.to(x_TBI.dtype), Carry(end.h.to(x_TBI.dtype), end.c.to(x_TBI.dtype))
@@ -49,7 +49,7 @@ def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None,
 
 
 def serves(x_TBI: Tensor, weights: Layer) -> bool:
-    """Whether this backend can run the layer: on the CPU, without projection."""
+    """True if this backend supports the layer: on the CPU, without projection."""
     return x_TBI.device.type == "cpu" and weights[0].w_hr is None
 
 
@@ -71,7 +71,7 @@ class _Sequence(torch.autograd.Function):
         steps, lanes, inputs = x_TBI.shape
         hidden = w_hh_GH.shape[1]
         real_TB1 = None if lengths_B is None else real_steps(lengths_B, steps)
-        # What is kept for backward: where x comes of something, x itself, which a gradient of a gradient goes back to.
+        # Saved for backward: if x needs a gradient, x itself instead of its masked copy, so that second derivatives can flow back to it.
         kept_TBI, ctx.masked = x_TBI, real_TB1 is None or clean or not ctx.needs_input_grad[0]
         if real_TB1 is not None and not clean:
             x_TBI = torch.where(real_TB1, x_TBI, 0.0)
@@ -85,7 +85,7 @@ class _Sequence(torch.autograd.Function):
                 gates_TBG[..., :hidden].masked_fill_(~real_TB1, -_SATURATED)
                 gates_TBG[..., hidden : 2 * hidden].masked_fill_(~real_TB1, _SATURATED)
             recurrent_HG = w_hh_GH.t()
-            # Views of all steps at once: cheaper than indexing in the loop.
+            # Views of all steps, made once: cheaper than indexing in the loop.
             gates, after_h, after_c, tanhs = (each.unbind() for each in (gates_TBG, y_TBH, c_TBH, tanh_TBH))
             before_h, before_c = (h_BH, *after_h[:-1]), (c_BH, *after_c[:-1])
             both, cell, output = (part.unbind() for part in gates_TBG.split_with_sizes((2 * hidden, hidden, hidden), dim=-1))
@@ -128,7 +128,7 @@ class _Sequence(torch.autograd.Function):
             grads_y = grad_y_TBH.unbind()
             dc_BH = torch.zeros_like(c_BH) if grad_c_BH is None else grad_c_BH.clone()
             dh_BH = grads_y[-1]
-            # From here on the slopes become the gradients of the gates, in place.
+            # From here on, the slopes are overwritten with the gradients of the gates.
             for t in range(steps - 1, -1, -1):
                 dc_BH.addcmul_(dh_BH, through[t])
                 from_cell[t].mul_(dc_BH[:, None])
@@ -160,7 +160,7 @@ class _Sequence(torch.autograd.Function):
 
 
 def _plain(lengths_B: Tensor | None) -> derivatives.Plain:
-    """One direction over all steps, as it is defined."""
+    """One direction over all steps, by definition."""
 
     def run(x_TBI: Tensor, h_BH: Tensor, c_BH: Tensor, w_ih_GI: Tensor, w_hh_GH: Tensor, bias_G: Tensor | None) -> tuple[Tensor, ...]:
         y_TBH, end = reference.layer(x_TBI, Carry(h_BH[None], c_BH[None]), (LayerWeights(w_ih_GI, w_hh_GH, bias_G),), lengths_B)
@@ -172,7 +172,9 @@ def _plain(lengths_B: Tensor | None) -> derivatives.Plain:
 def _into_outputs(
     grad_y_TBH: Tensor | None, grad_h_BH: Tensor | None, lengths_B: Tensor | None, like_TBH: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the outputs, with that of the final h where it was read; what a lane without real steps hands to its first h."""
+    """The gradient of the outputs, with that of the final h added at each lane's last real step; and the gradient of the final h that lanes
+    without real steps pass on to their initial h.
+    """
     if lengths_B is None:
         grad = torch.zeros_like(like_TBH) if grad_y_TBH is None else grad_y_TBH
         if grad_h_BH is not None:
@@ -190,10 +192,10 @@ def _into_outputs(
 
 
 def _slopes(gates_TBG: Tensor, first_c_BH: Tensor, c_TBH: Tensor, tanh_TBH: Tensor) -> tuple[Tensor, Tensor]:
-    """What dc (input, forget, cell) and dh (output) are multiplied by to give the gradient of each gate; and dh, to give its part in dc."""
+    """The factors that turn dc (input, forget, cell) and dh (output) into gate gradients, and the one that turns dh into its part of dc."""
     steps, lanes, hidden = tanh_TBH.shape
     input_, _, cell, output = gates_TBG.view(steps, lanes, 4, hidden).unbind(2)
-    slopes_TBG = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1.0)  # s(1 - s), right for all but the cell
+    slopes_TBG = torch.addcmul(gates_TBG, gates_TBG, gates_TBG, value=-1.0)  # s(1 - s), correct for all gates but the cell
     of_input, of_forget, of_cell, of_output = slopes_TBG.view(steps, lanes, 4, hidden).unbind(2)
     of_input.mul_(cell)
     of_forget[0].mul_(first_c_BH)

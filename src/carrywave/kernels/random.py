@@ -1,7 +1,7 @@
 """Keyed randomness: every random number is a pure function of a key and of the element's global coordinates.
 
-There is no generator and no order of drawing, so a mask is the same however lanes and time are cut, on CPU and on CUDA.
-All arithmetic is on 32-bit words, wrapping, and any kernel can repeat it:
+There is no generator and no order of drawing, so a mask is the same however lanes and time are split, on CPU and on CUDA.
+All arithmetic is on wrapping 32-bit words, so that any kernel can reproduce it:
 
     mix(x):          x ^= x >>> 16;  x *= 0x85EBCA6B;  x ^= x >>> 13;  x *= 0xC2B2AE35;  x ^= x >>> 16
     absorb(a, b, w): a = mix((a ^ w) * 0x9E3779B1 + b);  b = mix(a ^ b ^ 0x7F4A7C15)        (b uses the new a)
@@ -10,10 +10,10 @@ All arithmetic is on 32-bit words, wrapping, and any kernel can repeat it:
         a, b = key;  for w in w_1 … w_(n-1): absorb(a, b, w);   c = mix(w_n + 0x9E3779B9)
         bits = mix(mix(a ^ c) * (c | 1) + b)
 
-Coordinates count modulo 2**32. `absorb` is a bijection of (a, b) for each word, so nothing is lost on the way. Without the factor c | 1
-no word would come twice along the last coordinate, and words would come twice doubly often along the one before it, where b is a
-mix of a: swapping the two summands would be another place. As an int32 the result is uniform; `uniform` is (bits >> 8) + 2**23, over
-2**24. docs/randomness.md says how all this was tested.
+Coordinates are taken modulo 2**32. For each word, `absorb` is a bijection of (a, b), so no information is lost. Without the factor c | 1,
+values along the last coordinate would never repeat, and along the one before it they would repeat twice as often as by chance: b is a mix
+of a there, so swapping the two summands of mix(a ^ c) + b gives the value at another position. As an int32 the result is uniform;
+`uniform` is ((bits >> 8) + 2**23) / 2**24. docs/randomness.md describes how all this was tested.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Words = NDArray[np.uint32]
 
 
 class Draw(Protocol):
-    """`uniform` and `normal`."""
+    """The signature of `uniform` and `normal`."""
 
     def __call__(self, key: Tensor, /, *coords: Tensor, dtype: torch.dtype = ...) -> Tensor: ...
 
@@ -56,24 +56,24 @@ _ABSORB, _SECOND, _LAST = signed(0x9E3779B1), signed(0x7F4A7C15), signed(0x9E377
 
 
 def site(name: str) -> int:
-    """The number of a named place where randomness enters."""
+    """The number of a named site."""
     return zlib.crc32(name.encode())
 
 
 def key(seed: int, *path: int) -> Tensor:
-    """A key, int32[2] on the CPU: 8 bytes of BLAKE2b over the decimal numbers, so seeds of any size count in full."""
+    """A key, int32[2] on the CPU: 8 bytes of BLAKE2b over the numbers in decimal, so that seeds of any size count in full."""
     digest = hashlib.blake2b(",".join(str(int(number)) for number in (seed, *path)).encode(), digest_size=8).digest()
     words = (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
     return torch.tensor([signed(word) for word in words], dtype=torch.int32)
 
 
 def draw() -> Tensor:
-    """A key from torch's default generator: torch.manual_seed repeats it. Only for use outside a trainer."""
+    """Draw a key from torch's default generator, reproducible with torch.manual_seed. Only for use outside a trainer."""
     return torch.randint(-(1 << 31), (1 << 31) - 1, (2,), dtype=torch.int64).to(torch.int32)
 
 
 def fold(key: Tensor, site: int) -> Tensor:
-    """The key of a place under this key. On CUDA only tensor operations: a captured graph can replay it with another key."""
+    """The key of a site, derived from this key. On CUDA only tensor operations, so a captured graph can be replayed with another key."""
     if _on_host(key):
         with np.errstate(over="ignore"):
             first, second = _words_of(key)
@@ -103,13 +103,13 @@ def _bits(first: Tensor, second: Tensor, *coords: Tensor) -> Tensor:
     for coord in coords[:-1]:
         first, second = _absorb(first, second, coord)
     last = _mix_(coords[-1] + _LAST)
-    # Only what follows runs at full size, so it reuses one buffer.
+    # Only the operations below run at full size, so they reuse one buffer.
     words = torch.bitwise_xor(first, last)
     return _mix_(_mix_(words).mul_(last | 1).add_(second))
 
 
 def _on_host(*tensors: Tensor) -> bool:
-    """Whether these are plain numbers in memory, and nobody looks at the operations on them: no compiler, tracer, transform or mode."""
+    """True if these are plain CPU tensors and nothing observes operations on them: no compiler, tracer, transform or dispatch mode."""
     if any(type(each) is not Tensor or each.device.type != "cpu" for each in tensors) or torch.compiler.is_compiling():
         return False
     looked_at = torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
@@ -117,7 +117,7 @@ def _on_host(*tensors: Tensor) -> bool:
 
 
 def _bits_on_host(key: Tensor, coords: Sequence[Tensor]) -> Tensor:
-    """As `_bits`, in numpy, which begins an operation sooner than torch does. The full size of many numbers is left to torch."""
+    """Like `_bits`, in numpy, which has less overhead per operation than torch. The full-size part of large results is left to torch."""
     shape = np.broadcast_shapes(*(coord.shape for coord in coords))
     with np.errstate(over="ignore"):
         first, second = _words_of(key)
@@ -134,12 +134,12 @@ def _bits_on_host(key: Tensor, coords: Sequence[Tensor]) -> Tensor:
 
 
 def uniform(key: Tensor, *coords: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers in [0, 1), multiples of 2**-24, so exact in float32 and float64 and equal on every device."""
+    """Numbers in [0, 1) that are multiples of 2**-24, so exact in float32 and float64 and equal on every device."""
     return (bits(key, *coords) >> 8).add_(1 << 23).to(torch.promote_types(dtype, torch.float32)).mul_(2.0**-24).to(dtype)
 
 
 def normal(key: Tensor, *coords: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers (Box–Muller in float64). Devices may differ in the last bit: initialise on the CPU."""
+    """Standard normal numbers (Box–Muller in float64). Devices may differ in the last bit, so initialise on the CPU."""
     radius = uniform(fold(key, 1), *coords, dtype=torch.float64).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()
     angle = uniform(fold(key, 2), *coords, dtype=torch.float64).mul_(2 * math.pi).cos_()
     return radius.mul_(angle).to(dtype)
@@ -151,7 +151,7 @@ def keep(key: Tensor, p: float, *coords: Tensor, dtype: torch.dtype = torch.floa
 
 
 def threshold(p: float) -> int:
-    """What `bits` must reach to be kept: the comparison of `uniform` with p, on the integers it is made of."""
+    """The smallest value of `bits` that is kept: the comparison of `uniform` with p, in integers."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"a dropout share must be at least 0 and below 1, got {p}")
     return (math.ceil(p * (1 << 24)) - (1 << 23)) << 8
@@ -163,7 +163,7 @@ def _absorb(first: Tensor, second: Tensor, word: Tensor | int) -> tuple[Tensor, 
 
 
 def _mix_(words: Tensor) -> Tensor:
-    """Murmur3's finaliser, in place. torch shifts arithmetically, so each shift is masked into a logical one."""
+    """MurmurHash3's finaliser, in place. torch's right shift is arithmetic, so each one is masked into a logical shift."""
     spare = words >> 16
     words.bitwise_xor_(spare.bitwise_and_(0xFFFF)).mul_(_MIX_1)
     torch.bitwise_right_shift(words, 13, out=spare)
@@ -182,13 +182,13 @@ def _words_of(tensor: Tensor) -> Words:
 
 
 def _absorb_few(first: Words, second: Words, word: Words | np.uint32) -> tuple[Words, Words]:
-    """As `_absorb`, in numpy."""
+    """Like `_absorb`, in numpy."""
     first = _mix_few((first ^ word) * _u32(_ABSORB) + second)
     return first, _mix_few(first ^ second ^ _u32(_SECOND))
 
 
 def _mix_few(words: Words) -> Words:
-    """As `_mix_`, in numpy, whose shifts of unsigned words are logical; in place, but for single words, which have none."""
+    """Like `_mix_`, in numpy, whose shifts of unsigned words are logical; in place, except for scalars, which are immutable."""
     for shift, factor in ((16, _u32(_MIX_1)), (13, _u32(_MIX_2))):
         words ^= words >> np.uint32(shift)
         words *= factor
@@ -198,16 +198,16 @@ def _mix_few(words: Words) -> Words:
 
 @dataclass(frozen=True)
 class Scope:
-    """Where a module that sees only x stands: the batch's key, the global lanes of x, the time of its first step."""
+    """The coordinates of a module that sees only x: the batch's key, the global lanes of x, the time of its first step."""
 
     key: Tensor | None
     lanes: Tensor | None  # [B]; None: 0, 1, …
     start: int = 0
     pooled: bool = False  # x is [lane, …] instead of [time, lane, …]
-    uses: dict[str, int] = field(default_factory=dict)  # how often each place has drawn within this scope
+    uses: dict[str, int] = field(default_factory=dict)  # how often each named site has drawn in this scope
 
     def site(self, name: str) -> int:
-        """The number of a named place; another one each time it is asked, so that a module used twice draws two masks."""
+        """The number of a named site; a different one on each call, so that a module used twice draws two masks."""
         number = self.uses.get(name, 0)
         self.uses[name] = number + 1
         return site(f"{name}#{number}" if number else name)
@@ -218,7 +218,7 @@ _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("carrywave
 
 @contextlib.contextmanager
 def scope(key: Tensor | None, lanes: Tensor | None, start: int = 0, *, pooled: bool = False) -> Iterator[Scope]:
-    """Within it, keyed modules know their coordinates."""
+    """Inside this context, keyed modules know their coordinates."""
     token = _SCOPE.set(Scope(key, lanes, start, pooled))
     try:
         yield _SCOPE.get()  # type: ignore[misc]  # set just above
@@ -227,5 +227,5 @@ def scope(key: Tensor | None, lanes: Tensor | None, start: int = 0, *, pooled: b
 
 
 def current_scope() -> Scope | None:
-    """The innermost scope, or None outside of one."""
+    """The innermost scope, or None outside any."""
     return _SCOPE.get()

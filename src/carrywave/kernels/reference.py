@@ -1,6 +1,6 @@
-"""The LSTM layer in plain PyTorch, step by step. This is the definition that every other backend is tested against.
+"""The LSTM layer in plain PyTorch, step by step: the definition that every other backend is tested against.
 
-A padded step gives output 0 and leaves h and c as they were; the reverse direction starts at each lane's last real step.
+A padded step outputs 0 and leaves h and c unchanged; the reverse direction starts at each lane's last real step.
 
 Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projection, or H), D directions.
 """
@@ -17,10 +17,10 @@ from carrywave.kernels.weights import Layer, LayerWeights
 
 
 def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
-    """One layer: outputs [T, B, P·D] and the carry at each lane's real end."""
+    """One layer: outputs [T, B, P·D] and the carry at each lane's last real step."""
     real_TB1 = None if lengths_B is None else real_steps(lengths_B, x_TBI.shape[0])
     if real_TB1 is not None:
-        # where, not a product: padding may hold NaN.
+        # torch.where, not a product: padding may hold NaN.
         x_TBI = torch.where(real_TB1, x_TBI, 0.0)
     ys, hs, cs = [], [], []
     for direction, direction_weights in enumerate(weights):

@@ -1,4 +1,4 @@
-"""The weights of one layer, as the kernels take them: nn.LSTM's tensors, gates in the order input, forget, cell, output.
+"""The weights of one layer as kernels take them: nn.LSTM's tensors, with gates in the order input, forget, cell, output.
 
 Shapes: I input, H hidden, G = 4H, P output width (the projection, or H).
 """
@@ -21,7 +21,7 @@ class LayerWeights(NamedTuple):
     w_hr: Tensor | None = None  # [P, H], the projection
 
     def to(self, dtype: torch.dtype) -> LayerWeights:
-        """The same weights in a dtype."""
+        """The same weights, cast to a dtype."""
         b_ih, b_hh, w_hr = (None if tensor is None else tensor.to(dtype) for tensor in self[2:])
         return LayerWeights(self.w_ih.to(dtype), self.w_hh.to(dtype), b_ih, b_hh, w_hr)
 

@@ -1,1 +1,1 @@
-"""Encoders, the stacked LSTM, heads, and the stages they are cut into."""
+"""Encoders, the stacked LSTM, heads, and the stages a model is split into."""

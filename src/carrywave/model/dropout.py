@@ -1,7 +1,7 @@
-"""Keyed dropout for modules that see only x: the mask depends on the batch's key and x's global place, never on the worker.
+"""Keyed dropout for modules that see only x: the mask depends on the batch's key and the global coordinates of x, never on the worker.
 
-`keyed` makes a user's own module safe to cut over workers: torch's dropout becomes a keyed one, and modules whose answer
-depends on which lanes stand side by side (batch norm) or on an unkeyed generator are refused by name.
+`keyed` makes a user's module safe to split across workers: it replaces torch's dropout with keyed dropout, and rejects by name modules
+whose result depends on which lanes share a worker (batch norm) or on an unkeyed generator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from carrywave.model.lstm import LSTM
 class Dropout(nn.Module):
     """Dropout on x [time, lane, …], keyed by (start + time, lane, unit), or by (lane, unit) when locked.
 
-    Within a pooled scope x is [lane, …]. Outside of any scope the key comes from torch's default generator.
+    Inside a pooled scope x is [lane, …]. Outside any scope the key is drawn from torch's default generator.
     """
 
     def __init__(self, p: float, locked: bool = False, name: str = "") -> None:
@@ -51,7 +51,7 @@ class Dropout(nn.Module):
 
 
 def keyed(module: nn.Module, prefix: str) -> nn.Module:
-    """The module with every nn.Dropout in it replaced by a keyed one, whose site is its path; refuses what cannot be keyed."""
+    """Replace every nn.Dropout in the module with a keyed one whose site is its path; raise on modules that cannot be keyed."""
     _refuse(module, prefix)
     if type(module) is nn.Dropout:
         return Dropout(module.p, name=prefix).train(module.training)
@@ -59,7 +59,7 @@ def keyed(module: nn.Module, prefix: str) -> nn.Module:
         module.name = prefix
     if isinstance(module, LSTM):
         module.path = prefix
-    # Not named_children(): it names a shared child once, and the other name would keep torch's dropout.
+    # Not named_children(): it lists a shared child only once, so torch's dropout would remain under the other name.
     for name, child in list(module._modules.items()):
         if child is not None:
             module._modules[name] = keyed(child, f"{prefix}.{name}")

@@ -1,4 +1,4 @@
-"""Encoders turn a step's raw input into what the first layer reads. They work step by step, so time can be cut anywhere.
+"""Encoders map each step's raw input to the first layer's input, one step at a time, so that time can be split anywhere.
 
 Shapes: T time, B lane, E embedding width, F features.
 """
@@ -14,7 +14,7 @@ from carrywave.kernels.deferred_gradients import embedding
 
 
 class Embedding(nn.Module):
-    """Tokens [T, B] to vectors [T, B, E]. `dropout_words` drops whole words for a batch, wherever they stand in it."""
+    """Embeds tokens [T, B] as vectors [T, B, E]. `dropout_words` drops a word at all of its occurrences in a batch."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Embedding(nn.Module):
         self.vocabulary = vocabulary
         self.width = width
         self.dropout_words = dropout_words
-        self.path = "encoder"  # names the site of its randomness
+        self.path = "encoder"  # prefix of the name of its random site
         self.weight = nn.Parameter(torch.empty(vocabulary, width, device=device, dtype=dtype).uniform_(-0.1, 0.1))
 
     def forward(self, tokens_TB: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
             return x_TBE
         scope = random.current_scope()
         key = random.draw().to(tokens_TB.device) if scope is None or scope.key is None else scope.key
-        # The row is the coordinate, so the mask of the whole matrix need never be made.
+        # Keyed by row number, so a mask for the whole matrix is never needed.
         kept_TB = random.keep(random.fold(key, random.site(f"{self.path}.words")), self.dropout_words, tokens_TB, dtype=x_TBE.dtype)
         return x_TBE * kept_TB[..., None]
 
@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 
 
 class Numbers(nn.Module):
-    """Numbers [T, B, F] as they are: the LSTM casts them to its dtype and masks their padding."""
+    """Passes numbers [T, B, F] through unchanged: the LSTM casts them to its dtype and masks their padding."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a result was computed from: the leaves of its autograd graph, and which of them nobody knows."""
+"""Detects parameters that a loss depends on but the model does not own, from the leaves of the autograd graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from carrywave.errors import UserError
 
 
 def leaves(root: Tensor) -> Iterator[Tensor]:
-    """Every leaf that a gradient of `root` would reach."""
+    """Yield every leaf that backward from `root` would reach."""
     if root.grad_fn is None:
         if root.requires_grad:
             yield root
@@ -32,19 +32,19 @@ def leaves(root: Tensor) -> Iterator[Tensor]:
 
 
 class Audit:
-    """Refuses results that depend on parameters which are not the model's: nothing would sum, divide or clip their gradients."""
+    """Rejects results that depend on parameters outside the model: their gradients would not be summed, divided or clipped."""
 
     def __init__(self, model: nn.Module, reads: Callable[[], Any]) -> None:
         self.known = {id(p) for p in model.parameters()}
-        self.reads = reads  # the function that computes the loss: where a name for a stranger may be found
-        self.entered: list[Tensor] = []  # kept: a freed tensor's id may be given to another
+        self.reads = reads  # returns the loss function, which is searched for the name of a foreign tensor
+        self.entered: list[Tensor] = []  # kept alive: the id of a freed tensor may be reused
 
     def enter(self, *tensors: Any) -> None:
-        """These belong to the step: inputs, carries, what a stage before has sent."""
+        """Register tensors that belong to the step: inputs, carries, activations from the previous stage."""
         self.entered += [leaf for tensor in tensors if isinstance(tensor, Tensor) for leaf in leaves(tensor)]
 
     def __call__(self, root: Any) -> None:
-        """Look at a result."""
+        """Raise if a result depends on a foreign tensor."""
         if not isinstance(root, Tensor) or not torch.is_grad_enabled():
             return
         own = {id(tensor) for tensor in self.entered}
@@ -59,7 +59,7 @@ class Audit:
 
 
 def _name(tensor: Tensor, function: Any) -> str:
-    """What a function calls a tensor, where it can be seen."""
+    """The name by which a function refers to a tensor; empty if it cannot be found."""
     places: list[dict[str, Any]] = []
     if isinstance(function, nn.Module):
         places.append(dict(function.named_parameters()))

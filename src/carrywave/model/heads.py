@@ -1,11 +1,11 @@
-"""Heads: one result for each step (`Softmax`, `Forecast`) or one for each sequence (`PooledSoftmax`, `PooledNumbers`).
+"""Heads: one result per step (`Softmax`, `Forecast`) or one per sequence (`PooledSoftmax`, `PooledNumbers`).
 
-Every head has `forward(y) -> out`, `score(out, target) -> (loss sum, count)` and `loss(y, target)`, which is both. Sums, not
-means: replicas, chunks and slices hold different numbers of targets, and the division happens once. A target that is not
-there (-100 among integers, NaN among floats) adds nothing to sum, count or gradient. Losses are in float32 at least.
+Every head has `forward(y) -> out`, `score(out, target) -> (loss sum, count)`, and `loss(y, target)`, which does both. Losses are sums, not
+means: replicas, chunks and slices hold different numbers of targets, and the division happens once. A missing target (-100 among
+integers, a non-finite number among floats) adds nothing to the sum, the count or the gradient. Losses are in float32 or wider.
 
-A pooled head reads sequences that may come in several chunks of time: `pool` takes each chunk's outputs into an
-accumulator, which starts as `start`, and forward, score and loss read that, once, at the end.
+A pooled head reads sequences that may arrive in several time chunks: `start` makes an accumulator, `pool` adds each chunk's outputs
+to it, and forward and loss read it once, at the end.
 
 Shapes: T time, B lane, W width of the last layer, V classes, K steps ahead, C columns, Q quantiles.
 """
@@ -24,18 +24,18 @@ from carrywave.kernels import cross_entropy
 from carrywave.kernels.deferred_gradients import linear
 from carrywave.kernels.lengths import last_real, real_steps
 
-IGNORED = -100  # an integer target that counts for nothing
+IGNORED = -100  # an integer target that does not count
 
-Accumulator = tuple[Tensor, Tensor]  # (last or sum [B, W], steps seen [B] int64)
+Accumulator = tuple[Tensor, Tensor]  # (last output or sum of outputs [B, W], steps so far [B] int64)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x, cast up where autocast made it shorter."""
+    """x, upcast to float32 if its dtype is narrower, as under autocast."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def score_classes(logits: Tensor, target: Tensor, weights_V: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy and the number of real targets, or the sum of their class weights, so that the quotient is torch's mean."""
+    """Summed cross entropy, and the number of real targets or the sum of their class weights: the quotient equals torch's mean."""
     target = target.reshape(-1)
     total = cross_entropy.summed(logits.reshape(-1, logits.shape[-1]), target, IGNORED, weights_V)
     real = target != IGNORED
@@ -45,30 +45,30 @@ def score_classes(logits: Tensor, target: Tensor, weights_V: Tensor | None) -> t
 
 
 def score_numbers(out: Tensor, target: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """The error of each number, 0 where there is no target, and which targets are there."""
+    """Element-wise error, 0 where the target is missing, and a mask of the targets that are present."""
     out = at_least_float32(out)
     real = torch.isfinite(target)
-    # Masked before the square: after it, the gradient would be 0 · NaN.
+    # Masked before the square: masked after it, the gradient would be 0 · NaN.
     gap = torch.where(real, out - target.to(out.dtype), 0.0)
     return (gap.square() if kind == "mse" else gap.abs()), real
 
 
 def check_loss(kind: str) -> str:
-    """A known loss for numbers."""
+    """Return a loss for numbers if it is known, otherwise raise."""
     if kind not in ("mse", "mae"):
         raise UserError(f"loss={kind} is not known; use mse or mae")
     return kind
 
 
 def class_weights(weights: Tensor | None, classes: int) -> Tensor | None:
-    """Class weights, checked against the number of classes."""
+    """Check class weights against the number of classes, and copy them to float32."""
     if weights is not None and (weights.shape != (classes,) or not bool((torch.isfinite(weights) & (weights >= 0)).all())):
         raise UserError(f"class weights {weights.tolist()} do not fit {classes} classes; give one finite number of at least 0 for each")
     return None if weights is None else weights.detach().clone().float()
 
 
 class Softmax(nn.Module):
-    """Cross entropy over classes at every step. `tied` is the embedding's matrix, shared."""
+    """Cross entropy over classes at every step. `tied` is the embedding's matrix, which is then shared."""
 
     pooled = False
 
@@ -104,7 +104,7 @@ class Softmax(nn.Module):
 
 
 def tie(head: Softmax, embedding: nn.Module) -> None:
-    """Head and embedding share one matrix from now on: the same Parameter object."""
+    """Make head and embedding share one matrix: the same Parameter object."""
     weight = embedding.weight
     if not isinstance(weight, nn.Parameter) or weight.shape != head.weight.shape:
         shape = list(weight.shape) if isinstance(weight, Tensor) else None
@@ -113,10 +113,10 @@ def tie(head: Softmax, embedding: nn.Module) -> None:
 
 
 class Forecast(nn.Module):
-    """At every step, the next K values of C columns: [T, B, K, C], or [T, B, K, C, Q] where quantiles are asked for.
+    """Forecasts, at every step, the next K values of C columns: [T, B, K, C], or [T, B, K, C, Q] with quantiles.
 
-    Quantiles cannot cross: the first is free, and each next one adds a positive increment. Their loss is the pinball loss,
-    averaged over quantiles.
+    Quantiles cannot cross: the first is unconstrained, and each following one adds a positive increment. Their loss is the pinball
+    loss, averaged over quantiles.
     """
 
     pooled = False
@@ -142,12 +142,12 @@ class Forecast(nn.Module):
         if self.quantiles is None:
             return out[..., 0]
         out = at_least_float32(out)
-        # Shifted so that a fresh model's quantiles span about 1 in all, however many they are.
+        # Shifted so that a newly initialised model's quantiles span about 1 in total, however many there are.
         rises = softplus(out[..., 1:] - math.log(max(1, len(self.quantiles) - 1)))
         return torch.cat((out[..., :1], out[..., :1] + rises.cumsum(-1)), dim=-1)
 
     def score(self, out: Tensor, target_TBKC: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss sum over the target numbers that are there, and how many they are."""
+        """Loss sum over the targets that are present, and their number."""
         if self.quantiles is None:
             errors, real = score_numbers(out, target_TBKC, self.kind)
             return errors.sum(), real.sum().to(errors.dtype)
@@ -164,10 +164,10 @@ class Forecast(nn.Module):
 
 
 class Pooled(nn.Module):
-    """What both share: a linear layer over the last real step, or over the mean of all real steps.
+    """Base of the pooled heads: a linear layer over the last real step, or over the mean of all real steps.
 
-    The last step of two directions is the forward half at the last real step and the reverse half at the first one, which
-    is where the reverse direction ends.
+    With two directions, the last step is the forward half at the last real step and the reverse half at the first one, where
+    the reverse direction ends.
     """
 
     pooled = True
@@ -185,13 +185,13 @@ class Pooled(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs))
 
     def start(self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Accumulator:
-        """The accumulator before the first step. At least float32, so that long sums keep their small terms."""
+        """The accumulator before the first step, in float32 or wider so that long sums keep their small terms."""
         dtype = torch.promote_types(dtype or self.weight.dtype, torch.float32)
         device = device or self.weight.device
         return torch.zeros(lanes, self.width, dtype=dtype, device=device), torch.zeros(lanes, dtype=torch.int64, device=device)
 
     def pool(self, y_TBW: Tensor, lengths_B: Tensor, acc: Accumulator) -> Accumulator:
-        """The accumulator after a chunk in which each lane has so many real steps."""
+        """The accumulator after a chunk in which each lane has `lengths_B` real steps."""
         seen_BW, count_B = acc
         y_TBW = y_TBW.to(seen_BW.dtype)
         if self.pooling == "mean":
@@ -205,7 +205,7 @@ class Pooled(nn.Module):
         return last_BW, count_B + lengths_B
 
     def forward(self, acc: Accumulator) -> Tensor:
-        """One result for each lane."""
+        """One result per lane."""
         seen_BW, count_B = acc
         pooled_BW = seen_BW / count_B.clamp(min=1)[:, None] if self.pooling == "mean" else seen_BW
         return linear(pooled_BW.to(self.weight.dtype), self.weight, self.bias)
@@ -215,7 +215,7 @@ class Pooled(nn.Module):
 
 
 class PooledSoftmax(Pooled):
-    """Cross entropy over classes, one label a sequence."""
+    """Cross entropy over classes, one label per sequence."""
 
     def __init__(self, width: int, classes: int, pool: str = "last", weights: Tensor | None = None, *, bidirectional: bool = False) -> None:
         super().__init__(width, classes, pool, bidirectional)
@@ -233,7 +233,7 @@ class PooledSoftmax(Pooled):
 
 
 class PooledNumbers(Pooled):
-    """A vector of numbers for each sequence; a lane's error is the mean over its numbers, and it counts if all are there."""
+    """A vector of numbers per sequence; a lane's error is the mean over its numbers, and it counts only if all targets are present."""
 
     def __init__(self, width: int, outputs: int, pool: str = "last", loss: str = "mse", *, bidirectional: bool = False) -> None:
         super().__init__(width, outputs, pool, bidirectional)

@@ -1,6 +1,6 @@
-"""Initial weights, keyed by (seed, parameter name) and by row and column: equal wherever a parameter lives, in whatever order.
+"""Initial weights keyed by (seed, parameter name) and by row and column: the same on every worker and in any order of initialisation.
 
-Generated in float64 on the CPU, then cast and copied, so that device and dtype change nothing but rounding.
+Generated in float64 on the CPU, then cast and copied, so that device and dtype affect only rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INITS = ("torch", "orthogonal", "xavier")
 def initialize(
     model: nn.Module, seed: int, *, init: str = "torch", forget_bias: float | None = None, embedding_scale: float = 0.1
 ) -> tuple[str, ...]:
-    """Sets every parameter of the modules it knows; names those of a user's own modules, which it leaves as they are."""
+    """Set every parameter of the modules it knows; return the names of the others, from user modules, which are left unchanged."""
     if init not in INITS:
         raise SpecError(f"model.init={init} is not known; use one of {', '.join(INITS)}")
     left: list[str] = []
@@ -30,7 +30,7 @@ def initialize(
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in done:
-                continue  # tied: it is set where its first name stands
+                continue  # tied: already set under its first name
             done.add(id(parameter))
             full_name = f"{path}.{name}" if path else name
             value = _value(module, name, parameter, random.key(seed, random.site(full_name)), init, forget_bias, embedding_scale)
@@ -79,13 +79,13 @@ def _lstm(module: LSTM, name: str, shape: tuple[int, ...], key: Tensor, init: st
     blocks = 1 if name.startswith("weight_hr") else 4
     if init == "orthogonal" and name.startswith("weight_hh"):
         return torch.cat([_orthogonal(block) for block in _grid(random.normal, key, shape).chunk(blocks)])
-    # The gates are four matrices that lie on each other: the fan out of each is a quarter of the rows.
+    # The four gate matrices are stacked: the fan-out of each is a quarter of the rows.
     return _uniform(key, shape, math.sqrt(6.0 / (shape[0] // blocks + shape[1])))
 
 
 def _orthogonal(block: Tensor) -> Tensor:
     q, r = torch.linalg.qr(block)
-    # The sign of R's diagonal is the library's choice; fixed, Q is a function of the block, and uniform.
+    # The signs of R's diagonal are up to the library; fixing them makes Q a function of the block alone, and uniformly distributed.
     signed: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
     return signed
 
@@ -95,7 +95,7 @@ def _uniform(key: Tensor, shape: tuple[int, ...], bound: float) -> Tensor:
 
 
 def _grid(draw: random.Draw, key: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Float64 numbers by (row, column); further dimensions count as columns."""
+    """Float64 numbers keyed by (row, column); further dimensions are flattened into columns."""
     rows = torch.arange(shape[0])
     if len(shape) == 1:
         return draw(key, rows, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""`LSTM`: a stacked LSTM with the parameters and the state_dict of torch.nn.LSTM, lengths instead of packing, and an explicit carry.
+"""`LSTM`: a stacked LSTM with torch.nn.LSTM's parameters and state_dict, lengths instead of packing, and an explicit carry.
 
-`forward` is the public way in, with nn.LSTM's shapes; `run`, `initial` and `reset` are what a trainer calls, with one
-`Carry` for each layer so that widths may differ.
+`forward` is the public entry point, with nn.LSTM's shapes; `run`, `initial` and `reset` are for trainers, with one `Carry` per layer
+so that widths may differ.
 
 Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projection, or H), L layers, D directions, O = P·D.
 """
@@ -29,13 +29,13 @@ from carrywave.kernels.lstm import is_cast, lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 
 AnyCarry = tuple[Tensor, Tensor] | Carry | Sequence[Carry] | Sequence[tuple[Tensor, Tensor]]
-_SHORT = (torch.float32, *HALVES)  # what autocast goes between
+_SHORT = (torch.float32, *HALVES)  # dtypes that autocast converts between
 _MORE = ("locked", "weight_drop", "layer_norm", "learned_carry", "kernel")  # options that nn.LSTM does not have
 _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # in the order of `LayerWeights`
 
 
 class LSTM(nn.Module):
-    """Stacked LSTM. All of nn.LSTM's options, one width or a list of widths, and keyed dropout of several kinds."""
+    """Stacked LSTM with all of nn.LSTM's options, one width or a list of widths, and several kinds of keyed dropout."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class LSTM(nn.Module):
         self.layer_norm = layer_norm
         self.learned_carry = learned_carry
         self.kernel = kernel
-        self.path = "lstm"  # names the sites of its randomness; two LSTMs in one model need two names
+        self.path = "lstm"  # prefix of the names of its random sites; two LSTMs in one model need different ones
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         for layer, hidden in enumerate(widths):
             inputs = self.input_size if layer == 0 else self.outputs(layer - 1)
@@ -108,16 +108,16 @@ class LSTM(nn.Module):
 
     @property
     def directions(self) -> int:
-        """1, or 2 where it reads both ways."""
+        """1, or 2 if bidirectional."""
         return 2 if self.bidirectional else 1
 
     @property
     def output_size(self) -> int:
-        """Width of what the last layer gives."""
+        """Output width of the last layer."""
         return self.outputs(self.num_layers - 1)
 
     def outputs(self, layer: int) -> int:
-        """Width of what a layer gives, both directions together."""
+        """Output width of a layer, both directions together."""
         return (self.proj_size or self.widths[layer]) * self.directions
 
     @property
@@ -132,10 +132,10 @@ class LSTM(nn.Module):
         return [[tensor for tensor in weights if tensor is not None] for weights in each]
 
     def flatten_parameters(self) -> None:
-        """Nothing: weights are laid out for a kernel when it runs. It is here because programs call nn.LSTM's."""
+        """Do nothing: weights are laid out for a kernel when it runs. Exists for compatibility with nn.LSTM."""
 
     def reset_parameters(self) -> None:
-        """nn.LSTM's initial weights, from torch's default generator. A trainer uses `initialize`, which is keyed."""
+        """Initialise weights as nn.LSTM does, from torch's default generator. Trainers use `initialize`, which is keyed."""
         with torch.no_grad():
             for layer, hidden in enumerate(self.widths):
                 bound = 1.0 / math.sqrt(hidden)
@@ -158,11 +158,11 @@ class LSTM(nn.Module):
         input: Tensor | None = None,
         hx: AnyCarry | None = None,
     ) -> tuple[Tensor, Carry | Carries]:
-        """Outputs and the carry at each lane's real end, in nn.LSTM's shapes; a carry for each layer where widths differ.
+        """Outputs and the carry at each lane's last real step, in nn.LSTM's shapes; if widths differ, one carry per layer.
 
-        x is [T, B, I], [B, T, I] with batch_first, or [T, I] without lanes. Lanes that are `fresh` start from the initial
-        carry instead of the given one. Without a key, dropout in training takes the scope's, or one from torch's generator.
-        `input` and `hx` are nn.LSTM's names of x and carry.
+        x is [T, B, I], [B, T, I] with batch_first, or [T, I] unbatched. `fresh` lanes start from the initial carry instead of
+        the given one. Without a key, dropout in training uses the scope's, or one drawn from torch's default generator.
+        `input` and `hx` are nn.LSTM's names for x and carry.
         """
         x = self._checked(_either("x", x, "input", input))
         carry = _either("carry", carry, "hx", hx)
@@ -193,9 +193,9 @@ class LSTM(nn.Module):
         full: bool = False,
         layers: range | None = None,
     ) -> tuple[Tensor, Carries]:
-        """Some layers (all, if left out), time first, from one carry for each of them. See `kernels.lstm.lstm`."""
+        """Run some layers (all by default), time first, from one carry per layer. See `kernels.lstm.lstm`."""
         layers = range(self.num_layers) if layers is None else layers
-        # A trainer does not come by way of the module's hooks, by which torch makes pruned and normed weights anew.
+        # Trainers bypass the module's hooks, through which torch recomputes pruned and weight-normalised parameters.
         for hook in self._forward_pre_hooks.values():
             if isinstance(hook, (BasePruningMethod, WeightNorm)):
                 hook(self, ())
@@ -227,13 +227,13 @@ class LSTM(nn.Module):
         )
 
     def weights(self, layer: int, key: Tensor | None = None) -> Layer:
-        """The weights of a layer; with a key, recurrent ones dropped by (row, column), the same for all chunks of a batch."""
+        """The weights of a layer; given a key, `weight_drop` drops recurrent ones by (row, column), the same for all chunks of a batch."""
         directions = self._parameters_of(layer)
         if key is None or not self.weight_drop:
             return directions
         kept = []
         for suffix, direction in zip(self._suffixes(layer), directions, strict=True):
-            # Rows and columns in the place of lanes and units.
+            # Rows and columns take the place of lanes and units.
             place = Coordinates(random.site(f"{self.path}.weight_hh{suffix}.drop"), self.weight_drop, locked=True)
             kept.append(direction._replace(w_hh=dropped(direction.w_hh[None], key, None, place)[0]))
         return tuple(kept)
@@ -241,7 +241,7 @@ class LSTM(nn.Module):
     def initial(
         self, lanes: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None, layers: range | None = None
     ) -> Carries:
-        """The carry at the start of a sequence, for so many lanes: zero, or learned."""
+        """The carry at the start of a sequence: zero, or learned."""
         like = self._any_parameter
         carries = []
         for layer in range(self.num_layers) if layers is None else layers:
@@ -255,7 +255,7 @@ class LSTM(nn.Module):
         return tuple(carries)
 
     def reset(self, carries: Carries, fresh_B: Tensor, layers: range | None = None) -> Carries:
-        """The carries, with the initial ones where a lane starts anew."""
+        """Replace the carries of fresh lanes with the initial ones."""
         first = carries[0].h
         fresh_B1 = fresh_B[:, None]
         starts = self.initial(first.shape[1], first.dtype, first.device, layers)
@@ -265,7 +265,7 @@ class LSTM(nn.Module):
         )
 
     def split(self, carry: AnyCarry, lanes: int, *, batched: bool = True) -> Carries:
-        """One carry for each layer, checked, from nn.LSTM's stacked pair or from such carries themselves."""
+        """One carry per layer, checked, from nn.LSTM's stacked pair or from a sequence of per-layer carries."""
         if len(carry) == 2 and all(isinstance(part, Tensor) for part in carry):
             stacked = cast("tuple[Tensor, Tensor]", carry)
             if len(set(self.widths)) > 1:
@@ -290,7 +290,7 @@ class LSTM(nn.Module):
         return carries
 
     def join(self, carries: Carries) -> Carry | Carries:
-        """nn.LSTM's stacked pair where all widths are equal, else the carries as they are."""
+        """nn.LSTM's stacked pair if all widths are equal, otherwise the carries unchanged."""
         if len(set(self.widths)) > 1:
             return carries
         return Carry(torch.cat([carry.h for carry in carries]), torch.cat([carry.c for carry in carries]))
@@ -305,7 +305,7 @@ class LSTM(nn.Module):
 
     @property
     def _any_parameter(self) -> Tensor:
-        """For its dtype and device. Not one by name: what is pruned or parametrized is no parameter any more."""
+        """A parameter to read dtype and device from. Not looked up by name: pruned or parametrized weights are no longer parameters."""
         own = next((each for each in self._parameters.values() if each is not None), None)
         return next(self.parameters()) if own is None else own
 
@@ -316,7 +316,7 @@ class LSTM(nn.Module):
         return tuple(LayerWeights(*[getattr(self, name + suffix, None) for name in _NAMES]) for suffix in self._suffixes(layer))  # type: ignore[arg-type]
 
     def _checked(self, x: Tensor | None) -> Tensor:
-        """x, if it is what the layers read."""
+        """Return x after checking its type, shape and dtype."""
         if isinstance(x, PackedSequence):
             raise UserError(
                 "LSTM got a PackedSequence, in whose place it takes lengths; x, lengths = pad_packed_sequence(packed), "
@@ -341,7 +341,7 @@ class LSTM(nn.Module):
             raise UserError(
                 f"lengths has shape {list(lengths_B.shape)} and dtype {lengths_B.dtype}; it needs {count} whole numbers, one for each lane"
             )
-        # Lengths that live on a GPU are not looked at: that would wait for it. A tracer has none to look at.
+        # Lengths on a GPU are not checked: that would synchronise with it. A tracer has no values to check.
         if not lengths_B.is_cuda and not torch.compiler.is_compiling() and bool(((lengths_B < 0) | (lengths_B > steps)).any()):
             raise UserError(
                 f"lengths go from {int(lengths_B.min())} to {int(lengths_B.max())}; they must lie between 0 and the {steps} steps of x"
@@ -350,7 +350,7 @@ class LSTM(nn.Module):
 
 
 def _check_dtypes(carries: Carries, x: Tensor) -> None:
-    """A carry has the dtype of x; beside x of half precision it may be float32, and autocast mixes them at will."""
+    """Check that a carry has the dtype of x; with half-precision x it may be float32, and under autocast they mix freely."""
     mixed = _SHORT if is_cast(x.device.type) else (torch.float32,) if x.dtype in HALVES else ()
     for part in (part for carry in carries for part in carry):
         if part.dtype != x.dtype and not (part.dtype in mixed and x.dtype in _SHORT):
@@ -358,7 +358,7 @@ def _check_dtypes(carries: Carries, x: Tensor) -> None:
 
 
 def _whole(**sizes: int) -> tuple[int, ...]:
-    """The sizes as Python's own whole numbers: a count of numpy's or of a tensor is one too."""
+    """Convert sizes to Python ints, from any integer type (numpy scalars, one-element tensors)."""
     for name, size in sizes.items():
         try:
             operator.index(size)
@@ -368,7 +368,7 @@ def _whole(**sizes: int) -> tuple[int, ...]:
 
 
 def _either(name: str, given: Any, other_name: str, other: Any) -> Any:
-    """An argument that goes by two names."""
+    """Return an argument that has two names; giving both is an error."""
     if given is not None and other is not None:
         raise UserError(f"LSTM got {name} and {other_name}, two names of one argument; give one of them")
     return other if given is None else given

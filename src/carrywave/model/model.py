@@ -1,4 +1,4 @@
-"""`Model(encoder, lstm, head)`: where a user's own modules enter. They are checked here and made safe to cut over workers."""
+"""`Model(encoder, lstm, head)`: checks a user's modules and makes them safe to split across workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Model(nn.Module):
 
     The encoder maps a chunk's inputs [T, B, …] to [T, B, I]. A head has `loss(y, target) -> (sum, count)`; one with
     `pooled = True` also has `start(lanes, dtype, device) -> acc` and `pool(y, lengths, acc) -> acc`, and its loss reads the
-    accumulator, a tuple of tensors [B, …]. Their nn.Dropout becomes keyed.
+    accumulator, a tuple of tensors [B, …]. Every nn.Dropout in them is replaced with a keyed one.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Model(nn.Module):
         if self.pooled and missing:
             raise UserError(f"the pooled head {type(head).__name__} has no {missing[0]}; a pooled head needs start, pool and loss")
         if isinstance(head, Pooled):
-            # Only here are both known: where the reverse half of the last layer's output ends.
+            # Pooling depends on where the reverse half of the output ends, and only here are head and LSTM both known.
             head.bidirectional = lstm.bidirectional
         self.encoder = keyed(encoder, "encoder")
         self.dropout_in = None if dropout_in is None else keyed(dropout_in, "dropout_in")
@@ -56,17 +56,17 @@ class Model(nn.Module):
 
     @property
     def has_output(self) -> bool:
-        """Whether the head has a `forward`, whose result metrics and predictions are made from; a loss alone is enough to train."""
+        """True if the head has a `forward`, which metrics and predictions need; training needs only a loss."""
         return type(self.head).forward is not nn.Module.forward
 
     @property
     def reads_whole(self) -> bool:
-        """Whether layers read both ways, so that they see all of time at once."""
+        """True if layers are bidirectional and so need the whole sequence at once."""
         return self.lstm.bidirectional
 
     @property
     def units(self) -> int:
-        """Encoder, layers and head: what stages are cut from."""
+        """Number of units that stages are cut from: encoder, layers and head."""
         return self.lstm.num_layers + 2
 
     def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
@@ -85,12 +85,12 @@ class Model(nn.Module):
         start: int = 0,
         full: bool = False,
     ) -> tuple[Tensor, State]:
-        """What enters the head for x [T, B, …], and the state after it. `output` gives the head's result."""
+        """The head's input for x [T, B, …], and the state after it. `output` returns the head's result."""
         lengths_B = None if lengths is None else torch.as_tensor(lengths, device=x.device)
         state = self.start(x.shape[1], x.device) if state is None else state
         y, _, state = Stage(self)(x, state, Chunk(lengths_B, fresh, lanes, start, key, full))
         return y, state
 
     def output(self, y: Tensor, state: State) -> Any:
-        """The head's result: for each step of y, or for each lane from the accumulator where the head pools."""
+        """The head's result: per step of y, or per lane from the accumulator if the head is pooled."""
         return self.head(state.acc if self.pooled else y)

@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a model, and of each module in it: a part that the user keeps in `eval` stays there."""
+"""Switches a model to training or evaluation mode and restores each module's own mode after: a part kept in `eval` stays there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """All modules in one mode inside this context; afterwards each is in its own again."""
+    """Put all modules into one mode inside this context; afterwards restore each module's own."""
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

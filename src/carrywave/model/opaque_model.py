@@ -1,4 +1,4 @@
-"""`Whole`: any nn.Module as a model of one piece. It cannot be cut into stages or chunks of time, but lanes can be shared by replicas."""
+"""`Whole`: wraps any nn.Module as a model in one piece, which replicas can share by lanes but stages and time chunks cannot split."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 
 class Whole(nn.Module):
-    """A module that maps inputs [T, B, …] to whatever its loss reads; it is given `lengths` [B] too where its forward takes them.
+    """A module that maps inputs [T, B, …] to whatever its loss reads; it also receives `lengths` [B] if its forward takes them.
 
-    The loss, `loss(out, target) -> (sum, count)`, is the module's own or given. `pooled`, given or on the module, says that there is
-    one target for each lane. Its nn.Dropout becomes keyed. Parameters keep the names that they have in the module.
+    The loss, `loss(out, target) -> (sum, count)`, is passed in or a method of the module. `pooled`, passed in or an attribute of the
+    module, means one target per lane. Every nn.Dropout is replaced with a keyed one. Parameters keep their names in the module.
     """
 
     reads_whole = True
@@ -44,17 +44,17 @@ class Whole(nn.Module):
         self.pooled = bool(getattr(module, "pooled", False)) if pooled is None else pooled
         self.module = keyed(module, "module")
         self._loss: Any = loss or own
-        self.audit: Audit | None = None  # looks at what is computed from what, in the steps that it is set for
+        self.audit: Audit | None = None  # when set, rejects results that depend on foreign parameters
         self._takes_lengths = "lengths" in inspect.signature(module.forward).parameters
 
     @property
     def has_output(self) -> bool:
-        """Its output is what its loss reads."""
+        """Always true: the loss reads its output."""
         return True
 
     @property
     def head(self) -> nn.Module:
-        """The module itself, for messages."""
+        """The module itself, for error messages."""
         return self.module
 
     @property
@@ -63,11 +63,11 @@ class Whole(nn.Module):
         return next(self.module.parameters()).dtype
 
     def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
-        """It keeps no state."""
+        """An empty state: the module keeps none."""
         return State(())
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Any, Any, State]:
-        """The module's output."""
+        """The module's output, with no separate raw output, and the unchanged state."""
         x = x.to(self.dtype) if x.is_floating_point() else x
         if self.audit is not None:
             self.audit.enter(x)
@@ -85,7 +85,7 @@ class Whole(nn.Module):
         return scored
 
     def output(self, y: Any, state: State, chunk: Chunk) -> Any:
-        """What metrics read."""
+        """The output that metrics read."""
         return y
 
     def score(self, out: Any, y: Any, state: State, target: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:

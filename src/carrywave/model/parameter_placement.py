@@ -1,8 +1,7 @@
-"""Which parameters a worker holds: those of its own units, and those of the head where stages share it. The others are given up,
-so that a model may be larger than a device.
+"""Keeps on a worker only the parameters of its own units, and of the head if stages share it, so a model may be larger than a device.
 
-Names are those of the whole model, a tied parameter under its first one: what is saved, initialised or drawn by name does not
-depend on how the model is cut.
+Names are those of the whole model, with a tied parameter under its first name, so that what is saved, initialised or drawn by name does
+not depend on how the model is split.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torch import Tensor, nn
 from carrywave.errors import PlanError, UserError
 from carrywave.model.model import Model
 
-_LAYER = re.compile(r"_l(\d+)(_|\.|$)")  # weight_hh_l0, weight_hh_l0_reverse, weight_hh_l0_orig of pruning, norm_l0.weight
+_LAYER = re.compile(r"_l(\d+)(_|\.|$)")  # weight_hh_l0, weight_hh_l0_reverse, weight_hh_l0_orig (pruned), norm_l0.weight
 
 
 def unit_of(name: str, units: int) -> int:
-    """The unit that a parameter or buffer belongs to, by its name in the model."""
+    """The unit that a parameter or buffer belongs to, from its name in the model."""
     part, _, rest = name.partition(".")
     if part in ("encoder", "dropout_in"):
         return 0
@@ -32,7 +31,7 @@ def unit_of(name: str, units: int) -> int:
 
 
 def homes(model: Model) -> dict[str, frozenset[int]]:
-    """For each parameter and buffer, by its first name, the units that use it: more than one where it is tied."""
+    """The units that use each parameter and buffer, by its first name: more than one if it is tied."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     found: dict[str, set[int]] = {}
@@ -43,14 +42,14 @@ def homes(model: Model) -> dict[str, frozenset[int]]:
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter that several stages hold: their gradients are summed, and its norm is counted on the first of them."""
+    """A parameter held by several stages: its gradient is summed over them, and its norm is counted on the first."""
 
     name: str
     stages: tuple[int, ...]
 
 
 def shared(model: Model, cuts: Sequence[int], *, share_head: bool = False) -> list[Shared]:
-    """The parameters that several stages hold, in the model's order: tied ones, and with `share_head` those of the head."""
+    """Trainable parameters held by several stages, in the model's order: tied ones and, with `share_head`, those of the head."""
     places = {
         name: list(range(len(cuts) + 1))
         if share_head and model.units - 1 in units
@@ -62,15 +61,13 @@ def shared(model: Model, cuts: Sequence[int], *, share_head: bool = False) -> li
 
 
 def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch.dtype, *, share_head: bool = False) -> dict[str, Tensor]:
-    """Move the tensors of units [first, last) to a device, numbers in this dtype, and give up all others; returns those held, by name.
+    """Move the tensors of units [first, last) to a device, floats in this dtype, and release all others; return those held, by name.
 
-    With `share_head` those of the head are held as well.
-
-    What is given up stays in the model as an empty tensor on torch's meta device.
+    With `share_head` the head's tensors are held as well. Released tensors stay in the model as empty tensors on torch's meta device.
     """
     where = homes(model)
     wanted = {*range(first, last), *([model.units - 1] if share_head else [])}
-    tensors = [*model.named_parameters(), *model.named_buffers()]  # kept to the end: a freed tensor's id may be given to another
+    tensors = [*model.named_parameters(), *model.named_buffers()]  # kept alive to the end: the id of a freed tensor may be reused
     names = {id(tensor): name for name, tensor in tensors}
     held: dict[str, Tensor] = {}
     emptied: dict[int, Tensor] = {}
@@ -100,7 +97,7 @@ def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch
                             empty = nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
                             emptied[id(tensor)] = empty
                             if isinstance(tensor, nn.Parameter):
-                                # Whoever has kept the parameter may freeze or unfreeze it there.
+                                # Code that still refers to the original parameter may freeze or unfreeze it there.
                                 empty.stands_for = weakref.ref(tensor)  # type: ignore[attr-defined]
                         store[key] = empty  # type: ignore[assignment]
     if emptied:
@@ -111,7 +108,7 @@ def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch
 
 
 def _refuse_a_part(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Nobody who saves a model wants empty tensors in the place of those that other workers hold."""
+    """Refuse to save empty tensors in place of those that other workers hold."""
     for name, tensor in state.items():
         if isinstance(tensor, Tensor) and tensor.is_meta:
             raise UserError(
@@ -121,7 +118,7 @@ def _refuse_a_part(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
 
 
 def fill(model: Model, tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Give a model that was cut all of its tensors again, by name."""
+    """Restore all tensors of a model that was split, by name."""
     named = dict([*model.named_parameters(), *model.named_buffers()])
     replaced: dict[int, Tensor] = {}
     for name, tensor in named.items():

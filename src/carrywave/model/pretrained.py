@@ -1,4 +1,4 @@
-"""Pretrained embeddings from text in GloVe's or word2vec's form: a token and its numbers on each line, perhaps after a line `N D`."""
+"""Loads pretrained embeddings from text in GloVe or word2vec format: a token and its numbers per line, after an optional `N D` line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from carrywave.errors import DataError
 
 
 def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tensor) -> int:
-    """Copies the vectors of the vocabulary's tokens into the matrix's rows, and says how many were found.
+    """Copy the vectors of the vocabulary's tokens into the rows of the matrix, and return how many were found.
 
-    Nothing is changed unless the whole file is right. Where a token comes twice, its first line counts.
+    The matrix is unchanged if the file has any error. If a token occurs twice, its first line counts.
     """
     if weight_VE.shape[0] < len(vocabulary):
         raise DataError(
@@ -53,7 +53,7 @@ def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tens
 
 
 def _token(fields: list[str], width: int, path: str | Path, line: int) -> str:
-    """What stands before the numbers. A token may hold spaces; too many numbers are another width, not a long token."""
+    """The token before the numbers. It may contain spaces, but surplus fields that are all numbers mean another width, not a long token."""
     extra = len(fields) - 1 - width
     if extra < 0 or (extra and all(_is_number(field) for field in fields[1 : 1 + extra])):
         shown = len(fields) - 1

@@ -1,6 +1,6 @@
-"""A `Stage` is the units [first, last) of a model (encoder, layers, head): what one worker runs of every chunk.
+"""A `Stage` is the units [first, last) of a model (encoder, layers, head) that one worker runs on every chunk.
 
-`y, raw, state = stage(x, state, chunk)`: nothing is hidden, so chunks can be run anywhere, in any order that the carries allow.
+`y, raw, state = stage(x, state, chunk)`: no state is hidden, so chunks can run anywhere, in any order that the carries allow.
 
 Shapes: T time, B lane, W width of the last layer.
 """
@@ -29,9 +29,9 @@ Score = tuple[Tensor, Tensor]  # (loss sum, count)
 
 
 class Stage(nn.Module):
-    """Units of a model, sharing its modules and the names of their parameters.
+    """Units of a model, sharing its modules and their parameter names.
 
-    `scores`: whether it runs the head on chunks. The last stage does; with `share_head` every stage, also on chunks of the last one.
+    `scores`: True if it runs the head on chunks. The last stage does; with `share_head` every stage does, on chunks from the last one.
     """
 
     def __init__(self, model: Model, first: int = 0, last: int | None = None, *, share_head: bool = False) -> None:
@@ -52,7 +52,7 @@ class Stage(nn.Module):
         self.pooled = self.has_head and model.pooled
         self.width_in, self.width_out = _width(model, first), _width(model, last)
         self.width_head = _width(model, units - 1)
-        self.audit: Audit | None = None  # looks at what is computed from what, in the steps that it is set for
+        self.audit: Audit | None = None  # when set, rejects results that depend on foreign parameters
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,12 +60,12 @@ class Stage(nn.Module):
         return self.lstm.dtype
 
     def start(self, lanes: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
-        """The state before the first chunk: initial carries of this stage's layers, and the head's accumulator."""
+        """The state before the first chunk: initial carries of this stage's layers, and a pooled head's accumulator."""
         acc = self._accumulator("start", self.head.start(lanes, dtype, device)) if self.pooled else None
         return State(self.lstm.initial(lanes, dtype, device, self.layers), acc)
 
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, Tensor, State]:
-        """One chunk: what goes to the next stage or into the head, the same before output dropout, and the state after it."""
+        """Run one chunk: return the input of the next stage or the head, the same before output dropout, and the new state."""
         if self.lstm.bidirectional and chunk.start:
             raise PlanError(f"bidirectional layers read whole sequences, got a chunk from step {chunk.start}; leave plan.chunk_steps out")
         with random.scope(chunk.key, chunk.lanes, chunk.start):
@@ -91,11 +91,11 @@ class Stage(nn.Module):
         return y, raw, State(carries, self._pool(y, state.acc, chunk) if self.pooled else state.acc)
 
     def scope(self, chunk: Chunk) -> contextlib.AbstractContextManager[object]:
-        """The head runs within it, so that dropout in a user's head is keyed."""
+        """The random scope to run the head in, so that dropout in a user's head is keyed."""
         return random.scope(chunk.key, chunk.lanes, 0 if self.pooled else chunk.start, pooled=self.pooled)
 
     def loss(self, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
-        """Loss sum and count of the chunk; where the head pools, of the whole sequences, asked once after the last chunk."""
+        """Loss sum and count of the chunk; for a pooled head, of whole sequences, called once after the last chunk."""
         with self.scope(chunk):
             score = self.head.loss(state.acc if self.pooled else y, self._in_own_dtype(target))
         scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
@@ -105,12 +105,12 @@ class Stage(nn.Module):
         return scored
 
     def output(self, y: Tensor, state: State, chunk: Chunk) -> Any:
-        """The head's result: for each step, or for each lane from the accumulator where the head pools."""
+        """The head's result: per step, or per lane from the accumulator if the head is pooled."""
         with self.scope(chunk):
             return self.head(state.acc if self.pooled else y)
 
     def score(self, out: Any, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
-        """Loss sum and count from the head's output. A user's head may have no `score`: then its loss runs once more from y."""
+        """Loss sum and count from the head's output. A user's head may have no `score`: then its loss is computed again from y."""
         if not hasattr(self.head, "score"):
             return self.loss(y, state, target, chunk)
         scored: Score = self.head.score(out, target)
@@ -129,19 +129,19 @@ class Stage(nn.Module):
         return acc
 
     def _in_own_dtype(self, x: Tensor) -> Tensor:
-        """Numbers in the dtype of the parameters, so that a user's modules need not cast; tokens and labels as they are."""
+        """Cast floats to the parameters' dtype, so that user modules need not; leave tokens and labels unchanged."""
         return x.to(self.dtype) if x.is_floating_point() else x
 
 
 def _width(model: Model, unit: int) -> int:
-    """Width of what enters a unit: 0 for the encoder, which reads the data, and beyond the head."""
+    """Input width of a unit: 0 for the encoder, which reads the data, and past the head."""
     if unit in (0, model.units):
         return 0
     return model.lstm.input_size if unit == 1 else model.lstm.outputs(unit - 2)
 
 
 def checked_score(score: Any, whose: str) -> Score:
-    """What a user's loss returned, as two scalar tensors."""
+    """Check what a user's loss returned, and convert it to two scalar tensors."""
     if not isinstance(score, tuple) or len(score) != 2 or not isinstance(score[0], Tensor) or score[0].dim() or not _is_number(score[1]):
         raise UserError(f"{whose} must return (sum over the targets, number of targets), two scalars; it returned {_shown(score)}")
     total, count = score
@@ -159,7 +159,7 @@ def _shown(value: object) -> str:
 
 
 def restart(acc: tuple[Tensor, ...], begin: tuple[Tensor, ...], fresh_B: Tensor) -> tuple[Tensor, ...]:
-    """The accumulator, begun anew in the lanes that are fresh."""
+    """Reset the accumulator of fresh lanes."""
     return tuple(torch.where(fresh_B.reshape(-1, *[1] * (old.dim() - 1)), new, old) for new, old in zip(begin, acc, strict=True))
 
 
@@ -171,9 +171,9 @@ def regularize(
     beta: float,
     lengths_B: Tensor | None,
 ) -> Tensor:
-    """A sum over real steps, to be divided by the count of real targets along with the loss.
+    """Activation penalty, summed over real steps, to be divided by the number of real targets together with the loss.
 
-    alpha weighs the mean square of each step's outputs after dropout; beta that of their change from the step before, without
+    alpha scales the mean square of each step's outputs after dropout, beta that of their change from the previous step, without
     dropout. `previous` is the output just before this chunk (None at the start of a window: no change is counted across it).
     """
     y_raw_TBW, y_dropped_TBW = (y.to(torch.promote_types(y.dtype, torch.float32)) for y in (y_raw_TBW, y_dropped_TBW))

@@ -1,4 +1,4 @@
-"""What passes between the chunks of a batch (`State`), and what is known of a chunk besides its inputs (`Chunk`)."""
+"""The state passed between the chunks of a batch (`State`), and the metadata of a chunk (`Chunk`)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from carrywave.kernels.carry import Carries
 
 
 class State(NamedTuple):
-    """Passed in and out of every chunk: a carry for each layer, a pooled head's accumulator (a tuple of tensors [B, …]), and where
-    changes from step to step are penalised the last output of the stack [B, W]."""
+    """Passed in and out of every chunk: one carry per layer, a pooled head's accumulator (a tuple of tensors [B, …]) and, if changes from
+    step to step are penalised, the last output of the stack [B, W]."""
 
     carries: Carries
     acc: Any = None
     tail: Tensor | None = None
 
     def detach(self) -> State:
-        """The same values without history: where back-propagation through time ends."""
+        """The same values without history: where back-propagation through time is truncated."""
         return self.map(Tensor.detach)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> State:
-        """The state with every tensor changed."""
+        """Apply a function to every tensor."""
         carries = tuple(type(carry)(change(carry.h), change(carry.c)) for carry in self.carries)
         acc = None if self.acc is None else tuple(change(tensor) for tensor in self.acc)
         return State(carries, acc, None if self.tail is None else change(self.tail))
@@ -34,9 +34,9 @@ class State(NamedTuple):
 class Chunk:
     """One time chunk of one slice of lanes."""
 
-    lengths: Tensor | None = None  # [B] real steps of each lane in this chunk; None: all of them
-    fresh: Tensor | None = None  # [B] bool, lanes that start a new sequence with this chunk; None: none does
+    lengths: Tensor | None = None  # [B] real steps of each lane in this chunk; None: every step is real
+    fresh: Tensor | None = None  # [B] bool, lanes that start a new sequence with this chunk; None: no lane does
     lanes: Tensor | None = None  # [B] global lane numbers; None: 0, 1, …
     start: int = 0  # first step of the chunk within its window
-    key: Tensor | None = None  # the batch's key, int32[2] on the device; None where nothing is random
-    full: bool = False  # the host knows that every step is real
+    key: Tensor | None = None  # the batch's key, int32[2] on the device; None if nothing is random
+    full: bool = False  # True if the host knows that every step is real

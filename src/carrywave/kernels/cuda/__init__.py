@@ -1,1 +1,1 @@
-"""CUDA sources compiled at first use, and what all of our CUDA kernels share."""
+"""Runtime compilation of CUDA sources, and code shared by our CUDA kernels."""

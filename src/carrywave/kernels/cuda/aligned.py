@@ -1,7 +1,7 @@
-"""Linear layers in half precision on CUDA, of any width: rows are laid out at multiples of 16 bytes.
+"""Linear layers in half precision on CUDA, of any width, with rows aligned to 16 bytes.
 
-The fast matrix products of a GPU want rows that begin there. A vocabulary of 33,278, or 650 units, gets others, which take two to
-three times as long. The weights are cast to half precision in any case, so a wider row costs nothing.
+A GPU's fast matrix products need such rows. A vocabulary of 33,278, or 650 units, gets other kernels, which take two to three times as
+long. The weights are cast to half precision in any case, so padding their rows costs nothing.
 
 Shapes: N rows, I inputs, V outputs.
 """
@@ -19,34 +19,34 @@ from carrywave.kernels.derivatives import as_saved, only_numbers, plain_only
 
 
 def serves(x: Tensor, weight_VI: Tensor) -> bool:
-    """Whether it makes a difference: under autocast to half precision on CUDA, where a width is not a multiple of 8."""
+    """True if alignment makes a difference: under autocast to half precision on CUDA, if a width is not a multiple of 8."""
     odd = bool(weight_VI.shape[0] % EACH or weight_VI.shape[1] % EACH)
     cast = x.is_cuda and torch.is_autocast_enabled("cuda") and torch.float64 not in (x.dtype, weight_VI.dtype)
     return odd and cast and not plain_only()
 
 
 def linear(x: Tensor, weight_VI: Tensor, bias_V: Tensor | None) -> Tensor:
-    """As torch's under autocast; rows of the result lie at multiples of 16 bytes."""
+    """Like torch's under autocast, but the rows of the result are aligned to 16 bytes."""
     apply: Any = _Linear.apply
     y: Tensor = apply(x, weight_VI, bias_V, torch.get_autocast_dtype("cuda"))
     return y
 
 
 def empty_rows(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[rows, width], not filled, each row at a multiple of 16 bytes."""
+    """An uninitialised [rows, width] tensor with each row aligned to 16 bytes."""
     rows, width = shape
     return like.new_empty((rows, -(-width // EACH) * EACH), dtype=dtype or like.dtype)[:, :width]
 
 
 def aligned_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same numbers in this dtype, copied only where they do not lie so already."""
+    """The same numbers in this dtype, with rows aligned to 16 bytes; copied only if necessary."""
     if x_NI.dtype == dtype and x_NI.stride(1) == 1 and x_NI.stride(0) % EACH == 0 and x_NI.storage_offset() % EACH == 0:
         return x_NI
     return padded_rows(x_NI, dtype)[:, : x_NI.shape[1]]
 
 
 def _strides(lead: Sequence[int], width: int) -> list[int]:
-    """Of a tensor [*lead, width] whose rows lie at multiples of 16 bytes."""
+    """The strides of a tensor [*lead, width] with rows aligned to 16 bytes."""
     strides, step = [1], -(-width // EACH) * EACH
     for size in reversed(lead):
         strides.insert(0, step)
@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_VI: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Tensor:
         x_NI, w_VI = aligned_rows(x.reshape(-1, x.shape[-1]), dtype), aligned_rows(weight_VI, dtype)
         outputs = w_VI.shape[0]
-        # Not a part of a wider tensor: what comes out may be changed in place, as torch's may.
+        # Not a view of a wider tensor, so that the result can be modified in place, as torch's can.
         y = x_NI.new_empty_strided((*x.shape[:-1], outputs), _strides(x.shape[:-1], outputs))
         y_NV = y.view(x_NI.shape[0], outputs)
         if bias_V is None:

@@ -1,7 +1,7 @@
-"""Rows in half precision with padding at their end, cast from dense ones and back: on CUDA one kernel of our own each (`casting.cu`).
+"""Casts dense rows to padded rows in half precision and back, on CUDA with our own kernels (`casting.cu`).
 
-torch copies rows of unequal pitch number by number, several times slower than the memory. Elsewhere, and where the kernel cannot be had,
-it is torch's copy, with the same bits.
+torch copies rows of unequal pitch element by element, several times slower than memory bandwidth allows. Elsewhere, and if the kernel is
+unavailable, torch's copy is used, with the same bits.
 
 Shapes: N rows, I width, J padded width.
 """
@@ -15,18 +15,18 @@ from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.derivatives import plain_only
 
 HALVES = (torch.bfloat16, torch.float16)
-EACH = 8  # numbers of half precision in 16 bytes
+EACH = 8  # half-precision numbers in 16 bytes
 _SOURCE = "casting.cu"
-_GROUPS = (4, 2, 1)  # so many numbers are read and written at once, where they lie right
-_ROWS, _TILE = 8, 128  # of a block, a warp for each; groups of a row that go at once
+_GROUPS = (4, 2, 1)  # numbers read and written at once, if they are aligned
+_ROWS, _TILE = 8, 128  # rows per block, one warp each; groups of a row that a warp processes at once
 BLOCK = (32 * _ROWS, 1)
 _ENOUGH = 16_384  # warps that keep a large GPU busy
-MOST = 1 << 30  # the kernel counts in 32 bits
+MOST = 1 << 30  # the kernel uses 32-bit indices
 _own = nvrtc.Replaceable("casting rows")
 
 
 def padded_rows(x_NI: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
-    """[N, J]: the rows in this dtype, then zeros up to `width`, or up to the next multiple of 16 bytes in half precision."""
+    """[N, J]: the rows in this dtype, zero-padded to `width`, or to the next multiple of 16 bytes in half precision."""
     rows, inputs = x_NI.shape
     padded_NJ = x_NI.new_empty(rows, width or -(-inputs // EACH) * EACH, dtype=dtype)
     if not _cast(x_NI, padded_NJ):
@@ -36,18 +36,18 @@ def padded_rows(x_NI: Tensor, dtype: torch.dtype, width: int | None = None) -> T
 
 
 def dense_rows(x_NI: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows in this dtype, one right after the other."""
+    """The rows in this dtype, without padding between them."""
     dense_NI = x_NI.new_empty(x_NI.shape, dtype=dtype)
     return dense_NI if _cast(x_NI, dense_NI) else dense_NI.copy_(x_NI)
 
 
 def _cast(x_NI: Tensor, to_NJ: Tensor) -> bool:
-    """Write the rows, and zeros after them, with the kernel; False where it is not to be used or cannot be had."""
+    """Write the rows, and zeros after them, with the kernel; False if it does not apply or is unavailable."""
     return _serves(x_NI, to_NJ) and _own.tried(lambda: _launch(x_NI, to_NJ)) is not None
 
 
 def _serves(x_NI: Tensor, to_NJ: Tensor) -> bool:
-    """Whether the kernel may be given these. Rows that are dense on both sides torch casts as fast."""
+    """True if the kernel supports these tensors and pays: rows that are dense on both sides are cast as fast by torch."""
     dtypes = {x_NI.dtype, to_NJ.dtype}
     halves = dtypes.intersection(HALVES)
     known = len(halves) == 1 and dtypes <= {torch.float32, *halves}
@@ -70,11 +70,11 @@ def _launch(x_NI: Tensor, to_NJ: Tensor) -> Tensor:
 
 
 def begin_at_multiples(group: int, x: Tensor) -> bool:
-    """Whether each row of x, the last dimension, is made of groups of so many neighbours that lie at multiples of their size."""
+    """True if each row of x (its last dimension) consists of groups of this many elements, all aligned to the size of a group."""
     pitches = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     return not any(measure % group for measure in (x.shape[-1], x.data_ptr() // x.element_size(), *pitches))
 
 
 def grid_of(rows: int, tiles: int) -> tuple[int, int, int]:
-    """Blocks of a warp for each row; where rows are few, several blocks share the tiles of one."""
+    """A grid with one warp per row; if there are few rows, several blocks share the tiles of each."""
     return -(-rows // _ROWS), min(tiles, -(-_ENOUGH // rows)), 1

@@ -1,7 +1,7 @@
-"""The bits of `kernels.random` in one CUDA kernel instead of some forty: the same function, word for word, in C.
+"""The bits of `kernels.random` in one CUDA kernel instead of about forty: the same function, operation for operation, in C.
 
-Compiled at first use by torch's own elementwise compiler (NVRTC, no nvcc needed). The first use is checked against the plain
-operations; where the two differ, or the compiler is not there, the plain ones stay in use and a warning says so.
+Compiled on first use by torch's own elementwise compiler (NVRTC, no nvcc needed), and then checked against the plain operations. If they
+differ, or the compiler is missing, the plain operations stay in use, with a warning.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ template <typename T> T carrywave_fold(T first, T second, T w1, T which) {{
 
 
 def fused_fold(key: Tensor, word: int, plain: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """`fold` in two small kernels instead of some thirty; a step has several."""
+    """`fold` in two small kernels instead of about thirty; each training step calls it several times."""
     kernel = _checked_fold(key.device, plain)
     if kernel is None:
         return plain(key, word)
@@ -76,7 +76,7 @@ def _refused(reason: str) -> Fused | None:
 
 
 def fused(count: int, plain: Fused) -> Fused | None:
-    """The kernel for so many coordinates, `fused(first, second, *coords)`; None where it cannot be had."""
+    """The kernel for this number of coordinates, `fused(first, second, *coords)`; None if it is unavailable."""
     return _checked(count, plain) if count <= 6 else None
 
 

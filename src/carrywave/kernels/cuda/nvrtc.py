@@ -1,7 +1,7 @@
-"""CUDA C++ of this package, compiled when it is first used: NVRTC through cuda-bindings, which torch's CUDA builds bring along.
+"""Compiles this package's CUDA C++ on first use, with NVRTC through cuda-bindings, which torch's CUDA builds install.
 
-No nvcc is needed. What was compiled is kept on disk, named by everything it depends on, so that only the first run on a
-machine waits for the compiler (about a second for each variant).
+No nvcc is needed. Binaries are cached on disk under a hash of everything they depend on, so that only the first run on a machine waits
+for the compiler (about a second per variant).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class KernelError(RuntimeError):
 
 
 class Replaceable:
-    """A kernel that torch's operations can stand in for. Once it has failed it is not tried again, and one warning says why."""
+    """A kernel that torch's operations can replace. After its first failure it is not tried again, and one warning gives the reason."""
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.failures: list[str] = []
 
     def tried(self, work: Callable[[], Result]) -> Result | None:
-        """What `work` gives, which may launch it; None where that failed, now or before."""
+        """The result of `work`, which may launch the kernel; None if it fails or has failed before."""
         if self.failures:
             return None
         try:
@@ -51,19 +51,19 @@ class Replaceable:
 
 
 class Kernel:
-    """One function of a compiled source, on one device."""
+    """One function of a compiled source, loaded on one device."""
 
     def __init__(self, function: Any, shared_bytes: int, device: int) -> None:
         self.function, self.shared_bytes, self.device = function, shared_bytes, device
 
     def __call__(self, grid: tuple[int, int, int], block: tuple[int, int], *arguments: Argument, cooperative: bool = False) -> None:
-        """Launch on the device's current stream. Tensors are passed as their addresses, None as a null pointer, numbers as 32-bit ints."""
+        """Launch on the device's current stream. Tensors are passed as pointers, None as a null pointer, numbers as 32-bit ints."""
         driver = _driver()
         values = tuple(each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in arguments)
         types = tuple(ctypes.c_int if isinstance(each, int) else ctypes.c_void_p for each in arguments)
         launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        # A cooperative launch is refused where its blocks cannot all run at once; it never hangs.
+        # The driver rejects a cooperative launch whose blocks cannot all be resident at once, so it never hangs.
         extra = () if cooperative else (0,)
         with _context(self.device):
             _check(launch(self.function, *grid, *block, 1, self.shared_bytes, stream, (values, types), *extra))
@@ -71,7 +71,7 @@ class Kernel:
 
 @cache
 def kernel(source: str, name: str, constants: tuple[tuple[str, int], ...], shared_bytes: int, device: int) -> Kernel:
-    """A function of a `.cu` file of this package, compiled with these constants."""
+    """A function from one of this package's `.cu` files, compiled with these constants."""
     driver = _driver()
     module = _module(source, constants, device)
     with _context(device):
@@ -79,7 +79,7 @@ def kernel(source: str, name: str, constants: tuple[tuple[str, int], ...], share
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         if shared_bytes:
             _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
-        if dict(constants).get("CLUSTER", 0) > 8:  # not every chip takes so many together
+        if dict(constants).get("CLUSTER", 0) > 8:  # larger clusters are not supported by every GPU
             _check(driver.cuFuncSetAttribute(function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
     return Kernel(function, shared_bytes, device)
 
@@ -92,14 +92,14 @@ def _module(source: str, constants: tuple[tuple[str, int], ...], device: int) ->
     with _context(device):
         try:
             return _check(load(binary(source, constants, architecture)))
-        except KernelError:  # what was kept on the disk may be damaged
+        except KernelError:  # the file in the cache may be corrupt
             return _check(load(binary(source, constants, architecture, anew=True)))
 
 
 @contextlib.contextmanager
 def _context(device: int) -> Iterator[None]:
-    """Within it the driver's calls go to torch's context of this device. A thread that has none yet, as one of autograd's, keeps it, as
-    it would after a call of torch's own.
+    """Make torch's context for this device current for the driver calls inside. A thread without a context, such as one of autograd's,
+    keeps it afterwards, as it would after one of torch's own calls.
     """
     driver, own = _driver(), _primary(device)
     current = int(_check(driver.cuCtxGetCurrent()))
@@ -122,14 +122,14 @@ def _primary(device: int) -> Any:
 
 
 def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str, *, anew: bool = False) -> bytes:
-    """The machine code, from the disk where it has been compiled before, unless it is asked for anew."""
+    """The machine code, from the cache on disk if it is there, unless `anew` asks to compile it again."""
     nvrtc = _nvrtc()
     text = _text(source).encode()
     options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{name}={value}" for name, value in constants)]
     version = _check(nvrtc.nvrtcVersion())
     digest = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()[:32]
     path = _folder() / f"{Path(source).stem}-{digest}.cubin"
-    with contextlib.suppress(OSError):  # not there, or another user's
+    with contextlib.suppress(OSError):  # missing, or not readable by this user
         kept = path.read_bytes()
         if kept[:4] == b"\x7fELF" and not anew:
             return kept
@@ -148,7 +148,7 @@ def binary(source: str, constants: Sequence[tuple[str, int]], architecture: str,
 
 @cache
 def available() -> str:
-    """Why nothing can be compiled here; empty where it can."""
+    """Why nothing can be compiled here; empty if compilation works."""
     try:
         _driver(), _check(_nvrtc().nvrtcVersion())
     except (ImportError, KernelError, RuntimeError, OSError) as error:
@@ -157,18 +157,18 @@ def available() -> str:
 
 
 def _text(source: str) -> str:
-    """A source with what it includes of this package in place: one text for the compiler, and for the name of what comes out."""
+    """A source with this package's includes inlined: a single text for the compiler, and for the cache's hash."""
     text = files("carrywave.kernels").joinpath("source", source).read_text("utf-8")
     return re.sub(r'^#include "([^"]+)"$', lambda found: _text(found[1]), text, flags=re.MULTILINE)
 
 
 def _folder() -> Path:
-    """Where compiled kernels are kept: with the other things that can be made again."""
+    """The cache of compiled kernels, with everything else that can be rebuilt."""
     return Path(os.environ.get("CARRYWAVE_CACHE") or "~/.cache/carrywave").expanduser() / "kernels"
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Whole or not at all; a disk that cannot be written to only means compiling again."""
+    """Write the whole file or nothing; if the disk is not writable, the kernel is just compiled again."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def _nvrtc() -> Any:
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
-    """What a call of the bindings gave, without its status; an error where that is not success."""
+    """Return the results of a call of the bindings without its status; raise if that is not success."""
     status, *results = answer
     if int(status) != 0:
         raise KernelError(f"{status.name}")

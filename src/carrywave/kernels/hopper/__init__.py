@@ -1,1 +1,1 @@
-"""Persistent LSTM kernels for Hopper GPUs: layout, launches, and the wave over layers."""
+"""Persistent LSTM kernels for Hopper GPUs: layout, launches, and the wavefront over layers."""

@@ -1,6 +1,6 @@
-"""How a recurrent layer is laid over the chip for the persistent kernels: which lanes and units each block has.
+"""Maps a recurrent layer onto the GPU for the persistent kernels: which lanes and hidden units each thread block gets.
 
-Torch-free arithmetic; `persistent.cu` is compiled with what comes out of it.
+Arithmetic without torch; the results are compile-time constants of `persistent.cu`.
 """
 
 from __future__ import annotations
@@ -8,25 +8,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-MULTIPROCESSORS = 128  # of the 132 of an H100 or H200: some stay free for what runs beside, NCCL's kernels for one
-# Blocks that an H200 runs at once in clusters of so many, one block on a multiprocessor: the others stand where no so many are together.
+MULTIPROCESSORS = 128  # of the 132 on an H100 or H200: the rest stay free for concurrent work, such as NCCL's kernels
+# Blocks that an H200 runs at once in clusters of this size, one per multiprocessor: those that remain cannot form a full cluster.
 CLUSTERED = {4: 120, 8: 120, 16: 112}
 MOST_HIDDEN = 2048
 MOST_PASSES = 8
-THREADS = 512  # of a block
-_SHARED_BYTES = 227 << 10  # for a block
+THREADS = 512  # per block
+_SHARED_BYTES = 227 << 10  # per block
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """How a layer of this width is laid over the chip for so many lanes."""
+    """The mapping of a layer of this width onto the GPU, for a given number of lanes."""
 
-    hidden: int  # padded
-    groups: int  # of lanes, each on blocks of its own
-    lanes: int  # of one pass
+    hidden: int  # hidden units, padded
+    groups: int  # groups of lanes, each on its own blocks
+    lanes: int  # lanes per pass
     passes: int
-    units: int = 16  # of a block
-    cluster: int = 0  # blocks that stand together and need no memory to talk: the 4 that swap sums in backward, or all of a group
+    units: int = 16  # hidden units per block
+    cluster: int = 0  # blocks per cluster, which communicate without global memory: the 4 of a quad in backward, or a whole group; 0: none
 
     @property
     def blocks(self) -> int:
@@ -34,17 +34,17 @@ class LayerShape:
 
     @property
     def near(self) -> bool:
-        """Whether a whole group stands together. Groups need nothing of each other, so that they need not all run at once."""
+        """True if a whole group is one cluster. Groups are independent of each other, so they need not all run at once."""
         return self.cluster == self.hidden // self.units
 
     @property
     def k_blocks(self) -> int:
-        """64-wide blocks of K for each warpgroup."""
+        """64-wide blocks of K per warpgroup."""
         return -(-self.hidden // 256)
 
     @property
     def in_registers(self) -> int:
-        """Of these, how many stay in registers; the rest of the weights lie in shared memory."""
+        """How many of these stay in registers; the rest of the weights are in shared memory."""
         return min(self.k_blocks, (4 if self.lanes <= 16 else 3) * 16 // self.units)
 
     @property
@@ -57,7 +57,7 @@ class LayerShape:
 
     @property
     def fits(self) -> bool:
-        """Whether the chip has room for all of its blocks at once."""
+        """True if the layout is valid and the GPU has room for all of its blocks at once."""
         room = CLUSTERED.get(self.cluster, 0) if self.cluster else MULTIPROCESSORS
         if self.near and self.passes > 1:
             return False
@@ -74,7 +74,7 @@ class LayerShape:
         return operand + weights + sums + self.passes * (16 * owners + 2 * 4 * self.lanes) + swapped
 
     def constants(self, *, fp16: bool) -> tuple[tuple[str, int], ...]:
-        """What the source is compiled with."""
+        """The source's compile-time constants."""
         return (
             ("FP16", int(fp16)),
             ("KBLOCKS", self.hidden // 64),
@@ -88,14 +88,14 @@ class LayerShape:
 
 
 def _dealt(hidden: int, units: int, groups: int, lanes: int, widest: int) -> LayerShape:
-    """So many lanes over so many groups, in passes of at most `widest`."""
+    """Deal this many lanes to this many groups, in passes of at most `widest`."""
     of_group = -(-lanes // groups)
     passes = -(-of_group // widest)
     return LayerShape(hidden, groups, -(-of_group // (passes * 8)) * 8, passes, units)
 
 
 def shapes_for(hidden: int, lanes: int) -> list[LayerShape]:
-    """All that fit, for blocks of 16 and of 32 units, the fewest passes first."""
+    """All layouts that fit, with blocks of 16 or 32 units, fewest passes first."""
     padded = -(-hidden // 64) * 64
     found = []
     for units in (16, 32):
@@ -109,8 +109,8 @@ def shapes_for(hidden: int, lanes: int) -> list[LayerShape]:
 
 @cache
 def shape_for(hidden: int, lanes: int) -> LayerShape | None:
-    """The layout that is used, None where none fits. Of those with the fewest passes, blocks of 32 units serve where their weights
-    all stay in registers and blocks of 16 would have to take more than 16 lanes: that halves what is read of other blocks.
+    """The layout to use; None if none fits. Of those with the fewest passes, one with 32-unit blocks is used if there is no other, or if
+    all its weights stay in registers and 16-unit blocks would need more than 16 lanes: that halves the reads from other blocks.
     """
     found = shapes_for(hidden, lanes)
     best = [shape for shape in found if shape.passes == found[0].passes]
@@ -122,8 +122,8 @@ def shape_for(hidden: int, lanes: int) -> LayerShape | None:
 
 @cache
 def back_for(shape: LayerShape, lanes: int) -> LayerShape:
-    """The layout of backward, for a layer alone on the chip: in clusters where they fit in one pass, with as many lanes as forward has or
-    with few more, else as forward. 24 lanes take as long as 32.
+    """Backward's layout for a layer alone on the GPU: clusters of 4 if they fit in one pass, as forward does, with few lanes per pass (at
+    most 16; or 32 up to 512 units, as many as forward above that), otherwise forward's layout. 24 lanes take as long as 32.
     """
     for groups in range(min(CLUSTERED[4] * 16 // shape.hidden, -(-lanes // 8)), 0, -1):
         found = replace(_dealt(shape.hidden, 16, groups, lanes, 32), cluster=4)
@@ -135,12 +135,12 @@ def back_for(shape: LayerShape, lanes: int) -> LayerShape:
 
 @dataclass(frozen=True)
 class Wave:
-    """How a stack of layers of one width runs: each layer `chunk_steps` at a time, and at most `streams` of them at once."""
+    """How a stack of layers of one width runs: each layer `chunk_steps` steps at a time, at most `streams` layers at once."""
 
     shape: LayerShape
     streams: int
     chunk_steps: int
-    apart: LayerShape | None = None  # the layout of backward, where it is another one
+    apart: LayerShape | None = None  # backward's layout, if it differs
 
     @property
     def back(self) -> LayerShape:
@@ -149,7 +149,7 @@ class Wave:
 
 @cache
 def near_for(hidden: int, lanes: int) -> LayerShape | None:
-    """A layout in which every group of eight lanes stands together: the fastest for narrow layers, where all groups fit at once."""
+    """A layout in which every group of eight lanes is one cluster: the fastest for narrow layers, if all groups fit at once."""
     for padded in (64, 128, 256):
         for units in (16, 32) if hidden <= padded else ():
             shape = LayerShape(padded, -(-lanes // 8), 8, 1, units, padded // units)
@@ -159,11 +159,11 @@ def near_for(hidden: int, lanes: int) -> LayerShape | None:
 
 
 def alone(hidden: int, lanes: int, steps: int) -> Wave | None:
-    """A layer by itself, over all of its steps; None where no layout fits."""
+    """A single layer over all of its steps; None if no layout fits."""
     near, shape = near_for(hidden, lanes), shape_for(hidden, lanes)
     if near is not None and near.units == 16:
         return Wave(near, 1, steps)
-    # Blocks of 32 units gain by it only backward, where the other way has two trips to memory.
+    # Blocks of 32 units gain from whole-group clusters only in backward, which otherwise has two round trips to memory per step.
     if shape is None:
         return None
     back = near if near is not None and near.hidden == shape.hidden else back_for(shape, lanes)
@@ -172,8 +172,8 @@ def alone(hidden: int, lanes: int, steps: int) -> Wave | None:
 
 @cache
 def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
-    """The layers one after the other, each over the whole chip; or side by side, a chunk apart, where that is clearly faster: small
-    batches leave most of the chip idle. None where no layout fits.
+    """The layers one after the other, each over the whole GPU; or concurrently, a chunk apart, if that is clearly faster: small batches
+    leave most of the GPU idle. None if no layout fits.
     """
     best = alone(hidden, lanes, steps)
     if best is None or layers == 1:
@@ -186,25 +186,25 @@ def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
             streams = min(layers, MULTIPROCESSORS // shape.blocks)
             if not shape.fits or streams < 2:
                 continue
-            # Short chunks begin and end sooner, and are launched more often.
+            # Short chunks fill and drain the pipeline sooner, but need more launches.
             chunk = min(steps, max(8, round((20 * steps / (streams - 1)) ** 0.5)))
             chunks = -(-steps // chunk)
             rounds = chunks + layers - 1 if streams == layers else -(-layers // streams) * chunks + streams - 1
             took = rounds * (chunk * _step_us(shape) + _LAUNCH_US)
             if took < least:
                 back = replace(shape, cluster=4)
-                # Of many small layers one may have to wait for its turn: backward in clusters is worth it.
+                # Clusters may leave no room for one of many small layers, which then waits its turn: backward is still faster with them.
                 together = back.fits and (streams * shape.blocks <= CLUSTERED[4] or shape.blocks <= 16)
                 best, least = Wave(shape, streams, chunk, back if together else None), took
     return best
 
 
-_LAUNCH_US = 60.0  # what comes with each chunk forward and backward: two launches, small matrix products
+_LAUNCH_US = 60.0  # overhead per chunk, forward and backward: two launches, small matrix products
 
 
 def _step_us(shape: LayerShape) -> float:
-    """Microseconds of a step, forward and backward, as measured on an H200: latency, what is read of other blocks, the block's own
-    cells, and the weights that it reads from shared memory.
+    """Microseconds per step, forward and backward, as measured on an H200: latency, reads from other blocks, the block's own cells, and
+    weights read from shared memory.
     """
     if shape.near:
         return 2.1 + 0.0012 * shape.hidden

@@ -1,6 +1,6 @@
 """The LSTM layer for Hopper GPUs in bf16 and fp16: one launch for a whole sequence, weights kept on the chip (`persistent.cu`).
 
-What it can run, and on which layout; the work itself is in `wave` (streams, autograd) and `recurrence` (launches).
+Decides which layers it can run, and on which layout; the work itself is in `wave` (streams, autograd) and `recurrence` (launches).
 
 Shapes: T time, B lane, I input, H hidden.
 """
@@ -25,12 +25,12 @@ _standing_aside: list[str] = []
 
 
 def stand_aside(why: str) -> None:
-    """From now on it refuses every layer in this process, for this reason."""
+    """Make this backend refuse every layer in this process from now on, for this reason."""
     _standing_aside[:] = [why]
 
 
 def refusal(x_TBI: Tensor, weights: Layer) -> str:
-    """Why this backend cannot run the layer; empty where it can."""
+    """Why this backend cannot run the layer; empty if it can."""
     if not x_TBI.is_cuda:
         return "x is not on a GPU"
     if x_TBI.dtype not in HALVES:
@@ -47,8 +47,8 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
 
 
 def pays(x_TBI: Tensor, weights: Layer) -> bool:
-    """Whether it is faster than cuDNN within a CUDA graph, as measured on an H200 (docs/kernels.md): where the lanes go through a wide
-    layer in many passes it is not, nor for a few steps of the narrow layers for which cuDNN has a kernel of this kind, in fp16.
+    """True if it is faster than cuDNN inside a CUDA graph, as measured on an H200 (docs/kernels.md). It is not if the lanes need many
+    passes through a wide layer, nor in fp16 for short sequences in layers so narrow that cuDNN has a persistent kernel for them.
     """
     shape = shape_for(weights[0].w_hh.shape[1], x_TBI.shape[1])
     tiny = x_TBI.dtype == torch.float16 and weights[0].w_hh.shape[1] <= 64 and x_TBI.shape[0] < 32
@@ -66,7 +66,7 @@ def _device_refusal(device: int) -> str:
 
 
 def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
-    """One layer: outputs [T, B, H·D] and the carry at each lane's real end. Weights and carry may have a wider dtype than x."""
+    """One layer: outputs [T, B, H·D] and the carry at each lane's last real step. Weights and carry may have a wider dtype than x."""
     steps, lanes = x_TBI.shape[:2]
     whole = alone(weights[0].w_hh.shape[1], lanes, steps)
     if whole is None:
@@ -84,7 +84,7 @@ def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None)
 
 
 def wave_of(x_TBI: Tensor, layers: Sequence[Layer]) -> Wave | None:
-    """How layers that this backend can run go through the chip together; None where they should run one by one."""
+    """How layers that this backend can run are run concurrently; None if they should run one by one."""
     widths = {direction.w_hh.shape[1] for layer in layers for direction in layer}
     if len(layers) < 2 or len(widths) > 1 or any(len(layer) > 1 for layer in layers):
         return None

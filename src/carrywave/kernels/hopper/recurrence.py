@@ -1,4 +1,4 @@
-"""The functions of `persistent.cu`, `packing.cu` and `lengths.cu`, as Python calls over tensors.
+"""The kernels of `persistent.cu`, `packing.cu` and `lengths.cu` as Python functions over tensors.
 
 Shapes: T time, B lane, I input (J padded to a multiple of 8), H hidden (P padded to a multiple of 64), G = 4H; Q = 4P, gates
 interleaved; S = T + 1; E groups of lanes.
@@ -18,27 +18,27 @@ from carrywave.kernels.hopper.layout import MULTIPROCESSORS, THREADS, LayerShape
 from carrywave.kernels.weights import LayerWeights
 
 SOURCE, PACKING, LENGTHS = "persistent.cu", "packing.cu", "lengths.cu"
-_MOST_SORTED = 1024  # lanes, by the own kernel
+_MOST_SORTED = 1024  # lanes that our own kernel can sort
 
 
 class Packed(NamedTuple):
-    """The weights of a layer in the kernel's order and dtype."""
+    """A layer's weights in the kernel's order and dtype."""
 
     w_ih_QJ: Tensor
     w_hh_QP: Tensor
-    turned_PQ: Tensor | None  # the recurrent ones transposed, for backward
+    turned_PQ: Tensor | None  # recurrent weights transposed, for backward
     bias_Q: Tensor
 
 
 class Dealt(NamedTuple):
-    """Lengths, and the lanes from the longest to the shortest: None where every step is real."""
+    """Lengths, and lanes from longest to shortest: None if every step is real."""
 
     order_B: Tensor | None
     lengths_B: Tensor | None
 
 
 def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
-    """The weights cast, padded and reordered, for inputs of this pitch."""
+    """Cast, pad and reorder the weights, for inputs of this pitch."""
     hidden, inputs, padded = weights.w_hh.shape[1], weights.w_ih.shape[1], shape.hidden
     given = [None if each is None else readable(each, like, weights.w_ih.dtype) for each in weights[:4]]
     turned = like.new_empty(padded, 4 * padded) if transposed else None
@@ -50,7 +50,7 @@ def pack(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, 
 
 
 def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
-    """A buffer for h at every step, [S, B, P]: the first is given, the others are yet to come."""
+    """A buffer for h at every step, [S, B, P]: the first is given, the others are marked as not yet written if blocks poll for them."""
     lanes, hidden = h_BH.shape
     hs_SBP = like.new_empty(steps + 1, lanes, shape.hidden)
     words = 0 if shape.near else steps * lanes * shape.hidden // 8
@@ -61,11 +61,11 @@ def states(h_BH: Tensor, shape: LayerShape, steps: int, like: Tensor) -> Tensor:
 
 
 def gradients(gates_NQ: Tensor, shape: LayerShape, launches: int) -> tuple[Tensor, Tensor]:
-    """A buffer for the gradients of the gates, which are yet to come; and for each launch a ring for what blocks swap by way of memory."""
+    """Buffers: gate gradients, marked as not yet written if blocks poll for them, and a ring per launch for sums exchanged via memory."""
     grads_NQ = torch.empty_like(gates_NQ)
     words_of_ring = 0 if shape.cluster else 4 * shape.blocks * 4 * shape.units * shape.lanes
     ring = gates_NQ.new_empty(launches, words_of_ring, dtype=torch.int32)
-    if shape.near:  # nobody looks into it before it is written
+    if shape.near:  # nothing reads it before it is written
         return grads_NQ, ring
     words = grads_NQ.numel() // 8
     _simple("prepare", gates_NQ)(_waves(words), (256, 1), grads_NQ, words, None, 0, 0, 0, 0, None, ring, ring.numel() // 4)
@@ -82,7 +82,7 @@ def forward(
     last_c_BP: Tensor,
     dealt: Dealt,
 ) -> None:
-    """Fills h, gates and cells of all steps, and the last c. Without cells nothing is kept for backward."""
+    """Compute h, gates and cells of all steps, and the last c. Without cells nothing is kept for backward."""
     steps, lanes = hs_SBP.shape[0] - 1, hs_SBP.shape[1]
     run = _recurrent("lstm_forward", shape, hs_SBP)
     run(
@@ -92,7 +92,7 @@ def forward(
 
 
 def prepare_backward(shape: LayerShape, like: Tensor) -> None:
-    """Compile it. If it cannot be had, that is said while another backend can still take over."""
+    """Compile the backward kernel, so that a failure surfaces while another backend can still take over."""
     _recurrent("lstm_backward", shape, like)
 
 
@@ -110,7 +110,7 @@ def backward(
     ring: Tensor,
     dealt: Dealt,
 ) -> None:
-    """Fills the gradients of the gates, of the first h and c, and of the bias (for each group of lanes)."""
+    """Compute the gradients of the gates, of the initial h and c, and of the bias (per group of lanes)."""
     steps, lanes = cells_TBP.shape[:2]
     run = _recurrent("lstm_backward", shape, grads_NQ)
     run(
@@ -122,7 +122,7 @@ def backward(
 def unpack(
     grad_ih_QJ: Tensor | None, grad_hh_QP: Tensor | None, bias_EQ: Tensor, like: Tensor, hidden: int, inputs: int, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The gradients of the weights in torch's order: [G, I], [G, H], and [2, G], once for each bias."""
+    """The weight gradients in torch's order: [G, I], [G, H], and [2, G], one copy for each bias."""
     pitch = 0 if grad_ih_QJ is None else grad_ih_QJ.shape[1]
     dw_ih = None if grad_ih_QJ is None else like.new_empty(4 * hidden, inputs, dtype=dtype)
     dw_hh = None if grad_hh_QP is None else like.new_empty(4 * hidden, hidden, dtype=dtype)
@@ -137,7 +137,7 @@ def unpack(
 
 
 def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[Dealt]:
-    """For each chunk, how much of it each lane has, and the lanes from the longest to the shortest."""
+    """For each chunk: the real steps of each lane in it, and the lanes from longest to shortest."""
     lanes, chunks = lengths_B.shape[0], -(-steps // chunk_steps)
     if lanes > _MOST_SORTED:
         order_B = torch.argsort(lengths_B, descending=True, stable=True).to(torch.int32)
@@ -151,7 +151,7 @@ def deal(lengths_B: Tensor, steps: int, chunk_steps: int, like: Tensor) -> list[
 
 
 def real_rows(x_TBI: Tensor, lengths_B: Tensor) -> Tensor:
-    """[N, J]: the rows, zeros where a step is not real, whatever stands there, nan too; padded as by `aligned`."""
+    """[N, J]: the rows of x, 0 at padded steps whatever they hold, even NaN; padded like those of `aligned`."""
     steps, lanes, inputs = x_TBI.shape
     x = padded_to(x_TBI, inputs, x_TBI.dtype)
     rows_NJ = x.new_empty(steps * lanes, -(-inputs // 8) * 8)
@@ -161,7 +161,7 @@ def real_rows(x_TBI: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def last_state(hs_SBP: Tensor, lengths_B: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-    """[B, H]: h of each lane after its last real step, which is the one it began with where it has none."""
+    """[B, H]: each lane's h after its last real step, or its initial h if it has none."""
     steps, lanes, padded = hs_SBP.shape[0] - 1, *hs_SBP.shape[1:]
     last_BH = hs_SBP.new_empty(lanes, hidden, dtype=dtype if dtype == hs_SBP.dtype else torch.float32)
     grid = (-(-hidden // 128), lanes, 1)
@@ -175,22 +175,22 @@ def _words(lengths_B: Tensor) -> Tensor:
 
 
 def readable(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """As the simple functions read it: contiguous, in float32 or in the half dtype itself."""
+    """x as the simple kernels read it: contiguous, in float32 or in the half-precision dtype itself."""
     dtype = dtype or x.dtype
     return x.to(dtype if dtype in (torch.float32, like.dtype) else torch.float32).contiguous()
 
 
 def padded_to(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Contiguous, in this dtype, with zeros for the padded units."""
+    """x contiguous and aligned to 16 bytes, in this dtype, zero-padded to `width` units."""
     if dtype in HALVES and x.shape[-1] != width:
         return padded_rows(x.reshape(-1, x.shape[-1]), dtype, width).view(*x.shape[:-1], width)
     cast = x.to(dtype).contiguous()
-    cast = cast.clone() if cast.data_ptr() % 16 else cast  # a part of another tensor may begin anywhere
+    cast = cast.clone() if cast.data_ptr() % 16 else cast  # a view of another tensor may start at any address
     return cast if cast.shape[-1] == width else functional.pad(cast, (0, width - cast.shape[-1]))
 
 
 def aligned(x_NI: Tensor) -> Tensor:
-    """The rows, padded with zeros to a multiple of 8 numbers: matrix products of other widths take three times as long."""
+    """The rows, zero-padded to a multiple of 8 numbers: matrix products of other widths take three times as long."""
     return padded_rows(x_NI, x_NI.dtype) if x_NI.shape[1] % EACH else x_NI
 
 
@@ -203,10 +203,10 @@ def _recurrent(name: str, shape: LayerShape, like: Tensor) -> nvrtc.Kernel:
 
 
 def _simple(name: str, like: Tensor, source: str = PACKING) -> nvrtc.Kernel:
-    """One of the functions that do not depend on the shape."""
+    """One of the kernels that do not depend on the layout."""
     return nvrtc.kernel(source, name, (("FP16", int(_fp16(like))),), 0, like.get_device())
 
 
 def _waves(words: int) -> tuple[int, int, int]:
-    """Blocks of 256 threads for a loop over so many words: enough to fill the chip."""
+    """A grid of 256-thread blocks for a loop over this many words: enough to fill the GPU."""
     return max(1, min(MULTIPROCESSORS * 8, -(-words // 256))), 1, 1

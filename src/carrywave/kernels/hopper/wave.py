@@ -1,13 +1,14 @@
-"""A stack of LSTM layers on one GPU through the persistent kernels: one after the other, or as a wave.
+"""Runs a stack of LSTM layers on one GPU through the persistent kernels: one after the other, or as a wavefront.
 
-In a wave the layers run at the same time on different multiprocessors, a chunk of time apart, each on a stream of its own: layer
-1 begins as soon as layer 0 has finished its first chunk, and T + L - 1 chunks replace T × L. It is the pipeline over devices once
-more, within one. What does not depend on the step before is a matrix product: that of the inputs, chunk by chunk, and both weight
-gradients, over the whole sequence. c is float32 throughout.
+In a wave the layers run concurrently on different multiprocessors, one time chunk apart, each on its own stream: layer 1 starts as soon
+as layer 0 has finished its first chunk, and C + L - 1 rounds replace C × L. It is the pipeline over devices again, inside one device.
+Whatever does not depend on the previous step is a matrix product: that of the inputs, chunk by chunk, and both weight gradients, over
+the whole sequence. c is float32 throughout.
 
-The blocks of all layers that run at once fit the chip together, so that none waits for a place that another one holds.
+The blocks of all concurrent layers fit on the GPU together, so that none waits for a multiprocessor that another one holds; only in
+backward, small layers may have to wait their turn (see `layout`).
 
-Shapes: T time, B lane, I input (J padded), H hidden (P padded), Q = 4P, N = T·B, S = T + 1, C chunks, E groups of lanes.
+Shapes: T time, B lane, I input (J padded), H hidden (P padded), Q = 4P, N = T·B, S = T + 1, C chunks, L layers, E groups of lanes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from carrywave.kernels.hopper.layout import Wave
 from carrywave.kernels.hopper.recurrence import Dealt
 from carrywave.kernels.weights import LayerWeights
 
-_OF_LAYER = 7  # arguments: h, c, four weights, the mask
+_OF_LAYER = 7  # arguments per layer: h, c, four weights, the mask
 
 
 def run(
@@ -38,7 +39,7 @@ def run(
     lengths_B: Tensor | None,
     wave: Wave,
 ) -> tuple[Tensor, Carries]:
-    """The layers in order, each's outputs times its mask the inputs of the next: outputs [T, B, H] of the last one, and the carries."""
+    """Run the layers in order, each one's outputs times its mask feeding the next: outputs [T, B, H] of the last one, and the carries."""
     flat: list[Tensor | None] = []
     width = x_TBI.shape[-1]
     for carry, weights, mask in zip(carries, layers, masks, strict=True):
@@ -46,13 +47,13 @@ def run(
         width = weights.w_hh.shape[1]
         flat += [carry.h[0], carry.c[0], *weights[:4], mask]
     apply: Any = _Stack.apply
-    # Where gradients are switched off, needs_input_grad says so only of what does not require any.
+    # Passed on, because needs_input_grad ignores no_grad: it stays True for inputs that require gradients.
     y_TBH, *ends = apply(wave, torch.is_grad_enabled(), x_TBI, lengths_B, *flat)
     return y_TBH, tuple(Carry(h[None], c[None]) for h, c in zip(ends[::2], ends[1::2], strict=True))
 
 
 def _check(x_TBI: Tensor, width: int, carry: Carry, weights: LayerWeights) -> None:
-    """The kernels trust what they are given, so it is looked at here."""
+    """Check what the kernels take on trust."""
     lanes, hidden = x_TBI.shape[1], weights.w_hh.shape[1]
     if weights.w_ih.shape != (4 * hidden, width):
         raise ValueError(f"inputs are {width} wide, and the weights {list(weights.w_ih.shape)} want {weights.w_ih.shape[1]}")
@@ -64,7 +65,7 @@ def _check(x_TBI: Tensor, width: int, carry: Carry, weights: LayerWeights) -> No
 
 
 class _Layer(NamedTuple):
-    """What backward needs of one layer."""
+    """What backward needs from one layer."""
 
     inputs_NJ: Tensor
     w_ih_QJ: Tensor
@@ -72,7 +73,7 @@ class _Layer(NamedTuple):
     hs_SBP: Tensor
     gates_NQ: Tensor
     cells_TBP: Tensor | None
-    cs_CBP: Tensor  # c at the start of each chunk, and at the end
+    cs_CBP: Tensor  # c at the start of each chunk, and after the last one
     mask: Tensor | None
 
 
@@ -91,7 +92,7 @@ class _Stack(torch.autograd.Function):
         inputs_NJ = recurrence.aligned(whole) if lengths_B is None else recurrence.real_rows(x_TBI, lengths_B)
         for number, (h_BH, c_BH, *weights, mask) in enumerate(given):
             if number:
-                # With a mask they are a product, to be written chunk by chunk; without one they are h itself.
+                # With a mask, the inputs are a product, written chunk by chunk; without one, they are h itself.
                 before = layers[-1]
                 whole = before.hs_SBP[1:].view(steps * lanes, shape.hidden)
                 inputs_NJ = whole if before.mask is None else torch.empty_like(whole)
@@ -141,7 +142,7 @@ class _Stack(torch.autograd.Function):
     @staticmethod
     @derivatives.as_saved
     def backward(ctx: Any, grad_y_TBH: Tensor | None, *grad_ends: Tensor | None) -> tuple[Tensor | None, ...]:
-        # What plain operations would need of every layer is not kept: that would be memory which no training step uses.
+        # What plain operations would need from every layer is not saved: no training step would use that memory.
         remedy = "build the LSTM with kernel='reference' where a gradient is differentiated again, or many are asked for at once"
         derivatives.only_numbers("the persistent LSTM kernel", remedy, grad_y_TBH, *grad_ends)
         wave, (steps, lanes, inputs), hidden, spans = ctx.wave, ctx.x_shape, ctx.hidden, ctx.spans
@@ -158,7 +159,7 @@ class _Stack(torch.autograd.Function):
             top = number == count - 1
             make = like.new_zeros if top and given_TBP is None else like.new_empty
             ys.append(given_TBP if top and given_TBP is not None else make(steps, lanes, shape.hidden))
-            # Gradients of h and c at the start of each chunk, and at the end.
+            # Gradients of h and c at the start of each chunk, and after the last one.
             bound = like.new_empty(2, len(spans) + 1, lanes, shape.hidden, dtype=torch.float32)
             for end, grad in zip(bound[:, -1], grad_ends[2 * number : 2 * number + 2], strict=True):
                 end.zero_() if grad is None else end.copy_(recurrence.padded_to(grad, shape.hidden, torch.float32))
@@ -175,7 +176,7 @@ class _Stack(torch.autograd.Function):
                 layer, (first, end), (grads_NQ, ring) = layers[number], spans[chunk], buffers[number]
                 rows = slice(first * lanes, end * lanes)
                 with streams.of(number, number + 1, chunk):
-                    assert layer.turned_PQ is not None  # forward kept it
+                    assert layer.turned_PQ is not None  # saved by forward
                     assert layer.cells_TBP is not None
                     bound = bounds[number]
                     recurrence.backward(
@@ -211,9 +212,9 @@ class _Stack(torch.autograd.Function):
 
 
 class _Streams:
-    """Work of several layers at once: a stream each, begun after what was asked for before and waited for at the end.
+    """Runs the work of several layers concurrently: on one stream each, which starts after all earlier work and is joined at the end.
 
-    With one stream the work stays where it is, in order.
+    With one stream, the work stays on the current stream, in order.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -235,7 +236,7 @@ class _Streams:
 
     @contextmanager
     def of(self, layer: int, before: int, chunk: int) -> Iterator[None]:
-        """Within it, work of a layer on a chunk, which waits for the same chunk of the layer before."""
+        """Inside this context, a layer works on a chunk, after layer `before` has finished the same chunk."""
         if not self.streams:
             yield
             return
@@ -254,7 +255,7 @@ def _side_streams(count: int, device: torch.device) -> tuple[torch.cuda.Stream, 
 
 
 def _diagonals(layers: int, chunks: int) -> Iterator[tuple[int, int]]:
-    """(layer, chunk) in an order in which everything comes after what it needs, and streams are shared fairly."""
+    """(layer, chunk) in an order in which everything follows its dependencies, and streams take turns."""
     for diagonal in range(layers + chunks - 1):
         for layer in range(max(0, diagonal - chunks + 1), min(layers, diagonal + 1)):
             yield layer, diagonal - layer

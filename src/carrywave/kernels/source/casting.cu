@@ -1,8 +1,8 @@
-// Rows of one dtype and pitch written as rows of another: float32 or half to half with padding, and half back to float32 or half.
-// It is a matter of memory alone. A warp takes a row, PER_THREAD x 32 groups of numbers at a time, which lie side by side: what it
-// reads is one piece, and so is what it writes. All reads are asked for before the first write.
+// Copies rows from one dtype and pitch to another: float32 or half to half with padding, and half back to float32 or half.
+// Bound by memory bandwidth alone. A warp processes a row, PER_THREAD x 32 adjacent groups of numbers at a time, so that both its
+// reads and its writes are contiguous. All reads are issued before the first write.
 //
-// Compile-time constant, given by the host: FP16.
+// Compile-time constant, set by the host: FP16.
 
 #include "half.cuh"
 
@@ -22,7 +22,7 @@ struct alignas(sizeof(Number) * GROUP) Group {
     Number each[GROUP];
 };
 
-// Columns from `width` to `filled` become 0. Both are multiples of GROUP, and so are the pitches. Several blocks may share rows (y).
+// Columns from `width` to `filled` are zeroed. Both are multiples of GROUP, and so are the pitches. Several blocks may share rows (grid y).
 template <typename From, typename To, int GROUP>
 __device__ __forceinline__ void cast(const From* __restrict__ from, To* __restrict__ to, int rows, int width, int filled, int from_pitch, int to_pitch) {
     u32 row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;

@@ -1,5 +1,5 @@
-// What blocks give each other, and how much nearer it is where they stand in one cluster: from shared memory to shared memory instead of
-// through L2. Part of persistent.cu, whose constants it uses.
+// Data exchange between blocks: inside a cluster it goes from shared memory to shared memory, a much shorter way than through L2. Part of
+// persistent.cu, whose constants it uses.
 
 __device__ __forceinline__ u32 in_block(u32 address, int rank) {
     u32 there;
@@ -12,7 +12,7 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// A barrier in shared memory that counts bytes on their way to this block: thread 0 says how many, and all wait for them.
+// A barrier in shared memory that counts the bytes arriving at this block: thread 0 sets the expected number, and all threads wait for them.
 struct Arrival {
     u32 address;
 
@@ -35,11 +35,11 @@ struct Arrival {
     }
 };
 
-// What the four blocks of a quad swap: a float for each owner, from each of the others. Within clusters bytes are counted; through memory
-// the lowest bit of a word says of which lap through the ring it is.
+// The exchange between the four blocks of a quad: one float per owner, from each of the other blocks. Inside clusters, a barrier counts the
+// bytes; through global memory, the lowest bit of a word tells which lap through the ring it belongs to.
 struct Swap {
     u32* ring;
-    u32 shared;  // [RING, 4, OWNERS], then a barrier for each turn
+    u32 shared;  // [RING, 4, OWNERS], then one barrier for each of the RING turns
     int part;
 
     __device__ __forceinline__ Arrival arrival(int turn) const { return {shared + RING_BYTES + (turn % RING) * 8}; }
@@ -58,7 +58,7 @@ struct Swap {
         store_word(ring + (((u64)(turn % RING) * gridDim.x + blockIdx.x - part + to) * 4 + part) * OWNERS + threadIdx.x, (__float_as_uint(sum) & ~1u) | lap);
 #endif
     }
-    // The sum of all four, of which this block has its own; always in the same order. All threads must come here.
+    // The sum of all four parts, including this block's own, always in the same order. All threads must call it.
     __device__ __forceinline__ float sum(int turn, const float (&quarter)[4], bool owner) const {
         u32 word[4];
 #if CLUSTER
@@ -89,14 +89,13 @@ struct Swap {
     }
 };
 
-// Where a whole group is one cluster (NEAR), what a step needs of the others comes straight into the operand's tiles, and a barrier in the
-// receiver's shared memory counts the bytes. A block puts what it has into one piece of its own shared memory, from where it goes to the
-// others in whole lines, which is faster than from where it was computed; the tiles are laid out so that it is one piece there too (no
-// swizzle: 8 lanes x 16 bytes lie together, then the other lanes, then the next 8 of K). There are two of everything, taken in turn: a
-// block sends for the next turn but one only when it has heard of all others for the next, and they had sent that when they were done
-// with this one.
+// If a whole group is one cluster (NEAR), the data that a step needs from other blocks is written directly into the operand's tiles, and a
+// barrier in the receiver's shared memory counts the bytes. A block first stages its data contiguously in its own shared memory and sends
+// it from there in whole lines, which is faster than from where it was computed; the tiles are laid out so that it is contiguous there
+// too (no swizzle: 8 lanes x 16 bytes lie together, then the other lanes, then the next 8 of K). Everything is double-buffered: a block
+// sends for turn t + 2 only after it has received turn t + 1 from all others, and they sent that after they were done with turn t.
 struct Near {
-    u32 tiles, staged;  // two each, and after the staged ones a barrier for each turn
+    u32 tiles, staged;  // two each; after the two staging buffers, one barrier for each
 
     __device__ __forceinline__ Arrival arrival(int turn) const { return {staged + 2 * STAGE_BYTES + (turn & 1) * 8}; }
     __device__ __forceinline__ void begin() const {
@@ -105,15 +104,15 @@ struct Near {
         for (int n = threadIdx.x * 16; n < 2 * STAGE_BYTES; n += THREADS * 16) store_smem(staged + n, make_uint4(0, 0, 0, 0));
 #endif
     }
-    // Tiles of a turn; those of the one before the first are the second.
+    // The tiles of a turn; turn -1, before the first, uses the second buffer.
     __device__ __forceinline__ u32 tiles_of(int turn) const { return tiles + (NEAR ? (turn & 1) * B_BYTES : 0); }
 
-    // A number of this block's, by its place in the block's part of K, and its lane; 4 or 8 bytes.
+    // The staging address of a number of this block, by its position in the block's part of K and its lane; for writes of 4 or 8 bytes.
     __device__ __forceinline__ u32 place_of(int turn, int k, int row) const {
         return staged + (turn & 1) * STAGE_BYTES + (k / 8) * LANES * 16 + row * 16 + (k & 7) * 2;
     }
-    // What was put there goes to `count` blocks, the first of that rank, the others `stride` further on, to where this block's part begins
-    // in their K. All threads must come here.
+    // Sends the staged data to `count` blocks, from rank `first` on in steps of `stride`, to where this block's part begins in their K.
+    // All threads must call it.
     __device__ __forceinline__ void send(int turn, int k, int bytes, int first, int stride, int count) const {
 #if NEAR
         u32 from = staged + (turn & 1) * STAGE_BYTES, to = tiles_of(turn) + (k / 8) * LANES * 16, barrier = arrival(turn).address;
@@ -129,7 +128,7 @@ struct Near {
         }
 #endif
     }
-    // Waits for everything of a turn.
+    // Waits for all data of a turn.
     __device__ __forceinline__ void receive(int turn) const {
 #if NEAR
         arrival(turn).wait(turn >> 1, HIDDEN * LANES * 2);

@@ -1,8 +1,7 @@
-// Cross entropy over the classes of each row, from logits in half precision: they are read once forward, and once more backward,
-// where their gradient is written. Everything is computed in float32 and in a fixed order. A block has one row; rows lie `pitch`
-// numbers apart.
+// Cross entropy over the classes of each row, from logits in half precision: forward reads them once, and backward once more while it
+// writes their gradient. Everything is computed in float32 and in a fixed order. One block per row; rows are `pitch` numbers apart.
 //
-// Compile-time constant, given by the host: FP16.
+// Compile-time constant, set by the host: FP16.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -32,7 +31,7 @@ __device__ __forceinline__ u16 narrow(float x) {
     return half;
 }
 
-// A maximum, and the sum of the exponentials below it.
+// A running maximum, and the sum of exp(x - maximum).
 struct Sum {
     float highest, total;
 
@@ -51,14 +50,14 @@ struct Sum {
     }
 };
 
-// losses[row] = log(sum exp logits) - logits[target], 0 where the target is `ignored`; and that logarithm.
+// losses[row] = log(sum exp logits) - logits[target], 0 if the target is `ignored`; logarithms[row] = log(sum exp logits).
 extern "C" __global__ void __launch_bounds__(THREADS) score_forward(
     const u16* __restrict__ logits, const long long* __restrict__ targets, float* losses, float* logarithms, int classes, int pitch, int ignored) {
     __shared__ float highest[THREADS / 32], total[THREADS / 32];
     u64 row = blockIdx.x;
     long long target = targets[row];
     if (target == ignored || target < 0 || target >= classes) {
-        // A target that is no class shows in the loss and in the gradient, and reads nothing.
+        // A target that is not a class makes the loss and the gradient NaN; nothing is read out of bounds.
         if (threadIdx.x == 0) losses[row] = logarithms[row] = target == ignored ? 0.0f : __uint_as_float(0x7FFFFFFFu);
         return;
     }
@@ -87,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_forward(
     }
 }
 
-// grads = (softmax(logits) - [target]) * scale, 0 in rows whose target is `ignored`.
+// grads = (softmax(logits) - one_hot(target)) * scale, 0 in rows whose target is `ignored`.
 extern "C" __global__ void __launch_bounds__(THREADS) score_backward(
     const u16* __restrict__ logits, const long long* __restrict__ targets, const float* __restrict__ logarithms, const float* __restrict__ scale, u16* grads,
     int classes, int pitch, int grads_pitch, int ignored) {

@@ -1,7 +1,7 @@
-// Keyed dropout in one pass: the function of `random.py` (its words are fold, bits and keep), word for word, and the product with x.
-// A warp has a row, or a part of it: what depends on the key, the time and the lane alone is made once for all its units.
+// Keyed dropout in one pass: the function of `random.py` (fold, bits and keep there), operation for operation, and the product with x.
+// A warp processes a row or part of one: what depends only on the key, the time and the lane is computed once for all of its units.
 //
-// Compile-time constants, given by the host: WIDE (float32), else FP16.
+// Compile-time constants, set by the host: WIDE (float32), otherwise FP16.
 
 #include "half.cuh"
 
@@ -41,8 +41,8 @@ __device__ __forceinline__ void absorb(u32& a, u32& b, u32 word) {
     b = mix(a ^ b ^ 0x7F4A7C15u);
 }
 
-// y = x times its multiplier, or the multiplier itself where x is null. y is dense [rows, units]; row n is step n / lanes and lane
-// n % lanes. Numbers are kept where their bits, as an int, are at least `threshold`.
+// y = x times its multiplier, or the multiplier itself if x is null. y is dense [rows, units]; row n is step n / lanes and lane
+// n % lanes. A number is kept if its bits, as an int, are at least `threshold`.
 template <int GROUP>
 __device__ __forceinline__ void drop(
     const Number* __restrict__ x, Number* __restrict__ y, const u32* __restrict__ key, const long long* __restrict__ lane_numbers, int rows, int lanes,
@@ -79,7 +79,7 @@ __device__ __forceinline__ void drop(
     }
 }
 
-// `scale` comes as its bits: the host passes whole numbers.
+// `scale` is passed as its bits, because the host passes only integers.
 #define KERNEL(GROUP)                                                                                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS) drop_##GROUP(                                                                    \
         const Number* x, Number* y, const u32* key, const long long* lane_numbers, int rows, int lanes, int units, int step_pitch,         \

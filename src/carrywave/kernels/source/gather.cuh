@@ -1,9 +1,9 @@
-// What a block has from others, and from memory: polled for, dealt out by lanes, asked for ahead. Part of persistent.cu, whose constants it uses.
+// How a block gets data from other blocks and from memory: polling, dealing of lanes, prefetch. Part of persistent.cu, whose constants it uses.
 
 struct Lanes {
-    const int* order;    // lanes from the longest to the shortest, or null: as they come
-    const int* lengths;  // of each lane, or null: all are full
-    int count;           // lanes
+    const int* order;    // lanes from longest to shortest, or null: in order of their numbers
+    const int* lengths;  // of each lane, or null: every step is real
+    int count;           // number of lanes
     int groups;
     int steps;
 };
@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_smem(u32 address, uint4 v) {
 }
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
-// Bounded: a wait of seconds means that a block is missing, and ends the launch in an error.
+// Bounds a wait: if it takes seconds, a block is missing, and the launch is aborted with an error.
 struct Patience {
     int left;
     __device__ __forceinline__ void spend() {
@@ -36,10 +36,10 @@ struct Patience {
 };
 #define PATIENCE 20000000
 
-// Brings this warpgroup's part of K, of the lanes of a pass, from memory into shared memory, in pieces of 16 bytes.
+// Copies this warpgroup's part of K, for the lanes of a pass, from global to shared memory, in pieces of 16 bytes.
 //
-// Piece n of a thread belongs to the row and block of K of number n * 128 + thread, counted block by block. Rows repeat after PERIOD
-// pieces, SKIP blocks further on, so that few addresses are needed.
+// Piece n of a thread is number n * 128 + thread in the warpgroup's part, counted by block of K, then by row. Rows repeat after PERIOD
+// pieces, SKIP blocks of K further on, so that few addresses are needed.
 #if LANES == 8
 #define PERIOD 1
 #define SKIP 2
@@ -51,13 +51,13 @@ struct Patience {
 #define SKIP 1
 #endif
 
-// Very wide layers leave few registers: what is gathered is asked for in two parts.
+// Very wide layers leave few registers: the pieces are then loaded in two batches.
 #define AT_ONCE (KPW > 5 && PIECES > 4 ? (PIECES + 1) / 2 : PIECES)
 
 struct Gather {
     u32 offset[PERIOD], target[PERIOD];
     int row[PERIOD];
-    u32 there;  // the pieces that exist
+    u32 there;  // bit mask of the pieces that exist
 
     __device__ __forceinline__ void prepare(const int* lane_of, int pitch, u32 tiles, int warpgroup, int thread) {
         there = 0;
@@ -76,8 +76,8 @@ struct Gather {
         }
     }
 
-    // `published`: whether other blocks write it in this launch, so that it may not be there yet.
-    // `pause`: clocks to wait before the first look. Polls that come too soon only keep the memory from what they wait for.
+    // `published`: other blocks write the data during this launch, so it may not be there yet.
+    // `pause`: clock cycles to wait before the first poll. Polling too early only delays the memory traffic that it waits for.
     __device__ __forceinline__ void run(const u16* from, int active, bool published, int pause, int warpgroup) const {
         u32 missing = there;
         if (active < LANES) {
@@ -116,11 +116,11 @@ struct Gather {
 // The lanes of a group, longest first; [LANES * PASSES] each.
 struct Table {
     int* lane;
-    int* length;  // 0: no lane here
+    int* length;  // 0: no lane here, or one without real steps
 
     __device__ __forceinline__ void fill(const Lanes& lanes, int group, int thread) {
         for (int place = thread; place < LANES * PASSES; place += THREADS) {
-            // Dealt out like cards, so that every group has long and short ones.
+            // Dealt out round-robin, so that every group has long and short lanes.
             int rank = place * lanes.groups + group;
             bool there = rank < lanes.count;
             int number = there ? (lanes.order ? lanes.order[rank] : rank) : 0;
@@ -128,21 +128,21 @@ struct Table {
             length[place] = there ? (lanes.lengths ? min(lanes.lengths[number], lanes.steps) : lanes.steps) : 0;
         }
     }
-    // How many lanes of a pass reach a step: they are sorted, so these are the first.
+    // How many lanes of a pass reach a step: since they are sorted, these are the first ones.
     __device__ __forceinline__ int active(int pass, int step) const {
         int place = threadIdx.x & 31;
         return __popc(__ballot_sync(0xFFFFFFFFu, place < LANES && length[pass * LANES + place] > step));
     }
 };
 
-// What a step reads of memory is asked for a step ahead, into a place of the thread's own, and after its polling: the loads of a
-// multiprocessor come back in the order in which they were made, and those that poll would wait for the slower ones.
+// Prefetches what a step reads from memory one step ahead, into the thread's own slot, and only after its polling: a multiprocessor's
+// loads return in the order in which they were issued, so polls would wait behind slower loads issued before them.
 struct Slot {
     u32 address;
     __device__ __forceinline__ void fetch_8(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address + at), "l"(from) : "memory"); }
     __device__ __forceinline__ void fetch_4(int at, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address + at), "l"(from) : "memory"); }
     __device__ __forceinline__ void close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-    // Every pass closes one group a step, so that those of the other passes may still be under way.
+    // Every pass commits one group per step, so the groups of the other passes may still be in flight.
     __device__ __forceinline__ uint4 read(bool owner) {
         uint4 v = make_uint4(0, 0, 0, 0);
         asm volatile("cp.async.wait_group %0;" ::"n"(PASSES - 1) : "memory");

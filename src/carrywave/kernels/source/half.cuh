@@ -1,10 +1,10 @@
-// Numbers of half precision, two to a 32-bit word: bf16, or fp16 where FP16 is set.
+// Half-precision numbers, two per 32-bit word: bf16, or fp16 if FP16 is set.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-// All bits set: a NaN that no conversion gives. It stands where nothing has been written yet.
+// All bits set: a NaN that no conversion produces. Marks a word as not yet written.
 #define WORD_EMPTY 0xFFFFFFFFu
 
 __device__ __forceinline__ u32 pack(float low, float high) {

@@ -1,12 +1,12 @@
-// What lengths ask for around the recurrence, a launch each: the lanes in order, inputs without padding, and each lane's last h.
+// Handles lengths around the recurrence, in one launch each: sorts the lanes, zeroes padded inputs, and picks each lane's last h.
 //
-// Compile-time constant, given by the host: FP16.
+// Compile-time constant, set by the host: FP16.
 
 #include "half.cuh"
 
-#define MOST 1024  // lanes that one block puts in order
+#define MOST 1024  // lanes that one block can sort
 
-// order[B]: the lanes from the longest to the shortest, equal ones as they come. left[chunks, B]: how much of each chunk a lane has.
+// order[B]: the lanes from longest to shortest, ties by lane number. left[chunks, B]: the real steps of each lane in each chunk.
 extern "C" __global__ void deal(const long long* lengths, int count, int steps, int chunk_steps, int chunks, int* order, int* left) {
     __shared__ int length[MOST];
     int lane = threadIdx.x, own = 0;
@@ -25,7 +25,7 @@ extern "C" __global__ void deal(const long long* lengths, int count, int steps, 
     }
 }
 
-// rows[T * B, pitch]: x[T, B, I] where a step is real, and zeros elsewhere, whatever the padding holds. A warp has a row.
+// rows[T * B, pitch]: x[T, B, I] at real steps, and zeros elsewhere, whatever the padding holds. One warp per row.
 extern "C" __global__ void real_rows(const u16* x, const long long* lengths, int count, int rows, int inputs, int pitch, u16* to) {
     for (int row = blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += gridDim.x * blockDim.y) {
         bool real = row / count < lengths[row % count];
@@ -39,7 +39,7 @@ extern "C" __global__ void real_rows(const u16* x, const long long* lengths, int
     }
 }
 
-// last[B, H], float32 or half: h of each lane after its last real step, which is the one it began with where it has none.
+// last[B, H], float32 or half: each lane's h after its last real step, or its initial h if it has none.
 extern "C" __global__ void last_state(const u16* hs, const long long* lengths, int count, int steps, int hidden, int padded, int halves, void* last) {
     int lane = blockIdx.y, unit = blockIdx.x * blockDim.x + threadIdx.x;
     if (unit >= hidden) return;

@@ -1,7 +1,7 @@
-// Before and after the recurrence: weights in the order in which the kernels take them, their gradients back in torch's, and buffers that are
-// filled with what stands for "not written yet".
+// Before and after the recurrence: reorders weights for the kernels and their gradients back to torch's order, and fills buffers with the
+// marker for "not yet written".
 //
-// Compile-time constant, given by the host: FP16.
+// Compile-time constant, set by the host: FP16.
 
 #include "half.cuh"
 
@@ -12,9 +12,9 @@ __device__ __forceinline__ float number(const void* from, int halves, u64 at) {
     return low;
 }
 
-// Weights [4, H, I] (float32, or half where `halves`) -> [H padded, 4, pitch], both matrices at once; of the recurrent one also the
-// transpose [pitch, H padded, 4] where asked for; and the sum of the biases, [H padded, 4]. Everything beyond H and I is zero.
-// A block of 32 x 8 threads has 8 units (32 rows) and 32 columns.
+// Weights [4, H, I] (float32, or half if `halves`) -> [H padded, 4, pitch], both matrices in one launch; for the recurrent one also the
+// transpose [pitch, H padded, 4] if requested; and the sum of the biases, [H padded, 4]. Everything beyond H and I is zero.
+// A block of 32 x 8 threads handles 8 units (32 rows) and 32 columns.
 extern "C" __global__ void pack_weights(
     const void* w_ih, const void* w_hh, const void* b_ih, const void* b_hh, int halves, int hidden, int inputs, u16* packed_ih, u16* packed_hh,
     u16* turned_hh, u16* bias, int padded, int pitch_ih) {
@@ -47,8 +47,8 @@ extern "C" __global__ void pack_weights(
     }
 }
 
-// The way back: gradients [H padded, 4, pitch] in half -> [4, H, I], float32 or half; and the biases', summed over the groups.
-// A thread has four columns of a row.
+// The inverse: gradients [H padded, 4, pitch] in half -> [4, H, I], float32 or half; and those of the biases, summed over the groups.
+// A thread handles four columns of a row.
 extern "C" __global__ void unpack_gradients(
     const u16* packed_ih, const u16* packed_hh, const float* bias, int groups, int halves, int hidden, int inputs, void* w_ih, void* w_hh, void* b,
     int padded, int pitch_ih) {
@@ -62,7 +62,7 @@ extern "C" __global__ void unpack_gradients(
     if (!recurrent && column == 0) {
         float sum = 0.0f;
         for (int n = 0; n < groups; n++) sum += bias[((u64)n * padded + unit) * 4 + gate];
-        for (int n = 0; n < 2; n++) {  // once for each of the two biases
+        for (int n = 0; n < 2; n++) {  // one copy for each of the two biases
             if (halves) ((u16*)b)[n * 4 * hidden + row] = (u16)pack(sum, 0.0f);
             else ((float*)b)[n * 4 * hidden + row] = sum;
         }
@@ -84,8 +84,8 @@ extern "C" __global__ void unpack_gradients(
     }
 }
 
-// A buffer for `words` x 16 bytes that hold WORD_EMPTY. Forward: `h` ([count, H], float32 or half) comes before it, padded with zeros.
-// Backward: `ring` comes with it, `zeros` x 16 bytes that are zero.
+// Fills `words` x 16 bytes with WORD_EMPTY. Forward: copies `h` ([count, H], float32 or half), zero-padded, to `first`, which precedes
+// them. Backward: also zeroes `ring`, `zeros` x 16 bytes.
 extern "C" __global__ void prepare(uint4* empty, int words, const void* h, int halves, int count, int hidden, int padded, u16* first, uint4* ring, int zeros) {
     u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x, threads = (u64)gridDim.x * blockDim.x;
     for (u64 n = thread; n < words; n += threads) empty[n] = make_uint4(WORD_EMPTY, WORD_EMPTY, WORD_EMPTY, WORD_EMPTY);

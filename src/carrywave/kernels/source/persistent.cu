@@ -1,26 +1,26 @@
 // One LSTM layer over a whole sequence in one launch, forward and backward, for Hopper (sm_90a).
 //
 // A recurrent step is bound by latency, so the weights never move: each block keeps its rows of the recurrent matrix in
-// registers (and, for wide layers, in shared memory) for the whole sequence, and only h (backward: the gates' gradients) travels
-// between blocks, through L2. There are no flags and no barriers between blocks: the data say themselves that they are there.
-// The buffer is filled with a NaN that no conversion ever produces (all bits set) before the launch, every 32-bit word of it is
-// written once, and a reader polls each word it needs until it is something else. A word is read and judged by itself, so no
-// order between words is needed.
+// registers (and, for wide layers, in shared memory) for the whole sequence, and only h (backward: the gate gradients) travels
+// between blocks, through L2. There are no flags and no barriers between blocks: the data itself shows whether it has arrived.
+// Before the launch, the buffer is filled with a NaN that no conversion ever produces (all bits set); every 32-bit word of it is
+// written once, and a reader polls each word it needs until it holds something else. Each word is read and checked by itself, so
+// no memory ordering between words is needed.
 //
-// Lanes are dealt to groups of blocks that know nothing of each other. Within a group every block owns U units (16 or 32):
+// Lanes are dealt to groups of blocks that are independent of each other. Within a group every block owns U units (16 or 32):
 //   forward    gates[4U, N] = W[4U rows = U units x 4 gates, K = H] h[K, N]
-//   backward   the four blocks of a quad own 4U units together. Each takes a quarter of K = 4H for all of them, and they swap
+//   backward   the four blocks of a quad own 4U units together. Each handles a quarter of K = 4H for all of them, and they exchange
 //              the partial sums (float32) through a small ring.
-// What blocks give each other goes through L2, or, where the chip has room for them as clusters, from shared memory to shared memory.
-// Either way a block multiplies [4U, H] with [H, N]: its warpgroups share K, by wgmma with the weights as operand A and the other
-// in shared memory (128-byte swizzle), partial sums through shared memory, one thread for each unit and lane.
+// Blocks exchange data through L2 or, if they fit on the chip as clusters, from shared memory to shared memory.
+// Either way a block multiplies [4U, H] by [H, N]: its warpgroups split K and use wgmma with the weights as operand A and the other
+// operand in shared memory (128-byte swizzle); partial sums go through shared memory, to one thread for each unit and lane.
 //
-// Layouts: gates are interleaved, (unit, gate) with the gate fastest; H is padded to a multiple of 64 with zero weights. Steps lie
-// one after the other: h[T + 1, B, H] with the initial one first, gates[T, B, H, 4], cells[T, B, H] in float32.
+// Layouts: gates are interleaved, (unit, gate) with the gate fastest; H is padded to a multiple of 64 with zero weights. The step is
+// the slowest dimension: h[T + 1, B, H] with the initial one first, gates[T, B, H, 4], cells[T, B, H] in float32.
 //
-// Compile-time constants, given by the host: FP16, KBLOCKS (H / 64), KREG (64-wide blocks of K for each warpgroup that stay in
-// registers), UNITS (U), LANES (N, of one pass: 8, 16, 24 or 32, at most 512 / U), PASSES (of so many lanes; a group has
-// LANES * PASSES), SUM_BUFFERS (1 or 2), CLUSTER (0; 4: the quads of backward; or a whole group, which is NEAR).
+// Compile-time constants, set by the host: FP16, KBLOCKS (H / 64), KREG (64-wide blocks of K per warpgroup that stay in
+// registers), UNITS (U), LANES (N, of one pass: 8, 16, 24 or 32, at most 512 / U), PASSES (a group has LANES * PASSES lanes),
+// SUM_BUFFERS (1 or 2), CLUSTER (0; 4: the quads of backward; or a whole group, which is NEAR).
 
 #include "half.cuh"
 
@@ -28,24 +28,24 @@
 #define THREADS (128 * WARPGROUPS)
 #define HIDDEN (KBLOCKS * 64)
 #define BLOCKS_OF_GROUP (HIDDEN / UNITS)
-#define TILES (UNITS / 16)                // of 64 rows
-#define KPW ((KBLOCKS + WARPGROUPS - 1) / WARPGROUPS)  // 64-wide blocks of K for each warpgroup
-#define KSHARED (KPW - KREG)             // of which these lie in shared memory
+#define TILES (UNITS / 16)                // of 64 rows each
+#define KPW ((KBLOCKS + WARPGROUPS - 1) / WARPGROUPS)  // 64-wide blocks of K per warpgroup
+#define KSHARED (KPW - KREG)             // those of them in shared memory
 #define CHUNKS (KPW * 8 * LANES)         // 16-byte pieces that a warpgroup gathers in a pass
-#define PIECES ((CHUNKS + 127) / 128)    // of one thread
-#define ROW_PITCH (LANES + (KPW > 6 ? 2 : 4))  // of the partial sums: no bank conflicts, and few where memory is short
+#define PIECES ((CHUNKS + 127) / 128)    // per thread
+#define ROW_PITCH (LANES + (KPW > 6 ? 2 : 4))  // of the partial sums: no bank conflicts, or only a few where shared memory is short
 #define RED_FLOATS (64 * TILES * ROW_PITCH)
 #define B_BYTES (WARPGROUPS * KPW * LANES * 128)
 #define A_BYTES (WARPGROUPS * KSHARED * TILES * 8192)
 #define RED_BYTES (SUM_BUFFERS * WARPGROUPS * RED_FLOATS * 4)
-#define PREPARED (PASSES == 1 && KPW < 6)  // addresses are kept, where there are registers for them
-#define OWNERS (UNITS * LANES)            // threads that have a unit and a lane
+#define PREPARED (PASSES == 1 && KPW < 6)  // addresses are kept if there are registers for them
+#define OWNERS (UNITS * LANES)            // threads that own a unit of a lane
 #define NEAR (CLUSTER == BLOCKS_OF_GROUP) // a whole group is one cluster
 #define B_ALL (NEAR ? 2 * B_BYTES : B_BYTES)
 #define SLOT_BYTES (PASSES * OWNERS * 16)
 #define TABLE_BYTES (2 * LANES * PASSES * 4)
 #if CLUSTER
-#define RING 2  // a block writes again only after it has heard of the other's next sum
+#define RING 2  // a block writes a slot again only after it has received the other's next sum
 #define CLUSTERED __cluster_dims__(CLUSTER)
 #define RING_BYTES (RING * 4 * OWNERS * 4)
 #define RING_END (RING_BYTES + RING * 8)
@@ -55,8 +55,8 @@
 #define RING_BYTES 0
 #define RING_END 0
 #endif
-#define STAGE_BYTES (OWNERS * 8)           // what a block has for the others: in backward four numbers of an owner
-// As measured on an H200. With several passes the others' work is pause enough.
+#define STAGE_BYTES (OWNERS * 8)           // what a block sends to the others: in backward, four numbers per owner
+// Clock cycles, as measured on an H200. With several passes, the work of the other passes is pause enough.
 #ifndef FORWARD_PAUSE
 #define FORWARD_PAUSE (PASSES > 1 ? 0 : LANES > 8 ? 500 : 300)
 #endif
@@ -78,7 +78,7 @@ __device__ __forceinline__ float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Both saturate rightly: 2^x becomes infinite or 0. Their absolute error of 1e-7 is far below that of h.
+// Both saturate correctly: 2^x becomes infinite or 0. Their absolute error of 1e-7 is far below that of h.
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-1.442695041f * x)); }
 __device__ __forceinline__ float tanh_(float x) { return 1.0f - 2.0f * reciprocal(1.0f + power_of_2(2.885390082f * x)); }
 
@@ -93,7 +93,7 @@ __device__ __forceinline__ float tanh_(float x) { return 1.0f - 2.0f * reciproca
     int group = blockIdx.x / BLOCKS_OF_GROUP, member = blockIdx.x % BLOCKS_OF_GROUP;                                                \
     for (int n = thread * 16; n < B_ALL; n += THREADS * 16)   *(uint4*)(memory + n) = make_uint4(0, 0, 0, 0);                       \
     table.fill(lanes, group, thread);                                                                                               \
-    /* One thread for each unit and lane: eight units of four lanes in a warp. */                                                   \
+    /* One thread per unit and lane: a warp covers eight units of four lanes. */                                                    \
     int unit = (thread & 7) + (thread / (8 * LANES)) * 8, place = (thread >> 3) % LANES;                                            \
     bool owner = thread < OWNERS;                                                                                                   \
     Slot slot = {tiles + B_ALL + A_BYTES + RED_BYTES + (owner ? thread : 0) * 16};                                                \
@@ -105,13 +105,13 @@ __device__ __forceinline__ float tanh_(float x) { return 1.0f - 2.0f * reciproca
     near.begin();                                                                                                                   \
     Weights own;
 
-// The partial sums of all warpgroups are there; with one buffer, `done` says that it may be written again.
+// The partial sums of all warpgroups; with one buffer, `done` waits until it may be overwritten.
 #define SUMS (partial + (SUM_BUFFERS == 2 ? parity : 0) * WARPGROUPS * RED_FLOATS)
 __device__ __forceinline__ void done() {
     if (SUM_BUFFERS == 1) __syncthreads();
 }
 
-// The sum of the warpgroups' partial sums for one row and lane, always in the same order.
+// The warpgroups' partial sums for one row and lane, added up, always in the same order.
 __device__ __forceinline__ float total(const float* partial, int row, int place) {
     const float* at = partial + row * ROW_PITCH + place;
     float sum = at[0];
@@ -127,15 +127,15 @@ __device__ __forceinline__ float total(const float* partial, int row, int place)
 #endif
 extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) lstm_forward(
     const u16* __restrict__ weights,  // [4H interleaved, H]
-    u16* hs,                          // [T + 1, B, H]: the first is given, the others hold WORD_EMPTY
-    u16* gates,                       // [T, B, H, 4]: the input's product; replaced by the gates
+    u16* hs,                          // [T + 1, B, H]: the initial h is given, the others hold WORD_EMPTY
+    u16* gates,                       // [T, B, H, 4]: the input product; replaced by the activated gates if `keep`
     float* cells,                     // [T, B, H]
     const float* first_c,             // [B, H]
     float* last_c,                    // [B, H]
     const int* order, const int* lengths, int count, int groups, int steps, int keep) {
     SETUP
     {
-        // A tile has 16 units, and a warp one gate of them.
+        // A tile has 16 units, and each warp handles one of their gates.
         const u16* row0 = weights + (u64)((member * UNITS + (lane >> 2)) * 4 + warp) * HIDDEN;
         own.load(row0, (u64)8 * 4 * HIDDEN, (u64)16 * 4 * HIDDEN, tiles + B_ALL, warpgroup, warp, lane);
     }
@@ -218,11 +218,11 @@ extern "C" __global__ void CLUSTERED_FORWARD __launch_bounds__(THREADS, 1) lstm_
         if (owner && group + at * lanes.groups < lanes.count) {
             u64 cell = (u64)table.lane[at] * HIDDEN + column;
             last_c[cell] = c[pass];
-            // No block waits for these: a lane that has ended is not gathered.
+            // No block waits for these: a lane that has ended is no longer gathered.
             for (int step = table.length[at]; step < lanes.steps; step++) hs[(u64)(step + 1) * step_h + cell] = 0;
         }
     }
-    if (NEAR) cluster_barrier();  // nobody leaves while others may still send
+    if (NEAR) cluster_barrier();  // no block may exit while others may still send to it
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward(
@@ -233,11 +233,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
     const u16* grad_y,                // [T, B, H]
     const float* grad_last_h,         // [B, H] or null
     const float* grad_last_c,         // [B, H] or null
-    u16* grads,                       // [T, B, H, 4], hold WORD_EMPTY: the gradients before the activations
+    u16* grads,                       // [T, B, H, 4], holding WORD_EMPTY: the pre-activation gradients
     float* grad_first_h,              // [B, H]
     float* grad_first_c,              // [B, H]
     float* grad_bias,                 // [groups, H, 4]
-    u32* ring,                        // [RING, blocks, 4, OWNERS], zero; null in clusters
+    u32* ring,                        // [RING, blocks, 4, OWNERS], zeroed; unused in clusters
     const int* order, const int* lengths, int count, int groups, int steps) {
     SETUP
     int quad = member >> 2, part = member & 3;
@@ -252,7 +252,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
     cluster_barrier();
 
     float dc[PASSES], c_now[PASSES], bias[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    int active[PASSES];  // at the step after
+    int active[PASSES];  // lanes that reach step + 1
     int longest = table.length[0], swaps = 0;
     auto fetch = [&](int step, int pass) {
         int at = pass * LANES + place;
@@ -261,7 +261,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
             u64 lane_cell = (u64)table.lane[at] * HIDDEN + column, cell = step * step_h + lane_cell;
             to.fetch_8(0, gates + cell * 4);
             to.fetch_4(8, step > 0 ? cells + (cell - step_h) : first_c + lane_cell);
-            to.fetch_4(12, grad_y + (cell & ~1ull));  // with the neighbour's
+            to.fetch_4(12, grad_y + (cell & ~1ull));  // together with its neighbour's
         }
         to.close();
     };
@@ -273,12 +273,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
         dc[pass] = there && grad_last_c ? grad_last_c[cell] : 0.0f;
         c_now[pass] = there && table.length[at] > 0 ? cells[(u64)(table.length[at] - 1) * step_h + cell] : 0.0f;
         active[pass] = 0;
-        if (there)  // padded steps have no gradient
+        if (there)  // padded steps have zero gradients
             for (int step = table.length[at]; step < lanes.steps; step++) *(uint2*)(grads + ((u64)step * step_h + cell) * 4) = make_uint2(0, 0);
         fetch(longest - 1, pass);
     }
     if (PREPARED) gather.prepare(table.lane, 4 * HIDDEN, tiles, warpgroup, thread & 127);
-    // Step -1 gives the gradient of the initial h.
+    // Step -1 computes the gradient of the initial h.
     for (int step = longest - 1; step >= -1; step--) {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
@@ -296,7 +296,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
                 if (owner) {
 #pragma unroll
                     for (int n = 0; n < 4; n++) {
-                        // To each block of the quad what it owns.
+                        // Each block of the quad gets what it owns.
                         quarter[n] = total(SUMS, n * UNITS + unit, place);
                         if (n != part) swap.give(swaps, n, quarter[n]);
                     }
@@ -327,7 +327,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
                 c_now[pass] = c_before;
                 bias[0] += d_i, bias[1] += d_f, bias[2] += d_g, bias[3] += d_o;
             }
-            // To the block of each quad that takes this quarter of K.
+            // To the block of each quad that handles this quarter of K.
             if (NEAR && step >= 0) near.send(longest - 1 - step, member % (BLOCKS_OF_GROUP / 4) * UNITS * 4, UNITS * LANES * 8, member / (BLOCKS_OF_GROUP / 4), 4, BLOCKS_OF_GROUP / 4);
             if (step < 0 && length > 0) grad_first_h[cell] = dh;
             active[pass] = step < 0 ? 0 : table.active(pass, step);

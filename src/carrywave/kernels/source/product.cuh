@@ -1,6 +1,6 @@
-// A block's product: its tiles of weights, kept on the chip, with what lies in shared memory. Part of persistent.cu, whose constants it uses.
+// A block's matrix product: its tiles of weights, kept on the chip, times an operand in shared memory. Part of persistent.cu, whose constants it uses.
 
-// Of what comes from blocks of the same cluster: no swizzle, 8 rows x 16 bytes together, the next 8 of K after all lanes.
+// For data from blocks of the same cluster: no swizzle, 8 rows x 16 bytes together, the next 8 of K after all lanes.
 __device__ __forceinline__ u64 plain_descriptor(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | ((u64)LANES << 16) | (8ull << 32); }
 __device__ __forceinline__ u64 descriptor(u32 address) {  // K-major, 128-byte swizzle, 8 rows every 1024 bytes
     return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
@@ -59,13 +59,13 @@ __device__ __forceinline__ void mma_shared(float (&d)[LANES / 2], u64 a, u64 b) 
     asm volatile(MMA_N D_LIST ", " R0 ", " R1 ", 1, 1, 1, 0, 0;\n" : D_OPS(d) : "l"(a), "l"(b));
 }
 
-// The weights of a block: tiles of 64 rows, of which a thread holds two in the layout of wgmma's operand A.
+// The weights of a block: tiles of 64 rows. A thread holds parts of two rows of each, in the layout of wgmma's operand A.
 struct Weights {
     u32 fragment[KREG > 0 ? KREG : 1][TILES][4][4];
-    u32 shared;  // those of this warpgroup that do not fit
+    u32 shared;  // those of this warpgroup that do not fit into registers
 
-    // `row0`: this thread's first row of the first tile, from the first column of this block's K; the second is `to_second` further
-    // on, the next tile `to_next`.
+    // `row0`: this thread's first row of the first tile, at the first column of this block's K; its second row is `to_second` numbers
+    // further on, the next tile `to_next`.
     __device__ __forceinline__ void load(const u16* row0, u64 to_second, u64 to_next, u32 tiles, int warpgroup, int warp, int lane) {
         int q = lane & 3, row = warp * 16 + (lane >> 2);
         shared = tiles + warpgroup * KSHARED * TILES * 8192;
@@ -99,14 +99,14 @@ struct Weights {
         }
     }
 
-    // sums[64 * TILES, LANES] of this warpgroup's part of K, into `out`.
+    // Writes sums[64 * TILES, LANES] over this warpgroup's part of K to `out`.
     __device__ __forceinline__ void multiply(u32 tiles, float* out, int warpgroup, int warp, int lane) const {
         float sums[TILES][LANES / 2];
 #pragma unroll
         for (int m = 0; m < TILES; m++)
 #pragma unroll
             for (int n = 0; n < LANES / 2; n++) sums[m][n] = 0.0f;
-        // Seemingly new at every step, so that no register holds what can be added up at once.
+        // Opaque to the compiler at every step, so that it computes addresses when needed instead of keeping them in registers.
         u32 weights_at = shared, tiles_at = tiles + warpgroup * (NEAR ? 1 : KPW) * LANES * 128;
         asm volatile("" : "+r"(weights_at), "+r"(tiles_at));
         u64 b = NEAR ? plain_descriptor(tiles_at) : descriptor(tiles_at);
@@ -125,7 +125,7 @@ struct Weights {
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        // No compiler may read them before the wait.
+        // Keeps the compiler from reading the sums before the wait.
 #pragma unroll
         for (int m = 0; m < TILES; m++)
 #pragma unroll
