@@ -1,1 +1,1 @@
-"""Times units, optimizer and links as the runtime runs them, in processes of its own."""
+"""Times units, the optimizer and links as the runtime runs them, in separate processes."""

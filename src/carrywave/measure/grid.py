@@ -1,6 +1,6 @@
-"""Measures a device on a grid of sizes, for a profile that others plan with: `python -m carrywave.measure.grid FILE NAME [cpu|cuda]`.
+"""Measures a device on a grid of sizes, for a profile to be shared: `python -m carrywave.measure.grid FILE NAME [cpu|cuda]`.
 
-A machine's own profile holds the sizes of the models that were planned on it; this one has to do for all of them.
+A machine's own profile holds only the sizes of the models planned on it; a shared profile has to cover all models.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from carrywave.plan.cost.shipped_profiles import LINKS
 from carrywave.train.profiles import MEASURED_BY, empty, merged, threads
 
 HIDDEN, LANES, STEPS = (128, 256, 512, 1024, 2048), (16, 64), (8, 32, 128)
-OTHER_INPUTS = ((256, 1024), (1024, 256))  # a layer that reads another width than its own
+OTHER_INPUTS = ((256, 1024), (1024, 256))  # (inputs, hidden) of layers whose input width differs from their own
 WIDTHS, WORDS = (256, 1024), (2_000, 10_000, 50_000)
-TOGETHER = ((256, 16, 4), (512, 16, 8), (1024, 64, 4))  # hidden, lanes, layers in one call
+TOGETHER = ((256, 16, 4), (512, 16, 8), (1024, 64, 4))  # (hidden, lanes, layers in one call)
 PRECISIONS = ("bf16", "fp32", "tf32")
 OPTIMIZERS = ("adam", "sgd")
 DEVICES_PER_HOST = 8
 
 
 def grid(precision: str) -> Iterator[Ask]:
-    """The calls that are timed in one precision."""
+    """The calls to time in one precision."""
     for hidden in HIDDEN:
         for lanes in LANES:
             for steps in STEPS:
@@ -47,7 +47,7 @@ def grid(precision: str) -> Iterator[Ask]:
 
 
 def measure(name: str, kind: str) -> Profile:
-    """A profile of this machine's devices; hosts of eight, linked as such hosts are where nothing could be measured."""
+    """Measure this machine's devices. For GPUs, hosts of eight are assumed, with the usual links, since none are measured here."""
     found = empty(kind)
     for precision in PRECISIONS if kind == "cuda" else ("fp32",):
         asks = [ask.to_json() for ask in grid(precision)]
@@ -55,7 +55,7 @@ def measure(name: str, kind: str) -> Profile:
         job = {"device": kind, "precision": precision, "asks": asks, "optimizers": optimizers, "links": False}
         found = merged(found, worker_pool.start(MEASURED_BY, job, 1, threads=threads(1), name="the measurement"), 1)
     if kind == "cuda":
-        overheads = replace(found.overheads, message_seconds=20e-6)  # a launch each; assumed, for there was no second GPU
+        overheads = replace(found.overheads, message_seconds=20e-6)  # one kernel launch each; assumed, as there was no second GPU
         found = replace(found, within=LINKS["nvlink4"], between=LINKS["infiniband-ndr"], overheads=overheads)
         found = replace(found, devices_per_host=DEVICES_PER_HOST)
     return replace(found, name=name)

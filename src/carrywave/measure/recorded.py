@@ -1,4 +1,4 @@
-"""Times units on a GPU as one stage runs them: recorded as a CUDA graph, so that the host has no part in it."""
+"""Times units on a GPU as a single stage runs them: captured as a CUDA graph, so that host overhead plays no part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCKS, LEAST_SECONDS = 5, 0.02
 
 
 def time_recorded(ask: Ask, device: torch.device, task_seconds: float) -> Sample:
-    """The sample of an ask: forward, and what forward and backward take more, without what their tasks take anyway."""
+    """Time a request. Forward is timed alone; backward is the rest of forward plus backward, less the overhead of the two tasks."""
     if ask.kind in ("dropout", "norm"):
         forward, backward = (max(1e-7, seconds) for seconds in _between(ask, device))
         return ask.sample(forward, backward, 0.0)
@@ -26,20 +26,20 @@ def time_recorded(ask: Ask, device: torch.device, task_seconds: float) -> Sample
 
 
 def recorded_task(device: torch.device, precision: str) -> float:
-    """Seconds of a task in which no unit does anything."""
+    """Seconds of overhead per captured task: a task without any unit."""
     rig = Rig(nothing(precision), device)
     return replay_seconds(lambda: rig.run(1, None), device) / 2
 
 
 def _between(ask: Ask, device: torch.device) -> tuple[float, float]:
-    """Dropout and norm: forward and backward."""
+    """Forward and backward seconds of dropout or norm."""
     step = between(ask, device)
     forward = replay_seconds(lambda: step(False), device)
     return forward, replay_seconds(lambda: step(True), device) - forward
 
 
 def replay_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a replay of this work; the median of a few blocks."""
+    """Capture `work` as a CUDA graph and return the seconds per replay: the median over a few blocks of replays."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):

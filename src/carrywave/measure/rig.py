@@ -1,7 +1,7 @@
-"""Times one unit of a model on one chunk as the runtime runs it: a stage of that unit alone, with links that answer at once.
+"""Times one unit of a model on one chunk as the runtime runs it: as a stage with that unit alone, and with instant links.
 
-What is timed is `parallel.pipeline` itself, with its carries, put-off gradients and bookkeeping; what a task costs without any unit is
-timed too, and taken off, so that the units of a stage add up.
+What is timed is `step.compute` itself, with its carries, deferred weight gradients and bookkeeping. The overhead of a task without any
+unit is timed too and subtracted, so that the times of a stage's units add up.
 
 Shapes: T time, B lane, W width.
 """
@@ -33,15 +33,15 @@ from carrywave.step import compute
 from carrywave.step.precision import HALVES, autocast, configure, parameter_dtype
 from carrywave.step.task_clock import Arrived, TaskClock
 
-STAGES = 3  # encoder, a layer, head: each is a stage of its own
+STAGES = 3  # encoder, LSTM layers, head: each is a stage of its own
 LEAST_RUNS, LEAST_SECONDS = 3, 0.06
-LONG_SECONDS = 0.2  # of a run that is long enough to be timed once
-_SMALL = 0.2  # of what was timed, which is at least the unit's own, however much a task costs without it
+LONG_SECONDS = 0.2  # a run this long needs no repetition
+_SMALL = 0.2  # at least this fraction of the measured time is attributed to the unit, however large the task overhead
 
 
 @dataclass
 class Echo:
-    """Links whose messages are there as soon as they are wanted."""
+    """A transport whose messages are available immediately."""
 
     in_order: ClassVar[bool] = False
 
@@ -49,27 +49,27 @@ class Echo:
     known: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
     def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Arrived:
-        """A message of this shape."""
+        """A random message of this shape, reused for later receives."""
         key = shape, dtype
         if key not in self.known:
             self.known[key] = 0.1 * torch.randn(shape, dtype=dtype, device=self.device)
         return Arrived(self.known[key].detach())
 
     def send(self, line: Channel, tensor: Tensor) -> None:
-        """Nobody reads it."""
+        """Discard the message."""
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no message is buffered."""
 
     def drain(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no message is in flight."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class Rig:
-    """One unit, ready to be run."""
+    """One unit, set up to run as a stage."""
 
     def __init__(self, ask: Ask, device: torch.device) -> None:
         self.ask, self.device = ask, device
@@ -92,7 +92,7 @@ class Rig:
         self.parameters = [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
 
     def run(self, chunks: int, clock: TaskClock | None) -> None:
-        """One step: forward and backward in so many chunks."""
+        """Run one step, forward and backward, in `chunks` chunks."""
         for parameter in self.parameters:
             parameter.grad = None
         plan = Plan(1, STAGES, self.cuts, None if chunks == 1 else -(-self.ask.steps // chunks))
@@ -101,7 +101,7 @@ class Rig:
         compute.run(self.stage, plan, program, [job], self.echo, place=self.place, clock=clock)
 
     def forward(self) -> Tensor:
-        """Forward of one chunk alone, with all that backward needs."""
+        """Run the forward of one chunk alone, with autograd recording for backward."""
         batch = self.batch
         chunk = Chunk(batch.lengths, batch.fresh, batch.lanes, 0, self.key, True)
         shape = (self.ask.steps, self.ask.lanes, self.stage.width_in)
@@ -112,10 +112,10 @@ class Rig:
             return y if batch.targets is None else self.stage.loss(y, left, batch.targets, chunk)[0]
 
     def laps(self, chunks: int, together: Callable[[], None]) -> tuple[float, float, float]:
-        """Seconds of forward and backward of a chunk, and of the gradients that were put off; medians of a few runs."""
+        """Median seconds, over a few runs, of a chunk's forward, a chunk's backward, and all deferred weight gradients."""
         found: list[tuple[float, float, float]] = []
         spent = 0.0
-        self.run(chunks, None)  # memory is taken, libraries set themselves up
+        self.run(chunks, None)  # warm-up: memory is allocated, libraries are initialized
         together()
         while not found or (spent < LONG_SECONDS and (len(found) < LEAST_RUNS or spent < LEAST_SECONDS) and len(found) < 200):
             clock = TaskClock(self.device)
@@ -127,9 +127,10 @@ class Rig:
 
 
 def time_unit(ask: Ask, device: torch.device, task_seconds: float, together: Callable[[], None], alone: bool) -> Sample:
-    """The sample of an ask. `together` waits for the other workers, so that all time the same at once.
+    """Time a request. `together` is a barrier, so that all workers time the same call at once.
 
-    `alone`: as one chunk, as where time is not cut. Elsewhere two chunks tell what can be put off, and what is left of backward.
+    `alone`: time the call as a single chunk, as when time is not cut. Otherwise two chunks are run, to separate the deferrable weight
+    gradients from the rest of backward.
     """
     if ask.kind in ("dropout", "norm"):
         return _plain(ask, device, together)
@@ -146,13 +147,13 @@ def time_unit(ask: Ask, device: torch.device, task_seconds: float, together: Cal
 
 
 def time_task(device: torch.device, precision: str, together: Callable[[], None]) -> float:
-    """Seconds of a task in which no unit does anything: numbers enter as they are."""
+    """Seconds of overhead per task: a task without any unit, in which numeric input passes through unchanged."""
     forward, backward, _ = Rig(nothing(precision), device).laps(2, together)
     return (forward + backward) / 2
 
 
 def nothing(precision: str) -> Ask:
-    """A task in which no unit does anything."""
+    """The request for a task without any unit."""
     return Ask("linear", 1, 1, 4, 8, precision=precision, nothing=True)
 
 
@@ -161,7 +162,7 @@ def _own(seconds: float, task_seconds: float) -> float:
 
 
 def _model(ask: Ask) -> tuple[Model, int, Tensor | None]:
-    """A model with the unit in it, the stage that it is, and targets."""
+    """A model that contains the unit, the stage the unit is on, and targets if it is the head."""
     T, B = ask.steps, ask.lanes
     narrow = Forecast(1, 1, 1)
     if ask.nothing:
@@ -179,7 +180,7 @@ def _model(ask: Ask) -> tuple[Model, int, Tensor | None]:
 
 
 def between(ask: Ask, device: torch.device) -> Callable[[bool], None]:
-    """Dropout or norm, which stand between units: runs it forward, and backward too where that is asked for."""
+    """A function that runs dropout or norm, which lie between units: forward, and also backward if its argument is true."""
     dtype = parameter_dtype(ask.precision)
     module: nn.Module = Dropout(0.5, name="timed") if ask.kind == "dropout" else nn.LayerNorm(ask.outputs)
     module.to(device, dtype).train()
@@ -197,7 +198,7 @@ def between(ask: Ask, device: torch.device) -> Callable[[bool], None]:
 
 
 def _plain(ask: Ask, device: torch.device, together: Callable[[], None]) -> Sample:
-    """Dropout and norm, timed from the host."""
+    """Time dropout or norm from the host."""
     run = between(ask, device)
     run(True)
     clock = TaskClock(device)

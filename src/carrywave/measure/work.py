@@ -1,6 +1,6 @@
-"""What each worker of a measurement does: units, the optimizer, reductions and messages, all workers at the same time.
+"""Runs one worker of a measurement: times units, the optimizer, all-reduces and messages, simultaneously on all workers.
 
-Gives rows that `train.profiles` puts together: `sample`, `lag`, `reduction`, `link`, `overheads`.
+It yields rows that `train.profiles` merges into a profile: `sample`, `lag`, `reduction`, `link`, `overheads`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Row = dict[str, Any]
 
 UPDATES, REDUCTIONS, MESSAGES = 3, 7, 40
 ROUND_SECONDS, ROUNDS = 0.05, 12
-GPU_STEPS, GPU_UPDATES = 128, 20  # so much work that the host keeps ahead of the GPU
+GPU_STEPS, GPU_UPDATES = 128, 20  # enough work for the host to stay ahead of the GPU
 SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20
 
 
 def work(world: World, job: Row) -> Iterator[Row]:
-    """All that a job asks for; of what workers do side by side, each gives its own times."""
+    """Measure everything a job asks for; each worker yields its own times, even for what all workers run at once."""
     together = dist.barrier if world.size > 1 else _nothing
     precision = job["precision"]
     task_seconds = time_task(world.device, precision, together)
@@ -56,7 +56,7 @@ def work(world: World, job: Row) -> Iterator[Row]:
         for parameters, layers in OPTIMIZER_SIZES[world.device.type]:
             yield {"sample": asdict(_update(world.device, name, parameters, layers, precision, together))}
     if on_gpu:
-        persistent.stand_aside("they do in stages over NCCL")  # and nothing is recorded there
+        persistent.stand_aside("they do in stages over NCCL")  # nor are CUDA graphs captured there
     for ask in asks:
         if ask.layers == 1:
             sample = time_unit(ask, world.device, task_seconds, together, alone=ask.whole and not on_gpu)
@@ -73,7 +73,7 @@ def _nothing() -> None:
 
 
 def _update(device: torch.device, name: str, parameters: int, layers: int, precision: str, together: Callable[[], None]) -> Sample:
-    """Norm, clipping and optimizer: what a step takes beside forward and backward."""
+    """Time norm, clipping and optimizer: what a step takes besides forward and backward."""
     if device.type == "cuda":
         return _recorded_update(device, name, parameters, precision)
     hidden = max(1, round((parameters / (8 * layers - 4)) ** 0.5))
@@ -87,13 +87,13 @@ def _update(device: torch.device, name: str, parameters: int, layers: int, preci
         begin = clock.now()
         trainer.step(batch)
         took = clock.now() - begin - clock.seconds()
-        if number:  # the first makes the optimizer's state
+        if number:  # the first step allocates the optimizer state
             found.append(took)
     return _updated(model, name, precision, statistics.median(found))
 
 
 def _recorded_update(device: torch.device, name: str, parameters: int, precision: str) -> Sample:
-    """On a GPU: what recorded steps take beside the work that is recorded with them."""
+    """Time the update on a GPU: the time of a captured step less that of its captured forward and backward."""
     hidden = max(1, round((parameters / 8) ** 0.5))
     model = Model(Numbers(hidden), LSTM(hidden, hidden), Forecast(hidden, 1, 1))
     trainer = Trainer(model, {"optimizer": name, "precision": precision, "clip": 1.0}, mesh=Mesh.alone(device))
@@ -112,16 +112,16 @@ def _recorded_update(device: torch.device, name: str, parameters: int, precision
 
 def _updated(model: Model, name: str, precision: str, seconds: float) -> Sample:
     each = [parameter.numel() for parameter in model.parameters()]
-    on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU takes all tensors at once
+    on_cpu = next(model.parameters()).device.type == "cpu"  # a GPU updates all tensors at once
     return Sample("optimizer", "fp64" if precision == "fp64" else "fp32", len(each) if on_cpu else 0, sum(each), 1, 1, seconds, name=name)
 
 
 def _lag(world: World, ask: Ask) -> Row:
-    """How far the slowest of all workers is behind the others when they meet after equal work, as long as a step's."""
+    """How far the slowest worker is behind the mean after equal work about as long as a step, as a fraction of that work."""
     rig = Rig(ask, world.device)
     rig.run(1, None)
     seconds = torch.tensor([_repeated(rig, 1)], dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # all do the same
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # so that all workers repeat it equally often
     times = max(1, round(ROUND_SECONDS / seconds.item()))
     slowest, mean = torch.zeros(ROUNDS, dtype=torch.float64), torch.zeros(ROUNDS, dtype=torch.float64)
     for number in range(ROUNDS):
@@ -140,7 +140,7 @@ def _repeated(rig: Rig, times: int) -> float:
 
 
 def _reductions(world: World) -> Iterator[Row]:
-    """All-reduces over all workers, by size."""
+    """Time all-reduces of several sizes over all workers."""
     busy = torch.zeros(1 << 20)
     for num_bytes in REDUCED_BYTES:
         tensor = torch.zeros(num_bytes // 4, device=world.device)
@@ -148,7 +148,7 @@ def _reductions(world: World) -> Iterator[Row]:
         for _ in range(REDUCTIONS + 2):
             dist.barrier()
             if world.device.type == "cpu":
-                busy.add_(1.0)  # as after backward, the threads of all workers hold on to their cores for a while
+                busy.add_(1.0)  # after parallel work, as after backward, the threads of every worker keep their cores busy for a while
             begin = time.perf_counter()
             dist.all_reduce(tensor)
             if world.device.type == "cuda":
@@ -158,7 +158,7 @@ def _reductions(world: World) -> Iterator[Row]:
 
 
 def _messages(world: World) -> Iterator[Row]:
-    """A message from the first worker to the second, then one back: half the time is one. And the time to hand one over."""
+    """Time messages between the first two workers: half a round trip, and the sender's own time per message."""
     if world.rank > 1:
         return
     seconds: dict[int, float] = {}
@@ -185,7 +185,7 @@ def _messages(world: World) -> Iterator[Row]:
 
 
 def _send(tensor: Tensor, peer: int) -> float:
-    """Seconds until a message is handed over; it is waited for, but that does not count."""
+    """Send a message and return the seconds until it was enqueued; waiting for its completion does not count."""
     begin = time.perf_counter()
     work = cast(dist.Work, dist.isend(tensor, peer))
     handed = time.perf_counter() - begin

@@ -1,4 +1,7 @@
-"""A `Plan` says how the work of one step is split over devices and time. Frozen, torch-free; serial is a value, never a branch."""
+"""A `Plan` says how the work of one step is split over devices and time.
+
+Frozen and torch-free. Serial execution is a plan like any other, not a special case.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from dataclasses import dataclass
 from carrywave.errors import PlanError, option
 from carrywave.spec.spec import PlanSpec
 
-CHUNK_STEPS = 16  # of a chunk, where there are several stages and nothing else is asked for: shorter ones cost more than they gain
+CHUNK_STEPS = 16  # default steps per chunk when there are several stages; shorter chunks cost more than they gain
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Replicas × stages, where the units are cut, and how a batch is cut in time (chunks) and lanes (slices).
+    """Replicas × stages, where the units are cut into stages, and how a batch is cut in time (chunks) and lanes (slices).
 
-    Units are the encoder, each LSTM layer, and the head, in this order. `cuts` names the first unit of each stage after
-    the first; left out, layers are shared evenly.
+    Units are the encoder, each LSTM layer, and the head, in this order. `cuts` holds the first unit of every stage but the
+    first; if empty, layers are divided evenly.
     """
 
     replicas: int = 1
@@ -25,7 +28,7 @@ class Plan:
     slices: int = 1
     recompute: bool = False
     kernel: str = "auto"
-    share_head: bool = False  # the head's work is dealt out over the stages, instead of all being the last one's
+    share_head: bool = False  # distribute the head's work over all stages instead of leaving it to the last one
 
     @staticmethod
     def serial() -> Plan:
@@ -34,20 +37,20 @@ class Plan:
 
     @property
     def workers(self) -> int:
-        """Processes that this plan needs."""
+        """Number of processes this plan needs."""
         return self.replicas * self.stages
 
     @property
     def shares_head(self) -> bool:
-        """Whether several stages share the head's work; one stage has nobody to share it with."""
+        """True if several stages share the head's work; a single stage has none to share it with."""
         return self.share_head and self.stages > 1
 
     def chunks(self, steps: int) -> int:
-        """Time chunks in a window of so many steps."""
+        """Number of chunks in a window of `steps` steps."""
         return 1 if self.chunk_steps is None else -(-steps // self.chunk_steps)
 
     def edges(self, units: int) -> tuple[int, ...]:
-        """Where the stages of a model of so many units begin, and where the last one ends."""
+        """The first unit of each stage, then the end of the last stage (`units`, exclusive)."""
         cuts = self.cuts or even_cuts(units, self.stages)
         edges = (0, *cuts, units)
         if len(edges) != self.stages + 1 or list(edges) != sorted(set(edges)):
@@ -58,7 +61,7 @@ class Plan:
 
 
 def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, pooled: bool = False) -> Plan:
-    """The plan a spec asks for, checked against the model, the workers and (for streams) the lanes."""
+    """The plan that a spec asks for, validated against the model, the number of workers and (for streams) the lanes."""
     units = layers + 2
     if asked.stages > units:
         raise PlanError(
@@ -86,14 +89,14 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, po
 
 
 def fewer(asked: PlanSpec, workers: int) -> PlanSpec:
-    """What to ask for where fewer workers are left than there were: as many stages as divide them evenly, replicas for the rest."""
+    """The plan to request when fewer workers remain: as many of the requested stages as divide them evenly, replicas for the rest."""
     stages = next(stages for stages in range(min(asked.stages, workers), 0, -1) if workers % stages == 0)
-    cuts = asked.cuts if stages == asked.stages else None  # they name the first unit of each stage
+    cuts = asked.cuts if stages == asked.stages else None  # cuts are only valid for the number of stages they were given for
     return asked.model_copy(update={"replicas": None, "stages": stages, "cuts": cuts})
 
 
 def check_head(plan: Plan, *, pooled: bool) -> None:
-    """Refuse to share a head that has one score for a whole sequence: there is nothing to deal out."""
+    """Reject a shared head when the head scores whole sequences: there are no per-step scores to distribute."""
     if plan.shares_head and pooled:
         raise PlanError(
             "plan.share_head=true deals out the scores of single steps, and the head of this model scores whole sequences; "
@@ -102,9 +105,9 @@ def check_head(plan: Plan, *, pooled: bool) -> None:
 
 
 def even_cuts(units: int, stages: int) -> tuple[int, ...]:
-    """Cuts that give every stage the same number of layers, as near as can be, the later ones fewer: the last also has the head.
+    """Cuts that divide the layers as evenly as possible; any surplus goes to the earlier stages, because the last also has the head.
 
-    Encoder and head are cheap beside a layer. They get a stage of their own only where there are more stages than layers.
+    The encoder and the head are cheap compared with a layer. They get stages of their own only if there are more stages than layers.
     """
     layers = units - 2
     if stages > units:

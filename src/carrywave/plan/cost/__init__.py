@@ -1,1 +1,1 @@
-"""Seconds and bytes of a plan, from measured profiles."""
+"""Predicts the time and memory of a plan from measured profiles."""

@@ -1,6 +1,6 @@
-"""One plan on one shape of batch: how long each task takes, and the step that they make up together.
+"""Times one plan on one batch shape: the duration of each task, and of the whole step.
 
-`simulate` runs the schedule; `bounds` says without it what the step takes at least.
+`simulate` runs the schedule; `plan.search.bounds` gives lower bounds without running it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel
 from carrywave.plan.schedule.schedule import StageTask
 
-BUCKET_BYTES = 8 << 20  # of gradients that the runtime reduces at once
-_AGREED_BYTES = 48  # loss, count, norm and their like, which all workers add up at every step
+BUCKET_BYTES = 8 << 20  # size of the runtime's gradient buckets
+_AGREED_BYTES = 48  # loss, count, norm and other scalars, all-reduced over all workers at every step
 
 
 class CostsOf(Protocol):
-    """Finds what the units cost on a kind of device."""
+    """Looks up the costs of the units on one kind of device."""
 
     def __call__(self, profile: Profile, *, piped: bool, crowd: int) -> Costs: ...
 
 
 class PlanCase(Footprint):
-    """One plan, up to its cuts, on one shape of batch, on the devices of a cluster."""
+    """One plan, without its cuts, on one batch shape, on the devices of a cluster."""
 
     def __init__(self, plan: Plan, shape: BatchShape, units: Units, cluster: Cluster, placed: Placed, costs: CostsOf) -> None:
         super().__init__(plan, shape, units)
@@ -42,9 +42,9 @@ class PlanCase(Footprint):
         recorded = self.overheads.recorded_seconds if plan.stages == 1 else None
         self.task_seconds = self.overheads.task_seconds if recorded is None else recorded
         self.crowds = [[costs.crowding for costs in kinds] for kinds in self.kinds]
-        # All replicas of a stage meet where their gradients are added up.
+        # All replicas of a stage wait for each other at the gradient all-reduce.
         self.lag = max(costs.lag for kinds in self.kinds for costs in kinds) if plan.replicas > 1 else 0.0
-        # Stages on devices of the same kinds are alike; this is the first of them for each.
+        # For each stage, the first stage on the same kinds of devices: both have the same costs.
         first: dict[tuple[int, ...], int] = {}
         self.like = [first.setdefault(tuple(map(id, kinds)), stage) for stage, kinds in enumerate(self.placed.profiles)]
         self.links = [self.link(stage, stage + 1) for stage in range(plan.stages - 1)]
@@ -52,34 +52,34 @@ class PlanCase(Footprint):
         self._busy: dict[tuple[int, int, int], float] = {}
         self._reduced: dict[tuple[int, int], float] = {}
 
-    # Work of single tasks.
+    # Single tasks.
 
     def steps(self, chunk: int) -> int:
-        """Steps of a chunk; the last one may have fewer."""
+        """Steps in a chunk; the last chunk may be shorter."""
         return min(self.chunk_steps, self.shape.steps - chunk * self.chunk_steps)
 
     def of_stage(self, stage: int, first: int, last: int, lanes: int, steps: int) -> Seconds:
-        """Of units [first, last) on a chunk, by the slowest of this stage's devices."""
+        """Seconds of units [first, last) on a chunk, on the slowest of this stage's devices."""
         pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
         each = [costs.stage(first, last, lanes, steps).times(crowd) for costs, crowd in pairs]
         return each[0] if len(each) == 1 else Seconds(*(max(part) for part in zip(*each, strict=True)))
 
     def last_unit(self, last: int, chunk: int) -> int:
-        """The unit after the last that runs with a chunk: not a shared head, and one that pools only after the last chunk."""
+        """The end (exclusive) of the units that run with a chunk: without a shared head, and with a pooled head only on the last chunk."""
         without = self.share_head or (self.units.pooled and chunk < self.chunks - 1)
         return last - 1 if without and last == len(self.units) else last
 
     def forward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
-        """Seconds of F."""
+        """Seconds of a forward task."""
         return self.task(stage, first, last, lanes, chunk)[0]
 
     def backward(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> float:
-        """Seconds of B."""
+        """Seconds of a backward task."""
         return self.task(stage, first, last, lanes, chunk)[1]
 
     def task(self, stage: int, first: int, last: int, lanes: int, chunk: int) -> tuple[float, float]:
-        """Seconds of F and B."""
-        key = self.like[stage], first, last, lanes, chunk == self.chunks - 1  # all chunks but the last are alike
+        """Seconds of the forward and the backward task."""
+        key = self.like[stage], first, last, lanes, chunk == self.chunks - 1  # all chunks but the last are equal
         found = self._tasks.get(key)
         if found is None:
             last = self.last_unit(last, chunk)
@@ -90,7 +90,7 @@ class PlanCase(Footprint):
         return found
 
     def pay(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
-        """Seconds of the weights' gradients of a slice that were put off; of a shared head, for the chunks that the last stage scored."""
+        """Seconds of a slice's deferred weight gradients, including a shared head's for the `scored` chunks that the last stage scored."""
         if not self.put_off:
             return 0.0
         last = self.last_unit(last, self.chunks - 1)
@@ -99,7 +99,7 @@ class PlanCase(Footprint):
         return own + (self._owed(stage, head, head + 1, lanes) * scored / self.chunks if scored else 0.0)
 
     def _owed(self, stage: int, first: int, last: int, lanes: int) -> float:
-        """Seconds of the put-off gradients of units [first, last), by the slowest of this stage's devices."""
+        """Seconds of the deferred weight gradients of units [first, last), on the slowest of this stage's devices."""
         pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
         return max(costs.owed(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
 
@@ -107,26 +107,26 @@ class PlanCase(Footprint):
         return self.of_stage(stage, len(self.units) - 1, len(self.units), lanes, steps)
 
     def score(self, stage: int, lanes: int, chunk: int) -> float:
-        """Seconds of H. The last stage puts its weights' gradients off."""
+        """Seconds of a shared-head task. Only the last stage defers its weight gradients."""
         work = self._head(stage, lanes, self.steps(chunk))
         put_off = self.put_off and stage == self.plan.stages - 1
         return self.task_seconds + work.forward + work.backward + (0.0 if put_off else work.put_off)
 
     def num_bytes(self, unit: int, lanes: int, chunk: int) -> int:
-        """Of what enters a unit, for a chunk: a message."""
+        """Bytes of a unit's input for one chunk, which is the size of a message."""
         return self.units.units[unit].width_in * lanes * self.steps(chunk) * self.units.activation_bytes
 
     def link(self, one: int, other: int) -> Link:
-        """Between two stages."""
+        """The link between two stages."""
         low, high = min(one, other), max(one, other)
         kinds = tuple(profile for stage in (one, other) for profile in self.placed.profiles[stage])
         crosses = any(self.placed.crossing[low:high])
         return self.cluster.link_between(kinds) if crosses else self.cluster.link_within(kinds)
 
-    # A whole step.
+    # The whole step.
 
     def busy(self, stage: int, first: int, last: int) -> float:
-        """Seconds of a stage's own work in a step, without a shared head."""
+        """Seconds a stage spends computing in one step, not counting a shared head."""
         first, last = self.units.alike(first, last)
         key = self.like[stage], first, last
         total = self._busy.get(key)
@@ -136,7 +136,7 @@ class PlanCase(Footprint):
         for lanes in set(self.lanes):
             times = self.lanes.count(lanes)
             one = self.pay(stage, first, last, lanes)
-            # All chunks but the last are alike.
+            # All chunks but the last are equal.
             for chunk, count in ((0, self.chunks - 1), (self.chunks - 1, 1)):
                 if count:
                     one += count * (self.forward(stage, first, last, lanes, chunk) + self.backward(stage, first, last, lanes, chunk))
@@ -145,20 +145,20 @@ class PlanCase(Footprint):
         return total
 
     def spans(self, edges: tuple[int, ...]) -> list[tuple[int, int]]:
-        """The units of each stage, or others that are like them."""
+        """The units of each stage, or an identical span of units."""
         return [self.units.alike(first, last) for first, last in pairwise(edges)]
 
     def hop(self, stage: int, edges: tuple[int, ...], lanes: int, chunk: int) -> float:
-        """Seconds of a message between a stage and the next."""
+        """Seconds of a message between a stage and the next one."""
         return self.overheads.message_seconds + _message(self.links[stage], self.num_bytes(edges[stage + 1], lanes, chunk))
 
     def simulate(self, edges: tuple[int, ...]) -> Timeline:
-        """The step, task by task."""
+        """Simulate the step, task by task."""
         program = program_of(self.plan.stages, self.counts, self.share_head)
         last = self.plan.stages - 1
         span = self.spans(edges)
         known: dict[tuple[str, int, int, bool], float] = {}
-        own: dict[int, int] = {}  # chunks of each slice that the last stage scores itself
+        own: dict[int, int] = {}  # for each slice, the number of chunks that the last stage scores itself
         for (_, part), stage in program.program.schedule.scorers.items():
             own[part] = own.get(part, 0) + (stage == last)
 
@@ -179,7 +179,8 @@ class PlanCase(Footprint):
             return self.pay(task.stage, *span[task.stage], self.lanes[task.slice], own.get(task.slice, 0) if task.stage == last else 0)
 
         def num_bytes(task: StageTask) -> int:
-            # Forward gives what enters the next stage, backward the gradient of what entered this one; a head's is as wide as itself.
+            # A forward sends the next stage's input, a backward the gradient of its own input. A shared head's messages, both ways,
+            # have the size of the head's input.
             shared = task.phase == "H" or (task.phase == "F" and task.stage == last)
             unit = len(self.units) - 1 if shared else edges[task.stage + 1] if task.phase == "F" else edges[task.stage]
             return self.num_bytes(unit, self.lanes[task.slice], task.chunk)
@@ -192,11 +193,11 @@ class PlanCase(Footprint):
         return found.then("reduce", reduced).then("update", updated)
 
     def parameters(self, edges: tuple[int, ...]) -> list[int]:
-        """Parameters that each stage holds."""
+        """Number of parameters held by each stage."""
         return [self.units.parameters(a, b, share_head=self.share_head) for a, b in pairwise(edges)]
 
     def after(self, edges: tuple[int, ...], ends: Sequence[float]) -> list[list[tuple[float, float]]]:
-        """What follows a stage's last task: sums of gradients over workers, and the update; start and end of each."""
+        """(start, end) on each stage of what follows its last task: the gradient all-reduces, then the update."""
         replicas, stages = self.plan.replicas, self.plan.stages
         held = self.parameters(edges)
         tensors = [self.units.tensors(a, b, share_head=self.share_head) for a, b in pairwise(edges)]
@@ -219,36 +220,36 @@ class PlanCase(Footprint):
         return [[(end, max(end, each)) for end, each in zip(ends, done, strict=True)], updates]
 
     def agree(self) -> float:
-        """Seconds in which all workers agree on loss, count, norm and their like."""
+        """Seconds to all-reduce loss, count, norm and other scalars over all workers."""
         workers = self.plan.replicas * self.plan.stages
         return self._reduce(workers, _AGREED_BYTES + 8 * workers)
 
     def _window(self, stage: int, first: int, last: int) -> float:
-        """Seconds in which gradients become final, one after the other: those put off, or the last backward."""
+        """Seconds during which gradients become final one after another: the deferred weight gradients, or else the last backward."""
         lanes = self.lanes[-1]
         return self.pay(stage, first, last, lanes) if self.put_off else self.backward(stage, first, last, lanes, 0)
 
     def _exposed(self, num_bytes: int, window: float) -> float:
-        """Seconds by which the sum over replicas ends after the last task: it goes bucket by bucket, while gradients still come."""
+        """Seconds by which the all-reduce over replicas outlasts the last task; buckets are reduced while later gradients are computed."""
         replicas = self.plan.replicas
         if replicas == 1 or num_bytes == 0:
             return 0.0
-        if self.units.reproducible:  # pairs of replicas, one after the other, once all is there
+        if self.units.reproducible:  # pairwise exchanges between replicas, one after another, once all gradients are complete
             link = self.cluster.link_between(self.placed.profiles[0]) if self.placed.apart else self.link_of_host()
             return (replicas.bit_length() - 1) * _message(link, num_bytes)
         buckets = -(-num_bytes // BUCKET_BYTES)
         each = self._reduce(replicas, num_bytes // buckets)
         hidden = max(each, buckets * each - window * (1 - 1 / buckets))
-        # Between stages of GPUs messages are the only thing that is under way: sums come after them.
+        # In a pipeline on GPUs, only stage-to-stage messages may be in flight: all-reduces run after them.
         overlap = self.overheads.overlap if self.plan.stages == 1 else 0.0
         return overlap * hidden + (1 - overlap) * buckets * each
 
     def link_of_host(self) -> Link:
-        """Between devices of one host."""
+        """The link between devices of one host."""
         return self.cluster.link_within(tuple(profile for kinds in self.placed.profiles for profile in kinds))
 
     def _reduce(self, workers: int, num_bytes: int) -> float:
-        # Every stage sums over its replicas at about the same time.
+        # All stages reduce over their replicas at about the same time and compete for the link.
         key = workers, num_bytes
         if key not in self._reduced:
             groups = min(self.plan.stages, self.placed.crowd)

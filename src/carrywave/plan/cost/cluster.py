@@ -1,7 +1,7 @@
-"""A `Cluster` is hosts with devices, and the links between them; `place` says who stands where when a plan is laid over it.
+"""A `Cluster` is a set of hosts with devices and the links between them; `place` assigns the workers of a plan to devices.
 
-Ranks fill the hosts in order, stages first, as the runtime does: neighbouring stages are neighbours. Replicas of a stage may stand on
-devices of different kinds; they wait for each other at every step, so that a stage is as fast as its slowest device.
+Ranks fill the hosts in order, stages first, as in the runtime, so neighbouring stages are on neighbouring devices. The replicas of a
+stage may be on different kinds of devices; they wait for each other at every step, so a stage is as fast as its slowest device.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ class Host:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the workers of replicas × stages stand."""
+    """The placement of replicas × stages workers."""
 
-    profiles: tuple[tuple[Profile, ...], ...]  # of each stage: the kinds of device it has in one replica or another
-    crossing: tuple[bool, ...]  # of each edge between stages: whether it goes from host to host in some replica
-    apart: bool  # whether the replicas of a stage stand on several hosts
+    profiles: tuple[tuple[Profile, ...], ...]  # per stage: the kinds of devices it runs on, over all replicas
+    crossing: tuple[bool, ...]  # per edge between stages: True if it crosses hosts in any replica
+    apart: bool  # True if the replicas of a stage are on several hosts
     hosts: int
-    crowd: int  # workers of the fullest host
+    crowd: int  # workers on the fullest host
 
     @cached_property
     def kinds(self) -> tuple[Profile, ...]:
-        """All kinds of device, each once: by identity, for profiles are large to compare."""
+        """The distinct kinds of devices, by identity, since profiles are expensive to compare."""
         return tuple({id(profile): profile for kinds in self.profiles for profile in kinds}.values())
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts in order, and how they are linked; links left out are those of the profiles."""
+    """Hosts in order, and their links; omitted links are taken from the profiles."""
 
     hosts: tuple[Host, ...]
     within: Link | None = None
-    between: Link | None = None  # of a host; its devices share it
+    between: Link | None = None  # between hosts; shared by the devices of a host
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -61,7 +61,7 @@ class Cluster:
 
     @staticmethod
     def uniform(profile: Profile, devices: int) -> Cluster:
-        """So many devices of one kind, on as many full hosts as they need."""
+        """A cluster of `devices` devices of one kind, filling hosts one after another."""
         if devices < 1:
             raise PlanError(f"devices={devices} leaves nothing to train on; use 1 or more")
         if devices > MOST_DEVICES:
@@ -71,10 +71,11 @@ class Cluster:
 
     @staticmethod
     def of(known: object, profile: Callable[[str], Profile], links: Mapping[str, Link] | None = None, where: str = "cluster") -> Cluster:
-        """A cluster from what YAML made of it.
+        """Build and validate a cluster from parsed YAML.
 
-        `hosts` is a number of equal hosts, each with `devices` of `profile`, or a list of mappings with their own. `within` and `between`
-        are names out of `links`, or mappings with latency_seconds and bytes_per_second. `profile` finds a profile by its name or file.
+        `hosts` is a number of equal hosts, each with `devices` devices of `profile`, or a list of mappings that may each give their own.
+        `within` and `between` are names from `links`, or mappings with latency_seconds and bytes_per_second. The argument `profile` finds a
+        profile by name or file.
         """
         keys = ("hosts", "devices", "profile", "within", "between")
         given = _mapping(known, keys, where)
@@ -99,31 +100,31 @@ class Cluster:
             each = tuple(host(_mapping(one, keys[1:3], f"{where}: hosts[{i}]"), f"{where}: hosts[{i}]") for i, one in enumerate(hosts))
         else:
             raise PlanError(f"{where}: hosts={hosts!r} is neither a number of hosts nor a list of them; give at least one")
-        # Plans take devices from the front: those of large hosts have more neighbours.
+        # Plans use devices from the front, so put large hosts first: their devices have more neighbours on the same host.
         each = tuple(sorted(each, key=lambda one: -one.devices))
         return Cluster(each, *(_link(given.get(name), links or {}, f"{where}: {name}") for name in ("within", "between")))
 
     @property
     def devices(self) -> int:
-        """Of all hosts."""
+        """Number of devices on all hosts."""
         return sum(host.devices for host in self.hosts)
 
     def link_within(self, profiles: tuple[Profile, ...]) -> Link:
-        """Between devices of a host; the slowest of these kinds."""
+        """The link between devices of a host; the slowest among these kinds."""
         return self.within or min((profile.within for profile in profiles), key=lambda link: link.bytes_per_second)
 
     def link_between(self, profiles: tuple[Profile, ...]) -> Link:
-        """Between hosts; the slowest of these kinds."""
+        """The link between hosts; the slowest among these kinds."""
         links = [profile.between for profile in profiles if profile.between is not None]
         return self.between or min(links, key=lambda link: link.bytes_per_second, default=self.link_within(profiles))
 
     def place(self, replicas: int, stages: int) -> Placed:
-        """Where the first replicas × stages devices stand."""
+        """Place replicas × stages workers on the first devices of the cluster."""
         size, first = self.hosts[0].devices, self.hosts[0].profile
         used = replicas * stages
         if used > self.devices:
             raise PlanError(f"{replicas} replicas x {stages} stages need {used} devices, the cluster has {self.devices}; use fewer")
-        full = -(-used // size)  # hosts, were all like the first
+        full = -(-used // size)  # hosts needed if all were like the first
         alike = self.hosts[:full]
         if (
             full <= len(self.hosts)
@@ -135,7 +136,7 @@ class Cluster:
         return self._count(replicas, stages)
 
     def _count(self, replicas: int, stages: int) -> Placed:
-        """One by one, where hosts differ."""
+        """Place workers one by one, for hosts that differ."""
         home = [number for number, host in enumerate(self.hosts) for _ in range(host.devices)][: replicas * stages]
         profiles: list[tuple[Profile, ...]] = []
         for stage in range(stages):
@@ -155,7 +156,7 @@ class Cluster:
 
 
 def _equal(replicas: int, stages: int, size: int, profile: Profile) -> Placed:
-    """On full hosts of one size: who is at the edge of a host repeats after so many replicas as the host has devices."""
+    """Place workers on hosts of equal size, without enumerating them: the pattern of host boundaries repeats every `size` replicas."""
     used = replicas * stages
     ranks = range(0, min(replicas, size) * stages, stages)
     crossing = tuple(any((rank + stage + 1) % size == 0 for rank in ranks) for stage in range(stages - 1))
@@ -163,18 +164,18 @@ def _equal(replicas: int, stages: int, size: int, profile: Profile) -> Placed:
 
 
 def reduce_seconds(cluster: Cluster, placed: Placed, workers: int, num_bytes: int, groups: int = 1) -> float:
-    """An all-reduce over so many workers: as a ring or a tree, whichever is faster, put right by what was measured.
+    """Seconds of an all-reduce: ring or tree, whichever is faster, corrected by the measured all-reduces.
 
-    `groups` others do the same at the same time, and share the link of their host.
+    `groups` all-reduces run at the same time and share the link of their host.
     """
     if workers < 2 or num_bytes == 0:
         return 0.0
     kinds = placed.kinds
     apart = placed.hosts > 1 and (placed.apart or workers > placed.crowd)
     link = cluster.link_between(kinds) if apart else cluster.link_within(kinds)
-    # Only a link between hosts is shared; a device's own ends with it.
+    # Only links between hosts are shared; each device has its own link within a host.
     rate = link.bytes_per_second / (groups if apart else 1)
-    own = cluster.between is None if apart else cluster.within is None  # the profile's samples are of another link than a cluster's own
+    own = cluster.between is None if apart else cluster.within is None  # measured all-reduces apply only to the profile's own link
     return _model(workers, num_bytes, link.latency_seconds, rate) * (_correction(kinds[0], workers, num_bytes, apart=apart) if own else 1.0)
 
 
@@ -185,7 +186,7 @@ def _model(workers: int, num_bytes: float, latency: float, rate: float) -> float
 
 
 def _correction(profile: Profile, workers: int, num_bytes: int, *, apart: bool) -> float:
-    """How much longer reductions took than the model says, by those that were measured nearest to this one."""
+    """Measured over modelled time, averaged over the measured all-reduces with weights that favour the nearest ones."""
     link = profile.between if apart else profile.within
     samples = [each for each in profile.reductions if each.apart == apart]
     if not samples or link is None:

@@ -1,4 +1,4 @@
-"""What a plan holds on one shape of batch: its slices, chunks and load, and from them the bytes of a stage. No times, so no profile."""
+"""Computes the memory of a plan on one batch shape from its slices, chunks and load. Needs no times, so no profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from carrywave.plan.plan import Plan
 
 
 class Footprint:
-    """One plan, up to its cuts, on one shape of batch."""
+    """One plan, without its cuts, on one batch shape."""
 
     def __init__(self, plan: Plan, shape: BatchShape, units: Units) -> None:
         self.plan, self.shape, self.units = plan, shape, units
@@ -26,15 +26,15 @@ class Footprint:
         self._memory: dict[tuple[Load, int, int], Memory] = {}
 
     def most_held(self, stage: int) -> Load:
-        """What a stage holds at most; no schedule need be made for it."""
+        """An upper bound on a stage's load, without building a schedule."""
         if self.plan.stages == 1 or len(self.counts) == 1:
             return one_slice(self.chunks, put_off=self.put_off)
         return most_held(self.chunks, len(self.counts), self.plan.stages - 1 - stage, put_off=self.put_off)
 
     def memory(self, stage: int, first: int, last: int, load: Load | None = None) -> Memory:
-        """The bytes of units [first, last) as this stage, which holds what the schedule says, or this load."""
+        """Bytes of units [first, last) as this stage, with the given load or, by default, that of the schedule."""
         if load is None:
-            # One stage takes batch after batch, slice after slice, and holds one of them at a time.
+            # A single stage runs batches and slices one after another and holds one at a time.
             counts = self.counts if self.plan.stages > 1 else self.counts[:1]
             load = loads_of(self.plan.stages, counts, self.share_head, self.put_off)[stage]
         first, last = self.units.alike(first, last)
@@ -46,7 +46,7 @@ class Footprint:
 
     @cached_property
     def split(self) -> Split:
-        """What memory depends on, beside the cuts."""
+        """The properties of the plan that memory depends on, apart from the cuts."""
         return Split(
             max(self.lanes),
             self.chunk_steps,
@@ -60,7 +60,7 @@ class Footprint:
 
 
 def largest_stage(units: Units, plan: Plan) -> Memory:
-    """The bytes of the stage that needs most, for the batch that needs most."""
+    """Bytes of the stage that needs the most memory, on the batch shape that needs the most."""
     spans = list(pairwise(plan.edges(len(units))))
     cases = [Footprint(plan, shape, units) for shape in units.shapes]
     each = (case.memory(stage, first, last) for case in cases for stage, (first, last) in enumerate(spans))

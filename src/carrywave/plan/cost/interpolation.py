@@ -1,8 +1,8 @@
-"""Seconds of a call from samples of other sizes: exact where one matches, else a sum of terms that has the right shape, put right by
-the samples that are near.
+"""Interpolates the time of a call from samples of other sizes.
 
-A sum of terms (a call, a step, a product) fitted to all samples goes on sensibly where there are none, and errs where a cache ends or a
-kernel changes. What it errs by at the samples is therefore carried over to their neighbours. Pure Python: there are a few dozen samples.
+A sample of the same size is used as is. Otherwise a sum of terms (per call, per step, per multiplication), fitted to all samples, gives
+the time; it extrapolates sensibly but is wrong where data no longer fits in a cache or the kernel changes. Its relative errors at the
+nearby samples are therefore applied as a correction. Pure Python: there are only a few dozen samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEAR = 1e-9
 
 
 class Size(NamedTuple):
-    """What a call's time depends on; see `profile.Sample`."""
+    """The dimensions that a call's time depends on; see `profile.Sample`."""
 
     inputs: int
     outputs: int
@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Of one unit or stage on one chunk: forward, the backward that others wait for, and weights' gradients that can be put off."""
+    """Times of a unit or stage on one chunk: forward, backward on the critical path, and the weight gradients that can be deferred."""
 
     forward: float
     backward: float
@@ -40,7 +40,7 @@ class Seconds(NamedTuple):
         return Seconds(self.forward + other.forward, self.backward + other.backward, self.put_off + other.put_off)
 
     def times(self, factor: float) -> Seconds:
-        """All of it so many times as long."""
+        """All times multiplied by `factor`."""
         return Seconds(self.forward * factor, self.backward * factor, self.put_off * factor)
 
     @property
@@ -58,8 +58,8 @@ def _tokens(size: Size) -> int:
 
 
 def _lstm(size: Size) -> tuple[float, ...]:
-    """A call, and a gradient of the inputs' weights; a step, and the recurrent weights read at each; cells; what the recurrent product
-    takes more, for it has only the lanes of a step at once; both products.
+    """One call; the gradient of the input weights; steps; the recurrent weights read at every step; cells; the extra cost of the
+    recurrent product, which has only the lanes of one step to work on; both products.
     """
     hidden, back = size.outputs, size.projection or size.outputs
     cells = _tokens(size) * hidden
@@ -67,17 +67,17 @@ def _lstm(size: Size) -> tuple[float, ...]:
 
 
 def _rows(size: Size) -> tuple[float, ...]:
-    """A call; a gradient of the whole matrix; numbers looked up."""
+    """One call; the gradient of the whole matrix; elements looked up."""
     return (1.0, size.inputs * size.outputs, _tokens(size) * size.outputs)
 
 
 def _product(size: Size) -> tuple[float, ...]:
-    """A call; a gradient of the whole matrix; results; the product."""
+    """One call; the gradient of the whole matrix; output elements; multiplications."""
     return (1.0, size.inputs * size.outputs, _tokens(size) * size.outputs, _tokens(size) * size.inputs * size.outputs)
 
 
 def _tensors(size: Size) -> tuple[float, ...]:
-    """A call; tensors; numbers in all of them."""
+    """One call; tensors; elements in all of them."""
     return (1.0, size.inputs, size.outputs)
 
 
@@ -97,14 +97,14 @@ TERMS: dict[str, Terms] = {
 
 
 class Fit:
-    """The times of one kind of call in one precision."""
+    """Predicts the times of one kind of call in one precision from its samples."""
 
     def __init__(self, kind: str, samples: Sequence[Sample]) -> None:
         self.terms = TERMS[kind]
         self.sizes = [size_of(sample) for sample in samples]
-        # Backward apart from what can be put off: the two scale differently.
+        # Deferrable weight gradients are fitted apart from the rest of backward: the two scale differently.
         times = [Seconds(s.forward_seconds, s.backward_seconds - s.put_off_seconds, s.put_off_seconds) for s in samples]
-        self.known = dict(zip(self.sizes, times, strict=True))  # and what was worked out from them
+        self.known = dict(zip(self.sizes, times, strict=True))  # the samples; also caches predictions
         rows = [self.terms(size) for size in self.sizes]
         self.factors = [_solve(rows, [time[part] for time in times]) for part in range(3)]
         self.places = [_place(size) for size in self.sizes]
@@ -113,7 +113,7 @@ class Fit:
         ]
 
     def __call__(self, size: Size) -> Seconds:
-        """The seconds of a call of this size."""
+        """Predicted times of a call of this size: the fit, times an inverse-distance-weighted correction."""
         if (known := self.known.get(size)) is not None:
             return known
         place, row = _place(size), self.terms(size)
@@ -130,12 +130,12 @@ class Fit:
 
 
 def size_of(sample: Sample) -> Size:
-    """The size of a sample's call."""
+    """The size of the call that a sample timed."""
     return Size(sample.inputs, sample.outputs, sample.lanes, sample.steps, sample.projection, sample.layers)
 
 
 def _place(size: Size) -> tuple[float, ...]:
-    """Where a size stands among others, in doublings. Kernels change with widths more than with steps."""
+    """Coordinates of a size, in doublings, for distances between sizes; widths weigh more than steps, as kernels depend on them more."""
     return (
         math.log2(size.inputs + 1),
         2 * math.log2(size.outputs),
@@ -155,10 +155,10 @@ def _dot(factors: Sequence[float], row: Sequence[float]) -> float:
 
 
 def _solve(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
-    """Factors of at least zero, so that more work never takes less time, that make relative errors least, term after term.
+    """Non-negative least squares on relative errors, by coordinate descent; factors ≥ 0 ensure that more work never takes less time.
 
-    Where samples leave open which term the time goes to, it goes to the last ones: products, which grow with everything, so that a few
-    samples do not make a call seem free of its size.
+    If the samples do not determine which term accounts for the time, the last terms win: these are the products, which grow with every
+    dimension, so that a few samples cannot make a call's time seem independent of its size.
     """
     width = len(rows[0]) if rows else 0
     used = [(row, time) for row, time in zip(rows, times, strict=True) if time > 0]

@@ -1,4 +1,4 @@
-"""Bytes of each stage of a plan: what it holds between steps, and what the chunks in flight add at the worst moment."""
+"""Predicts the peak memory of each stage of a plan: what it holds between steps, plus the chunks in flight at the worst moment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from carrywave.plan.cost.units import Units
 from carrywave.plan.schedule.schedule import Schedule, extra
 
-INDEX_BYTES = 8  # of a token
+INDEX_BYTES = 8  # per token index
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Memory:
     parameters: int
     gradients: int
     optimizer: int
-    activations: int  # of chunks in flight, and what put-off gradients wait for
+    activations: int  # saved for chunks in flight and for deferred weight gradients
     carries: int
-    workspace: int  # of the task at work
+    workspace: int  # temporary memory of the running task
 
     @property
     def total(self) -> int:
@@ -28,35 +28,37 @@ class Memory:
 
 @dataclass(frozen=True)
 class Load:
-    """What a stage has to hold at once: chunks in flight, and chunks whose weights' gradients are owed. One of the pairs is the worst,
-    whatever a chunk of each kind takes.
+    """What a stage holds at once, as pairs (chunks in flight, chunks with pending weight gradients). Whatever the memory per chunk of
+    each kind, one of the pairs is the worst case.
     """
 
     pairs: tuple[tuple[int, int], ...]
 
     @property
     def held(self) -> int:
-        """The most chunks in flight."""
+        """The largest number of chunks in flight."""
         return max(held for held, _ in self.pairs)
 
 
 def one_slice(chunks: int, *, put_off: bool) -> Load:
-    """Where there is one slice, a stage takes all its chunks forward and then back, wherever it stands."""
+    """The load with a single slice: every stage runs all chunks forward and then backward, whatever its position."""
     return Load(((chunks, 0), (1, chunks - 1)) if put_off and chunks > 1 else ((chunks, 0),))
 
 
 def most_held(chunks: int, slices: int, distance: int, *, put_off: bool) -> Load:
-    """What a stage that stands so far before the last holds at most, by the limits that a wavefront keeps to."""
+    """An upper bound on the load of a stage `distance` stages before the last, from the wavefront's limits on chunks in flight."""
     held = min(chunks * slices, chunks + extra(chunks, distance))
     return Load(((held, chunks - 1 if put_off else 0),))
 
 
 def loads(schedule: Schedule, *, put_off: bool) -> tuple[Load, ...]:
-    """What each stage holds. A chunk is in flight from its forward to its backward's end, and owed until that of its slice is through."""
+    """The load of each stage. A chunk is in flight from its forward to the end of its backward, then its weight gradients are pending
+    until its slice's backward is complete.
+    """
     found = []
     for tasks in schedule.stages:
         held = owed = 0
-        most: dict[int, int] = {}  # in flight, for each number owed
+        most: dict[int, int] = {}  # number pending -> most in flight
         for task in tasks:
             held += task.phase == "F"
             most[owed] = max(held, most.get(owed, 0))
@@ -68,7 +70,7 @@ def loads(schedule: Schedule, *, put_off: bool) -> tuple[Load, ...]:
 
 
 def _hull(most: dict[int, int]) -> tuple[tuple[int, int], ...]:
-    """The pairs that are the worst for some weights of the two: the upper right of their convex hull."""
+    """The pairs that are the worst case for some weighting of the two: the upper right of their convex hull."""
     kept: list[tuple[int, int]] = []
     for owed, held in sorted(most.items(), reverse=True):
         while len(kept) > 1 and _inside(kept[-2], kept[-1], (held, owed)):
@@ -79,39 +81,39 @@ def _hull(most: dict[int, int]) -> tuple[tuple[int, int], ...]:
 
 
 def _inside(one: tuple[int, int], middle: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether the middle pair lies on or below the line between the others, held over falling owed."""
+    """True if the middle pair lies on or below the line between the others, with `held` plotted over decreasing `owed`."""
     return (middle[0] - one[0]) * (one[1] - other[1]) <= (other[0] - one[0]) * (one[1] - middle[1])
 
 
 @dataclass(frozen=True)
 class Split:
-    """What of a plan memory depends on, beside the cuts."""
+    """The properties of a plan that memory depends on, apart from the cuts."""
 
-    lanes: int  # of the largest slice
-    steps: int  # of a chunk
-    window: int  # steps of a slice
+    lanes: int  # in the largest slice
+    steps: int  # per chunk
+    window: int  # steps in the whole window
     all_lanes: int  # of the replica
-    put_off: bool
+    put_off: bool  # weight gradients are deferred
     recompute: bool
     share_head: bool
-    reduced: bool  # gradients are summed over workers, in buffers of their own
+    reduced: bool  # gradients are all-reduced, in separate buffers
 
 
 def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) -> Memory:
-    """The bytes of units [first, last)."""
+    """Bytes of a stage with units [first, last)."""
     fixed = _fixed(units, first, last, split.share_head, split.reduced)
     kept, owed, entering, carry, work, owing = _numbers(units, first, last, split.share_head)
     e = units.activation_bytes
     chunk = split.lanes * split.steps
     flight = (entering if split.recompute else entering + kept) * chunk * e
     activations = max(held * flight + debts * owed * chunk * e for held, debts in load.pairs)
-    # One more chunk at work; when gradients are paid, the rows of the largest layer once more, all of the slice together.
+    # The running chunk's temporaries; deferred gradients instead need a second copy of the largest unit's pending rows, over the slice.
     workspace = (work + (kept if split.recompute else 0)) * chunk * e
     if split.put_off:
         workspace = max(workspace, owing * split.lanes * split.window * e)
     carries = carry * e * (split.all_lanes + split.lanes * (load.held + 1))
     parameters, gradients, optimizer = fixed
-    if units.activation_bytes < units.parameter_bytes:  # the layers read a shorter copy of the weights
+    if units.activation_bytes < units.parameter_bytes:  # the layers read a lower-precision copy of the weights
         workspace += parameters * units.activation_bytes // units.parameter_bytes
     return Memory(parameters, gradients, optimizer, activations, carries, workspace)
 
@@ -122,10 +124,10 @@ def _fixed(units: Units, first: int, last: int, share_head: bool, reduced: bool)
 
 
 def _numbers(units: Units, first: int, last: int, share_head: bool) -> tuple[int, int, int, int, int, int]:
-    """A lane and step of a stage: kept, owed, entering; of a lane: carry; and of the unit that needs most: work, owed."""
+    """Elements of a stage: kept, pending and input, per lane and step; carry, per lane; and its largest unit's work and pending."""
     own = list(units.units[first:last])
     head = units.units[-1]
-    if share_head and last == len(units):  # its logits live only while it is at work, on whichever stage that is
+    if share_head and last == len(units):  # a shared head's logits live only while it runs, on whichever stage that is
         own.pop()
     return (
         sum(unit.kept for unit in own),

@@ -1,7 +1,7 @@
-"""A `Profile` is what a machine does in how many seconds: samples of work, links between devices, and what the runtime adds.
+"""A `Profile` records how fast a machine is: timed calls, links between devices, and the overheads of the runtime.
 
-A small JSON file, made by measuring or from published figures, and marked as which. Everything the planner predicts comes from one;
-it holds times of single calls and no opinion about plans. Torch-free: a laptop can read the profile of a cluster.
+It is a small JSON file, made from measurements or from published figures, and says which. Everything the planner predicts is derived
+from one; it holds the times of single calls and knows nothing of plans. Torch-free: a laptop can read the profile of a cluster.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ Source = Literal["measured", "published"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One call, timed: so many steps of so many lanes through one unit of the model, forward and backward.
+    """One timed call: `lanes` × `steps` through one unit of the model, forward and backward.
 
     | kind | inputs | outputs |
     |---|---|---|
-    | lstm | width of what it reads | hidden units; `layers` of them in one call, all but the first reading this width |
+    | lstm | input width | hidden units; `layers` layers in one call, of which all but the first have this input width |
     | embedding | vocabulary | width |
-    | softmax | width of what it reads | classes; product, cross entropy |
-    | linear | width of what it reads | numbers; product, loss |
+    | softmax | input width | classes; the time includes matrix product and cross entropy |
+    | linear | input width | outputs; the time includes matrix product and loss |
     | dropout, norm | width | the same width |
-    | optimizer | 0 | parameters; lanes and steps are 1; `name` is the optimizer; forward is the whole update with norm and clipping |
+    | optimizer | parameter tensors; 0 on a GPU, which updates all at once | parameters |
 
-    Bidirectional layers are two directions of it.
+    For the optimizer, lanes and steps are 1, `name` is the optimizer, and forward is the whole update with norm and clipping. A
+    bidirectional layer counts as two calls.
     """
 
     kind: Kind
@@ -46,27 +47,27 @@ class Sample:
     lanes: int
     steps: int
     forward_seconds: float
-    backward_seconds: float = 0.0  # all of it
-    put_off_seconds: float = 0.0  # of backward, the weights' gradients, where they are put off to the end when time comes in chunks
-    projection: int = 0  # lstm
-    layers: int = 1  # lstm
-    name: str = ""  # optimizer
-    piped: bool = False  # as it runs in a pipeline, where that differs: nothing is recorded as a graph, and some kernels stand aside
-    workers: int = 1  # of the host that did the same at the same time, and shared its cores and memory
+    backward_seconds: float = 0.0  # the whole backward, including put_off_seconds
+    put_off_seconds: float = 0.0  # the weight gradients, which are deferred to the end of the window when time is cut into chunks
+    projection: int = 0  # lstm only
+    layers: int = 1  # lstm only
+    name: str = ""  # optimizer only
+    piped: bool = False  # timed as in a pipeline, where that differs: without CUDA graphs, and without kernels that cannot run there
+    workers: int = 1  # workers on the host that ran the same call at the same time, sharing its cores and memory
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between two devices: a message takes the latency, and its bytes at this rate."""
+    """The link between two devices: a message takes the latency plus its size over the bandwidth."""
 
     latency_seconds: float
     bytes_per_second: float
-    source: str = "measured"  # or where the figures were published
+    source: str = "measured"  # or the publication the figures come from
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """An all-reduce, timed: over so many workers, of one host or (apart) each on a host of its own."""
+    """One timed all-reduce over `workers` workers, on one host or, if `apart`, each on its own host."""
 
     workers: int
     num_bytes: int
@@ -76,22 +77,22 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Crowd:
-    """What comes of it when so many workers of a host work at once."""
+    """The slowdown when `workers` workers of a host run at once."""
 
     workers: int
-    factor: float = 1.0  # how much longer work takes than alone, where no sample was timed with so many
-    lag: float = 0.0  # of the work up to a point where all meet, by which the slowest is behind the others
+    factor: float = 1.0  # slowdown relative to one worker, used if no samples were timed with this many
+    lag: float = 0.0  # how far the slowest worker is behind the mean at a synchronization point, as a fraction of the work before it
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """What the runtime adds, beside the work itself."""
+    """What the runtime adds to the work itself."""
 
-    task_seconds: float = 0.0  # of each forward, backward or head of a chunk
-    message_seconds: float = 0.0  # of the worker's own time, for each message that it sends or receives
-    step_seconds: float = 0.0  # of each optimizer step
-    overlap: float = 1.0  # how much of a reduction that runs beside backward is hidden: 1 on a GPU, 0 where both want the same core
-    recorded_seconds: float | None = None  # of each task where there is one stage, which is then recorded as a graph; None: it is not
+    task_seconds: float = 0.0  # per forward, backward or head of a chunk
+    message_seconds: float = 0.0  # of the worker's own time, per message sent or received
+    step_seconds: float = 0.0  # per optimizer step
+    overlap: float = 1.0  # fraction of an all-reduce hidden behind backward: 1 on a GPU, 0 if both compete for the same core
+    recorded_seconds: float | None = None  # per task with one stage, which is captured as a CUDA graph; None: it is not captured
 
 
 @dataclass(frozen=True)
@@ -103,19 +104,19 @@ class Profile:
     source: Source
     memory_bytes: int  # of one device
     samples: tuple[Sample, ...]
-    within: Link  # of one host
-    between: Link | None = None  # hosts; a host's devices share it
+    within: Link  # between devices of a host
+    between: Link | None = None  # between hosts; shared by the devices of a host
     devices_per_host: int = 1
-    reserved_bytes: int = 0  # of a device, that is never ours: the context, libraries
-    common_memory: bool = False  # the devices of a host share memory_bytes: they are its cores
+    reserved_bytes: int = 0  # device memory that is not available to us: the context, libraries
+    common_memory: bool = False  # the devices of a host are its cores, and share memory_bytes
     reductions: tuple[Reduction, ...] = ()
     crowds: tuple[Crowd, ...] = ()
     overheads: Overheads = Overheads()
-    versions: Mapping[str, str] = field(default_factory=dict)  # of what was timed: carrywave, torch, the driver
+    versions: Mapping[str, str] = field(default_factory=dict)  # timed with: carrywave, torch, the thread count if the user set it
 
     @staticmethod
     def of(known: object, where: str = "profile") -> Profile:
-        """A profile from what JSON or YAML made of it, checked; `where` names it in errors."""
+        """Build and validate a profile from parsed JSON or YAML; `where` names it in errors."""
         if isinstance(known, Mapping) and known.get("format") != FORMAT:
             raise PlanError(f"{where} has format {known.get('format')!r}, this version reads {FORMAT}; measure it anew")
         given = _keys(
@@ -137,7 +138,7 @@ class Profile:
         return check(Profile(**simple, **parts), where)
 
     def to_json(self) -> str:
-        """The profile as text; what has its default is left out, so that it stays small."""
+        """The profile as JSON; default values in samples, reductions and crowds are omitted to keep it small."""
         known: dict[str, Any] = {"format": FORMAT}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -157,14 +158,14 @@ class Profile:
         return "{\n" + lines + "\n}\n"
 
     def write(self, path: Path) -> None:
-        """Write it to a file, whole or not at all."""
+        """Write it to a file atomically."""
         part = path.with_name(path.name + ".part")
         part.write_text(self.to_json(), encoding="utf-8")
         part.replace(path)
 
     @staticmethod
     def read(path: Path | str) -> Profile:
-        """Read a file that `write` wrote."""
+        """Read a file written by `write`."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -178,7 +179,7 @@ class Profile:
         return Profile.of(known, str(path))
 
     def check_fresh(self, hardware: str, versions: Mapping[str, str]) -> None:
-        """Refuse a profile of another machine or of other versions than these."""
+        """Reject a profile made on other hardware or with other versions."""
         if self.hardware != hardware:
             raise PlanError(f"the profile {self.name} is of {self.hardware}, and this is {hardware}; measure it anew")
         for name, version in versions.items():
@@ -188,7 +189,7 @@ class Profile:
 
 
 def check(profile: Profile, where: str = "profile") -> Profile:
-    """Refuse what no machine does: times, sizes and rates that are not positive."""
+    """Reject impossible figures, such as times or sizes that are not positive."""
     if profile.memory_bytes <= profile.reserved_bytes:
         raise PlanError(
             f"{where}: memory_bytes={profile.memory_bytes} leaves nothing beside reserved_bytes={profile.reserved_bytes}; correct them"
@@ -222,7 +223,7 @@ def check(profile: Profile, where: str = "profile") -> Profile:
 
 
 def link_of(known: object, where: str) -> Link:
-    """A link from what JSON or YAML made of it, checked."""
+    """Build and validate a link from parsed JSON or YAML."""
     link = _record(Link, known, where)
     if link.bytes_per_second <= 0:
         raise PlanError(f"{where}: bytes_per_second={link.bytes_per_second:g} sends nothing; give the link's rate, above 0")
@@ -230,7 +231,7 @@ def link_of(known: object, where: str) -> Link:
 
 
 def _short(part: Sample | Reduction | Crowd) -> dict[str, Any]:
-    """Without the fields that have their default, and times to six digits: no clock has more."""
+    """The fields that differ from their defaults, floats rounded to six digits: no clock is more precise."""
     values = {each.name: (getattr(part, each.name), each.default) for each in fields(part)}
     return {
         name: float(f"{value:.6g}") if isinstance(value, float) else value for name, (value, default) in values.items() if value != default
@@ -249,7 +250,7 @@ def _record(cls: type[_T], known: object, where: str) -> _T:
 
 
 def check_keys(known: Mapping[Any, Any], names: Sequence[str], where: str) -> None:
-    """Refuse a key that is none of these."""
+    """Reject unknown keys."""
     for key in known:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1)
@@ -259,7 +260,7 @@ def check_keys(known: Mapping[Any, Any], names: Sequence[str], where: str) -> No
 
 
 def _keys(cls: type[Any], known: object, where: str) -> dict[str, Any]:
-    """The keys of a record: all are known, and none that is needed is missing."""
+    """The record as a dict, after checking that it has no unknown keys and no required key is missing."""
     if not isinstance(known, Mapping):
         raise PlanError(f"{where} is {_shown(known)}, not a mapping of keys; correct it")
     names = [each.name for each in fields(cls)]
@@ -271,7 +272,7 @@ def _keys(cls: type[Any], known: object, where: str) -> dict[str, Any]:
 
 
 def _check(cls: type[Any], given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Simple fields have the type they are declared with, and numbers are finite and not below zero."""
+    """Check that simple fields have their declared types and that numbers are finite and non-negative."""
     for each in fields(cls):
         if each.name not in given:
             continue

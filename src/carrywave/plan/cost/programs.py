@@ -1,4 +1,4 @@
-"""Programs and what follows from them without any times, made once for each number of stages and chunks; the longest way through one."""
+"""Caches programs, and what follows from them without any times, per number of stages and chunks; and finds critical paths."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from carrywave.plan.schedule.schedule import wavefront
 
 @lru_cache(maxsize=256)
 def program_of(stages: int, chunks: tuple[int, ...], share_head: bool) -> Compiled:
-    """The program that the runtime would execute, ready to be simulated."""
+    """The program that the runtime would execute, compiled for simulation."""
     return Compiled(with_messages(wavefront(stages, chunks, share_head=share_head)))
 
 
 @lru_cache(maxsize=1024)
 def loads_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bool) -> tuple[Load, ...]:
-    """What each stage holds at once."""
+    """The chunks that each stage holds at once."""
     if len(chunks) == 1:
         return (one_slice(chunks[0], put_off=put_off),) * stages
     return loads(wavefront(stages, chunks, share_head=share_head), put_off=put_off)
@@ -27,13 +27,13 @@ def loads_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bo
 
 @lru_cache(maxsize=1024)
 def scored_by(stages: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the head is shared: how many chunks each stage scores."""
+    """The number of chunks that each stage scores when the head is shared."""
     counts = Counter(wavefront(stages, chunks, share_head=True).scorers.values())
     return tuple(counts[stage] for stage in range(stages))
 
 
 def through(whole: list[float], short: list[float], hop: list[float], short_hop: list[float], before: int, sends: list[float]) -> float:
-    """The longest way of so many whole chunks and a short one through stages; `sends` keep each stage from its next chunk."""
+    """Seconds of the critical path of `before` whole chunks and a short one through the stages; `sends` delay each stage's next chunk."""
     if not before:
         return sum(short) + sum(short_hop)
     rest = sum(short) + sum(short_hop)

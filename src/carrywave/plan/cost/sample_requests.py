@@ -1,4 +1,4 @@
-"""What has to be timed for a model to be planned: its own units, at the lanes and chunks that plans would give them. Torch-free."""
+"""Lists the calls that must be timed to plan a model: its own units, at the lanes and chunk sizes that plans would use. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from carrywave.plan.cost.profile import Kind, Sample
 from carrywave.plan.cost.units import BatchShape, Units
 
-CHUNKS = (1, 4, 16)  # that a window is cut into; what lies between is interpolated
+CHUNKS = (1, 4, 16)  # numbers of chunks per window that are timed; others are interpolated
 LEAST_STEPS = 2
-# Multiplications of a call that is timed: larger ones are timed on fewer steps, and take as much longer as they are larger.
+# Most multiplications in a timed call: larger calls are timed on fewer steps and extrapolated linearly.
 LARGEST = {"cpu": 2e9, "cuda": 1e13}
-# Parameters, and layers that have them; more take as much longer as they are more. A GPU is hardly at work with few, and takes all
-# tensors at once.
+# (parameters, layers they are spread over); larger counts are extrapolated linearly. Small updates do not occupy a GPU, and it updates
+# all tensors at once, so only the parameters vary there.
 OPTIMIZER_SIZES = {"cpu": ((100_000, 1), (100_000, 8), (3_000_000, 1)), "cuda": ((3_000_000, 1), (30_000_000, 1))}
 REDUCED_BYTES = (64, 1 << 16, 1 << 20, 8 << 20)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One call to be timed; see `plan.profile.Sample`."""
+    """A request to time one call; see `plan.cost.profile.Sample`."""
 
     kind: Kind
     inputs: int
@@ -30,31 +30,31 @@ class Ask:
     steps: int
     projection: int = 0
     precision: str = "fp32"
-    whole: bool = True  # time is not cut
-    layers: int = 1  # of an lstm: so many in one call, which may run at the same time
-    nothing: bool = False  # a task with no unit in it
+    whole: bool = True  # the window is one chunk
+    layers: int = 1  # lstm layers in one call, which may run concurrently
+    nothing: bool = False  # a task without any unit, to time the overhead
 
     @staticmethod
     def of(known: dict[str, Any]) -> Ask:
-        """An ask from what JSON made of it."""
+        """Build an `Ask` from parsed JSON."""
         return Ask(**known)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The request as a dict that JSON can represent."""
         return asdict(self)
 
     def twice(self) -> Ask:
-        """The same with twice the steps."""
+        """The same request with twice the steps."""
         return replace(self, steps=2 * self.steps)
 
     @property
     def size(self) -> tuple[object, ...]:
-        """What tells samples of one kind apart."""
+        """The key that identifies the call."""
         return called(self)
 
     @property
     def work(self) -> float:
-        """Multiplications, roughly: forward and backward."""
+        """Approximate multiplications of forward and backward."""
         tokens = self.lanes * self.steps
         if self.kind == "lstm":
             return 12.0 * self.layers * tokens * self.outputs * (self.inputs + (self.projection or self.outputs))
@@ -63,7 +63,7 @@ class Ask:
         return 1.0 * tokens * self.outputs
 
     def sample(self, forward_seconds: float, backward_seconds: float, put_off_seconds: float) -> Sample:
-        """What came of it."""
+        """The sample that answers this request."""
         return Sample(
             self.kind,
             self.precision,  # type: ignore[arg-type]
@@ -80,17 +80,17 @@ class Ask:
 
 
 def called(one: Ask | Sample) -> tuple[object, ...]:
-    """What an ask and the sample that came of it have in common."""
+    """The key shared by a request and the sample that answers it."""
     return one.kind, one.precision, one.inputs, one.outputs, one.lanes, one.steps, one.projection, one.layers
 
 
 def asks_of(units: Units, workers: int, kind: str = "cpu") -> list[Ask]:
-    """Calls that plans of so many workers of a host would make: shares of the lanes, chunks of the window."""
+    """The calls that plans with `workers` workers on a host would make, for their shares of the lanes and chunks of the window."""
     found: dict[tuple[object, ...], Ask] = {}
     for shape in units.shapes:
-        # All lanes in a pipeline, a share on replicas.
+        # A pipeline has all lanes, each replica a share of them.
         for lanes in sorted({shape.lanes, -(-shape.lanes // workers)}, reverse=True):
-            # One worker does not cut time; a shorter call tells what of a call does not grow with it.
+            # One worker does not cut time, but a shorter call reveals the fixed cost per call.
             for chunks in (1,) if units.whole else CHUNKS[:2] if workers == 1 else CHUNKS:
                 steps = -(-shape.steps // chunks)
                 if chunks > 1 and steps < LEAST_STEPS:
@@ -105,7 +105,7 @@ def asks_of(units: Units, workers: int, kind: str = "cpu") -> list[Ask]:
 
 
 def _side_by_side(units: Units, shape: BatchShape) -> Iterable[Ask]:
-    """Equal layers in one call: on a GPU they may run at the same time."""
+    """Requests for several equal layers in one call: on a GPU they may run concurrently."""
     layers = [unit for unit in units.units if unit.kind == "lstm"]
     equal = [unit for unit in layers if (unit.inputs, unit.outputs) == (layers[-1].inputs, layers[-1].outputs)]
     if len(equal) > 1 and not equal[0].projection and equal[0].directions == 1:
@@ -124,7 +124,7 @@ def _of_units(units: Units, lanes: int, steps: int, whole: bool) -> Iterable[Ask
 
 
 def _lighter(ask: Ask, largest: float) -> Ask:
-    """An ask that does not take too long: of fewer steps."""
+    """The request with fewer steps if it would take too long."""
     if ask.work <= largest:
         return ask
     return replace(ask, steps=max(LEAST_STEPS, min(ask.steps, round(ask.steps * largest / ask.work))))

@@ -1,7 +1,7 @@
-"""Profiles that come with carrywave, found by name or by file, and links as their makers publish them.
+"""Finds profiles, shipped with carrywave or in files, and lists links with their manufacturers' published figures.
 
-A published figure is a rate that wires have; programs reach less. Latencies are assumptions: what a message between two processes
-usually takes, with its launch. Both are marked in `Link.source`, and a link that was measured is always better.
+Published bandwidths are those of the hardware; programs achieve less. Latencies are assumptions: what a message between two processes
+usually takes, including the kernel launch. `Link.source` marks both, and a measured link is always preferable.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from carrywave import __version__
 from carrywave.errors import PlanError
 from carrywave.plan.cost.profile import Link, Profile
 
-PROFILE = "CARRYWAVE_PROFILE"  # of the environment: plan by this file, or by the profile of this name
+PROFILE = "CARRYWAVE_PROFILE"  # environment variable: the file or name of the profile to plan with
 
 
 def _published(latency_microseconds: float, gigabytes_per_second: float, said: str) -> Link:
     return Link(latency_microseconds * 1e-6, gigabytes_per_second * 1e9, f"published: {said}; latency {latency_microseconds:g} us assumed")
 
 
-# All in one direction: what makers give for both together is halved.
+# Bandwidths are for one direction; figures published for both directions together are halved.
 LINKS: dict[str, Link] = {
     "nvlink3": _published(5, 300, "NVIDIA A100 data sheet, 600 GB/s a GPU in both directions together"),
     "nvlink4": _published(5, 450, "NVIDIA H100 and H200 data sheets, 900 GB/s a GPU in both directions together"),
@@ -39,13 +39,13 @@ LINKS: dict[str, Link] = {
 
 
 def names() -> list[str]:
-    """Of the profiles that come with carrywave."""
+    """Names of the profiles shipped with carrywave."""
     folder = _folder()
     return sorted(part.name.removesuffix(".json") for part in folder.iterdir() if part.name.endswith(".json")) if folder.is_dir() else []
 
 
 def shipped(name: str) -> Profile:
-    """A profile that comes with carrywave."""
+    """A profile shipped with carrywave, by name."""
     if name not in names():
         raise PlanError(f"there is no profile {name}; {_known()}")
     with (_folder() / f"{name}.json").open(encoding="utf-8") as file:
@@ -53,12 +53,12 @@ def shipped(name: str) -> Profile:
 
 
 def find_profile(text: str) -> Profile:
-    """The profile in a file, or the one of this name that comes with carrywave."""
+    """The shipped profile of this name, or the one in this file."""
     if text in names():
         return shipped(text)
     if os.sep in text or text.endswith(".json") or Path(text).is_file():
         found = Profile.read(text)
-        if "carrywave" in found.versions:  # kernels may have changed since it was measured
+        if "carrywave" in found.versions:  # reject another version's: its kernels may have been different
             found.check_fresh(found.hardware, {"carrywave": __version__})
         return found
     raise PlanError(f"there is no profile {text}; {_known()}")

@@ -1,8 +1,8 @@
-"""Runs a `Program` on given times: when each task of each stage starts and ends, how long stages wait, what is sent.
+"""Simulates a `Program` with given task times: when each task starts and ends, how long stages wait, how many bytes are sent.
 
-It is the object that the runtime executes, under the runtime's rules: a stage takes its steps in order; a receive is posted and never
-blocks; a message is under way once it is sent and its receive is posted, one after the other on each channel; a run waits for its
-message. Each step is looked at once or twice, so that time grows with the number of tasks.
+The program is the one the runtime executes, under the runtime's rules: a stage executes its steps in order; posting a receive never
+blocks; a message is transferred once it has been sent and its receive posted, one at a time per channel; a run waits for its message.
+Each step is visited once or twice, so the simulation is linear in the number of tasks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INSTANT = Link(0.0, float("inf"))
 
 
 class TaskSpan(NamedTuple):
-    """What a worker does from one moment to another: a task, or `pay` (put-off gradients), `reduce`, `update`."""
+    """An interval of a worker's time: a task, `pay` (deferred weight gradients), `reduce` (gradient all-reduce) or `update`."""
 
     label: str
     start: float
@@ -31,50 +31,50 @@ class TaskSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """How long things take."""
+    """The durations and message sizes that drive a simulation."""
 
     run: Callable[[StageTask], float]
-    pay: Callable[[StageTask], float] = lambda task: 0.0  # after this task, and after what it sends
-    num_bytes: Callable[[StageTask], int] = lambda task: 0  # of what this task gives another stage
+    pay: Callable[[StageTask], float] = lambda task: 0.0  # deferred weight gradients, computed after this task and its sends
+    num_bytes: Callable[[StageTask], int] = lambda task: 0  # size of the message this task sends to another stage
     link: Callable[[Channel], Link] = lambda line: INSTANT
-    message_seconds: float = 0.0  # of a stage's own time, for each message
+    message_seconds: float = 0.0  # of a stage's own time, per message sent or received
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each stage does when; replicas do the same."""
+    """What each stage does when; all replicas are the same."""
 
     rows: tuple[tuple[TaskSpan, ...], ...]
-    sent_bytes: tuple[int, ...]  # by each stage
+    sent_bytes: tuple[int, ...]  # per stage
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the last."""
+        """Time from the start to the end of the last stage to finish."""
         return max((row[-1].end for row in self.rows if row), default=0.0)
 
     @property
     def ends(self) -> tuple[float, ...]:
-        """When each stage is through."""
+        """When each stage finishes."""
         return tuple(row[-1].end if row else 0.0 for row in self.rows)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each stage works."""
+        """Seconds each stage spends working, not counting `reduce`."""
         return tuple(sum(span.end - span.start for span in row if span.label != "reduce") for row in self.rows)
 
     @property
     def bubble(self) -> float:
-        """The share of the stages' time that is not work."""
+        """The fraction of the stages' time that is not work."""
         return 1 - sum(self.busy) / (self.seconds * len(self.rows)) if self.seconds else 0.0
 
     def then(self, label: str, spans: list[tuple[float, float]]) -> Timeline:
-        """The same with one more span on each stage that has something to do."""
+        """This timeline with one more span on each stage; empty spans are omitted."""
         rows = [(*row, TaskSpan(label, start, end)) if end > start else row for row, (start, end) in zip(self.rows, spans, strict=True)]
         return replace(self, rows=tuple(rows))
 
 
 class _Step(NamedTuple):
-    """A step with its message: the number of it, or -1 where a run reads none."""
+    """A step with the number of its message, or -1 for a run that reads none."""
 
     kind: str
     task: StageTask
@@ -82,13 +82,13 @@ class _Step(NamedTuple):
 
 
 class Compiled:
-    """A program with its messages numbered: made once, simulated often."""
+    """A program with numbered messages: built once, simulated many times."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         schedule = program.schedule
         numbers: dict[StageTask, int] = {}
-        self.lines: list[Channel] = []  # of each message
+        self.lines: list[Channel] = []  # the channel of each message
         self.readers: list[StageTask] = []
 
         def number(reading: StageTask) -> int:
@@ -114,7 +114,7 @@ class Compiled:
 
 
 def simulate(program: Program | Compiled, times: TaskTimes) -> Timeline:
-    """Run a program; refuses one that cannot go on."""
+    """Simulate a program; rejects one that deadlocks."""
     return _Run(program if isinstance(program, Compiled) else Compiled(program), times).carry_out()
 
 
@@ -124,13 +124,13 @@ class _Run:
         self.rows: list[list[TaskSpan]] = [[] for _ in program.stages]
         self.sent_bytes = [0] * len(program.stages)
         messages = len(program.lines)
-        self.posted = [-1.0] * messages  # when the receive was posted; below zero: not yet
+        self.posted = [-1.0] * messages  # when the receive was posted; negative: not yet
         self.offered = [-1.0] * messages
         self.sizes = [0] * messages
         self.arrived = [-1.0] * messages
         self.links = {line: times.link(line) for line in set(program.lines)}
         self.free = dict.fromkeys(self.links, 0.0)
-        self.waiting: dict[int, int] = {}  # stages that wait for a message
+        self.waiting: dict[int, int] = {}  # message -> the stage waiting for it
         self.ready = deque(range(len(program.stages)))
 
     def carry_out(self) -> Timeline:
@@ -148,7 +148,7 @@ class _Run:
         return Timeline(tuple(map(tuple, self.rows)), tuple(self.sent_bytes))
 
     def _walk(self, stage: int) -> Iterator[int]:
-        """Take the steps of a stage; stops at each run whose message has not come, and gives the message."""
+        """Execute the steps of a stage, yielding the awaited message at each run whose message has not arrived."""
         times, row, clock = self.times, self.rows[stage], 0.0
         done: StageTask | None = None
         for kind, task, message in self.program.stages[stage]:
@@ -179,7 +179,7 @@ class _Run:
         return clock + seconds
 
     def _meet(self, message: int) -> None:
-        """A message is under way as soon as both ends are there."""
+        """Transfer a message if both of its ends are ready, and wake the stage waiting for it."""
         posted, offered = self.posted[message], self.offered[message]
         if posted < 0 or offered < 0:
             return

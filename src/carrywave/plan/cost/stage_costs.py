@@ -1,4 +1,4 @@
-"""Seconds of units and stages on one kind of device, for a chunk of so many lanes and steps, from the samples of its profile."""
+"""Predicts the seconds of units and stages on one kind of device, for chunks of any size, from the samples of its profile."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from carrywave.plan.cost.interpolation import NOTHING, Fit, Seconds, Size, size_
 from carrywave.plan.cost.profile import Profile, Sample
 from carrywave.plan.cost.units import Unit, Units
 
-# Where a precision was not timed, one that runs on the same hardware stands for it.
+# Fallback for a precision that was not timed: one that uses similar hardware.
 _ALIKE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
-FAR_DOUBLINGS = 0.75  # between a layer's width and that of the nearest sample, beyond which its time is more a guess than a prediction
+FAR_DOUBLINGS = 0.75  # distance of a layer's width from the nearest sample beyond which its time is a guess rather than a prediction
 
 
 @lru_cache(maxsize=256)
 def _fit(kind: str, samples: tuple[Sample, ...]) -> Fit:
-    """Cached by its samples: planning for many numbers of devices asks for the same ones over and over."""
+    """Cached by samples: planning for many numbers of devices needs the same fits again and again."""
     return Fit(kind, samples)
 
 
 class Costs:
-    """What the units of a model cost on one kind of device; `piped`: as a stage among others; `crowd`: workers of its host."""
+    """The costs of a model's units on one kind of device; `piped`: as one of several stages; `crowd`: number of workers on its host."""
 
     def __init__(self, units: Units, profile: Profile, *, piped: bool = False, crowd: int = 1) -> None:
         self.units, self.profile, self.piped = units, profile, piped
         timed = {sample.workers for sample in profile.samples} or {1}
-        # Those of the samples that are used: the nearest, and of two that are equally near the one that is slower.
+        # Use the samples timed with the nearest number of workers; on a tie the larger number, which is slower.
         self.workers = min(timed, key=lambda workers: (abs(math.log2(workers / crowd)), -workers))
         self.lag = _between([(1, 0.0), *((each.workers, each.lag) for each in profile.crowds)], crowd)
-        self.crowding = self._crowding(crowd) / self._crowding(self.workers)  # how many times as long as these samples work takes
+        self.crowding = self._crowding(crowd) / self._crowding(self.workers)  # slowdown relative to these samples
         self._fits: dict[str, Fit | None] = {}
         self._of_unit: dict[tuple[int, int, int], Seconds] = {}
         self._of_stage: dict[tuple[int, int, int, int], Seconds] = {}
@@ -40,7 +40,7 @@ class Costs:
         self._optimizers = {sample.name for sample in self._samples("optimizer")}
 
     def unit(self, number: int, lanes: int, steps: int) -> Seconds:
-        """Of one unit on one chunk, with what stands behind it: dropout, norm."""
+        """Seconds of one unit on one chunk, with the dropout and norm that follow it."""
         key = number, lanes, steps
         found = self._of_unit.get(key)
         if found is None:
@@ -48,7 +48,7 @@ class Costs:
         return found
 
     def stage(self, first: int, last: int, lanes: int, steps: int) -> Seconds:
-        """Of units [first, last) on one chunk. Equal layers next to each other may run at the same time, where a sample says so."""
+        """Seconds of units [first, last) on one chunk. Neighbouring equal layers run concurrently if the samples show that they can."""
         key = first, last, lanes, steps
         found = self._of_stage.get(key)
         if found is None:
@@ -60,9 +60,10 @@ class Costs:
         return found
 
     def owed(self, first: int, last: int, lanes: int, steps: int, chunk_steps: int) -> float:
-        """Seconds of the weights' gradients that units [first, last) put off until all chunks of a window are through.
+        """Seconds of the weight gradients that units [first, last) defer until all chunks of a window are done.
 
-        They are paid as one product, so that the window's own time counts; but not of a kernel that puts off in short chunks alone.
+        They are computed as one product, so the time for the whole window is used; unless the kernel defers only for short chunks, in
+        which case the whole window's sample has almost none and the time is scaled up from a chunk.
         """
         key = first, last, lanes, steps, chunk_steps
         found = self._owed.get(key)
@@ -77,20 +78,20 @@ class Costs:
         return found
 
     def update(self, parameters: int, tensors: int = 0) -> float:
-        """Norm, clipping and optimizer, of so many parameters in so many tensors."""
+        """Seconds of norm, clipping and optimizer for `parameters` parameters in `tensors` tensors."""
         if not parameters or not self._optimizers:
             return 0.0
         name = self.units.optimizer if self.units.optimizer in self._optimizers else min(self._optimizers)
         return self._kind("optimizer", name)(Size(tensors, parameters, 1, 1)).forward
 
     def _crowding(self, workers: int) -> float:
-        """How many times as long as alone work takes when so many workers of a host are at it."""
+        """Slowdown, relative to a single worker, when this many workers of a host run at once."""
         return _between([(1, 1.0), *((crowd.workers, crowd.factor) for crowd in self.profile.crowds)], workers)
 
     def _unit(self, unit: Unit, lanes: int, steps: int) -> Seconds:
         found = NOTHING
         if unit.kind != "numbers":
-            # A head that pools has one row for each lane. Where chunks are many it runs once, which is too little to tell apart.
+            # A pooled head has one row per lane. It runs only on the last chunk, but is too cheap for that to be worth modelling here.
             rows = 1 if self.units.pooled and unit.width_out == 0 else steps
             fit = self._kind(unit.kind)
             found = fit(Size(unit.inputs, unit.outputs, lanes, rows, unit.projection)).times(unit.directions)
@@ -100,11 +101,11 @@ class Costs:
         return found
 
     def _runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Neighbours among units [first, last) that are alike, as [first, last) of each run."""
+        """Runs of equal neighbours among units [first, last), each as [first, last)."""
         return [(max(begin, first), min(end, last)) for begin, end in self.units.runs if begin < last and end > first]
 
     def _together(self, unit: Unit, count: int, lanes: int, steps: int) -> float:
-        """How long equal layers take in one call, where they may run at the same time, beside one after the other."""
+        """Time of `count` equal layers in one call, where they may run concurrently, relative to running them one after another."""
         if count == 1 or not self.side_by_side or unit.directions > 1 or unit.kind != "lstm":
             return 1.0
         fit = self._kind("lstm")
@@ -113,18 +114,18 @@ class Costs:
             key=lambda s: abs(_doublings(s.outputs, unit.outputs)) * 2 + abs(_doublings(s.lanes, lanes)) + abs(_doublings(s.layers, count)),
         )
         alone = fit(size_of(nearest)._replace(layers=1)).all * nearest.layers
-        # Each layer after the first adds the same, so that more layers never take less.
+        # Every layer after the first adds the same time, so that more layers never take less.
         added = (nearest.forward_seconds + nearest.backward_seconds) / (alone / nearest.layers)
         added = min(1.0, max(0.0, (added - 1.0) / (nearest.layers - 1)))
         return (1.0 + (count - 1) * added) / count
 
     def _samples(self, kind: str, name: str = "") -> tuple[Sample, ...]:
         precisions = [self.units.precision, _ALIKE.get(self.units.precision, "")]
-        if kind == "optimizer":  # its numbers are long, whatever the layers compute in
+        if kind == "optimizer":  # it works in fp32 or fp64, whatever precision the layers compute in
             precisions = ["fp64", "fp32"] if self.units.precision == "fp64" else ["fp32", self.units.precision]
         for precision in precisions:
             found = [s for s in self.profile.samples if s.kind == kind and s.precision == precision and (not name or s.name == name)]
-            # Where something was not timed with as many workers, it was with another number.
+            # If this kind was not timed with this number of workers, use the nearest number.
             nearest = min({s.workers for s in found}, key=lambda workers: abs(math.log2(workers / self.workers)), default=1)
             found = [s for s in found if s.workers == nearest]
             plain, piped = (tuple(s for s in found if s.piped == wanted) for wanted in (False, True))
@@ -140,7 +141,7 @@ class Costs:
             samples = self._samples(kind, name)
             if kind == "lstm":
                 samples = tuple(s for s in samples if s.layers == 1)
-            if not samples and kind in ("softmax", "linear"):  # both are a product
+            if not samples and kind in ("softmax", "linear"):  # both are dominated by a matrix product
                 samples = self._samples("linear" if kind == "softmax" else "softmax")
             if not samples:
                 raise PlanError(
@@ -152,7 +153,7 @@ class Costs:
 
 
 def far_off(units: Units, profile: Profile) -> str | None:
-    """What a user should know of a profile that was measured for models of other sizes; None: it has samples near this one's."""
+    """A warning for the user if the profile was measured for models of other sizes; None if it has samples near this model's."""
     known = {s.outputs for s in profile.samples if s.kind == "lstm" and s.precision in (units.precision, _ALIKE.get(units.precision))}
     for unit in units.units:
         if unit.kind == "lstm" and known:
@@ -163,7 +164,7 @@ def far_off(units: Units, profile: Profile) -> str | None:
 
 
 def _between(known: Sequence[tuple[int, float]], workers: int) -> float:
-    """Of so many workers: in between what is known, linear; beyond it, as the last."""
+    """The value for this number of workers: linear interpolation between known points, constant beyond the last."""
     before = known[0]
     for at, value in sorted(set(known)):
         if at >= workers:
@@ -173,5 +174,5 @@ def _between(known: Sequence[tuple[int, float]], workers: int) -> float:
 
 
 def _doublings(a: int, b: int) -> float:
-    """Roughly how many doublings apart two sizes are."""
+    """A rough distance between two sizes: 0 if equal, 1 if one is twice the other."""
     return max(a, b) / min(a, b) - 1.0

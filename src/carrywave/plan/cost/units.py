@@ -1,6 +1,7 @@
-"""`Units` are what a plan cuts: the encoder, each layer, the head; their sizes, parameters, and what a step of a lane leaves in memory.
+"""`Units` describes what a plan divides (the encoder, each layer, the head): sizes, parameters, and memory per lane and step.
 
-All of it follows from the spec and the facts of the data; nothing is built. Counts are in numbers; the precision says how wide they are.
+Everything is derived from the spec and the facts of the data; no model is built. Counts are numbers of elements, whose size in bytes
+depends on the precision.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
 _ACTIVATION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
-_STATES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # numbers beside each parameter
-_SHAPES = 3  # of batches that stand for all, where sequences differ in length
+_STATES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # optimizer state elements per parameter
+_SHAPES = 3  # representative batch shapes when sequences differ in length
 
 
 @dataclass(frozen=True)
@@ -28,26 +29,26 @@ class Unit:
     """The encoder, a layer or the head."""
 
     name: str
-    kind: Kind | Literal["numbers"]  # numbers enter as they are
-    inputs: int  # as in a `Sample`
+    kind: Kind | Literal["numbers"]  # "numbers": numeric input passes through unchanged
+    inputs: int  # inputs and outputs are as in a `Sample`
     outputs: int
-    width_in: int  # of what comes from the unit before; 0 for the encoder
-    width_out: int  # of what goes to the next; 0 for the head
-    parameters: int  # without those it shares with another unit
-    kept: int  # numbers a lane and step, from forward to backward, beside what enters
-    owed: int = 0  # numbers a lane and step, from backward until put-off gradients of weights are paid
-    carry: int = 0  # numbers a lane
-    work: int = 0  # numbers a lane and step, while it is at work
+    width_in: int  # width of the input from the previous unit; 0 for the encoder
+    width_out: int  # width of the output to the next unit; 0 for the head
+    parameters: int  # not counting those shared with another unit
+    kept: int  # elements per lane and step saved from forward to backward, not counting the input
+    owed: int = 0  # elements per lane and step held from backward until deferred weight gradients are computed
+    carry: int = 0  # elements per lane
+    work: int = 0  # elements per lane and step of temporary memory while it runs
     projection: int = 0
     directions: int = 1
-    dropout: int = 0  # width of what is dropped behind it
-    norm: int = 0  # width of what is normalised behind it
-    tensors: int = 0  # that its parameters are in
+    dropout: int = 0  # width of the dropout applied to its output; 0 for none
+    norm: int = 0  # width of the layer norm applied to its output; 0 for none
+    tensors: int = 0  # number of parameter tensors
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Batches of so many lanes and steps, and what part of all steps they are."""
+    """The lanes and steps of a batch, and the share of all steps that lies in batches of this shape."""
 
     lanes: int
     steps: int
@@ -56,17 +57,17 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model, and what is fixed by the spec: batch, precision, optimizer."""
+    """The units of a model, and what the spec fixes: batch, precision, optimizer."""
 
     units: tuple[Unit, ...]
     shapes: tuple[BatchShape, ...]
     precision: str
     optimizer: str
-    states: int = 0  # numbers that the optimizer keeps beside each parameter
-    tied: int = 0  # parameters that encoder and head share
+    states: int = 0  # optimizer state elements per parameter
+    tied: int = 0  # parameters shared by the encoder and the head
     accumulate: int = 1
     pooled: bool = False  # the head scores whole sequences
-    whole: bool = False  # layers read both ways, so that time is not cut
+    whole: bool = False  # layers are bidirectional, so time cannot be cut into chunks
     streams: bool = True
     reproducible: bool = False
 
@@ -79,56 +80,56 @@ class Units:
 
     @property
     def counted(self) -> str:
-        """What a step of a lane is called: text has tokens, numbers have steps."""
+        """What one step of a lane is called: tokens for text, steps for numeric data."""
         return "steps" if self.units[0].kind == "numbers" else "tokens"
 
     @property
     def activation_bytes(self) -> int:
-        """Of a number on its way through the layers."""
+        """Bytes per activation element."""
         return _ACTIVATION_BYTES[self.precision]
 
     @property
     def parameter_bytes(self) -> int:
-        """Of a parameter, its gradient, and each number that the optimizer keeps."""
+        """Bytes per element of parameters, gradients and optimizer state."""
         return 8 if self.precision == "fp64" else 4
 
     @property
     def lanes(self) -> int:
-        """That can be shared out: of the batch with the fewest, for each replica must have one."""
+        """Lanes that can be divided among replicas: those of the smallest batch, since every replica needs at least one."""
         return min(shape.lanes for shape in self.shapes)
 
     @property
     def tokens(self) -> float:
-        """Steps of all lanes in an optimizer step, on average."""
+        """Average number of steps, over all lanes, per optimizer step."""
         return self.accumulate / sum(shape.share / (shape.lanes * shape.steps) for shape in self.shapes)
 
     def parameters(self, first: int, last: int, *, share_head: bool = False) -> int:
-        """Those that a stage of units [first, last) holds."""
+        """Number of parameters held by a stage with units [first, last)."""
         head = len(self.units) - 1
         also = share_head and last <= head
         total: int = self._sums[last][0] - self._sums[first][0] + (self.units[head].parameters if also else 0)
         return total + (self.tied if first == 0 or last > head or also else 0)
 
     def tensors(self, first: int, last: int, *, share_head: bool = False) -> int:
-        """That the parameters of a stage of units [first, last) are in."""
+        """Number of parameter tensors held by a stage with units [first, last)."""
         head = len(self.units) - 1
         also = self.units[head].tensors if share_head and last <= head else 0
         return self._sums[last][1] - self._sums[first][1] + also - (bool(self.tied) and first == 0 and (last > head or share_head))
 
     def alike(self, first: int, last: int) -> tuple[int, int]:
-        """The first units that are like [first, last), so that what is known of those holds for these: equal layers repeat."""
+        """The first span of units identical to [first, last), so that results for one can be reused for the other: equal layers repeat."""
         begin, end = self._run_of[first]
         return (begin, begin + last - first) if last <= end else (first, last)
 
     @cached_property
     def _sums(self) -> list[tuple[int, int]]:
-        """Parameters and tensors of all units before each, and of all."""
+        """Prefix sums of (parameters, tensors) over the units."""
         each = ((unit.parameters, unit.tensors) for unit in self.units)
         return list(accumulate(each, lambda sofar, one: (sofar[0] + one[0], sofar[1] + one[1]), initial=(0, 0)))
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Neighbours that are equal but for their names: [first, last) of each run of them."""
+        """Maximal runs of neighbouring units that are equal except for their names, each as [first, last)."""
         found = [0]
         for _, several in groupby(self.units, key=lambda unit: replace(unit, name="")):
             found.append(found[-1] + len(list(several)))
@@ -136,11 +137,11 @@ class Units:
 
     @cached_property
     def _run_of(self) -> list[tuple[int, int]]:
-        """For each unit, the run that it is in."""
+        """The run that each unit belongs to."""
         return [run for run in self.runs for _ in range(*run)]
 
     def common(self, edges: tuple[int, ...], *, share_head: bool = False) -> tuple[int, tuple[int, ...]]:
-        """Parameters that several stages hold, and those stages: of a tied matrix, of a head that is shared."""
+        """The number of parameters held by several stages (tied weights, a shared head), and those stages."""
         last, head = len(edges) - 2, len(self.units) - 1
         if last == 0:
             return 0, ()
@@ -149,14 +150,14 @@ class Units:
         return (self.tied, (0, last)) if self.tied else (0, ())
 
     def slices(self, plan: Plan, lanes: int) -> list[int]:
-        """Lanes of each slice of a replica that has so many: shards, where a run is to be reproducible."""
+        """Lanes in each slice of a replica with `lanes` lanes; in a reproducible run the slices are its shards."""
         parts = SHARDS // plan.replicas if self.reproducible and plan.replicas in REPLICAS else plan.slices
         parts = min(parts, lanes)
         return [lanes * (part + 1) // parts - lanes * part // parts for part in range(parts)]
 
     @staticmethod
     def of(spec: Spec, facts: DataFacts) -> Units:
-        """The units of the model that a spec and its data ask for."""
+        """The units of the model that a spec describes for its data."""
         spec = fitted(spec, facts)
         model = spec.model
         encoder = _encoder(spec, facts)
@@ -240,7 +241,7 @@ def _layer(spec: Spec, layer: int, width: int, hidden: int, out: int, dropout: i
     one = 4 * hidden * (width + back + 2) + model.projection * hidden
     norm = out if model.layer_norm else 0
     parameters = directions * one + 2 * norm + (directions * (back + hidden) if model.learned_carry else 0)
-    # Gates, cells, their tanh, and outputs (before the projection as well); then what dropout and norm leave.
+    # Four gates, the cell and its tanh, the output (also before the projection), then what dropout and norm save.
     kept = directions * (6 * hidden + (hidden if model.projection else 0)) + out + dropout + norm
     return Unit(
         f"layer {layer + 1}",
@@ -263,7 +264,7 @@ def _layer(spec: Spec, layer: int, width: int, hidden: int, out: int, dropout: i
 
 
 def _head(spec: Spec, facts: DataFacts) -> tuple[Kind, int]:
-    """The kind of the head and how many numbers it puts out."""
+    """The kind of the head and its number of outputs."""
     match spec.task:
         case "language":
             kind, outputs = "softmax", facts.vocabulary
@@ -281,7 +282,7 @@ def _head(spec: Spec, facts: DataFacts) -> tuple[Kind, int]:
 
 
 def _shapes(spec: Spec, facts: DataFacts) -> tuple[BatchShape, ...]:
-    """The batches of a spec: one for streams; for sequences a few, each of which stands for an equal part of all steps."""
+    """The batch shapes of a spec: one for streams; for sequences a few, each representing an equal share of all steps."""
     if spec.streams:
         return (BatchShape(spec.lanes, spec.steps),)
     total = sum(length * count for length, count in facts.histogram)
@@ -296,5 +297,5 @@ def _shapes(spec: Spec, facts: DataFacts) -> tuple[BatchShape, ...]:
             length, count = next(bins)
             passed += length * count
         lengths.append(max(1, length))
-    # A sequence longer than the budget is a batch of its own.
+    # A sequence longer than the token budget forms a batch by itself.
     return tuple(BatchShape(max(1, spec.tokens // steps), steps, lengths.count(steps) / _SHAPES) for steps in sorted(set(lengths)))

@@ -1,1 +1,1 @@
-"""Schedules as data: tasks of each stage, messages between stages, and the proof that they cannot hang."""
+"""Schedules as data: the tasks of each stage, the messages between stages, and the proof that they cannot deadlock."""

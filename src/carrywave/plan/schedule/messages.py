@@ -1,14 +1,14 @@
-"""Puts the messages between stages into a schedule, and proves that the result cannot hang.
+"""Adds the messages between stages to a schedule, and proves that the result cannot deadlock.
 
-Every edge between neighbouring stages has a channel for each direction: activations up, gradients down. Where the head is shared,
-every edge between the last stage and another has two more: what is to be scored one way, its gradient the other. Messages on a
-channel match by order alone: the i-th send meets the i-th receive. `prove` runs a program under the strictest rules that we claim to
-work under; a transport that buffers, or sends in the background, only loosens them. A stage takes its steps strictly in order;
-a receive is posted and never blocks; a send blocks until its receive is posted; a run blocks until its receive has met its send.
+Every pair of neighbouring stages has a channel in each direction: activations forward, gradients backward. If the head is shared,
+the last stage and every other stage have two more: one for the activations to be scored, one for their gradient. Messages on a channel
+match by order alone: the i-th send pairs with the i-th receive. `prove` executes a program under the strictest rules we support;
+a transport that buffers, or sends in the background, only relaxes them. A stage executes its steps strictly in order; posting a receive
+never blocks; a send blocks until its receive is posted; a run blocks until its receive has been paired with a send.
 
-That is not enough for a transport that carries out the messages of a stage one after the other on the device, whoever they come from:
-there a receive that was posted ahead holds up all that stand behind it. For such a one there is `Program.in_order`, and a proof of its
-own in `plan.in_order`.
+This is not enough for a transport that executes all of a stage's messages one after another on the device, whichever channel they belong
+to: there, a receive posted early blocks everything queued behind it. For such transports there is `Program.in_order`, with its own proof
+in `plan.schedule.serial_messages`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from carrywave.plan.schedule.schedule import (
 
 
 class ProgramStep(NamedTuple):
-    """Post the receive of what `task` reads from another stage, run it, or send what it gives another stage."""
+    """Post the receive for the input of `task` from another stage, run the task, or send its output to another stage."""
 
     kind: Literal["receive", "run", "send"]
     task: StageTask
 
 
 class Channel(NamedTuple):
-    """A channel: what the tasks that read from it do, the stage that sends, and theirs."""
+    """A one-way connection between two stages; `phase` is that of the tasks that read from it."""
 
     phase: Phase
     sender: int
@@ -53,31 +53,31 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule with its messages: the steps of each stage, in order."""
+    """A schedule with its sends and receives: the steps of each stage, in order."""
 
     schedule: Schedule
     stages: tuple[tuple[ProgramStep, ...], ...]
 
     @cached_property
     def in_order(self) -> Program:
-        """The same with all messages in one order, that of the moments at which they are sent: each stage posts and sends its own in it.
+        """The same program with all messages in one global order, by send time; every stage posts its receives and sends in that order.
 
-        So a receive is posted no sooner than all that this stage sends before, and stages that carry out their messages strictly one after
-        the other never wait for each other: of those that are not through, the first in the order has both its ends at the front.
+        A receive is thus never posted ahead of an earlier send of the same stage, and stages that execute their messages strictly one
+        after another cannot deadlock: the earliest unfinished message is at the front of the queue at both of its ends.
         """
         turns = _turns(self.schedule)
         return Program(self.schedule, tuple(_in_order(self.schedule, stage, turns) for stage in range(len(self.schedule.stages))))
 
 
 def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
-    """The schedule with a send right after each run (after the last run of a slice where stages work in turn), and receives
+    """The schedule with a send right after each run (for `in_turn` schedules, after the last run of a slice), and with receives
     posted ahead of the runs that need them.
 
-    All tasks are put in one order, that of the moments at which they start. Before a run, a stage has posted the receives of
-    all messages whose senders stand before that run in this order. So when tasks are taken in this order no send ever waits:
-    its receiver has been through all that stands before, and has posted. `ahead` more receives on each channel let a
-    neighbour be earlier than expected. What is open at once is bounded by that, and by how far ahead of its
-    neighbour the schedule lets a stage run.
+    All tasks are put in one global order, by start time. Before a run, a stage has posted the receives of all messages whose
+    sending tasks precede that run in this order. So if tasks execute in this order, no send ever blocks: its receiver has
+    executed everything earlier and has posted the receive. `ahead` extra receives on each channel let a neighbour be earlier
+    than expected. The number of open receives is bounded by `ahead` and by how far the schedule lets a stage run ahead of
+    its neighbour.
     """
     if ahead < 0:
         raise PlanError(f"receives cannot be posted {-ahead} messages late; use ahead >= 0")
@@ -86,32 +86,32 @@ def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
 
 
 def _turns(schedule: Schedule) -> dict[StageTask, int]:
-    """All tasks in one order, that of the moments at which they start."""
+    """The position of each task in the global order, by start time."""
     moments = place(schedule, forward=FORWARD, backward=BACKWARD, head=HEAD)
     return {task: turn for turn, task in enumerate(sorted(moments, key=lambda task: (moments[task], task.stage)))}
 
 
 def spell(program: Program) -> str:
-    """The steps as text, one row a stage: `<F0` posts the receive of what F0 reads, `F0` runs it, `F0>` sends what it gives."""
+    """The steps as text, one row per stage: `<F0` posts the receive for F0's input, `F0` runs it, `F0>` sends its output."""
     marks = {"receive": ("<", ""), "run": ("", ""), "send": ("", ">")}
     rows = [[name(step.task, program.schedule).join(marks[step.kind]) for step in steps] for steps in program.stages]
     return "\n".join(" ".join(row) for row in rows)
 
 
 def incoming(task: StageTask, schedule: Schedule) -> Channel | None:
-    """The channel of what this task reads from another stage."""
+    """The channel on which this task's input arrives from another stage, if any."""
     sender = source(task, schedule)
     return None if sender is None else Channel(task.phase, sender.stage, task.stage)
 
 
 def outgoing(task: StageTask, schedule: Schedule) -> Channel | None:
-    """The channel of what this task gives another stage."""
+    """The channel on which this task's output goes to another stage, if any."""
     other = reader(task, schedule)
     return None if other is None else Channel(other.phase, task.stage, other.stage)
 
 
 def lines(stages: int, *, share_head: bool) -> list[Channel]:
-    """Every channel that programs of so many stages use."""
+    """Every channel used by programs with this number of stages."""
     last = stages - 1
     found = [line for stage in range(last) for line in (Channel("F", stage, stage + 1), Channel("B", stage + 1, stage))]
     return found + [line for stage in range(last) if share_head for line in (Channel("H", last, stage), Channel("B", stage, last))]
@@ -121,7 +121,7 @@ def _steps(schedule: Schedule, stage: int, turns: dict[StageTask, int], ahead: i
     steps: list[ProgramStep] = []
     inboxes = _inboxes(schedule, stage)
     due, posted = [0] * len(inboxes), [0] * len(inboxes)
-    held: list[StageTask] = []  # run, and not yet handed on
+    held: list[StageTask] = []  # tasks that have run but not sent their output
     for task in schedule.stages[stage]:
         for channel, inbox in enumerate(inboxes):
             while due[channel] < len(inbox) and turns[inbox[due[channel]][0]] < turns[task]:
@@ -139,15 +139,15 @@ def _steps(schedule: Schedule, stage: int, turns: dict[StageTask, int], ahead: i
 
 
 def _in_order(schedule: Schedule, stage: int, turns: dict[StageTask, int]) -> tuple[ProgramStep, ...]:
-    """The steps of a stage with its messages in the order in which all of them are sent."""
+    """The steps of a stage with its messages in the global send order."""
 
     def sent(task: StageTask) -> tuple[int, int]:
-        """When what a task gives is sent: after itself, or where stages work in turn after the last of its slice."""
+        """Sort key for when a task's output is sent: after the task itself or, for `in_turn`, after the last task of its slice."""
         last = task._replace(chunk=schedule.chunks[task.slice] - 1 if task.phase == "F" else 0) if schedule.in_turn else task
         return turns[last], turns[task]
 
     inbox = sorted((sent(task), reading) for messages in _inboxes(schedule, stage) for task, reading in messages)
-    given: defaultdict[int, list[ProgramStep]] = defaultdict(list)  # by the turn after which they are sent
+    given: defaultdict[int, list[ProgramStep]] = defaultdict(list)  # sends, keyed by the turn after which they happen
     for task in schedule.stages[stage]:
         if outgoing(task, schedule) is not None:
             given[sent(task)[0]].append(ProgramStep("send", task))
@@ -163,7 +163,7 @@ def _in_order(schedule: Schedule, stage: int, turns: dict[StageTask, int]) -> tu
 
 
 def _inboxes(schedule: Schedule, stage: int) -> list[list[tuple[StageTask, StageTask]]]:
-    """The messages that come to this stage, for each channel: the tasks that send and that read them, in the order of the sends."""
+    """The messages to this stage, per channel: (sending task, reading task) pairs in send order."""
     found: defaultdict[Channel, list[tuple[StageTask, StageTask]]] = defaultdict(list)
     for tasks in schedule.stages:
         for task in tasks:
@@ -174,18 +174,18 @@ def _inboxes(schedule: Schedule, stage: int) -> list[list[tuple[StageTask, Stage
 
 
 def _talks(step: ProgramStep, schedule: Schedule) -> bool:
-    """Whether there is another stage at the other end of this send or receive."""
+    """True if this send or receive has another stage at its other end."""
     return (outgoing if step.kind == "send" else incoming)(step.task, schedule) is not None
 
 
 def prove(program: Program) -> None:
-    """Refuses a program that would hang, mix up messages, leave some over, or break a dependency, under the rules above."""
+    """Reject a program that, under the rules above, would deadlock, mismatch messages, leave some unmatched, or break a dependency."""
     _check_steps(program)
     _Proof(program).carry_out()
 
 
 def _check_steps(program: Program) -> None:
-    """Each stage runs its tasks of the schedule in order; every step stands on the stage of its task and has a neighbour to talk to."""
+    """Check that each stage runs its scheduled tasks in order, and that every step is on its task's stage and has a peer."""
     schedule = program.schedule
     check(schedule)
     if len(program.stages) != len(schedule.stages):
@@ -206,12 +206,12 @@ def _check_steps(program: Program) -> None:
 
 
 class _Channel:
-    """One direction of one edge. Messages are known by the task that reads them."""
+    """The state of one channel during the proof. Messages are identified by the task that reads them."""
 
     def __init__(self) -> None:
         self.sends: list[StageTask] = []
         self.receives: list[StageTask] = []
-        self.places: dict[StageTask, int] = {}  # of the receives
+        self.places: dict[StageTask, int] = {}  # index of each task's receive
 
 
 class _Proof:
@@ -220,7 +220,7 @@ class _Proof:
         self.channels: defaultdict[Channel, _Channel] = defaultdict(_Channel)
         self.ran: set[StageTask] = set()
         self.at = [0] * len(self.stages)
-        self.offered = [False] * len(self.stages)  # the send at hand is waiting for its receive
+        self.offered = [False] * len(self.stages)  # the current send is blocked, waiting for its receive
 
     def carry_out(self) -> None:
         moved = True
@@ -239,7 +239,7 @@ class _Proof:
                 )
 
     def _advance(self, stage: int) -> bool:
-        """Take this stage's steps until one blocks; whether anything happened that another stage may wait for."""
+        """Execute this stage's steps until one blocks; return True if it made progress that may unblock another stage."""
         before = self.at[stage], self.offered[stage]
         steps = self.stages[stage]
         while self.at[stage] < len(steps) and self._take(stage, steps[self.at[stage]]):
@@ -247,7 +247,7 @@ class _Proof:
         return before != (self.at[stage], self.offered[stage])
 
     def _take(self, stage: int, step: ProgramStep) -> bool:
-        """Whether the step is done; if not, it is tried again."""
+        """Try one step; return False if it blocks and must be retried."""
         if step.kind == "run":
             return self._run(step.task)
         task = step.task if step.kind == "receive" else cast(StageTask, reader(step.task, self.schedule))
@@ -262,7 +262,7 @@ class _Proof:
                 raise PlanError(f"stage {stage} sends {name(step.task, self.schedule)} before it has run; put the send after the run")
             channel.sends.append(task)
             self._match(channel, len(channel.sends))
-        # Only this stage sends on this channel, so the last send is its own.
+        # Only this stage sends on this channel, so the last send is this one.
         self.offered[stage] = len(channel.receives) < len(channel.sends)
         return not self.offered[stage]
 
@@ -281,7 +281,7 @@ class _Proof:
         return True
 
     def _match(self, channel: _Channel, count: int) -> None:
-        """The send and the receive that stand at this place, where both are there, are for the same message."""
+        """Check that the count-th send and receive, if both have been posted, are for the same message."""
         if count > min(len(channel.sends), len(channel.receives)):
             return
         sent, received = channel.sends[count - 1], channel.receives[count - 1]

@@ -1,9 +1,9 @@
-"""A schedule is data: for each stage the tuple of its tasks, in order. The runtime interprets it and decides nothing.
+"""A schedule is data: for each stage, the tuple of its tasks in order. The runtime interprets it and makes no decisions.
 
-A chunk is a part of time, a slice a part of the lanes (or a whole batch of an accumulation group, so that slices may differ
-in their number of chunks). Printed with `show`, a schedule is a picture, one row a stage, one column a moment at which every
-task takes one unit of time: `F2` is the forward of time chunk 2, `B2` its backward, `.` a wait. A second slice adds a letter:
-`F2b`. Where the head is shared, `H2` is its forward and backward for chunk 2, on whichever stage has the time for it.
+A chunk is a part of the window's steps. A slice is a part of the lanes, or a whole batch of an accumulation group, so slices
+may differ in their number of chunks. `show` prints a schedule as a picture with one row per stage and one column per unit of
+time, every task taking one unit: `F2` is the forward of chunk 2, `B2` its backward, `.` idle time. With several slices a
+letter is added: `F2b`. If the head is shared, `H2` is its forward and backward for chunk 2, on whichever stage has time for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from carrywave.errors import PlanError
 
 Phase = Literal["F", "B", "H"]
 
-# How long tasks take as a schedule is made. An order that suits a head of 2 suits one of 0.5 to 6 as well: it ends within a few
-# percent of the soonest possible, which is why nothing is measured for it.
+# Task durations assumed when a schedule is built. They need not be measured: an order made for a head of 2 ends within a few
+# percent of the optimum for any head from 0.5 to 6.
 FORWARD, BACKWARD, HEAD = 1, 2, 2
 
 
 class StageTask(NamedTuple):
-    """One forward or backward of one time chunk of one slice of lanes on one stage; or both of the head (H), where it is shared."""
+    """The forward (F) or backward (B) of one chunk of one slice on one stage; or, for a shared head, its forward and backward (H)."""
 
     phase: Phase
     stage: int
@@ -36,11 +36,11 @@ class StageTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tasks of each stage, in the order in which that stage carries them out."""
+    """The tasks of each stage, in execution order."""
 
     stages: tuple[tuple[StageTask, ...], ...]
-    chunks: tuple[int, ...]  # of each slice
-    in_turn: bool = False  # a stage hands a slice on only when all its chunks are done
+    chunks: tuple[int, ...]  # number of chunks in each slice
+    in_turn: bool = False  # a stage passes a slice on only after finishing all of its chunks
 
     @property
     def slices(self) -> int:
@@ -48,23 +48,23 @@ class Schedule:
 
     @property
     def backward(self) -> bool:
-        """Whether anything goes backward; evaluation does not."""
+        """True if there are backward tasks; evaluation has none."""
         return any(task.phase == "B" for tasks in self.stages for task in tasks)
 
     @cached_property
     def scorers(self) -> dict[tuple[int, int], int]:
-        """For each chunk and slice the stage that runs the head on it, where the head is shared; else empty: the last stage does all."""
+        """Maps (chunk, slice) to the stage that runs the shared head on it; empty if not shared: the last stage runs it for all."""
         return {(task.chunk, task.slice): task.stage for tasks in self.stages for task in tasks if task.phase == "H"}
 
 
 def serial(chunks: int | Sequence[int] = 1, slices: int = 1, *, backward: bool = True) -> Schedule:
-    """One stage: each slice forward through its chunks, then back through them in reverse, before the next slice starts."""
+    """One stage: each slice runs forward through its chunks, then backward in reverse order, before the next slice starts."""
     counts = _counts(1, chunks, slices)
     return Schedule((_slice_by_slice(0, counts, backward),), counts)
 
 
 def sequential(stages: int, chunks: int | Sequence[int] = 1, slices: int = 1, *, backward: bool = True) -> Schedule:
-    """The stages one after the other, each with a whole slice: only one of them works at any moment."""
+    """Naive model parallelism: stages run one after the other, a whole slice at a time, so only one works at any moment."""
     counts = _counts(stages, chunks, slices)
     if not backward and len(counts) > 1:
         raise PlanError(
@@ -74,7 +74,7 @@ def sequential(stages: int, chunks: int | Sequence[int] = 1, slices: int = 1, *,
 
 
 def gpipe(stages: int, slices: int, *, backward: bool = True) -> Schedule:
-    """Slices of lanes pipelined with time left whole: all forwards, then all backwards in reverse."""
+    """GPipe: slices are pipelined without cutting time; all forwards, then all backwards in reverse order."""
     counts = _counts(stages, 1, slices)
     rows = []
     for stage in range(stages):
@@ -86,11 +86,12 @@ def gpipe(stages: int, slices: int, *, backward: bool = True) -> Schedule:
 def wavefront(
     stages: int, chunks: int | Sequence[int], slices: int = 1, *, backward: bool = True, share_head: bool = False, head: float = HEAD
 ) -> Schedule:
-    """Time chunks pipelined: every stage works on a chunk of its own, and a slice comes back once its last chunk has passed
-    the last stage. Several slices interleave one forward, one backward, so that a stage holds little more than one slice.
+    """Chunks are pipelined: stages work on different chunks, and a slice's backward starts once its last chunk has passed the
+    last stage. Several slices interleave one forward, one backward (1F1B), so a stage holds little more than one slice.
 
-    `share_head`: the head's work on a chunk (H) goes to a stage that would wait, and the last stage has no more to do than the
-    others; `head` is what it takes, where a forward takes 1. One stage has nobody to share with, and evaluation no wait to fill.
+    `share_head`: the head's work on a chunk (H) goes to a stage that would otherwise be idle, so that the last stage has no
+    more to do than the others; `head` is its duration relative to a forward. It has no effect with one stage, or in evaluation,
+    where there is no idle time to fill.
     """
     counts = _counts(stages, chunks, slices)
     if not backward:
@@ -101,25 +102,25 @@ def wavefront(
 
 
 def _greedy(stages: int, counts: tuple[int, ...], head: float | None) -> tuple[tuple[StageTask, ...], ...]:
-    """Each stage's order as it comes about when a forward takes 1, a backward 2, and a stage takes a backward as soon as there
-    is one, else a forward unless it would hold more chunks than its limit, else a head (None: not shared) if one is there.
+    """Each stage's task order from a greedy simulation in which a forward takes 1 and a backward 2. A stage prefers a backward
+    if one is ready, then a forward unless that would exceed its limit of chunks in flight, then a head (None: not shared).
 
-    Of the heads it takes the one that is wanted back first. The last stage chooses first, so that the head that all backwards wait
-    for needs no message; then the first stages, which have longest to wait for a backward.
+    Among heads, it takes the one whose gradient is needed first. The last stage chooses first, so that the head all backwards wait
+    for needs no message; then the stages from the first on, as the earliest ones wait longest for a backward.
     """
     forwards = _forwards(counts)
     backwards = [(chunk, part) for part, count in enumerate(counts) for chunk in reversed(range(count))]
-    # The last stage may go back with the n-th backward when that many forwards are done: those of its whole slice.
+    # The last stage may start the n-th backward once whole[n] forwards are done: all those up to the end of its slice.
     whole = [end for end, count in zip(accumulate(counts), counts, strict=True) for _ in range(count)]
     last, total = stages - 1, len(forwards)
     limits = [max(counts) + extra(max(counts), last - stage) for stage in range(stages)]
     rows: list[list[StageTask]] = [[] for _ in range(stages)]
-    begun = [[0, 0] for _ in range(stages)]  # forwards, backwards
+    begun = [[0, 0] for _ in range(stages)]  # counts of forwards, backwards
     done = [[0, 0] for _ in range(stages)]
-    ends: list[float] = [0] * stages  # of the task at work
-    turns = {place: turn for turn, place in enumerate(backwards)}  # in which heads are wanted back
-    unscored: set[int] = set()  # turns of heads that nobody has begun
-    scored: dict[int, float] = {}  # when each turn's head ends
+    ends: list[float] = [0] * stages  # end time of each stage's current task
+    turns = {place: turn for turn, place in enumerate(backwards)}  # the order in which the heads' gradients are needed
+    unscored: set[int] = set()  # turns of heads that are ready and not started
+    scored: dict[int, float] = {}  # end time of each turn's head
     now: float = 0
     while done[0][1] < total:
         for stage in range(stages):
@@ -153,18 +154,18 @@ def _greedy(stages: int, counts: tuple[int, ...], head: float | None) -> tuple[t
 
 
 def extra(chunks: int, distance: int) -> int:
-    """How many chunks a stage may hold beyond one slice, when it stands this many stages before the last.
+    """How many chunks beyond one slice a stage may hold when it is `distance` stages before the last.
 
-    From the last forward of a slice to its first backward such a stage has 3 * distance units of time to fill: for each stage
-    one on the way there and two on the way back. Forwards of later slices fill them. Where slices are shorter than that, their
-    backwards take a part: with one chunk each, 3 units hold one forward and one backward. With these limits equal slices
-    end after 3 * (stages - 1) units more than one stage alone needs for its tasks, and no order can end sooner.
+    Between the last forward of a slice and its first backward, such a stage has 3 * distance units of time to fill: for each
+    later stage, one on the way forward and two on the way back. Forwards of later slices fill them. If slices are shorter than
+    that, their backwards take part of the time: with one chunk each, 3 units hold one forward and one backward. With these
+    limits, equal slices finish 3 * (stages - 1) units after the time one stage needs for its own tasks, which is optimal.
     """
     return min(3, chunks) * distance
 
 
 def _counts(stages: int, chunks: int | Sequence[int], slices: int) -> tuple[int, ...]:
-    """The number of chunks of each slice, from one number for all or one for each."""
+    """The number of chunks in each slice, given as one number for all slices or one for each."""
     counts = (chunks,) * slices if isinstance(chunks, int) else tuple(chunks)
     if stages < 1:
         raise PlanError(f"a schedule needs at least one stage, got {stages}; use 1 or more")
@@ -190,7 +191,7 @@ def _slice_by_slice(stage: int, counts: tuple[int, ...], backward: bool) -> tupl
 
 
 def source(task: StageTask, schedule: Schedule) -> StageTask | None:
-    """The task of another stage whose message this one reads; none at the ends of the pipeline."""
+    """The task on another stage whose message this task reads; None at the ends of the pipeline."""
     phase, stage, chunk, part = task
     last = len(schedule.stages) - 1
     if phase == "H":
@@ -203,7 +204,7 @@ def source(task: StageTask, schedule: Schedule) -> StageTask | None:
 
 
 def reader(task: StageTask, schedule: Schedule) -> StageTask | None:
-    """The task of another stage that reads what this one gives; none at the ends of the pipeline."""
+    """The task on another stage that reads this task's output; None at the ends of the pipeline."""
     phase, stage, chunk, part = task
     last = len(schedule.stages) - 1
     if phase == "H":
@@ -216,7 +217,7 @@ def reader(task: StageTask, schedule: Schedule) -> StageTask | None:
 
 
 def own_needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
-    """The tasks of its own stage whose results this one reads: the chunk before; backward, its forward, its head and the chunk after."""
+    """Dependencies on the same stage: a forward needs the previous chunk; a backward its forward, its head and the next chunk."""
     phase, stage, chunk, part = task
     last = len(schedule.stages) - 1
     if phase == "F":
@@ -230,17 +231,17 @@ def own_needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
 
 
 def needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
-    """The tasks that must have ended before this one starts, on its own stage and on another one."""
+    """All tasks that must finish before this one starts, on its own stage and on another."""
     other = source(task, schedule)
     if other is None:
         return own_needs(task, schedule)
-    if schedule.in_turn:  # what the neighbour hands over last
+    if schedule.in_turn:  # wait for the last chunk the neighbour computes: it passes on whole slices
         other = other._replace(chunk=schedule.chunks[task.slice] - 1 if task.phase == "F" else 0)
     return [other, *own_needs(task, schedule)]
 
 
 def check(schedule: Schedule) -> None:
-    """Refuses a schedule in which a task is missing, stands twice or stands on another stage than its own."""
+    """Reject a schedule in which a task is missing, duplicated or on the wrong stage."""
     if not schedule.stages or not schedule.chunks:
         raise PlanError("a schedule without stages or slices has nothing to run; give it at least one of each")
     phases: tuple[Phase, ...] = ("F", "B") if schedule.backward else ("F",)
@@ -261,7 +262,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_heads(schedule: Schedule, heads: Sequence[StageTask]) -> None:
-    """Where the head is shared, each chunk is scored once, on any stage."""
+    """Check that a shared head scores each chunk exactly once, on any stage."""
     found = Counter((task.chunk, task.slice) for task in heads)
     last = len(schedule.stages) - 1
     for place in _forwards(schedule.chunks) if heads else []:
@@ -273,7 +274,7 @@ def _check_heads(schedule: Schedule, heads: Sequence[StageTask]) -> None:
 
 
 def place(schedule: Schedule, *, forward: float = 1, backward: float = 1, head: float = 1) -> dict[StageTask, float]:
-    """The moment at which each task starts when tasks take these times and messages none; refuses a schedule that cannot run."""
+    """Start time of each task, given task durations and free messages; rejects a schedule that would deadlock."""
     check(schedule)
     seconds = {"F": forward, "B": backward, "H": head}
     ends: dict[StageTask, float] = {}
@@ -306,14 +307,14 @@ def place(schedule: Schedule, *, forward: float = 1, backward: float = 1, head: 
 
 
 def peak(schedule: Schedule) -> tuple[int, ...]:
-    """The most chunks that each stage holds at once, from the start of a forward to the end of its backward."""
+    """The peak number of chunks in flight on each stage, from the start of a forward to the end of its backward."""
     if not schedule.backward:
-        return (1,) * len(schedule.stages)  # the one at work: nothing is kept for a backward
+        return (1,) * len(schedule.stages)  # only the current chunk: nothing is kept for a backward
     return tuple(max(accumulate({"F": 1, "B": -1, "H": 0}[task.phase] for task in tasks)) for tasks in schedule.stages)
 
 
 def bubble(schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD) -> float:
-    """The share of the stages' time that is spent waiting, when tasks take these times and messages none."""
+    """The fraction of the stages' time spent idle, given task durations and free messages."""
     seconds = {"F": forward, "B": backward, "H": head}
     moments = place(schedule, forward=forward, backward=backward, head=head)
     end = max(moment + seconds[task.phase] for task, moment in moments.items())
@@ -321,18 +322,18 @@ def bubble(schedule: Schedule, *, forward: float = FORWARD, backward: float = BA
 
 
 def name(task: StageTask, schedule: Schedule) -> str:
-    """A task as it stands in the picture."""
+    """A task as the picture shows it."""
     return f"{task.phase}{task.chunk}" + (_letters(task.slice) if schedule.slices > 1 else "")
 
 
 def _letters(part: int) -> str:
-    """a to z, then aa, ab, as columns of a spreadsheet are named."""
+    """a to z, then aa, ab, …, like spreadsheet columns."""
     letter = chr(ord("a") + part % 26)
     return _letters(part // 26 - 1) + letter if part >= 26 else letter
 
 
 def show(schedule: Schedule) -> str:
-    """The schedule as a picture, one row a stage."""
+    """The schedule as a picture, one row per stage."""
     moments = {task: int(moment) for task, moment in place(schedule).items()}
     width = max(len(name(task, schedule)) for task in moments)
     end = max(moments.values()) + 1

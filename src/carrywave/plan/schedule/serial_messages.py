@@ -1,12 +1,12 @@
-"""Proves that a program runs on a transport that carries out messages strictly one after the other, as NCCL does within a communicator.
+"""Proves that a program runs on a transport that executes messages strictly in order, as NCCL does within a communicator.
 
-The rules are those of the device, not of the host, and the strictest that we claim to work under:
+The rules are those of the device, not of the host, and are the strictest we support:
 
-- the host hands work to the device without waiting: tasks to one queue, messages to another, each carried out in its order;
-- the messages between two tasks are one batch: it begins when all tasks that were handed over before it are done and all batches before it
-  are through; its messages then go on side by side, in any order;
-- a message goes through when the batches of both its ends have begun; nothing is buffered;
-- a task begins when the batch that holds its message is through as a whole;
+- the host enqueues work without waiting: tasks on one queue, messages on another, each executed in order;
+- the messages between two tasks form one batch: it starts when all tasks enqueued before it and all earlier batches have completed;
+  its messages then proceed concurrently, in any order;
+- a message completes once the batches at both of its ends have started; nothing is buffered;
+- a task starts only when the whole batch that contains its message has completed;
 - messages from one stage to another match by order alone, whatever they are for.
 """
 
@@ -22,7 +22,7 @@ from carrywave.plan.schedule.schedule import StageTask, name, reader
 
 
 class Message(NamedTuple):
-    """Known by its ends, and by its place among all from the one to the other."""
+    """Identified by sender, receiver, and its index among all messages from that sender to that receiver."""
 
     sender: int
     receiver: int
@@ -31,9 +31,9 @@ class Message(NamedTuple):
 
 @dataclass
 class MessageBatch:
-    """The messages that a stage has between two tasks."""
+    """The messages of a stage between two of its tasks."""
 
-    tasks: int  # handed over before it
+    tasks: int  # number of tasks enqueued before it
     messages: list[Message] = field(default_factory=list)
 
 
@@ -41,19 +41,19 @@ class MessageBatch:
 class _Stage:
     tasks: list[StageTask] = field(default_factory=list)
     batches: list[MessageBatch] = field(default_factory=list)
-    waits: dict[StageTask, int] = field(default_factory=dict)  # the batch that a task waits for
-    ran: int = 0
-    through: int = 0  # batches
+    waits: dict[StageTask, int] = field(default_factory=dict)  # index of the batch that each task waits for
+    ran: int = 0  # completed tasks
+    through: int = 0  # completed batches
 
     @property
     def open(self) -> MessageBatch | None:
-        """The batch that has begun and is not through."""
+        """The batch that has started and not completed, if any."""
         at = self.batches[self.through] if self.through < len(self.batches) else None
         return at if at is not None and at.tasks <= self.ran else None
 
 
 def prove_in_order(program: Program) -> None:
-    """Refuses a program that would hang or mix up messages under the rules above."""
+    """Reject a program that would deadlock or mismatch messages under the rules above."""
     stages = _stages(program)
     done: set[Message] = set()
     moved = True
@@ -80,7 +80,7 @@ def prove_in_order(program: Program) -> None:
 
 
 def _stages(program: Program) -> list[_Stage]:
-    """The queues of each stage; refuses messages that would meet another's receive."""
+    """The queues of each stage; rejects messages that would be paired with the wrong receive."""
     sent: defaultdict[tuple[int, int], list[StageTask]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[StageTask]] = defaultdict(list)
     found: list[_Stage] = []

@@ -1,1 +1,1 @@
-"""Which plans there are, what bounds them, and the best one."""
+"""Enumerates plans, bounds their step times, and finds the best one."""

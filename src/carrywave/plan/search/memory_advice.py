@@ -1,4 +1,4 @@
-"""What would make a model fit that fits no plan: each remedy is tried before it is named, and only memory is looked at."""
+"""Suggests what would make a model fit when no plan does: each remedy is verified before it is suggested, for memory only."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from carrywave.plan.search.partition import NoFit, say, span
 from carrywave.plan.search.predictor import Predictor
 from carrywave.plan.search.space import Space
 
-MOST_TIMES = 64  # as many devices as there are, and parts of the lanes
-_UP = 1.005  # sizes are said to three digits, and a device with what is said must do
+MOST_TIMES = 64  # largest factor tried for more devices or fewer lanes
+_UP = 1.005  # sizes are printed to three digits, and a device with the printed size must be large enough
 
 
 def fits(space: Space) -> bool:
-    """Whether there is a plan whose stages all have room."""
+    """True if there is a plan whose stages all fit in memory."""
     predictor = Predictor(space.units, space.cluster)
     return any(predictor.may_fit(plan) and predictor.missing(plan).missing_bytes == 0 for plan in space.leanest())
 
 
 def explained(error: NoFit, space: Space) -> NoFit:
-    """The same refusal, of all plans there are, with what would make the model fit."""
+    """The error for all plans together, with what would make the model fit."""
     devices, ways = space.cluster.devices, remedies(error, space)
     return NoFit(
         f"the model fits no plan on {devices} device{'s' if devices > 1 else ''}: {too_large(space) or f'at best {error.lack}'}",
@@ -32,7 +32,7 @@ def explained(error: NoFit, space: Space) -> NoFit:
 
 
 def too_large(space: Space) -> str | None:
-    """The unit that no device holds, however lean the plan: more stages would not help it."""
+    """Describes the unit that fits on no device even with the leanest plan, so that more stages cannot help; None if there is none."""
     predictor, units = Predictor(space.units, space.cluster), len(space.units)
     limit = max(host.profile.memory_bytes - host.profile.reserved_bytes for host in space.cluster.hosts)
     alone = [min(predictor.memory(plan, 0, unit, unit + 1).total for plan in space.leanest()) for unit in range(units)]
@@ -43,7 +43,7 @@ def too_large(space: Space) -> str | None:
 
 
 def remedies(error: NoFit, space: Space) -> list[str]:
-    """Each by itself is enough."""
+    """Changes that would make the model fit; each is sufficient by itself."""
     units, found = space.units, []
     if (devices := _more_devices(space)) is not None:
         found.append(f"{devices} such devices")
@@ -57,12 +57,12 @@ def remedies(error: NoFit, space: Space) -> list[str]:
 
 
 def _more_devices(space: Space) -> int | None:
-    """The fewest of the same kinds that hold it."""
+    """The smallest multiple of the cluster's devices on which the model fits."""
 
     def grown(times: int) -> Space:
         cluster = space.cluster
         kinds = tuple(host.profile for host in cluster.hosts)
-        # Whatever links them: memory alone is asked for.
+        # The links do not matter: only memory is checked.
         return replace(space, cluster=Cluster(cluster.hosts * times, cluster.within, cluster.link_between(kinds)), use_all=False)
 
     times = _first(lambda times: fits(grown(times)))
@@ -70,7 +70,7 @@ def _more_devices(space: Space) -> int | None:
 
 
 def _fewer_lanes(space: Space) -> str | None:
-    """How much smaller batches must be."""
+    """The smaller batch with which the model fits, as a suggestion."""
     units = space.units
 
     def thinner(times: int) -> Space | None:
@@ -85,10 +85,10 @@ def _fewer_lanes(space: Space) -> str | None:
 
 
 def _first(enough: Callable[[int], bool]) -> int | None:
-    """The smallest of 2, 3, … `MOST_TIMES` times that is enough, where more is never worse."""
+    """The smallest factor in 2, 3, … `MOST_TIMES` that is enough, by bisection; larger factors must never be worse."""
     if not enough(MOST_TIMES):
         top = MOST_TIMES // 2
-        while top > 1 and not enough(top):  # lanes may run out
+        while top > 1 and not enough(top):  # too large a factor may leave no lanes
             top //= 2
         if top < 2:
             return None

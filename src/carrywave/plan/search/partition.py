@@ -1,7 +1,7 @@
-"""Where to cut a row of units into stages: contiguous parts that make the slowest stage as fast as can be, each within its device's memory.
+"""Cuts a sequence of units into contiguous stages that minimize the slowest stage's time, each within its device's memory.
 
-Exact, by dynamic programming: the best way to put the first units on some devices follows from the best ways to put fewer units on one
-device less. Devices come in a fixed order and may differ in speed and memory.
+Exact, by dynamic programming: the best split of the first units over some devices follows from the best splits of fewer units over one
+device less. Devices are in a fixed order and may differ in speed and memory.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from itertools import combinations
 
 from carrywave.errors import PlanError
 
-SecondsOf = Callable[[int, int, int], float]  # (stage, first unit, unit after the last) -> seconds
+SecondsOf = Callable[[int, int, int], float]  # (stage, first unit, last unit + 1) -> seconds
 BytesOf = Callable[[int, int, int], int]
 
 
 class NoFit(PlanError):
-    """No way to cut the units fits into memory. `missing_bytes` is what the nearest one lacks on its fullest device, and `lack` says it."""
+    """No cuts fit in memory. `missing_bytes` is what the best cuts lack on their fullest device; `lack` says so in words."""
 
     def __init__(self, fact: str, remedy: str, *, lack: str, missing_bytes: int) -> None:
         super().__init__(f"{fact}; {remedy}")
@@ -25,9 +25,9 @@ class NoFit(PlanError):
 
 
 def partition(units: int, stages: int, seconds: SecondsOf, num_bytes: BytesOf | None = None, limits: Sequence[int] = ()) -> tuple[int, ...]:
-    """The first unit of each stage after the first. More units must cost no less, in seconds and in bytes.
+    """The first unit of every stage but the first. Seconds and bytes must not decrease with more units.
 
-    `limits` are the bytes of each stage's device; without `num_bytes`, memory is not looked at.
+    `limits` are the bytes of each stage's device; without `num_bytes`, memory is not checked.
     """
     check_stages(units, stages)
     best, slowest = _solve(units, stages, lambda s, a, b: seconds(s, a, b) if _fits(num_bytes, limits, s, a, b) else math.inf)
@@ -38,18 +38,18 @@ def partition(units: int, stages: int, seconds: SecondsOf, num_bytes: BytesOf | 
 
 
 def check_stages(units: int, stages: int) -> None:
-    """Refuse more stages than there are units."""
+    """Reject more stages than units."""
     if not 1 <= stages <= units:
         raise PlanError(f"{units} units (encoder, {units - 2} layers, head) cannot fill {stages} stages; use 1 to {units} stages")
 
 
 def all_cuts(units: int, stages: int) -> list[tuple[int, ...]]:
-    """Every way to cut."""
+    """All possible cuts."""
     return list(combinations(range(1, units), stages - 1))
 
 
 def no_fit(units: int, stages: int, num_bytes: BytesOf, limits: Sequence[int]) -> NoFit:
-    """Which stage of the cuts that come nearest to fitting lacks how much."""
+    """The error that says which stage lacks how much memory, for the cuts that come closest to fitting."""
     cuts, missing = _solve(units, stages, lambda s, a, b: max(0.0, float(num_bytes(s, a, b) - limits[s])))
     edges = (0, *cuts, units)
     lacks = [num_bytes(stage, edges[stage], edges[stage + 1]) - limits[stage] for stage in range(stages)]
@@ -75,21 +75,21 @@ def _fits(num_bytes: BytesOf | None, limits: Sequence[int], stage: int, first: i
 
 
 def balanced(units: int, most: int, seconds: Callable[[int, int], float]) -> list[tuple[int, ...]]:
-    """For 1, 2, … `most` stages on devices of one kind, where memory is no question: the cuts, as `partition` finds them, all at once."""
+    """The cuts that `partition` would find for 1, 2, … `most` stages, all at once, on devices of one kind and ignoring memory."""
     table = _table(units, most, lambda stage, first, last: seconds(first, last), all_ends=True)
     return [_trace(units, table[: stages + 1])[0] for stages in range(1, most + 1)]
 
 
 def _solve(units: int, stages: int, cost: SecondsOf) -> tuple[tuple[int, ...], float]:
-    """Cuts whose largest cost is least, and that cost."""
+    """The cuts that minimize the largest cost, and that cost."""
     return _trace(units, _table(units, stages, cost))
 
 
-Row = tuple[list[float], list[int]]  # for so many units on the stages so far: the least largest cost, and where the last stage begins
+Row = tuple[list[float], list[int]]  # by number of units on the stages so far: the minimal largest cost, and the start of the last stage
 
 
 def _table(units: int, stages: int, cost: SecondsOf, *, all_ends: bool = False) -> list[Row]:
-    """For each number of stages, from none. Unless all ends are asked for, units are left over for the stages to come."""
+    """One row per number of stages, from zero. Unless `all_ends`, every row leaves at least one unit for each remaining stage."""
     least = [math.inf] * (units + 1)
     least[0] = 0.0
     rows: list[Row] = [(least, [])]
@@ -101,7 +101,7 @@ def _table(units: int, stages: int, cost: SecondsOf, *, all_ends: bool = False) 
             for begin in range(end - 1, stage - 1, -1):
                 alone = cost(stage, begin, end)
                 if alone >= after[end]:
-                    break  # more units cost no less
+                    break  # costs do not decrease with more units
                 worst = max(least[begin], alone)
                 if worst < after[end]:
                     after[end], back[end] = worst, begin
@@ -118,7 +118,7 @@ def _trace(units: int, rows: list[Row]) -> tuple[tuple[int, ...], float]:
 
 
 def span(first: int, last: int, units: int) -> str:
-    """Units [first, last) in words."""
+    """Describe units [first, last)."""
     names = [_unit(first, units)] if last - first == 1 else [_unit(first, units), _unit(last - 1, units)]
     return " to ".join(names)
 
@@ -128,7 +128,7 @@ def _unit(unit: int, units: int) -> str:
 
 
 def say(num_bytes: int) -> str:
-    """Bytes in words, to three digits."""
+    """Format bytes with a unit, to three digits."""
     for size, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {name}" if num_bytes < 1000 * size else f"{num_bytes / size:.0f} {name}"

@@ -1,4 +1,4 @@
-"""What a plan takes: the seconds of an optimizer step and the bytes of each stage, before anything runs."""
+"""Predicts the seconds of an optimizer step and the bytes of each stage of a plan, before anything runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from carrywave.plan.search.partition import NoFit, balanced, no_fit
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """One stage of a plan: its units, what it works in a step, and what it holds."""
+    """One stage of a plan: its units [first, last), its seconds of work per step, and its memory."""
 
     first: int
     last: int
@@ -31,37 +31,37 @@ class StagePrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan takes, by the model's account."""
+    """The predicted time, memory and traffic of a plan."""
 
     plan: Plan
-    seconds: float  # of an optimizer step
+    seconds: float  # per optimizer step
     tokens_per_second: float
     stages: tuple[StagePrediction, ...]
-    timeline: Timeline  # of the batch that is seen most
+    timeline: Timeline  # for the batch shape with the largest share of all steps
     bubble: float
-    sent_bytes: int  # between stages, by all workers, in a step
-    reduced_bytes: int  # gradients that each worker adds up with others, most of any stage
-    counted: str = "tokens"  # what a step of a lane is called
+    sent_bytes: int  # between stages, by all workers, per step
+    reduced_bytes: int  # gradients that a worker all-reduces with other replicas, on the largest stage
+    counted: str = "tokens"  # what one step of a lane is called
 
     @property
     def speed(self) -> str:
-        """For people."""
+        """Speed as text."""
         return f"{self.tokens_per_second:,.0f} {self.counted}/s"
 
 
 class Predictor:
-    """Predicts plans for one model on one cluster, and remembers what it has worked out."""
+    """Predicts plans for one model on one cluster, and caches intermediate results."""
 
     def __init__(self, units: Units, cluster: Cluster, costs: dict[tuple[int, bool, int], Costs] | None = None) -> None:
         self.units, self.cluster = units, cluster
         self._one_kind = all(host.profile is cluster.hosts[0].profile for host in cluster.hosts)
-        self._costs = {} if costs is None else costs  # by the profile's id; may be shared between clusters
+        self._costs = {} if costs is None else costs  # keyed by the profile's id; may be shared between clusters
         self._balanced: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
         self._placed: dict[tuple[int, int], Placed] = {}
         self._cases: dict[tuple[object, ...], tuple[PlanCase, ...]] = {}
 
     def cases(self, plan: Plan) -> tuple[PlanCase, ...]:
-        """The plan on each shape of batch; cuts do not matter."""
+        """The plan on each batch shape; independent of the cuts."""
         key = plan.replicas, plan.stages, plan.chunk_steps, plan.slices, plan.recompute, plan.share_head
         found = self._cases.get(key)
         if found is None:
@@ -72,14 +72,14 @@ class Predictor:
         return found
 
     def predict(self, plan: Plan) -> Prediction:
-        """The step of a plan, simulated. Memory is told, not judged."""
+        """Simulate a step of a plan. Memory is reported, not checked."""
         edges = plan.edges(len(self.units))
         plan = replace(plan, cuts=edges[1:-1])
         cases = self.cases(plan)
         lines = [case.simulate(edges) for case in cases]
         seconds = self._mean([line.seconds + case.overheads.step_seconds for line, case in zip(lines, cases, strict=True)])
         most = max(range(len(cases)), key=lambda i: self.units.shapes[i].share)
-        # A stage waits for all that it does not spend on its own work.
+        # Idle time is averaged over the batch shapes, relative to the average step.
         bubble = self._mean([line.bubble * line.seconds for line in lines]) / self._mean([line.seconds for line in lines])
         memories = self.memories(plan)
         limits = self.limits(plan)
@@ -92,20 +92,20 @@ class Predictor:
         return Prediction(plan, seconds, self.units.tokens / seconds, stages, lines[most], bubble, round(sent), reduced, self.units.counted)
 
     def bound(self, plan: Plan) -> float:
-        """Seconds that a step takes at least."""
+        """Lower bound on the seconds of a step."""
         edges = plan.edges(len(self.units))
         return self._mean([bounds.bound(case, edges) + case.overheads.step_seconds for case in self.cases(plan)])
 
     def least(self, plan: Plan) -> float:
-        """Seconds that a step takes at least, however the units are cut."""
+        """Lower bound on the seconds of a step, over all possible cuts."""
         return self._mean([bounds.least(case) for case in self.cases(plan)])
 
     def shared_out(self, plan: Plan) -> float:
-        """Seconds that a step of so many replicas and stages takes if all work could be shared out evenly."""
+        """Seconds of a step with this many replicas and stages if all work were divided evenly."""
         return self._mean([bounds.shared_out(case) for case in self.cases(plan)])
 
     def balanced(self, plan: Plan) -> tuple[int, ...] | None:
-        """The cuts that balance a plan's stages, whatever memory they need; none where devices differ, so that stages do."""
+        """The cuts that balance a plan's stages, ignoring memory; None if devices differ, since stages then differ in speed."""
         if not self._one_kind:
             return None
         cases = self.cases(plan)
@@ -117,7 +117,7 @@ class Predictor:
         return self._balanced[key][plan.stages - 1]
 
     def _seconds_of(self, plan: Plan) -> Callable[[int, int], float]:
-        """As `slowest` of a stage, by sums over units where that is the same: a search asks for thousands."""
+        """A fast `slowest`, from prefix sums over the units where they give the same result: a search calls it thousands of times."""
         crowd = self.placed(plan.replicas, plan.stages).crowd
         if self.costs(self.cluster.hosts[0].profile, piped=plan.stages > 1, crowd=crowd).side_by_side:
             return lambda first, last: self.slowest(plan, 0, first, last)
@@ -127,20 +127,20 @@ class Predictor:
         return lambda first, last: sums[last] - sums[first] + tasks
 
     def slowest(self, plan: Plan, stage: int, first: int, last: int) -> float:
-        """Seconds of work in a step, of units [first, last) as this stage of a plan."""
+        """Seconds of work per step of units [first, last) as this stage of a plan."""
         return self._mean([case.busy(stage, first, last) for case in self.cases(plan)])
 
     def memories(self, plan: Plan) -> tuple[Memory, ...]:
-        """The bytes of each stage, for the batch that needs most."""
+        """Memory of each stage, for the batch shape that needs the most."""
         edges = plan.edges(len(self.units))
         return tuple(self.memory(plan, stage, first, last) for stage, (first, last) in enumerate(pairwise(edges)))
 
     def memory(self, plan: Plan, stage: int, first: int, last: int) -> Memory:
-        """The bytes of units [first, last) as this stage of a plan, for the batch that needs most."""
+        """Memory of units [first, last) as this stage of a plan, for the batch shape that needs the most."""
         return max((case.memory(stage, first, last) for case in self.cases(plan)), key=_total)
 
     def limits(self, plan: Plan) -> tuple[int, ...]:
-        """The bytes that each stage's device has; the smallest of its replicas'."""
+        """Bytes available to each stage: those of the smallest device among its replicas."""
         placed = self.placed(plan.replicas, plan.stages)
         return tuple(
             min(profile.memory_bytes // (placed.crowd if profile.common_memory else 1) - profile.reserved_bytes for profile in kinds)
@@ -148,7 +148,7 @@ class Predictor:
         )
 
     def fits(self, plan: Plan) -> bool:
-        """Whether every stage has room on its device."""
+        """True if every stage fits on its device. An upper bound is tried first, as it needs no schedule."""
         edges, limits = plan.edges(len(self.units)), self.limits(plan)
         rough = all(
             case.memory(stage, first, last, case.most_held(stage)).total <= limits[stage]
@@ -158,7 +158,7 @@ class Predictor:
         return rough or all(memory.total <= limit for memory, limit in zip(self.memories(plan), limits, strict=True))
 
     def may_fit(self, plan: Plan) -> bool:
-        """Whether all that the stages hold would fit if it could be shared out evenly. Each holds a slice, at least."""
+        """Necessary condition for fitting: all memory, divided evenly over the stages, fits. Every stage holds at least one slice."""
         room = sum(self.limits(plan))
         for case in self.cases(plan):
             whole = case.memory(0, 0, len(self.units), one_slice(case.chunks, put_off=case.put_off))
@@ -167,18 +167,18 @@ class Predictor:
         return True
 
     def missing(self, plan: Plan) -> NoFit:
-        """Why no way to cut the units into this plan's stages fits."""
+        """By how much the best cuts into this plan's stages exceed memory; `missing_bytes` is 0 if they fit."""
         return no_fit(len(self.units), plan.stages, lambda s, a, b: self.memory(plan, s, a, b).total, self.limits(plan))
 
     def placed(self, replicas: int, stages: int) -> Placed:
-        """Where the workers stand."""
+        """The placement of the workers."""
         key = replicas, stages
         if key not in self._placed:
             self._placed[key] = self.cluster.place(replicas, stages)
         return self._placed[key]
 
     def costs(self, profile: Profile, *, piped: bool, crowd: int) -> Costs:
-        """Of the model's units on a kind of device, with so many workers on a host."""
+        """Costs of the model's units on one kind of device, with `crowd` workers on its host."""
         key = id(profile), piped, crowd
         found = self._costs.get(key)
         if found is None:
@@ -186,7 +186,7 @@ class Predictor:
         return found
 
     def _mean(self, values: Sequence[float]) -> float:
-        """Over all steps of an epoch: shapes with fewer tokens come more often."""
+        """Mean over all batches of an epoch: shapes with fewer tokens occur more often."""
         shapes = self.units.shapes
         if len(shapes) == 1:
             return values[0]

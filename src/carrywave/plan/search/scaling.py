@@ -1,4 +1,4 @@
-"""How speed grows with the number of devices, and where more stop paying."""
+"""Predicts how speed grows with the number of devices, and where more stop paying off."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ MOST_DEVICES = 4096
 
 @dataclass(frozen=True)
 class Point:
-    """What so many devices reach at best; the plan may use fewer."""
+    """The best plan on up to `devices` devices."""
 
     devices: int
     prediction: Prediction
-    efficiency: float  # of all these devices, beside the fewest that can hold the model
+    efficiency: float  # speed per device offered, relative to the fewest devices that can hold the model
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How speed grows with devices, and how many pay."""
+    """How speed grows with the number of devices, and how many are worth using."""
 
     points: tuple[Point, ...]
-    pays_up_to: int  # devices; beyond it twice as many save less than GAIN_PER_DOUBLING
+    pays_up_to: int  # devices; beyond that, a doubling saves less than GAIN_PER_DOUBLING
 
 
 def scale(units: Units, profile: Profile, most: int = MOST_DEVICES) -> Scale:
-    """The fastest plan on 1, 2, 4, … devices, as far as hosts can be linked."""
+    """The fastest plan on 1, 2, 4, … `most` devices; on one host only, if the profile has no link between hosts."""
     costs: dict[tuple[int, bool, int], Costs] = {}
     points: list[Point] = []
     misfit: NoFit | None = None
@@ -62,7 +62,7 @@ def scale(units: Units, profile: Profile, most: int = MOST_DEVICES) -> Scale:
 
 
 def _fastest(predictor: Predictor, *, more_than: int) -> Prediction | None:
-    """Of the plans on more than so many devices: the others were tried on fewer."""
+    """The fastest plan on more than `more_than` devices: smaller plans have already been tried."""
     search = Search(predictor, use_all=False, tolerance=TOLERANCE)
     search.check_room()
 

@@ -1,11 +1,12 @@
 """Finds the best plan for a spec on a cluster: over replicas, stages, cuts, chunks, slices, recomputation and a shared head.
 
-Best first: every plan has a time that it takes at least, and only those that could still win are looked at more closely, first by their
-cuts, then in the simulator. So the answer is that of simulating all that `space` lists, to within a tolerance, and most plans cost a few
-microseconds. Three things are less than everything: `space` lists some of many numbers of replicas, stages and chunks; of many ways to
-cut one is looked at; and a search ends after so many simulations. Where it did, the choice says by how much a plan that was left could be
-faster.
-What changes the answer of training (lanes, steps, precision, accumulation) is the spec's and never touched.
+This is a best-first branch and bound: every plan has a lower bound on its time, and only plans that could still win are examined more
+closely, first with their cuts, then in the simulator. The result is that of simulating everything `space` lists, to within a tolerance,
+and most plans cost a few microseconds. The search is incomplete in three ways: of many numbers of replicas, stages and chunks, `space`
+lists only some; of many possible cuts, only one is examined; and a search ends after a fixed number of simulations. If it ends early, the
+choice says how much faster a remaining plan could be.
+
+Settings that change the result of training (lanes, steps, precision, accumulation) belong to the spec and are never touched.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from carrywave.plan.search.partition import NoFit, all_cuts, partition, say, spa
 from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.plan.search.space import ALL_STAGES, SLICES, Space
 
-GAIN_PER_DOUBLING = 0.05  # twice the devices must save this much of the time to be worth it
-TOLERANCE = 0.01  # by which the plan that is found may be slower than the best
-FEW_UNITS = 6  # up to which all ways to cut them are looked at; where there are more, the one that balances the stages
-MOST_SIMULATED = 40  # plans in one search; bounds are so near that a few are enough, except for shared heads
-_RIVALS_SIMULATED, _RIVALS_CUT = 4, 200  # for each kind of plan that is shown beside the chosen one
-_SURELY = 0.9  # of the time of all work in one chunk, shared out evenly: no cut into chunks and slices takes less
+GAIN_PER_DOUBLING = 0.05  # fraction of the time that doubling the devices must save to be worth it
+TOLERANCE = 0.01  # how much slower than the best the plan found may be
+FEW_UNITS = 6  # up to this many units, all cuts are tried; beyond, only those that balance the stages
+MOST_SIMULATED = 40  # plans per search; the bounds are tight enough for a few to suffice, except with a shared head
+_RIVALS_SIMULATED, _RIVALS_CUT = 4, 200  # limits for each kind of alternative shown beside the chosen plan
+_SURELY = 0.9  # makes `shared_out` a safe lower bound: chunks can be faster than the whole window, but by less than 10%
 
 
 @dataclass(frozen=True)
@@ -43,38 +44,38 @@ class Rival:
 
     plan: Plan
     why: str
-    prediction: Prediction | None = None  # none where it does not fit
+    prediction: Prediction | None = None  # None if it does not fit
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """The plan that was chosen, why, and those that were not."""
+    """The chosen plan, the reason, and the alternatives."""
 
     best: Prediction
     why: str
     rivals: tuple[Rival, ...]
-    serial: Prediction | None  # on one device, where it fits there
-    devices: int  # that were on offer
-    left: float = 0.0  # by how much a plan that was not simulated could be faster at most, where the search ended before it was sure
+    serial: Prediction | None  # on one device; None if the model does not fit there
+    devices: int  # available devices
+    left: float = 0.0  # if the search ended early: the most by which a plan that was not simulated could be faster
 
     @property
     def efficiency(self) -> float | None:
-        """Seconds of one device over those of all devices together; nothing where one device cannot hold the model."""
+        """Step seconds on one device over device-seconds per step of the plan; None if one device cannot hold the model."""
         return None if self.serial is None else self.serial.seconds / (self.best.seconds * self.best.plan.workers)
 
 
 Wanted = Callable[[Plan], bool]
-Level = Literal["group", "uncut", "cut"]  # how much of a plan is settled: replicas and stages; all but the cuts; all
+Level = Literal["group", "uncut", "cut"]  # how much of a plan is decided: replicas and stages; all but the cuts; everything
 
 
 def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: float = TOLERANCE) -> PlanChoice:
-    """The best plan on these devices or fewer of them; with `use_all`, on all. Refuses a model that fits no plan."""
+    """The best plan on at most these devices or, with `use_all`, on all of them; raises `NoFit` if the model fits no plan."""
     found = Search(Predictor(units, cluster), use_all=use_all, tolerance=tolerance)
     best = found.chosen()
     left = found.left
     kinds: tuple[Wanted, ...] = (_serial, _replicas, _stages, _both)
     of_kind = [found.rival(kind) for kind in kinds]
-    # By the model's own account nothing on fewer devices may beat what is chosen.
+    # An alternative may have turned out better than the search's result: then choose it, so that no plan shown beats the choice.
     best = min((each for each in (best, *of_kind) if each is not None), key=lambda each: _score(each.seconds, each.plan, GAIN_PER_DOUBLING))
     used = best.plan.workers
     more = found.rival(lambda plan: plan.workers > used) if used < cluster.devices else None
@@ -97,7 +98,7 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: 
 
 
 def describe(plan: Plan) -> str:
-    """A plan in words."""
+    """Describe a plan in words."""
     if plan.workers == 1:
         parts = ["1 device"]
     else:
@@ -116,32 +117,32 @@ def describe(plan: Plan) -> str:
 
 
 class Search:
-    """One search, with all that it has found out; `best` may be asked again for other plans."""
+    """The state of a search; `best` can be called repeatedly, for different subsets of the plans."""
 
     def __init__(self, predictor: Predictor, *, use_all: bool, tolerance: float) -> None:
         self.predictor, self.units, self.cluster = predictor, predictor.units, predictor.cluster
         self.space, self.tolerance = Space(self.units, self.cluster, use_all), tolerance
-        self.cuts: dict[Plan, list[tuple[int, ...]]] = {}  # those that fit
-        # Worked out once for each plan. One of one stage is the same plan before it is cut and after, so that each has its own cache.
+        self.cuts: dict[Plan, list[tuple[int, ...]]] = {}  # cuts that fit, per plan
+        # One cache per function, because a one-stage plan is the same key before and after it is cut.
         self._shared_out, self._least = cache(predictor.shared_out), cache(predictor.least)
         self._bound, self._predict = cache(predictor.bound), cache(predictor.predict)
         self.misfits: dict[Plan, None] = {}
-        self.left = 0.0  # of the last `best`: by how much a plan that was not simulated could be better at most
+        self.left = 0.0  # after the last `best`: the most by which a plan that was not simulated could be better
 
     def rival(self, wanted: Wanted) -> Prediction | None:
-        """The best of the plans that are wanted, or one that is near it: only shown beside the chosen one."""
+        """The best of the wanted plans, or nearly so: it is only shown beside the chosen plan."""
         return self.best(wanted, gain=0.0, most=_RIVALS_SIMULATED, most_cut=_RIVALS_CUT)
 
     def best(self, wanted: Wanted, *, gain: float, most: int = MOST_SIMULATED, most_cut: float = math.inf) -> Prediction | None:
-        """The best of the plans that are wanted, where twice the devices must gain this much; none where no plan fits.
+        """The best of the wanted plans, where doubling the devices must save the fraction `gain`; None if no plan fits.
 
-        `most` are simulated, and `most_cut` of a sort looked at with their cuts; beyond that the best of them is taken.
+        At most `most` plans are simulated, and at most `most_cut` of each sort are examined with their cuts; the best of those is returned.
         """
         number = count()
-        heap: list[tuple[float, int, Level, Plan]] = []  # least score, a tie-break
+        heap: list[tuple[float, int, Level, Plan]] = []  # lower bound on the score, tie-break, level, plan
         best: Prediction | None = None
         limit, simulated = math.inf, 0
-        cut: Counter[tuple[bool, bool]] = Counter()  # by whether there are stages, and slices, whose bounds are not as near
+        cut: Counter[tuple[bool, bool]] = Counter()  # by (several stages, several slices): bounds are less tight with slices
 
         def push(plan: Plan, seconds: float, level: Level) -> None:
             score = _score(seconds, plan, gain)
@@ -178,7 +179,7 @@ class Search:
         return best
 
     def _cuts(self, plan: Plan) -> list[tuple[int, ...]]:
-        """Ways to cut that fit: all of them where they are few, else the one that balances the stages."""
+        """The cuts that fit: all of them for a few units, otherwise only those that balance the stages."""
         if plan not in self.cuts:
             units = len(self.units)
             limits = self.predictor.limits(plan)
@@ -210,7 +211,7 @@ class Search:
         return self.cuts[plan]
 
     def variants(self, plan: Plan) -> list[Prediction]:
-        """The chosen plan with one thing changed, where that fits: other chunks, even cuts, the head shared or not, recomputation."""
+        """The chosen plan with one thing changed, if that fits: chunk size, even cuts, the head shared or not, two slices."""
         steps = sorted(each for each in self.space.chunk_steps() if each is not None)
         near: list[Plan] = []
         if plan.stages > 1:
@@ -222,7 +223,7 @@ class Search:
         return [self._predict(each) for each in near if each != plan and self.predictor.fits(each)]
 
     def chosen(self) -> Prediction:
-        """The best of all plans, where more devices must pay; refuses a model that fits no plan, and says what would make it fit."""
+        """The best of all plans, where more devices must pay off; if none fits, raises an error that says what would make the model fit."""
         try:
             self.check_room()
             best = self.best(_any, gain=GAIN_PER_DOUBLING, most=MOST_SIMULATED)
@@ -233,11 +234,11 @@ class Search:
         return best
 
     def serial(self) -> Prediction | None:
-        """One device, to compare with, where it can hold the model."""
+        """The prediction for one device, for comparison; None if it cannot hold the model."""
         return self._predict(Plan.serial()) if self.predictor.fits(Plan.serial()) else None
 
     def check_room(self) -> None:
-        """Refuse a model for which even the leanest plan has no room, before thousands are tried."""
+        """Reject a model that does not fit even with the leanest plan, before thousands are tried."""
         lean = list(self.space.leanest())
         if not lean:
             raise self.nothing()
@@ -252,7 +253,7 @@ class Search:
         raise nearest
 
     def nothing(self) -> PlanError:
-        """There is no plan at all, or none that fits."""
+        """The error when there is no plan at all, or none that fits."""
         devices, most = self.cluster.devices, self.space.most_lanes
         if self.misfits:
             return min((self.predictor.missing(plan) for plan in list(self.misfits)[:64]), key=lambda error: error.missing_bytes)
@@ -263,11 +264,11 @@ class Search:
         )
 
     def lacking(self, wanted: Wanted) -> Plan | None:
-        """The first of the plans that were wanted and did not fit."""
+        """The first of the wanted plans that did not fit."""
         return next((plan for plan in self.misfits if wanted(plan)), None)
 
     def lack(self, plan: Plan) -> str:
-        """What a plan lacks."""
+        """Says how much memory a plan lacks."""
         limits, units = self.predictor.limits(plan), len(self.units)
         missing = self.predictor.missing(plan).missing_bytes
         return (
@@ -288,7 +289,7 @@ def _replicas(plan: Plan) -> bool:
 
 
 def _stages(plan: Plan) -> bool:
-    # Only shown beside the chosen plan: schedules of many stages take long to make.
+    # Only shown beside the chosen plan, and schedules of many stages take long to build.
     return plan.replicas == 1 and 1 < plan.stages <= ALL_STAGES
 
 
@@ -297,17 +298,17 @@ def _both(plan: Plan) -> bool:
 
 
 def price(devices: int, gain: float) -> float:
-    """What seconds on so many devices are multiplied by, where each doubling must save this much."""
+    """The factor by which seconds on this many devices are penalized if each doubling must save the fraction `gain`."""
     return math.pow(1 - gain, -math.log2(devices))
 
 
 def _score(seconds: float, plan: Plan, gain: float) -> float:
-    """Seconds, made longer by what more devices must save."""
+    """Seconds, penalized for the number of devices."""
     return seconds * price(plan.workers, gain)
 
 
 def _why(rival: Prediction, best: Prediction) -> str:
-    """Why a plan that fits is not the one that is shown."""
+    """Why a plan that fits was not chosen."""
     ratio = rival.seconds / best.seconds
     more = rival.plan.workers / best.plan.workers
     if ratio < price(best.plan.workers, GAIN_PER_DOUBLING) / price(rival.plan.workers, GAIN_PER_DOUBLING) and ratio < 1 - TOLERANCE:
@@ -320,7 +321,7 @@ def _why(rival: Prediction, best: Prediction) -> str:
 
 
 def asked_for(plan: Plan, predictor: Predictor, choice: PlanChoice) -> PlanChoice:
-    """A plan that the user asks for in the place of the chosen one, which becomes one of its rivals."""
+    """The choice with the user's plan instead of the chosen one, which becomes one of the alternatives."""
     edges = plan.edges(len(predictor.units))
     for stage, (memory, limit) in enumerate(zip(predictor.memories(plan), predictor.limits(plan), strict=True)):
         if memory.total > limit:
@@ -344,7 +345,7 @@ def asked_for(plan: Plan, predictor: Predictor, choice: PlanChoice) -> PlanChoic
 
 
 def _reason(best: Prediction, rivals: Sequence[Rival], offered: int, *, use_all: bool = False) -> str:
-    """The choice in a sentence."""
+    """The reason for the choice, in one sentence."""
     used = best.plan.workers
     if use_all and offered > 1:
         return f"{describe(best.plan)}: the fastest found that uses all {offered} devices"

@@ -1,4 +1,4 @@
-"""Which plans there are for a model on a cluster: numbers of replicas, stages, slices, and chunks of time. No times, no bytes."""
+"""Enumerates the plans for a model on a cluster: numbers of replicas, stages, slices and chunks. It knows no times and no bytes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
 
-CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # that a window is cut into
+CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of chunks per window that are tried
 LEAST_CHUNK_STEPS = 2
-SLICES = (1, 2)  # more cost more than they fill in, unless time cannot be cut or memory is short
+SLICES = (1, 2)  # more slices cost more than the idle time they fill, unless time cannot be cut or memory is short
 MORE_SLICES = (4, 8, 16)
-ALL_STAGES = 16  # up to so many stages all numbers of them are tried, beyond it some
+ALL_STAGES = 16  # every number of stages is tried up to this, only some beyond
 
-MOST_NUMBERS, APART = 64, 1.06  # of replicas that are all tried; more of them are at least so far apart
+# Up to MOST_NUMBERS candidate numbers of replicas are all tried; of more, only those at least a factor of APART apart.
+MOST_NUMBERS, APART = 64, 1.06
 
 
 @dataclass(frozen=True)
 class Space:
-    """The plans of one model on one cluster; with `use_all`, those that leave no device idle."""
+    """The plans for one model on one cluster; with `use_all`, only those that use every device."""
 
     units: Units
     cluster: Cluster
@@ -29,12 +30,12 @@ class Space:
 
     @property
     def most_lanes(self) -> int:
-        """Of the batch that has most."""
+        """Lanes of the largest batch."""
         return max(shape.lanes for shape in self.units.shapes)
 
     def stages(self) -> list[int]:
-        """Numbers of stages: all of a few; of many those in steps of about an eighth."""
-        # Stages change the order of sums, and a run that is to be reproducible gives the same bytes on any number of devices.
+        """Numbers of stages to try: all up to `ALL_STAGES`, then in steps of about one eighth."""
+        # Stages change the order of summation, but a reproducible run must give the same bits on any number of devices.
         most = 1 if self.units.reproducible else min(len(self.units), self.cluster.devices)
         found = list(range(1, min(most, ALL_STAGES) + 1))
         while found[-1] < most:
@@ -42,7 +43,7 @@ class Space:
         return found
 
     def replicas(self, stages: int) -> list[int]:
-        """Numbers of replicas: of those whose largest share of the lanes is the same, the smallest."""
+        """Numbers of replicas to try: the smallest of those with the same largest share of the lanes."""
         devices, most = self.cluster.devices, self.most_lanes
         if self.use_all:
             found = [devices // stages] if devices % stages == 0 and devices // stages <= most else []
@@ -59,13 +60,13 @@ class Space:
         return _thinned(found)
 
     def slices(self, replicas: int, numbers: Sequence[int]) -> list[int]:
-        """Those numbers of slices of which each has a lane on every replica."""
+        """Those of `numbers` that leave at least one lane for every slice of every replica."""
         if self.units.reproducible:
             return [1]
         return [slices for slices in numbers if slices == 1 or replicas * slices <= self.most_lanes]
 
     def chunk_steps(self) -> list[int | None]:
-        """Steps of a chunk: all of the window, or a part of it, the longest first."""
+        """Chunk sizes to try: the whole window (None), then parts of it, longest first."""
         longest = max(shape.steps for shape in self.units.shapes)
         if self.units.whole:
             return [None]
@@ -73,7 +74,7 @@ class Space:
         return [None, *sorted((each for each in steps if LEAST_CHUNK_STEPS <= each < longest), reverse=True)]
 
     def plans(self, group: Plan) -> Iterator[Plan]:
-        """All that is tried with so many replicas and stages, without cuts and recomputation, which come where they are needed."""
+        """All plans to try with the group's replicas and stages; cuts and recomputation are added later, as needed."""
         if group.stages == 1:
             yield group
             return
@@ -83,7 +84,10 @@ class Space:
                     yield replace(group, chunk_steps=steps, slices=slices, share_head=share_head)
 
     def leaner(self, plan: Plan) -> Iterator[Plan]:
-        """What takes less memory than a plan that does not fit: recomputation; on one stage slices and chunks, which bring nothing else."""
+        """Variants that need less memory than a plan that does not fit: recomputation, more slices, and on one stage also chunks.
+
+        On one stage, slices and chunks have no other benefit.
+        """
         if plan.stages > 1:
             yield replace(plan, recompute=True)
             if plan.slices == SLICES[-1] and not self.units.whole:
@@ -99,7 +103,7 @@ class Space:
                         yield replace(plan, slices=slices, chunk_steps=steps, recompute=True)
 
     def leanest(self) -> Iterator[Plan]:
-        """The plans that take least memory, the plain one first."""
+        """For each number of stages, the plain plan, then those that need the least memory."""
         steps = self.chunk_steps()
         for stages in self.stages():
             replicas = self.replicas(stages)
@@ -112,7 +116,7 @@ class Space:
 
 
 def _thinned(numbers: list[int]) -> list[int]:
-    """All of a few numbers; of many those that are some percent apart, and the last."""
+    """All of a few numbers; of many, those at least a factor of `APART` apart, and the last."""
     if len(numbers) <= MOST_NUMBERS:
         return numbers
     found = [numbers[0]]

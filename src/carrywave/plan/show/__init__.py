@@ -1,1 +1,1 @@
-"""A choice of plan for people and programs: text, drawing, data, and what would change it."""
+"""Presents the chosen plan to people and programs: as text, as a drawing, as data, and with the changes that would improve it."""

@@ -1,4 +1,4 @@
-"""A choice as plain data: the plan as a spec's `plan:` section, and an object that a program can read."""
+"""The choice of a plan as plain data: a spec's `plan:` section, and JSON-ready objects for programs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from carrywave.plan.show.what_if import Remedy
 
 
 def section(plan: Plan, units: Units) -> dict[str, Any]:
-    """The plan as a spec's `plan:` section, which gives this plan on as many workers as it has; defaults are left out."""
+    """The `plan:` section of a spec that gives exactly this plan on its number of workers; defaults are omitted."""
     found: dict[str, Any] = {"replicas": plan.replicas, "stages": plan.stages}
     chunk_steps = plan.chunk_steps
     if plan.stages > 1:
         found["cuts"] = list(plan.edges(len(units))[1:-1])
         if chunk_steps is None and plan.slices == 1 and not units.whole:
-            chunk_steps = max(shape.steps for shape in units.shapes)  # left out, a spec would cut the window
+            chunk_steps = max(shape.steps for shape in units.shapes)  # if omitted, `resolve` would cut the window into chunks
     if chunk_steps is not None:
         found["chunk_steps"] = chunk_steps
     if plan.slices > 1:
@@ -32,13 +32,13 @@ def section(plan: Plan, units: Units) -> dict[str, Any]:
 
 
 def yaml_line(plan: Plan, units: Units) -> str:
-    """The section as a line of YAML."""
+    """The section as one line of YAML."""
     parts = (f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in section(plan, units).items())
     return f"plan: {{{', '.join(parts)}}}"
 
 
 def choice_object(units: Units, choice: PlanChoice, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
-    """All that is printed of a choice."""
+    """Everything that is printed about a choice."""
     return {
         "choice": describe(choice.best.plan),
         "why": choice.why,
@@ -73,7 +73,7 @@ def choice_object(units: Units, choice: PlanChoice, remedies: Sequence[Remedy] =
 
 
 def stages(units: Units, prediction: Prediction) -> list[dict[str, Any]]:
-    """Of a plan: what each holds, works and needs."""
+    """The stages of a plan: units, seconds of work and memory of each."""
     return [
         {
             "units": name,
@@ -89,7 +89,7 @@ def stages(units: Units, prediction: Prediction) -> list[dict[str, Any]]:
 
 
 def scale_object(units: Units, scale: Scale) -> dict[str, Any]:
-    """All that is printed of how speed grows."""
+    """Everything that is printed about scaling."""
     return {
         "pays_up_to": scale.pays_up_to,
         "why": scale_sentence(scale),

@@ -1,7 +1,7 @@
-"""Timelines as a drawing: one SVG file that needs nothing else, no script, no font, no style from outside.
+"""Draws timelines as one self-contained SVG file, without scripts or external fonts and styles.
 
-Rows are stages, rectangles what they do, left to right in real time; several timelines stand one above the other on one axis, so that
-lengths compare. Colours follow the reader's light or dark theme where a viewer tells it, on a ground of the drawing's own.
+Rows are stages and rectangles are tasks, left to right in real time; several timelines are stacked on one time axis, so that their lengths
+can be compared. Colours follow the viewer's light or dark theme if it reports one, and the drawing has its own background.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from carrywave.plan.cost.simulation import TaskSpan, Timeline
 from carrywave.plan.show.text import seconds_text, ticks
 
 WIDTH = 1000
-ROW, GAP, MARGIN, HEAD = 22, 4, 14, 30  # pixels: a row, between rows, around all, a line of title
-LABEL = 170  # for the names of rows
-SHORTEST = 16  # pixels that a chunk's name needs
-LIGHTEST = 0.55  # of the first chunk's colour; the last one has all of it
+ROW, GAP, MARGIN, HEAD = 22, 4, 14, 30  # pixels: height of a row, between rows, around everything, height of a title line
+LABEL = 170  # pixels for the names of rows
+SHORTEST = 16  # pixels needed to show the name of a chunk
+LIGHTEST = 0.55  # opacity of the first chunk; the last is fully opaque
 
 _NAMES = {
     "F": "forward",
@@ -45,7 +45,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], title: str = "") -> str:
-    """The drawing of one or several timelines, on a common axis of time."""
+    """The SVG of one or several timelines on a common time axis."""
     seconds = max(panel.timeline.seconds for panel in panels)
     scale = (WIDTH - LABEL - 2 * MARGIN) / seconds if seconds else 0.0
     parts, top = [], MARGIN
@@ -86,7 +86,7 @@ def _row(name: str, spans: Sequence[TaskSpan], top: int, scale: float, seconds: 
         said = _said(span, slices)
         when = f"{seconds_text(span.start)} to {seconds_text(span.end)}"
         shade = "" if span.task is None or span.label == "pay" else f' fill-opacity="{_shade(span.task.chunk, chunks):.2f}"'
-        # A hair of the ground between neighbours, where there is room for one.
+        # Leave a hairline gap between neighbours if there is room for one.
         width = width - 0.6 if width > 3 else width
         parts.append(
             f'<rect class="{span.label}" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{ROW}"{shade}>'

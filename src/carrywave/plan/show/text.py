@@ -1,4 +1,4 @@
-"""A choice as plain text: stages, the step as a picture, figures, alternatives, and how speed grows. Pure functions, no terminal."""
+"""Formats the choice of a plan as plain text: stages, timeline, figures, alternatives and scaling. Pure functions, no terminal needed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from carrywave.plan.search.predictor import Prediction
 from carrywave.plan.search.scaling import Scale
 from carrywave.plan.search.search import GAIN_PER_DOUBLING, PlanChoice, describe
 
-COLUMNS = 100  # of a picture, beside the names of its rows
-MOST_ROWS = 24  # of a picture; in between, the others do much the same
+COLUMNS = 100  # width of a picture, not counting the names of its rows
+MOST_ROWS = 24  # height of a picture; stages in the middle are omitted, as they are much alike
 WAITS = "."
 _LETTERS = {"F": "Ff", "B": "Bb", "H": "Hh", "pay": "w", "reduce": "+", "update": "u"}
 _LEGEND = {
@@ -27,7 +27,7 @@ _LEGEND = {
 
 
 def unit_names(units: int, first: int, last: int) -> str:
-    """Units [first, last) of so many: `encoder, layers 1-3`."""
+    """Describe units [first, last) of `units`: `encoder, layers 1-3`."""
     head = units - 1
     low, high = max(first, 1), min(last, head)
     layers = [] if high <= low else [f"layer {low}"] if high - low == 1 else [f"layers {low}-{high - 1}"]
@@ -35,12 +35,12 @@ def unit_names(units: int, first: int, last: int) -> str:
 
 
 def stage_names(prediction: Prediction, units: int) -> list[str]:
-    """What each stage of a plan holds."""
+    """The units of each stage, in words."""
     return [unit_names(units, stage.first, stage.last) for stage in prediction.stages]
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in words, to three digits."""
+    """Format seconds with a unit, to three digits."""
     for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {name}" if seconds < 999.5 * size else f"{seconds / size:,.0f} {name}"
@@ -48,7 +48,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def stages_text(units: Units, prediction: Prediction) -> str:
-    """A table of the stages: what they hold, work and need."""
+    """A table of the stages: units, seconds of work and memory."""
     shares = prediction.plan.shares_head
     heads = ["stage", "units", "work a step", *["shared head"] * shares, "memory", "of", "share"]
     heads += ["parameters", "gradients", "optimizer", "activations", "carries", "workspace"]
@@ -64,7 +64,7 @@ def stages_text(units: Units, prediction: Prediction) -> str:
 
 
 def timeline_text(timeline: Timeline, columns: int = COLUMNS) -> str:
-    """The step as a picture: a row for each stage, real time from left to right; a column shows what takes most of it."""
+    """The step as a picture: one row per stage, real time from left to right; each column shows what takes up most of its time."""
     seconds = timeline.seconds
     if not seconds:
         return ""
@@ -90,7 +90,7 @@ def _row(spans: Sequence[TaskSpan], seconds: float, columns: int) -> str:
     times: list[dict[str, float]] = [{} for _ in range(columns)]
     for span in spans:
         letters = _LETTERS[span.label]
-        # Neighbouring chunks take turns, so that one sees where they end.
+        # Alternate upper and lower case between neighbouring chunks to show where each ends.
         letter = letters[(span.task.chunk + span.task.slice) % len(letters)] if span.task is not None else letters
         for column in range(int(span.start / each), min(columns, math.ceil(span.end / each))):
             overlap = min(span.end, (column + 1) * each) - max(span.start, column * each)
@@ -103,7 +103,7 @@ def _row(spans: Sequence[TaskSpan], seconds: float, columns: int) -> str:
 
 
 def ticks(seconds: float, most: int = 8) -> list[float]:
-    """Round moments from 0 to the end of an axis."""
+    """Tick positions at round numbers, from 0 to the end of the axis."""
     step = 10.0 ** math.floor(math.log10(seconds / most))
     step = next(step * factor for factor in (1, 2, 5, 10) if step * factor * most >= seconds * (1 - 1e-9))
     return [number * step for number in range(int(seconds / step * (1 + 1e-9)) + 1)]
@@ -120,9 +120,9 @@ def _ruler(seconds: float, columns: int) -> list[str]:
 
 
 def figures_text(choice: PlanChoice) -> str:
-    """Step time, speed, waiting, traffic, and how it compares with one device."""
+    """Step time, speed, idle time, traffic, and the efficiency relative to one device."""
     best, plan = choice.best, choice.best.plan
-    # Where batches differ, the picture is of one of them and the step is their mean.
+    # If batch shapes differ, the picture shows one of them, whereas the step time is their mean.
     drawn = best.timeline.seconds
     mean = abs(drawn - best.seconds) > 0.01 * best.seconds
     own = f" on average; the one that is drawn takes {seconds_text(drawn)}" if mean else ""
@@ -147,7 +147,7 @@ def figures_text(choice: PlanChoice) -> str:
 
 
 def rivals_text(choice: PlanChoice) -> str:
-    """The alternatives, the fastest first, and why they lose."""
+    """The alternatives and why they were not chosen."""
     if not choice.rivals:
         return "there is no other plan"
     rows = []
@@ -164,7 +164,7 @@ def _only_cuts_differ(choice: PlanChoice, cuts: tuple[int, ...], said: str) -> b
 
 
 def scale_text(scale: Scale) -> str:
-    """How speed and cost grow with devices, and where more stop paying."""
+    """A table of how speed and cost grow with the number of devices, and where more stop paying off."""
     first = scale.points[0]
     counted = first.prediction.counted
     rows = []
@@ -186,12 +186,12 @@ def scale_text(scale: Scale) -> str:
 
 
 def _number(value: float) -> str:
-    """To three digits, or to whole ones."""
+    """Format a number to three digits, or as a whole number from 100 on."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def scale_sentence(scale: Scale) -> str:
-    """Where more devices stop paying."""
+    """Says where more devices stop paying off."""
     pays, last = scale.pays_up_to, scale.points[-1]
     many = f"{pays:,} device{'s' if pays > 1 else ''}"
     fastest = max(scale.points, key=lambda point: point.prediction.tokens_per_second).prediction
@@ -206,7 +206,7 @@ def scale_sentence(scale: Scale) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """Aligned columns; numbers to the right, those named in `left` to the left."""
+    """A table with right-aligned columns, except those listed in `left`."""
     widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
 
     def line(row: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
-"""What would have to change to do better: each change is tried, and carries what is predicted with it.
+"""Finds changes that would make training faster: each is tried and reported with its prediction.
 
-Nothing of it is done by the planner. Links, memory and devices cost money; the batch and the precision change what is learned.
+The planner makes none of these changes itself. Links, memory and devices cost money; the batch and the precision change what is learned.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _YOURS = "changes the answer of training, so it is yours to decide"
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change, and what the best plan with it is predicted to do."""
+    """A change, and the prediction for the best plan with it."""
 
     change: str
     prediction: Prediction
-    gain: float  # of tokens/s
+    gain: float  # relative gain in tokens/s
     note: str = ""
 
     def __str__(self) -> str:
@@ -36,13 +36,13 @@ class Remedy:
 
 
 def remedies(units: Units, cluster: Cluster, choice: PlanChoice, *, use_all: bool = False) -> list[Remedy]:
-    """Changes that were tried, the one that gains most first; those that gain nothing are told too, for they are not what limits it."""
+    """The changes tried, largest gain first; those without gain are included, to show that they are not the bottleneck."""
     found = []
     for change, note, other_units, other_cluster in _changes(units, cluster, choice):
         try:
             search = Search(Predictor(other_units, other_cluster), use_all=use_all, tolerance=TOLERANCE)
             best = search.best(lambda plan: True, gain=GAIN_PER_DOUBLING)
-        except PlanError:  # the profile knows nothing of it
+        except PlanError:  # the profile has no figures for it
             continue
         if best is not None:
             found.append(Remedy(change, best, best.tokens_per_second / choice.best.tokens_per_second - 1, note))
@@ -67,7 +67,7 @@ def _changes(units: Units, cluster: Cluster, choice: PlanChoice) -> Iterator[tup
 
 
 def balance_text(predictor: Predictor, prediction: Prediction) -> str | None:
-    """Which stage is the slowest, and what keeps the stages from being even; nothing where one stage does all."""
+    """Says which stage is the slowest and what keeps the stages from being balanced; None with a single stage."""
     units, plan, stages = predictor.units, prediction.plan, prediction.stages
     if len(stages) == 1:
         return None
@@ -97,7 +97,7 @@ def _knows(cluster: Cluster, precision: str) -> bool:
 
 
 def _twice(cluster: Cluster) -> Cluster | None:
-    """Twice the devices, where it is known how they would be linked."""
+    """A cluster with twice the devices; None if it is unknown how they would be linked."""
     first = cluster.hosts[0]
     if len(cluster.hosts) == 1 and cluster.within is None and cluster.between is None:
         size = first.profile.devices_per_host
@@ -114,7 +114,7 @@ def _faster(cluster: Cluster, times: int) -> Cluster:
     def change(profile: Profile) -> Profile:
         within = fast(profile.within)
         assert within is not None
-        # Measured sums go with the link, so that what they say about it beside the model stays the same.
+        # Scale the measured all-reduces with the link, so that the ratio of measured to modelled time stays the same.
         sums = tuple(replace(each, seconds=each.seconds / times) for each in profile.reductions)
         return replace(profile, within=within, between=fast(profile.between), reductions=sums)
 
@@ -122,7 +122,7 @@ def _faster(cluster: Cluster, times: int) -> Cluster:
 
 
 def _with(cluster: Cluster, change: Callable[[Profile], Profile]) -> Cluster:
-    """Devices of changed kinds; hosts of one kind stay so."""
+    """The cluster with changed profiles; hosts that share a profile still share it."""
     changed: dict[int, Profile] = {}
     for host in cluster.hosts:
         if id(host.profile) not in changed:
