@@ -200,8 +200,7 @@ class _Run:
         return nullcontext() if self.clock is None else self.clock.lap(label, task)
 
     def _pay(self, done: StageTask | None) -> None:
-        """Compute the weight gradients pending after this task: the layers' at the end of a slice, the head's as explained in `__init__`.
-        """
+        """Compute the weight gradients pending after this task: the layers' at the end of a slice, the head's as said in `__init__`."""
         if done is None:
             return
         if done.phase == "H" and not self.last_stage and self.owed_to_head is not None:
