@@ -325,8 +325,7 @@ class Trainer:
         return result, self._mended(left)
 
     def own_part(self, batch: Batch, *, scores: bool | None = None) -> Batch:
-        """This worker's lanes of a batch, reduced to what its stage reads and moved to its device. `scores`: whether it reads the targets.
-        """
+        """This worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: whether it reads the targets."""
         scores = self.stage.scores if scores is None else scores
         if batch.whole is None and self.plan.replicas > 1:
             batch = batch.take(*self.mesh.share().bounds(batch.lanes.shape[0]), pooled=self.model.pooled)
@@ -335,7 +334,9 @@ class Trainer:
         return batch if batch.lengths.device == self.device else batch.to(self.device)
 
     def _check_lanes(self, batches: Sequence[Batch]) -> None:
-        """Refuse a change in the number of lanes unless all of them are fresh, and fewer than one lane per replica and slice."""
+        """Refuse a change in the number of lanes unless all are fresh, and, with several workers, fewer than one lane per replica and
+        slice.
+        """
         before = self.lanes
         least = self.plan.replicas * self.plan.slices
         for batch in batches:

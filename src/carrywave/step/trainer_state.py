@@ -71,8 +71,7 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
-    """Resume from what `state_dict` returned. Collective: every rank must call it; rank 0's state is used, and the others may pass nothing.
-    """
+    """Resume from what `state_dict` returned. Collective: every rank must call it; rank 0's argument is used, the others' is ignored."""
     world = trainer.mesh.world
     told, tensors = "", dict[str, Tensor]()
     with raise_on_all(world, for_all_of_us=True):
@@ -82,7 +81,7 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
     told = all_gather_text(world, told)[0]
     state = unpack(told, broadcast(world, tensors))
     with raise_on_all(world):
-        # Refuse everything that can be refused before anything changes.
+        # Anything that can be refused comes before the weights change.
         _check_weights(trainer, state["weights"])
         carry = _own_carry(trainer, state["carry"])
         if trainer.own_optimizer:
