@@ -148,7 +148,8 @@ class OrderedLinks:
         self._under_way: deque[_Batch] = deque()
 
     def greet(self, own: int, known: Sequence[Channel]) -> None:
-        """Create the communicator and connect each pair of stages; NCCL would otherwise connect at the first message, and block meanwhile.
+        """Create the communicator and connect each pair of stages ahead of time, because NCCL blocks while it connects at the first
+        message.
         """
         word = torch.zeros(1, device=self.device)
         dist.all_reduce(word, group=self.group)

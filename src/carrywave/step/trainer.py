@@ -125,8 +125,8 @@ class Trainer:
             check_separable(optimizer, self.plan)
             self.optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
-        # A non-finite step leaves the weights unchanged. The exception is NT-ASGD on CUDA, where that would cost copies of all tensors: in
-        # our own loop, if the run stops at such a step anyway, it is not worth it.
+        # A non-finite step leaves the weights unchanged. The exception is NT-ASGD on CUDA, where this guard would copy all tensors: it is
+        # left out in our own loop with on_nan=stop, where the run ends at such a step anyway.
         free = optimizer is not None or self.device.type == "cpu" or self.spec.optimizer != "ntasgd"
         self.guards_weights = free or mesh is None or self.spec.on_nan != "stop"
         self.state: State | None = None
