@@ -71,9 +71,7 @@ class PeerLink:
         self.group, self.peer = group, peer
 
     def greet(self, *, sends: bool, device: torch.device) -> None:
-        """Exchange one dummy message, so that the connection exists before receives are posted ahead: creating it blocks until the peer
-        joins.
-        """
+        """Exchange a dummy message, so that the connection exists before receives are posted ahead: creating it blocks for the peer."""
         word = torch.zeros(1, device=device)
         if sends:
             dist.send(word, self.peer, group=self.group)
@@ -148,9 +146,7 @@ class OrderedLinks:
         self._under_way: deque[_Batch] = deque()
 
     def greet(self, own: int, known: Sequence[Channel]) -> None:
-        """Create the communicator and connect each pair of stages ahead of time, because NCCL blocks while it connects at the first
-        message.
-        """
+        """Create the communicator and connect each pair of stages now, because NCCL connects at the first message and blocks meanwhile."""
         word = torch.zeros(1, device=self.device)
         dist.all_reduce(word, group=self.group)
         # In the same order on every worker, both directions at once.

@@ -65,9 +65,7 @@ class World:
 
 
 class _Joined:
-    """What `join` created in this process, for `leave` to undo; the store outlives the process group, so that an error is reported only
-    once.
-    """
+    """What `join` created, for `leave` to undo; the store outlives the process group, so that an error is reported only once."""
 
     store: Store | None = None
     waits: Store | None = None  # where workers wait for each other, in a group that `join` created
@@ -280,9 +278,7 @@ def check_agreement(world: World, what: Mapping[str, str]) -> None:
 
 
 def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
-    """Report only once an error that every worker raises. The others wait for the report, because launchers kill everyone after the first
-    exit.
-    """
+    """Report an error that every worker raises from one of them; the rest wait, because launchers kill everyone after the first exit."""
     if rank == error.told_by:
         tell()
     if _Joined.store is None:
@@ -305,9 +301,7 @@ def first_to_tell() -> bool:
 
 
 def shared_store() -> Store | None:
-    """A separate connection to the rendezvous store, for use by a thread; None in a world of one, or if we did not create the process
-    group.
-    """
+    """A separate connection to the rendezvous store, for a thread; None in a world of one, or if the user created the process group."""
     if _Joined.store is None or not _Joined.made_group:
         return None
     return PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store.clone())  # type: ignore[attr-defined]

@@ -266,9 +266,7 @@ class _Run:
         self._hand_on(task, torch.zeros_like(y) if y.grad is None else y.grad.contiguous())
 
     def _entered(self, task: StageTask) -> State:
-        """The state of the slice before this task. A slice that has not started continues from the state of the same lanes after the
-        previous job.
-        """
+        """The state of the slice before this task. A slice that has not started takes that of the same lanes after the previous job."""
         state = self.states[task.slice]
         if state is None:
             job = self.owner[task.slice]

@@ -105,9 +105,7 @@ class BadNumbers:
 
     @property
     def watched(self) -> list[nn.Parameter]:
-        """The smallest parameter of each unit, whose gradient is inspected before the all-reduce: a non-finite number in a unit spreads to
-        it too.
-        """
+        """The smallest parameter of each unit, inspected before the all-reduce: a non-finite gradient anywhere in a unit reaches it too."""
         found: dict[int, nn.Parameter] = {}
         for _, parameter in sorted(self.named, key=lambda pair: pair[1].numel()):
             found.setdefault(self.unit[id(parameter)], parameter)
@@ -226,9 +224,7 @@ def sizes(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def mended(left: Sequence[Tensor], start: Sequence[Tensor]) -> list[Tensor]:
-    """The carries at the end of a step (`h` and `c` of each layer), with non-finite lanes of a layer reset so that they do not spoil the
-    next step.
-    """
+    """The carries at the end of a step (`h` and `c` of each layer); non-finite lanes are reset, so that they do not spoil the next step."""
     result: list[Tensor] = []
     for number in range(0, len(left), 2):
         pair = left[number : number + 2]

@@ -16,9 +16,7 @@ from carrywave.plan.schedule.schedule import StageTask
 
 
 class Lap(NamedTuple):
-    """A time span of a task: its phase, `wait` for the message it reads, `send`, or `pay` (deferred weight gradients). Times are in
-    seconds.
-    """
+    """A time span of a task, in seconds: its phase, `wait` for the message it reads, `send`, or `pay` (deferred weight gradients)."""
 
     label: str
     task: StageTask

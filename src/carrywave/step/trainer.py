@@ -217,9 +217,7 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0, everything needed to resume under any plan: weights, optimizer, carry, position. Empty on other ranks; all must call
-        it.
-        """
+        """On rank 0, all that is needed to resume under any plan: weights, optimizer, carry, position. Empty elsewhere. Collective."""
         return trainer_state.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -334,9 +332,7 @@ class Trainer:
         return batch if batch.lengths.device == self.device else batch.to(self.device)
 
     def _check_lanes(self, batches: Sequence[Batch]) -> None:
-        """Refuse a change in the number of lanes unless all are fresh, and, with several workers, fewer than one lane per replica and
-        slice.
-        """
+        """Refuse a change in the number of lanes unless all are fresh. With several workers, each replica and slice needs a lane."""
         before = self.lanes
         least = self.plan.replicas * self.plan.slices
         for batch in batches:
@@ -368,9 +364,7 @@ class Trainer:
         return self._update(outcomes), self._mended(state)
 
     def backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[compute.BatchOutcome], Lanes]:
-        """Run forward and backward of these lanes, replaying captured graphs where possible; `.grad` then holds the gradients of these
-        lanes alone.
-        """
+        """Run forward and backward of these lanes, replaying captured graphs where possible; `.grad` then holds their gradients alone."""
         if self._parts is None or self.clock is not None or self._hooked:
             return self._backward(batches, keys, state)
         found, _, left = self._parts.batches(batches, keys, state)
@@ -426,9 +420,7 @@ class Trainer:
         return flatten(self.stage.start(lanes, self.device).detach())
 
     def _enter(self, batches: Sequence[Batch], number: int, state: Lanes) -> Lanes:
-        """The state before a batch of the step: what the previous one left, or the initial state if the number of lanes changed (all are
-        fresh then).
-        """
+        """The state before a batch of the step: what the previous one left, or the initial state if the number of lanes changed."""
         lanes = batches[number].lanes.shape[0]
         if not self.keep_state or not number or lanes == batches[number - 1].lanes.shape[0]:
             return state
@@ -437,8 +429,7 @@ class Trainer:
     def _one(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[Tensor, Lanes]:
         """Run forward and backward of one batch, accumulating gradients; returns everything the update needs from it in one tensor.
 
-        The tensor's shape does not depend on the batch's: carries and encoder outputs are represented by their norms, which show whether
-        they are finite.
+        The tensor's shape does not depend on the batch's: carries and encoder outputs enter as norms, which show whether they are finite.
         """
         with self.bad.encoding():
             [outcome] = self._run(batches, keys, state, None)
@@ -519,8 +510,7 @@ class Trainer:
         return {name: tensor for name, tensor in tensors_of(self.model).items() if not tensor.is_meta}
 
     def gathered(self, *, each_once: bool = False) -> dict[str, Tensor]:
-        """On rank 0, the weights of the whole model, as `load_state_dict` takes them; empty on other ranks. Collective: every rank must
-        call it.
+        """On rank 0, the weights of the whole model, as `load_state_dict` takes them; empty on other ranks. All ranks must call it.
 
         `each_once`: list a tied weight under its first name only, as in files.
         """

@@ -100,9 +100,7 @@ def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
 
 
 def take_place(model: Model | Whole, mesh: Mesh, spec: TrainSpec, held: HeldStage) -> WorkerSetup:
-    """Set up what is trained, according to the current `requires_grad` flags, and the reductions it needs. Collective: every rank must call
-    it.
-    """
+    """Set up what is trained, as `requires_grad` says now, and the reductions it needs. Collective: every rank must call it."""
     tied: list[Shared] = []
     if isinstance(model, Model):
         tied = shared(model, mesh.plan.edges(model.units)[1:-1], share_head=mesh.plan.shares_head)

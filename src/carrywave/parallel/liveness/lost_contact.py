@@ -64,8 +64,9 @@ def sounds_lost(text: str) -> bool:
 
 
 def lost(error: BaseException) -> bool:
-    """True if an error only says that another worker is gone, so the cause is reported elsewhere. Errors of a user's own connections do not
-    count.
+    """True if an error only says that another worker is gone, so that the cause is reported elsewhere.
+
+    Errors of a user's own connections do not count.
     """
     if isinstance(error, ContactLost | dist.DistNetworkError):
         return True
@@ -76,8 +77,9 @@ def lost(error: BaseException) -> bool:
 
 
 def kept(work: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that a failure from lost contact raises `ContactLost`. After any failure, unreceived messages may be in
-    flight, so process groups are then created anew.
+    """Decorate a function so that a failure from lost contact raises `ContactLost`.
+
+    After any failure, messages that nobody receives may be in flight, so process groups are then recreated.
     """
 
     @functools.wraps(work)

@@ -70,8 +70,9 @@ def _missing_for_gloo(there: list[str]) -> str | None:
 
 
 def _missing_for_nccl(there: list[str]) -> str | None:
-    """The value of NCCL's variable if it matches no interface, else None. NCCL matches name prefixes; = means exact names, ^ excludes
-    names.
+    """The value of NCCL's variable if it matches no interface, else None.
+
+    NCCL matches prefixes of interface names; a leading = asks for exact names, a leading ^ excludes names.
     """
     named = os.environ.get(NCCL, "")
     if not named or named.startswith("^"):

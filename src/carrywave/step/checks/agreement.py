@@ -92,9 +92,7 @@ class Agreement:
             self._compare(torch.stack(rows).tolist(), self._given, self._steps)
 
     def same_batch(self, batch: Batch | None) -> None:
-        """Compare a batch to be evaluated, or the end of the batches (None), before anything is computed. Collective: every rank must call
-        it.
-        """
+        """Compare the next batch to evaluate (None: there are no more) before anything is computed. Collective: every rank must call it."""
         if self.mesh.world.size == 1:
             return
         what = "no further batch to evaluate" if batch is None else f"a batch of {tuple(batch.inputs.shape[:2])} to evaluate"
@@ -225,9 +223,7 @@ def _checksum(batch: Batch, start: int, turn: int) -> int:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """Every setting of the optimizer, group by group; tensors on a GPU, such as the learning rate, are left out because reading them would
-    block.
-    """
+    """Every setting of the optimizer, by group; a learning rate on a GPU is left out, because reading it would block."""
     groups = [
         ", ".join(f"{name} {_shown(value)}" for name, value in sorted(group.items()) if name != "params" and _readable(value))
         for group in optimizer.param_groups

@@ -61,9 +61,7 @@ class Kept:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def rewritten(self, paths: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
-        """Parameters and buffers whose values changed, as (module path, name). One that is new, or has another shape, is a cache and not
-        state.
-        """
+        """Parameters and buffers whose values changed, as (module path, name). One that is new or has a new shape is a cache, not state."""
         found: list[tuple[str, str]] = []
         at = {id(module): number for number, module in enumerate(self._modules)}
         for path, module in paths.items():

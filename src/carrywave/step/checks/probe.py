@@ -174,9 +174,7 @@ def head(module: Any, path: str, *, pooled: bool) -> Run:
 
 
 def piecewise(module: Any, path: str) -> Run:
-    """Make a runner for a one-piece model, whose loss reads its output. It is cut along lanes only; outputs are not compared, so need no
-    joining.
-    """
+    """Make a runner for a one-piece model, whose loss reads its output. It is cut along lanes only, and its outputs are not compared."""
 
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
         ran = Ran()
@@ -347,8 +345,9 @@ class _Probe:
 
 
 def _joined(whole: Tensor, parts: Sequence[Tensor], other: int) -> list[Tensor]:
-    """The ways in which the parts can be concatenated to the whole. `other` is the size of the uncut axis, which may be flattened with the
-    cut one.
+    """The ways in which the parts can be concatenated to the whole.
+
+    `other` is the size of the uncut axis, which may have been flattened together with the cut one.
     """
     found: list[Tensor] = []
     for dim in range(whole.dim()):

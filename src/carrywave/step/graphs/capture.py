@@ -85,9 +85,7 @@ class Capture:
     def __call__(
         self, kind: str, step: Step[Result], batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes, *, under: Key = ()
     ) -> tuple[Result, Lanes]:
-        """Return what `step` returns, valid until the next call of the same kind. `under` is anything else that a captured graph depends
-        on.
-        """
+        """Return what `step` returns, valid until the next call of the same kind. `under`: anything else a captured graph depends on."""
         known = self._kinds.setdefault(kind, _Kind())
         version = 0 if self.watch is None else self.watch.version()
         if version is None:

@@ -50,9 +50,7 @@ def pairs_of(mesh: Mesh) -> list[dist.ProcessGroup]:
 
 
 def group_of(mesh: Mesh, stages: Sequence[int]) -> dist.ProcessGroup | None:
-    """The group of these stages in this worker's replica, or None if it is not among them. Collective: every rank calls it, in the same
-    order.
-    """
+    """The group of these stages in this worker's replica; None if it is not among them. Collective: all ranks call it in the same order."""
     own: dist.ProcessGroup | None = None
     for replica in range(mesh.plan.replicas):
         ranks = [replica * mesh.plan.stages + stage for stage in stages]

@@ -31,9 +31,7 @@ class Shards:
         self.own = shards_of(mesh.replica, mesh.plan.replicas)
 
     def __call__(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[dict[int, list[BatchOutcome]], Lanes]:
-        """The outcomes of the batches by shard, and the state of this worker's lanes after the last batch. Gradients are not yet summed
-        over workers.
-        """
+        """The outcomes of the batches by shard, and the state of this worker's lanes after them. Gradients are not all-reduced yet."""
         cuts = [Cut(self.mesh, batch, pooled=self.pooled) for batch in batches]
         outcomes: dict[int, list[BatchOutcome]] = {}
         entered: list[Tensor] = []

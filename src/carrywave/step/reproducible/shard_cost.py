@@ -1,6 +1,4 @@
-"""Measures the cost of computing in shards: times forward and backward of one batch with and without them. Changes nothing that a step
-reads.
-"""
+"""Measures the cost of shards: times forward and backward of one batch with and without them. Changes nothing that a step reads."""
 
 from __future__ import annotations
 
