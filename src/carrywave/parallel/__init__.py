@@ -1,1 +1,1 @@
-"""The workers that train together: who they are, where they stand, and how they talk."""
+"""The workers that train together: who they are, their place in the mesh, and how they communicate."""

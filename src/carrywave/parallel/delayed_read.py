@@ -1,4 +1,4 @@
-"""A tensor of the device that is read on the host later, when it has long been computed: nothing waits for it in between."""
+"""Reads a device tensor on the host later, when it has long been computed, so that nothing blocks in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Later:
-    """The numbers as they are now."""
+    """A copy of the tensor's current values, transferred in the background."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._there: torch.cuda.Event | None = None
@@ -22,7 +22,7 @@ class Later:
         self._there.record()
 
     def read(self) -> Any:
-        """As Python's numbers."""
+        """The values as Python numbers."""
         if self._there is not None:
             self._there.synchronize()
         return self._copy.tolist()

@@ -1,6 +1,6 @@
-"""Named tensors to and from rank 0, by way of host memory: what is written to the disk, and what is read from it.
+"""Moves named tensors to and from rank 0 through host memory: what is written to disk, and what is read from it.
 
-A header of JSON says what comes; the tensors follow one by one. Nothing is unpickled.
+A JSON header describes the tensors, which follow one by one. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Named = Mapping[str, Tensor]
 
 @lost_contact.kept
 def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
-    """On rank 0 the tensors of every rank, by rank; on all others nothing."""
+    """On rank 0, the tensors of every rank, by rank; empty on other ranks. Collective."""
     if world.size == 1:
         return [dict(tensors)]
     headers = [json.loads(text) for text in all_gather_text(world, _header(tensors))]
@@ -40,7 +40,7 @@ def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
 
 @lost_contact.kept
 def broadcast(world: World, tensors: Named | None) -> dict[str, Tensor]:
-    """The tensors of rank 0, on every rank, in host memory (on rank 0 as they are)."""
+    """The tensors of rank 0, on every rank, in host memory (on rank 0 unchanged). Collective."""
     if world.size == 1:
         return dict(tensors or {})
     header = json.loads(all_gather_text(world, _header(tensors or {}) if world.rank == 0 else "")[0])

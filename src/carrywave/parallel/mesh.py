@@ -1,7 +1,7 @@
-"""A `Mesh` is replicas × stages: where this worker stands among the others, and the process groups over which it talks to them.
+"""A `Mesh` is replicas × stages: this worker's position, and the process groups over which it communicates.
 
-Ranks count stages first, so that neighbouring stages are neighbouring ranks, most often on one host. Alone, there are no groups
-and nothing is sent: one device runs the same code.
+Ranks number the stages of a replica consecutively, so neighbouring stages are neighbouring ranks, usually on one host. With a single worker
+there are no groups and nothing is sent; one device runs the same code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from carrywave.plan.schedule.messages import Channel, lines
 
 
 class Mesh:
-    """This worker's place in a plan, its links to neighbouring stages, and sums over workers."""
+    """This worker's place in a plan, its links to other stages, and sums over workers."""
 
     def __init__(self, world: World, plan: Plan) -> None:
         if world.size != plan.workers:
@@ -41,22 +41,22 @@ class Mesh:
 
     @staticmethod
     def alone(device: torch.device, plan: Plan | None = None) -> Mesh:
-        """One worker."""
+        """A mesh of one worker."""
         return Mesh(World.alone(device), plan or Plan.serial())
 
     def span(self, units: int) -> tuple[int, int]:
-        """The first unit of this worker's stage, and the one after its last."""
+        """The half-open range of units of this worker's stage."""
         edges = self.plan.edges(units)
         return edges[self.stage], edges[self.stage + 1]
 
     def share(self, *, inputs: bool = True, targets: bool = True) -> Share:
-        """What this worker reads of every batch."""
+        """This worker's share of every batch."""
         return Share(self.replica, self.plan.replicas, inputs, targets)
 
     def replicas_of(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of the workers of these stages in all replicas; None where that is this worker alone.
+        """The process group of these stages in all replicas; None if it would be this worker alone.
 
-        Every worker must ask for the same groups of several stages in the same order.
+        Collective for several stages: every rank must request the same groups in the same order.
         """
         if len(stages) == 1:
             return self._replicas
@@ -64,13 +64,13 @@ class Mesh:
         return process_groups.group(ranks, "replicas")
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add up over all workers, in place: the same bits on each."""
+        """All-reduce in place over all workers; gives the same bits on each."""
         if self.world.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def hang_up(self) -> None:
-        """Close the connections between stages, since this worker's step ended halfway: others would wait for its messages."""
+        """Close the connections between stages because this worker's step failed midway; otherwise others would wait for its messages."""
         if self.links is not None:
             self.links.close()
 
@@ -85,7 +85,8 @@ class Mesh:
         if plan.stages == 1:
             return
         if world.backend == "nccl":
-            # NCCL's receives sit on multiprocessors until their message comes, which may be after a launch that waits for these.
+            # A posted NCCL receive occupies multiprocessors until its message arrives, which may be after a persistent kernel that waits
+            # for these multiprocessors.
             persistent.stand_aside("stages over NCCL may need its multiprocessors")
         known = lines(plan.stages, share_head=plan.shares_head)
         if takes_order(world.backend):
@@ -98,7 +99,7 @@ class Mesh:
         channels: dict[Channel, PeerLink] = {}
         staged = world.backend == "gloo" and self.device.type == "cuda"
         where = torch.device("cpu") if staged else self.device
-        # Every worker makes every group, in one order; the two ends of a channel then greet each other along the chain of stages.
+        # Every worker creates every group, in the same order; the two ends of a channel then connect, along the chain of stages.
         for replica in range(plan.replicas):
             for line in known:
                 sender, receiver = (replica * plan.stages + stage for stage in line[1:])

@@ -1,4 +1,4 @@
-"""Plain values with tensors among them, as JSON and named tensors: what an optimizer keeps can go from worker to worker without pickle."""
+"""Converts nested values with tensors to JSON plus named tensors, so that optimizer state can travel between workers without pickle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from carrywave.errors import RunError
 
 
 def plain(value: Any, where: str) -> Any:
-    """The value in Python's own types, tensors copied to the host; what is neither is refused, by the name of its place."""
+    """The value in Python's own types, with tensors copied to the host; anything else is refused, naming `where` it was found."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.generic):
@@ -34,7 +34,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def pack(value: Any) -> tuple[str, dict[str, Tensor]]:
-    """As text, and the tensors that stand in it by number."""
+    """The value as text, and the tensors that the text refers to by number."""
     tensors: dict[str, Tensor] = {}
 
     def packed(each: Any) -> Any:
@@ -51,7 +51,7 @@ def pack(value: Any) -> tuple[str, dict[str, Tensor]]:
 
 
 def unpack(text: str, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given."""
+    """The inverse of `pack`."""
 
     def unpacked(each: Any) -> Any:
         kind, inside = each

@@ -1,8 +1,8 @@
-"""Process groups, made once for the same workers and the same use, however many trainers need them.
+"""Caches process groups, so that each is created once per set of workers and use, however many trainers need it.
 
-To make one is a step of all workers together: every one asks for the same groups in the same order, and what is kept is the same on each.
-Messages match by their order alone. So where work broke off and messages may be under way, the groups are not used again: the workers
-agree on that whenever one of them begins with a new mesh.
+Creating a group is collective: every worker requests the same groups in the same order, so the caches are the same on all of them. Messages
+match by order alone. If work failed and messages may still be in flight, the groups must not be reused; the workers agree on that whenever
+one of them sets up a new mesh.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import torch.distributed as dist
 
 
 class _Made:
-    """Groups of the workers that there are now."""
+    """The groups of the current world."""
 
     world: Callable[[], dist.ProcessGroup | None] = lambda: None
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # noqa: RUF012
-    spoils = 0  # how often work broke off in this process
-    agreed = 0  # and in all of them, at the last agreement
-    timeout: timedelta | None = None  # of a message; None: torch's own
+    spoils = 0  # failures of collective work in this process
+    agreed = 0  # total over all processes at the last agreement
+    timeout: timedelta | None = None  # message timeout; None: torch's default
 
 
 def limit(seconds: float) -> None:
-    """How long a message may take in groups that are made from here on: a new one would have torch's own limit, not that of its world."""
+    """Set the message timeout of groups created from here on; by default a new group has torch's timeout, not that of its world."""
     _Made.timeout = timedelta(seconds=seconds)
 
 
 def forget() -> None:
-    """The world is left, and its groups with it."""
+    """Forget all groups, because their world has been left."""
     _Made.groups, _Made.timeout = {}, None
 
 
 def spoil() -> None:
-    """Work broke off: messages may be under way in any group."""
+    """Record that work failed and messages may be in flight in any group."""
     _Made.spoils += 1
 
 
 def agree(exchange: Callable[[str], list[str]]) -> None:
-    """Before groups are asked for: forget those that any worker cannot trust. All workers must ask."""
+    """Forget all groups if work failed on any worker since the last agreement. Collective: every rank calls it before requesting groups."""
     total = sum(int(text) for text in exchange(str(_Made.spoils)))
     if total != _Made.agreed:
         _Made.groups, _Made.agreed = {}, total
 
 
 def drop(group: dist.ProcessGroup) -> None:
-    """Take a group down on this worker alone: whoever waits for it in the group finds the connection closed."""
+    """Destroy a group on this worker alone: a peer waiting in it sees the connection close."""
     for key in [key for key, known in _Made.groups.items() if known is group]:
         del _Made.groups[key]
     with suppress(RuntimeError, ValueError):
@@ -56,10 +56,10 @@ def drop(group: dist.ProcessGroup) -> None:
 
 
 def group(ranks: Sequence[int], use: str) -> dist.ProcessGroup:
-    """The group of these workers for this use. Every worker must ask, also those outside it."""
+    """The group of these workers for this use. Collective: every rank must call it, including those outside the group."""
     world = dist.group.WORLD
     if _Made.world() is not world:
-        # Those of a world that was left went with it.
+        # The groups of a world that was left are gone.
         _Made.world, _Made.groups = weakref.ref(world), {}
     key = use, tuple(ranks)
     if key not in _Made.groups:

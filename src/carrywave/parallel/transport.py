@@ -1,13 +1,13 @@
-"""Messages between stages: activations one way, their gradients the other.
+"""Carries messages between stages: activations one way, their gradients the other.
 
-`GroupLinks`, for gloo: each direction of an edge is a channel of its own (a process group of two), and messages on it match by order
-alone. A receive is posted before it is needed and waited for when it is; a send does not hold up the next task, but only so many may be
-under way, so that memory stays bounded. `plan.messages.prove` shows that programs run even where every send waits for its receive, so no
-bound on sends can block them.
+`GroupLinks`, for gloo: each direction of an edge is a separate channel (a process group of two), and messages on it match by order alone. A
+receive is posted before it is needed, and waited for when it is. A send does not block the next task, but the number in flight is limited,
+so that memory stays bounded. `plan.schedule.messages.prove` shows that programs run even if every send blocks until its receive is posted,
+so no limit on sends can cause a deadlock.
 
-`OrderedLinks`, for NCCL: all stages of a replica share one communicator, and what a stage has to say between two tasks is one batch of
-sends and receives. So the device carries out messages in the order of the program, one batch after the other, and nothing else of NCCL's
-runs meanwhile: sums over workers begin when all messages are through. `plan.in_order` proves programs under these rules.
+`OrderedLinks`, for NCCL: all stages of a replica share one communicator, and a stage's messages between two tasks form one batch of sends
+and receives. The device thus carries out messages in program order, one batch after another, and no other NCCL operation runs meanwhile:
+all-reduces start once all messages have completed. `plan.schedule.serial_messages` proves programs under these rules.
 """
 
 from __future__ import annotations
@@ -24,43 +24,44 @@ from torch import Tensor
 from carrywave.parallel import process_groups
 from carrywave.plan.schedule.messages import Channel
 
-# Under way at once, or two to each stage where that is more. gloo does not tell when one is through, so that each is kept until then.
+# Most sends in flight, or two per outgoing channel if that is more. gloo does not report when a send has completed, so each tensor is kept
+# until its send has been waited for.
 MOST_SENDS = 4
 
 
 def takes_order(backend: str) -> bool:
-    """Whether a backend carries out messages on the device, where those that are posted ahead hold up others."""
+    """True if a backend carries out messages on the device in order, so that a receive posted early blocks those behind it."""
     return backend == "nccl"
 
 
 class Pending(Protocol):
-    """A receive that was posted."""
+    """A posted receive."""
 
     def wait(self) -> Tensor:
         """The message, ready for use on the device."""
 
 
 class Links(Protocol):
-    """What one stage can say to others, each over its own line."""
+    """One stage's connections to others, with a channel (`line`) for each kind of message."""
 
     @property
     def in_order(self) -> bool:
-        """Whether messages are carried out one after the other, so that programs must be in order too."""
+        """True if messages are carried out one after another, so that programs must be in order too."""
 
     def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
-        """Post the receive of the next message of a line."""
+        """Post the receive of the next message on a channel."""
 
     def send(self, line: Channel, tensor: Tensor) -> None:
-        """Send the next message of a line; the tensor must not change afterwards."""
+        """Send the next message on a channel; the tensor must not change afterwards."""
 
     def flush(self) -> None:
-        """What was posted and sent so far goes its way, before the next task."""
+        """Issue what was posted and sent so far, before the next task."""
 
     def drain(self) -> None:
         """Wait until everything that was sent has been received."""
 
     def close(self) -> None:
-        """Close the connections, so that nobody waits for messages that will not come."""
+        """Close the connections, so that nobody waits for messages that will never come."""
 
 
 class PeerLink:
@@ -70,7 +71,7 @@ class PeerLink:
         self.group, self.peer = group, peer
 
     def greet(self, *, sends: bool, device: torch.device) -> None:
-        """One empty message, so that the connection stands before receives are posted ahead: making it waits for the other end."""
+        """Exchange a dummy message, so that the connection exists before receives are posted ahead: creating it blocks for the peer."""
         word = torch.zeros(1, device=device)
         if sends:
             dist.send(word, self.peer, group=self.group)
@@ -79,17 +80,17 @@ class PeerLink:
 
 
 class GroupLinks:
-    """Messages over torch.distributed. `staged`: by way of host memory, for CUDA tensors where only gloo can carry them."""
+    """Messages over torch.distributed. `staged`: through host memory, for CUDA tensors when only gloo is available."""
 
     in_order = False
 
     def __init__(self, channels: dict[Channel, PeerLink], device: torch.device, *, staged: bool) -> None:
         self.channels, self.device, self.staged = channels, device, staged
-        self._most = max(MOST_SENDS, len(channels))  # half of them go out
+        self._most = max(MOST_SENDS, len(channels))  # half of the channels are outgoing
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
-        """Post the receive of the next message of a line."""
+        """Post the receive of the next message on a channel."""
         channel = self.channels[line]
         where = torch.device("cpu") if self.staged else self.device
         buffer = torch.empty(shape, dtype=dtype, device=where, pin_memory=self.staged)
@@ -97,19 +98,19 @@ class GroupLinks:
         return _Receive(work, buffer, self.device)
 
     def send(self, line: Channel, tensor: Tensor) -> None:
-        """Send the next message of a line; waits only where too many are under way."""
+        """Send the next message on a channel; blocks only if too many are in flight."""
         channel = self.channels[line]
         if self.staged:
-            # gloo reads host memory as soon as it is told to, so the copy must have arrived there.
+            # gloo reads host memory immediately, so the copy must have completed.
             tensor = tensor.to("cpu")
         work = _work(dist.isend(tensor, channel.peer, group=channel.group))
-        # The tensor is kept: gloo reads it until the message is through.
+        # Keep the tensor alive: gloo reads it until the message has been sent.
         self._sent.append((work, tensor))
         while len(self._sent) > self._most:
             self._sent.popleft()[0].wait()
 
     def flush(self) -> None:
-        """Each goes its way by itself."""
+        """Do nothing: each message is issued on its own."""
 
     def drain(self) -> None:
         """Wait until everything that was sent has been received."""
@@ -117,7 +118,7 @@ class GroupLinks:
             self._sent.popleft()[0].wait()
 
     def close(self) -> None:
-        """Close the connections, so that nobody waits for messages that will not come."""
+        """Close the connections, so that nobody waits for messages that will never come."""
         self._sent.clear()
         for channel in self.channels.values():
             process_groups.drop(channel.group)
@@ -135,7 +136,7 @@ class _Receive:
 
 
 class OrderedLinks:
-    """Messages in batches over one communicator. `ranks` are those of the stages, in their order."""
+    """Messages in batches over one communicator. `ranks` are the ranks of the stages, in stage order."""
 
     in_order = True
 
@@ -145,10 +146,10 @@ class OrderedLinks:
         self._under_way: deque[_Batch] = deque()
 
     def greet(self, own: int, known: Sequence[Channel]) -> None:
-        """Make the communicator, and the connection of each pair of stages: NCCL makes them at the first message, and waits meanwhile."""
+        """Create the communicator and connect each pair of stages now, because NCCL connects at the first message and blocks meanwhile."""
         word = torch.zeros(1, device=self.device)
         dist.all_reduce(word, group=self.group)
-        # In one order on every worker, both ways at once.
+        # In the same order on every worker, both directions at once.
         for low, high in sorted({(min(line[1:]), max(line[1:])) for line in known}):
             if own in (low, high):
                 other = high if own == low else low
@@ -157,16 +158,16 @@ class OrderedLinks:
                 self.drain()
 
     def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
-        """Post the receive of the next message of a line."""
+        """Post the receive of the next message on a channel."""
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         return _InBatch(self, self._add(dist.irecv, buffer, line.sender), buffer)
 
     def send(self, line: Channel, tensor: Tensor) -> None:
-        """Send the next message of a line."""
+        """Send the next message on a channel."""
         self._add(dist.isend, tensor, line.receiver)
 
     def flush(self) -> None:
-        """Hand over the batch. It keeps its tensors until it is through; nobody waits for that here, which would hold up the device."""
+        """Issue the batch. It keeps its tensors alive until it has completed; do not wait for that here, which would stall the device."""
         if self._next.operations:
             self._next.works = dist.batch_isend_irecv(self._next.operations)
             self._under_way.append(self._next)
@@ -175,13 +176,13 @@ class OrderedLinks:
             self._under_way.popleft()
 
     def drain(self) -> None:
-        """Wait until everything that was sent has been received: what the device is given after this comes after it."""
+        """Wait until everything that was sent has been received: device work issued after this runs after it."""
         self.flush()
         while self._under_way:
             self._under_way.popleft().wait()
 
     def close(self) -> None:
-        """Close the connections, so that nobody waits for messages that will not come."""
+        """Close the connections, so that nobody waits for messages that will never come."""
         self._next, self._under_way = _Batch(), deque()
         process_groups.drop(self.group)
 
@@ -192,13 +193,13 @@ class OrderedLinks:
 
 @dataclass
 class _Batch:
-    """Sends and receives that go their way together."""
+    """Sends and receives that are issued together."""
 
     operations: list[dist.P2POp] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until all of them are through; once is enough."""
+        """Wait until all of them have completed; later calls do nothing."""
         for work in self.works:
             work.wait()
         self.works = []
@@ -216,6 +217,6 @@ class _InBatch:
 
 
 def _work(work: dist.Work | None) -> dist.Work:
-    """torch answers None to a process outside the group, which no end of a channel is."""
+    """torch returns None to a process outside the group, which neither end of a channel is."""
     assert work is not None
     return work

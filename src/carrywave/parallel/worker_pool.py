@@ -1,7 +1,7 @@
-"""Starts worker processes that time something together, and reads back what each wrote. Torch-free: torch is theirs.
+"""Starts worker processes that run a measurement together, and reads back their results. Torch-free: only the workers import torch.
 
-A module with `work(world, job)` gives rows; each worker writes its own to a file, one JSON object a line. Workers meet through a store
-in a file and talk over the loopback interface. They end with the process that started them, however that came about.
+The measured module's `work(world, job)` yields rows; each worker writes its own to a file, one JSON object per line. Workers rendezvous
+through a file store and communicate over the loopback interface. They exit when the process that started them exits, however that happens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEPT = tuple(f"CARRYWAVE_{name}" for name in ("CACHE", "KERNEL", "CAPTURE", "SHA
 def start(
     module: str, job: Mapping[str, Any], workers: int, *, threads: int = 1, environment: Mapping[str, str] | None = None, name: str = ""
 ) -> list[list[Row]]:
-    """Runs `work` of a module in so many processes of so many threads each; the rows of each, by rank. `name` is for errors."""
+    """Run `work` of a module in `workers` processes of `threads` threads each; returns the rows of each, by rank. `name` is for errors."""
     with tempfile.TemporaryDirectory(prefix="carrywave-crew-") as place:
         folder = Path(place)
         (folder / "job.json").write_text(json.dumps(dict(job)), encoding="utf-8")
@@ -48,7 +48,7 @@ def start(
                 process.kill()
                 process.communicate()
         if failed:
-            # Of several that fail at once, one is the cause, and the others only miss it.
+            # If several fail at once, one is the cause, and the others have only lost contact with it.
             last = {rank: (folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank in failed}
             from carrywave.parallel.liveness.lost_contact import sounds_lost
 
@@ -61,7 +61,7 @@ def start(
 
 
 def _wait(crew: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Until all have ended well, or some have not: their ranks."""
+    """Wait until all have exited successfully or some have failed; returns the ranks that failed."""
     while True:
         codes = [process.poll() for process in crew]
         bad = [rank for rank, code in enumerate(codes) if code]
@@ -71,7 +71,7 @@ def _wait(crew: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def _environment(folder: Path, rank: int, workers: int, threads: int) -> dict[str, str]:
-    """This process's, with its import path, the worker's place and threads, and loopback for all messages."""
+    """This process's environment, with its import path, the worker's rank and threads, and loopback for all messages."""
     own = {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": str(threads),
@@ -82,19 +82,19 @@ def _environment(folder: Path, rank: int, workers: int, threads: int) -> dict[st
         "WORLD_SIZE": str(workers),
         "LOCAL_WORLD_SIZE": str(workers),
     }
-    # A worker of a run may start a crew: what its launcher told it is not for the crew.
+    # A worker of a run may start a pool: its own launcher's variables must not reach the pool.
     told = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) or name in KEPT}
     return told | own
 
 
 def _end_with_parent() -> None:
-    """The parent holds the other end of the standard input, and writes nothing: its end is the parent's, however that came about."""
+    """Exit with the parent: it holds the other end of stdin and never writes, so end-of-file means it is gone, however that happened."""
     os.read(0, 1)
     os._exit(1)
 
 
 def main(module: str, folder: Path) -> None:
-    """A worker's whole life."""
+    """Run one worker from start to end."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     heap.keep()
     import torch

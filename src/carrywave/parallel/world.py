@@ -1,7 +1,7 @@
-"""The `World` is the processes that train together: who this one is, and how they find each other, agree, and fail as one.
+"""The `World` is the set of processes that train together: this one's identity, and how they find each other, agree, and fail together.
 
-The launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say who we are and are never changed. Only bytes of
-text travel here: nothing is unpickled.
+The launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say who we are and are never changed. Only text is
+exchanged here: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -40,49 +40,50 @@ from carrywave.parallel.startup.rendezvous import (
     start_seconds,
 )
 
-# A worker that dies is noticed at once, by its closed connections; this is for one that stays silent. Where one worker may work for
-# long while the others wait, they wait in the store (`together(patient=True)`).
+# A worker that dies is noticed at once by its closed connections; this timeout is for one that stays silent. If one worker may take long
+# while the others wait, they wait in the store (`raise_on_all(patient=True)`).
 TIMEOUT_SECONDS = 300.0
 PATIENCE_SECONDS = 24 * 3600.0
-SHARE_GPU = "CARRYWAVE_SHARE_GPU"  # 1: several workers may compute on one GPU
+SHARE_GPU = "CARRYWAVE_SHARE_GPU"  # 1: several workers may share one GPU
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all that train together. Alone is a world of one."""
+    """This process among all that train together; a single process is a world of one."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     device: torch.device
-    backend: str  # how tensors of `device` travel: gloo (through the host's memory), nccl, or "" alone
+    backend: str  # how tensors on `device` are sent: gloo (through host memory), nccl, or "" for one process
 
     @staticmethod
     def alone(device: torch.device) -> World:
-        """One process, no messages."""
+        """A world of one process."""
         return World(0, 1, 0, 1, settled(device), "")
 
 
 class _Joined:
-    """What `join` made in this process, to be undone by `leave`; the store outlives the group, so that one error is told once."""
+    """What `join` created, for `leave` to undo; the store outlives the process group, so that an error is reported only once."""
 
     store: Store | None = None
-    waits: Store | None = None  # where the workers of the group that `join` made wait for each other
+    waits: Store | None = None  # where workers wait for each other, in a group that `join` created
     waited = 0
-    times = 0  # every join has keys of its own: addresses of an earlier one lead nowhere
+    times = 0  # each join has its own keys: addresses from an earlier one are stale
     made_group = False
     watches_parent = False
 
 
 def settled(device: torch.device) -> torch.device:
-    """The device with its number: `cuda` alone is the one that is current now, whatever becomes current later."""
+    """The device with its index: a bare `cuda` means the device that is current now, whatever becomes current later."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
 def pick_device(name: str, local_rank: int | None = None) -> torch.device:
-    """cpu, cuda, one GPU by its number (cuda:1), or with `auto` the GPU where there is one. Without a number worker `local_rank` of a host
-    takes the GPU of that number, and one alone the current one."""
+    """Parse a device: cpu, cuda, a GPU by its index (cuda:1), or `auto`, the GPU if there is one. Without an index, worker `local_rank` of
+    a host takes the GPU of that index (modulo their number), and a single worker takes the current one.
+    """
     kind, colon, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not index.isdecimal())):
         raise SpecError(f"device {name!r} is not one of auto, cpu and cuda; use one of them")
@@ -101,7 +102,7 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def join(device: str = "auto") -> World:
-    """The world that the launcher's variables describe, with every worker in it; alone where there are none."""
+    """Join the world that the launcher's variables describe, with every worker in it; a world of one if there are none."""
     environment.check()
     if not launched():
         if dist.is_initialized():  # by the user, without a launcher
@@ -132,7 +133,7 @@ def join(device: str = "auto") -> World:
     store = PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store)
     there = everyone(store, rank, size, {**_self(where), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}, start)
     check_hosts(there)
-    # One GPU cannot be two ranks of NCCL: where workers share one, or some have none, tensors go through the host's memory.
+    # One GPU cannot be two NCCL ranks: if workers share one, or some have none, tensors go through host memory.
     gpus = [one["gpu"] for one in there]
     check_gpus(there)
     backend = "nccl" if "" not in gpus and len(set(gpus)) == size else "gloo"
@@ -161,13 +162,13 @@ def join(device: str = "auto") -> World:
 
 
 def _self(device: torch.device) -> dict[str, Any]:
-    """What this worker says of itself."""
+    """What this worker tells the others about itself."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     return {**identity(os.getpid()), "gpu": gpu}
 
 
 def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse workers of one GPU: they would only take turns on it. For trials the environment may allow it."""
+    """Refuse workers that share a GPU, since they would only take turns on it. The environment may allow it for trials."""
     if os.environ.get(SHARE_GPU) == "1":
         return
     gpus = [(one["host"], one["gpu"]) for one in there if one["gpu"]]
@@ -179,7 +180,7 @@ def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
 
 
 def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerError:
-    """More workers than GPUs."""
+    """The error for more workers than GPUs."""
     return WorkerError(
         f"{workers} workers{f' of host {host}' if host else ''} have {gpus} GPU{'s' * (gpus > 1)} to compute on; "
         f"start one worker for each GPU, or set {SHARE_GPU}=1 to let them take turns, as a trial"
@@ -187,7 +188,7 @@ def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerErro
 
 
 def leave(world: World) -> None:
-    """Undo what `join` made. A group that the user made stays, and a second call does nothing."""
+    """Undo what `join` created. A group that the user created is kept, and a second call does nothing."""
     if world.size > 1 and _Joined.made_group and dist.is_initialized():
         process_groups.forget()
         dist.destroy_process_group()
@@ -197,7 +198,7 @@ def leave(world: World) -> None:
 
 @lost_contact.kept
 def all_gather_text(world: World, text: str) -> list[str]:
-    """The texts of all ranks, in their order."""
+    """The texts of all ranks, in rank order. Collective."""
     if world.size == 1:
         return [text]
     mine = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
@@ -213,10 +214,10 @@ def all_gather_text(world: World, text: str) -> list[str]:
 
 @contextmanager
 def raise_on_all(world: World, *, for_all_of_us: bool = False, patient: bool = False) -> Iterator[None]:
-    """A mistake that any worker meets in this block is raised by all of them, so that none waits for one that has given up.
+    """Raise on every worker a user error that any worker hits in this block, so that none waits for one that has given up.
 
-    `for_all_of_us`: one worker does what all would do, so that it does not matter which of them met the mistake.
-    `patient`: it may take some of them very long, longer than a message may.
+    `for_all_of_us`: one worker acts for all, so the message need not say which one failed. `patient`: some workers may take very long,
+    longer than the message timeout.
     """
     if world.size == 1:
         yield
@@ -239,10 +240,10 @@ def raise_on_all(world: World, *, for_all_of_us: bool = False, patient: bool = F
 
 
 def _wait_for_all(world: World) -> None:
-    """Return when every worker has come here. They look into the store now and then: no message is under way that could time out."""
+    """Return when every worker has arrived. They poll the store, so no message is in flight that could time out."""
     store = _Joined.waits
     if store is None:
-        return  # the user made the group, and chose its timeout
+        return  # the user created the group and chose its timeout
     key, _Joined.waited = str(_Joined.waited), _Joined.waited + 1
     deadline = time.monotonic() + PATIENCE_SECONDS
     pause_seconds = 0.001
@@ -254,14 +255,14 @@ def _wait_for_all(world: World) -> None:
 
 
 def _attempt() -> str:
-    """Under which name workers that were started again meet, so that they do not read what the dead ones left."""
-    # A store that torchrun opens anew each time holds nothing old, and the agents of several hosts need not agree on the count.
+    """The key under which restarted workers rendezvous, so that they do not read what the dead ones left behind."""
+    # A store that torchrun reopens on each restart holds nothing old, and the agents of several hosts need not agree on the restart count.
     fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
     return "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def check_agreement(world: World, what: Mapping[str, str]) -> None:
-    """Refuses workers that were started with another spec, other data or another version than rank 0."""
+    """Refuse workers that were started with a different spec, data or version than rank 0."""
     if world.size == 1:
         return
     said = [json.loads(text) for text in all_gather_text(world, json.dumps(dict(what)))]
@@ -277,7 +278,7 @@ def check_agreement(world: World, what: Mapping[str, str]) -> None:
 
 
 def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
-    """Of an error that all workers raise one tells; the others stay until it has, because a launcher ends all after the first."""
+    """Report an error that every worker raises from one of them; the rest wait, because launchers kill everyone after the first exit."""
     if rank == error.told_by:
         tell()
     if _Joined.store is None:
@@ -288,26 +289,26 @@ def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
         else:
             _Joined.store.wait(["carrywave/told"], timedelta(seconds=5))
     except RuntimeError:
-        return  # the other has gone, and the store with it
+        return  # the reporting worker is gone, and the store with it
 
 
 def first_to_tell() -> bool:
-    """Of workers that lost contact all at once, one says so: whether it is this one. Where nobody can be asked, it is."""
+    """True if this worker is the one to report when several lose contact at once; also True if the store is unreachable."""
     try:
         return _Joined.store is None or _Joined.store.add(f"carrywave/{_attempt()}/lost", 1) == 1
     except RuntimeError:
-        return True  # the store has gone as well
+        return True  # the store is gone too
 
 
 def shared_store() -> Store | None:
-    """A connection of its own to the store where the workers met, for a thread; None where they are alone, or did not meet through us."""
+    """A separate connection to the rendezvous store, for a thread; None in a world of one, or if the user created the process group."""
     if _Joined.store is None or not _Joined.made_group:
         return None
     return PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store.clone())  # type: ignore[attr-defined]
 
 
 def _of_group(device: str, local_rank: int, local_size: int) -> World:
-    """The world of a process group that is there: made by an earlier `join`, or by the user."""
+    """The world of an existing process group, created by an earlier `join` or by the user."""
     config = dist.get_backend_config()
     if "cpu:" not in config:
         raise WorkerError(
@@ -339,7 +340,7 @@ def _taken(device: torch.device) -> torch.device:
 
 
 def _end_with_parent() -> None:
-    """A worker of a local launch stops in good order when the process that started it is gone: nobody else would end it."""
+    """Make a worker of a local launch shut down cleanly when the process that started it is gone: nobody else would stop it."""
     parent = os.environ.get("CARRYWAVE_PARENT")
     if not parent or _Joined.watches_parent:
         return

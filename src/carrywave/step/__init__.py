@@ -1,1 +1,1 @@
-"""One optimizer step: forward and backward as a schedule says, sums over workers, update."""
+"""One optimizer step: run the scheduled forward and backward passes, all-reduce the gradients, update the weights."""

@@ -1,14 +1,14 @@
-"""Interprets a `Program` on the batches of one optimizer step: forward and backward of each time chunk of each slice of lanes.
+"""Executes a `Program` on the batches of one optimizer step: forward and backward of each time chunk of each slice of lanes.
 
-Every chunk is an autograd graph of its own. What a chunk hands to the next one (the carry, and what a pooled head has
-gathered) is detached on the way forward; its gradient is handed back by hand on the way backward. What a stage hands to the
-next one goes over the links, and its gradient comes back over them. So what a chunk saved is freed as soon as its backward is
-done, and one device runs the code that a stage of a pipeline runs.
+Every chunk has its own autograd graph. What a chunk passes to the next (the carry, and a pooled head's accumulator) is detached in the
+forward pass, and its gradient is passed back explicitly in the backward pass. Activations travel between stages over the links, and their
+gradients come back the same way. A chunk's saved tensors are therefore freed as soon as its backward is done, and a single device runs the
+same code as a pipeline stage.
 
-Where the head is shared, the last stage hands its outputs of a chunk to the stage that scores them, which runs the head forward and
-backward at once, and gets their gradient back. Both are all that the two stages need to know of each other.
+If the head is shared, the last stage sends its outputs for a chunk to the stage that scores them, which runs the head's forward and
+backward at once and returns the gradient. The two stages need to know nothing else about each other.
 
-Shapes of messages follow from the batch, which every stage knows: nothing is negotiated, and they may differ at every step.
+Message shapes follow from the batch, which every stage knows: nothing is negotiated, and shapes may differ from step to step.
 
 Shapes: T time, B lane.
 """
@@ -39,37 +39,37 @@ from carrywave.step.micro_batches import flatten, join_states, slices_of, split_
 from carrywave.step.precision import HALVES, autocast
 from carrywave.step.task_clock import Arrived, TaskClock
 
-Observer = Callable[[Tensor, Tensor | None], None]  # what the head put out, and the targets
-Scheduler = Callable[..., Schedule]  # (stages, chunks of each slice, backward=, and share_head=True where asked for) -> Schedule
+Observer = Callable[[Tensor, Tensor | None], None]  # the head's output, and the targets
+Scheduler = Callable[..., Schedule]  # (stages, chunks of each slice, backward=, and share_head=True if requested) -> Schedule
 
 
 @dataclass(frozen=True)
 class Job:
-    """One batch to run: where the lanes stand before it, and what is asked of it."""
+    """One batch to run: the lanes' state before it, and how to run it."""
 
     batch: Batch
-    state: State | None  # None: as the job before it leaves off
-    key: Tensor | None = None  # keys dropout; None in evaluation
+    state: State | None  # None: continue from the previous job
+    key: Tensor | None = None  # random key for dropout; None in evaluation
     scale: Tensor | None = None  # multiplies the loss before backward (fp16)
     alpha: float = 0.0
     beta: float = 0.0
-    precision: str = "fp32"  # of the forward pass; backward follows it by itself
-    observe: Observer | None = None  # sees every output of the head, in evaluation
+    precision: str = "fp32"  # of the forward pass; backward follows automatically
+    observe: Observer | None = None  # called with every output of the head, in evaluation
 
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """Sums over what this stage scored of the batch, and the state of every lane after it. Detached."""
+    """Sums over the part of the batch that this stage scored, and the state of every lane after it. Detached."""
 
     loss_sum: Tensor  # over real targets
     count: Tensor  # real targets
-    penalty: Tensor  # regularisation, already part of what was differentiated but not of loss_sum
+    penalty: Tensor  # regularisation; included in what was differentiated but not in loss_sum
     state: State
 
 
 @dataclass
 class _Kept:
-    """What the backward of a chunk needs of its forward; where that is run once more, only what it starts from."""
+    """What the backward of a chunk needs from its forward; with recomputation, only the inputs to rerun it."""
 
     x: Tensor
     entered: State
@@ -84,9 +84,9 @@ def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: b
 
 
 def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
-    """The program of a step over these batches; cached, since shapes repeat. A batch of few lanes has fewer slices.
+    """The program of a step over these batches, cached because shapes recur. A batch with few lanes has fewer slices.
 
-    `whole`: layers that read both ways see all of time at once, so that time is not cut.
+    `whole`: time is not cut, because bidirectional layers need the whole window at once.
     """
     chunks: list[int] = []
     for batch in batches:
@@ -105,9 +105,9 @@ def run(
     reducer: Reducer | None = None,
     clock: TaskClock | None = None,
 ) -> list[BatchOutcome]:
-    """Carry out the steps of the stage at `place`; gradients are added to the parameters' `.grad`.
+    """Execute the program of the stage at `place`; gradients accumulate in the parameters' `.grad`.
 
-    `reducer` is told when gradients begin to be final, which is in the last backward. `clock` times each task.
+    `reducer` is armed before the last backward, where gradients become final. `clock` times each task.
     """
     return _Run(stage, plan, program, jobs, links, place, reducer, clock).carry_out()
 
@@ -128,10 +128,10 @@ class _Run:
             program = program.in_order
         self.stage, self.plan, self.program, self.jobs, self.links = stage, plan, program, jobs, links
         self.place, self.reducer, self.clock = place, reducer, clock
-        self.batches: list[Batch] = []  # of each slice
-        self.owner: list[int] = []  # the job that each slice belongs to
+        self.batches: list[Batch] = []  # by slice
+        self.owner: list[int] = []  # the job of each slice
         self.first: list[int] = []  # the first slice of each job
-        self.states: list[State | None] = []  # of each slice, as far as it has come; None: not begun
+        self.states: list[State | None] = []  # current state of each slice; None: not started
         for number, job in enumerate(jobs):
             lanes, slices = job.batch.lanes.shape[0], slices_of(plan, job.batch)
             self.first.append(len(self.batches))
@@ -141,7 +141,7 @@ class _Run:
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.arriving: dict[StageTask, Pending] = {}
         self.leaving: dict[StageTask, Tensor] = {}
-        self.own: dict[StageTask, Tensor] = {}  # what the last stage hands to itself, where it scores a chunk of a shared head
+        self.own: dict[StageTask, Tensor] = {}  # what the last stage keeps for itself when it scores a chunk of a shared head
         device = jobs[0].batch.lengths.device
         self.sums = torch.zeros(len(jobs), 3, dtype=torch.float64, device=device)  # loss, count, penalty
         self.handed_back: dict[int, list[Tensor | None]] = {}
@@ -150,20 +150,20 @@ class _Run:
         self.share_head = bool(program.schedule.scorers)
         backwards = [step.task for step in self.steps if step.kind == "run" and step.task.phase == "B"]
         self.last_backward = backwards[-1] if backwards else None
-        # Only a step that goes backward needs graphs.
+        # Autograd graphs are needed only if the program has a backward pass.
         self.backward = bool(backwards)
-        # Weight gradients of a slice are put off to its end, where it comes in several chunks; what they need is kept until then, which
-        # recomputation is there to avoid.
+        # If a slice has several chunks, its weight gradients are deferred to its end. What they need stays in memory until then, which
+        # recomputation is meant to avoid.
         put_off = self.backward and max(program.schedule.chunks) > 1 and not plan.recompute
         self.deferred = Deferred() if put_off else None
-        # The last stage goes back as soon as it has scored, and has time after its last backward. The others score while they wait,
-        # and are the later ones to end: they pay for the head at once.
+        # The last stage starts its backward as soon as it has scored and finishes before the others, so it can defer the head's weight
+        # gradients. The other stages score while they wait and finish later, so they compute these gradients right after scoring.
         self.owed_to_head = self.deferred if self.last_stage else Deferred()
-        self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of what goes from stage to stage
+        self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
 
     def carry_out(self) -> list[BatchOutcome]:
         run = {"F": self._forward, "B": self._backward, "H": self._score}
-        done: StageTask | None = None  # what was run last
+        done: StageTask | None = None  # the last task that ran
         with deferring(self.deferred):
             for step in self.steps:
                 if step.kind == "receive":
@@ -175,7 +175,7 @@ class _Run:
                 else:
                     if self.links is not None:
                         self.links.flush()
-                    # After the send, which another stage waits for.
+                    # After the send, because another stage is waiting for it.
                     self._pay(done)
                     if self.clock is not None and step.task in self.arriving:
                         with self._timed("wait", step.task):
@@ -187,7 +187,7 @@ class _Run:
                 self.links.flush()
             self._pay(done)
         if self.links is not None and self.links.in_order:
-            self.links.drain()  # what follows are sums over workers
+            self.links.drain()  # all-reduces follow
         outcomes = []
         bounds = [*self.first, len(self.batches)]
         for number in range(len(self.jobs)):
@@ -200,7 +200,7 @@ class _Run:
         return nullcontext() if self.clock is None else self.clock.lap(label, task)
 
     def _pay(self, done: StageTask | None) -> None:
-        """Weight gradients that are owed when this task is done: of the layers after a slice, of the head as said above."""
+        """Compute the weight gradients pending after this task: the layers' at the end of a slice, the head's as said in `__init__`."""
         if done is None:
             return
         if done.phase == "H" and not self.last_stage and self.owed_to_head is not None:
@@ -241,18 +241,18 @@ class _Run:
             self.kept[task.chunk, task.slice] = _Kept(x, entered) if again else _Kept(x, entered, y, left, root)
 
     def _hand_on(self, task: StageTask, tensor: Tensor) -> None:
-        """To another stage; or to this one, where the last stage scores a chunk of its own."""
+        """Queue a tensor for another stage, or keep it if the last stage scores its own chunk."""
         if outgoing(task, self.program.schedule) is not None:
             self.leaving[task] = tensor
         else:
             self.own[task] = tensor
 
     def _take(self, task: StageTask, giver: Phase) -> Tensor:
-        """What a task reads: from another stage, or what the last stage has kept for itself."""
+        """The input of a task: received from another stage, or kept by the last stage for itself."""
         return self.arriving.pop(task).wait() if task in self.arriving else self.own.pop(task._replace(phase=giver))
 
     def _score(self, task: StageTask) -> None:
-        """Forward and backward of the head on a chunk; the gradient of what it read goes back."""
+        """Run forward and backward of the head on a chunk, and pass back the gradient of its input."""
         batch, job = self.batches[task.slice], self.jobs[self.owner[task.slice]]
         first, end = self._span(task)
         y = self._take(task, "F").requires_grad_()
@@ -266,12 +266,12 @@ class _Run:
         self._hand_on(task, torch.zeros_like(y) if y.grad is None else y.grad.contiguous())
 
     def _entered(self, task: StageTask) -> State:
-        """Where the slice stands. One that has not begun goes on from where the same lanes stood after the job before."""
+        """The state of the slice before this task. A slice that has not started takes that of the same lanes after the previous job."""
         state = self.states[task.slice]
         if state is None:
             job = self.owner[task.slice]
             state = cast(State, self.states[self.first[job - 1] + task.slice - self.first[job]])
-        # No change of the output is counted from one window to the next.
+        # The penalty on changes of the output (`beta`) does not span windows.
         return state if task.chunk > 0 else state._replace(tail=None)
 
     def _backward(self, task: StageTask) -> None:
@@ -310,13 +310,13 @@ class _Run:
         return autocast(self.jobs[self.owner[task.slice]].precision, self.batches[task.slice].lengths.device)
 
     def _span(self, task: StageTask) -> tuple[int, int]:
-        """First step of a chunk, and the one after its last."""
+        """The half-open range of steps of a chunk."""
         steps = self.batches[task.slice].steps
         size = steps if self.program.schedule.chunks[task.slice] == 1 else cast(int, self.plan.chunk_steps)
         return task.chunk * size, min((task.chunk + 1) * size, steps)
 
     def _chunk(self, task: StageTask) -> Chunk:
-        """Where a chunk stands."""
+        """The position of a chunk: its lengths, fresh lanes, lane numbers, first step and random key."""
         batch = self.batches[task.slice]
         first, end = self._span(task)
         lengths = (batch.lengths - first).clamp(0, end - first)
@@ -325,13 +325,13 @@ class _Run:
         return Chunk(lengths, fresh, batch.lanes, first, self.jobs[self.owner[task.slice]].key, full)
 
     def _compute(self, task: StageTask, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor]:
-        """Forward of one chunk: what it gives the next stage, the state it leaves, what its backward starts from, and its sums."""
+        """Run forward of one chunk; returns the output for the next stage, the final state, the root to differentiate, and the sums."""
         batch, job, chunk = self.batches[task.slice], self.jobs[self.owner[task.slice]], self._chunk(task)
         y, raw, left = self.stage(x, entered, chunk)
         loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
         root: Tensor | None = None
         if not self.stage.has_head:
-            # The next layer computes in this dtype anyhow, so nothing is lost by sending no more.
+            # The next layer computes in this dtype anyway, so sending a wider one would gain nothing.
             return y.to(self.dtype), left, None, torch.stack([loss_sum, count, penalty])
         pooled, last = self.stage.pooled, task.chunk == self.program.schedule.chunks[task.slice] - 1
         if (last or not pooled) and not self.share_head:
@@ -354,7 +354,7 @@ class _Run:
     def _observed(
         self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, *, idle: bool
     ) -> tuple[Tensor | None, Tensor]:
-        """The head's output, shown to the observer, and its loss where there are targets."""
+        """Pass the head's output to the observer, and return its loss and count if there are targets."""
         out = self.stage.output(y, left, chunk)
         observe(out, targets)
         return (None, count) if targets is None or idle else self.stage.score(out, y, left, targets, chunk)

@@ -1,8 +1,8 @@
-"""What happens to gradients between backward and update: summed over workers, one division, the global norm, clipping.
+"""Processes gradients between backward and update: all-reduce, one division, global norm, clipping.
 
-Nothing here reads a value on the host, so a step can run ahead of the device or be captured. Sums of gradients are reduced;
-their norm is split into its square and the root, so that stages can add up their squares; division by the global count and
-clipping are one factor in the end.
+Nothing here reads a value on the host, so a step can run ahead of the device or be captured. Gradients are reduced as sums. The norm is
+computed as a sum of squares and a root, so that stages can add up their squares. Division by the global count and clipping are combined
+into one factor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUCKET_BYTES = 8 << 20
 
 @torch.no_grad()
 def norms(grads: Sequence[Tensor]) -> Tensor:
-    """The norm of each gradient, those of one dtype after the other as `by_dtype` groups them. In float64: squares do not overflow."""
+    """The norm of each gradient, ordered by dtype as in `by_dtype`; in float64, so that squares do not overflow."""
     found = [
         torch.stack(list(torch._foreach_norm(part, 2, torch.promote_types(part[0].dtype, torch.float32)))).to(torch.float64)
         for part in by_dtype(grads)
@@ -30,32 +30,32 @@ def norms(grads: Sequence[Tensor]) -> Tensor:
 
 
 def norm_squared(grads: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements, a float64 scalar: additive over stages."""
+    """Sum of the squares of all elements, as a float64 scalar that is additive over stages."""
     return norms(grads).square().sum()
 
 
 def norm_of_mean(squared: Tensor, count: Tensor) -> Tensor:
-    """The norm of the gradient of the mean loss, from the square of that of the sum; no target at all gives zero."""
+    """The gradient norm of the mean loss, from the squared gradient norm of the summed loss; zero if there are no targets."""
     return squared.sqrt() / torch.where(count > 0, count, torch.inf)
 
 
 def factor(norm: Tensor, count: Tensor, limit: float | None) -> Tensor:
-    """What a summed gradient is multiplied by: one over the count, and less where the norm of the mean is over the limit."""
-    # A finite gradient over infinity is zero, and one that is not finite still shows as NaN.
+    """The factor for a summed gradient: one over the count, reduced further if the norm of the mean exceeds the limit."""
+    # Dividing by infinity turns a finite gradient into zero and a non-finite one into NaN, so that it still shows.
     mean = 1.0 / torch.where(count > 0, count, torch.inf)
-    # The small term is torch.nn.utils.clip_grad_norm_'s, so that both clip by the same factor.
+    # The epsilon is that of torch.nn.utils.clip_grad_norm_, so that both clip by the same factor.
     return mean if limit is None else mean * (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 @torch.no_grad()
 def scale_(grads: Sequence[Tensor], by: Tensor) -> None:
-    """Multiply all gradients by one number."""
+    """Multiply all gradients by one factor."""
     for part in by_dtype(grads):
         torch._foreach_mul_(part, by.to(part[0].device, part[0].dtype))
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors in groups of one dtype, which the foreach operations fuse; the order within a group is kept."""
+    """Group tensors by dtype, as foreach operations need it to fuse them; keeps the order within a group."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
@@ -64,15 +64,15 @@ def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @dataclass(frozen=True)
 class Reduced:
-    """Parameters whose gradients are summed over one group of workers."""
+    """Parameters whose gradients are all-reduced over one process group."""
 
     group: dist.ProcessGroup
     parameters: Sequence[nn.Parameter]
-    early: bool = True  # may start while backward still runs
+    early: bool = True  # may start while backward is still running
 
 
 class _Bucket:
-    """Neighbouring gradients in one buffer, which is reduced at once."""
+    """A gradient bucket: consecutive gradients in one buffer, all-reduced together."""
 
     def __init__(
         self, group: dist.ProcessGroup, parameters: list[nn.Parameter], early: bool, local: dict[int, Tensor | None], unreached: set[int]
@@ -82,12 +82,12 @@ class _Bucket:
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         pieces = torch.split(self.flat, [p.numel() for p in parameters])
         self.views = [piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)]
-        self.missing: dict[int, tuple[nn.Parameter, Tensor]] = {}  # not in the buffer yet, with their places
+        self.missing: dict[int, tuple[nn.Parameter, Tensor]] = {}  # not yet copied into the buffer, with their views into it
         self.work: dist.Work | None = None
         self.started = False
 
     def take(self, parameter: Tensor) -> None:
-        """Move a gradient that is final into the buffer. Where a parameter was not used here it is zero."""
+        """Copy a final gradient into the buffer, or zeros if the parameter was not used on this worker."""
         found = self.missing.pop(id(parameter), None)
         if found is None:
             return
@@ -103,14 +103,14 @@ class _Bucket:
 
 
 class Reducer:
-    """Sums gradients over workers while backward still runs: bucket by bucket, each as soon as its last gradient is final.
+    """All-reduces gradients while backward is still running: bucket by bucket, each as soon as its last gradient is final.
 
-    The layout follows from the order of the parameters alone, and buckets of a group start in one order on every worker: so bits
-    repeat from run to run. Gradients are moved into the buckets when they are final, and stay there as views: a copy is less work than
-    a buffer of zeros to add to.
+    The layout follows from the order of the parameters alone, and the buckets of a group start in the same order on every worker, so
+    results repeat bit for bit from run to run. Gradients are copied into the buckets when they are final and stay there as views: one copy
+    is cheaper than accumulating into a zeroed buffer.
 
-    `watched` are parameters, small ones, whose gradients stay to be seen as they were before the sum: in `local`, by the parameter's id.
-    `unreached` are the ids of those that backward did not come to on this worker; others may have.
+    `watched` are small parameters whose local gradients, from before the all-reduce, are kept in `local`, by the parameter's id.
+    `unreached` are the ids of parameters that backward did not reach on this worker; it may have reached them on others.
     """
 
     def __init__(self, wanted: Sequence[Reduced], bucket_bytes: int = BUCKET_BYTES, *, watched: Sequence[nn.Parameter] = ()) -> None:
@@ -130,11 +130,11 @@ class Reducer:
             for bucket in self.buckets
             for parameter in bucket.parameters
         ]
-        # The parameters are the user's and outlive this: what hangs on them goes with it.
+        # The parameters are the user's and outlive this object, so its hooks are removed with it.
         weakref.finalize(self, _remove, handles).atexit = False
 
     def begin(self) -> None:
-        """Before the first backward of an optimizer step, when there are no gradients."""
+        """Call before the first backward of an optimizer step, when there are no gradients."""
         self._armed = False
         self.unreached.clear()
         for bucket in self.buckets:
@@ -143,15 +143,15 @@ class Reducer:
         self.local.update(dict.fromkeys(self.local))
 
     def reduces(self, parameter: Tensor) -> bool:
-        """Whether this gradient is summed over workers."""
+        """True if this gradient is all-reduced."""
         return id(parameter) in self._of
 
     def arm(self, owed: Callable[[Tensor], bool] | None = None) -> None:
-        """Before the last backward: from here on a gradient that comes is final, unless more is `owed` to it."""
+        """Call before the last backward: from then on a gradient is final when it arrives, unless part of it is still pending (`owed`)."""
         self._armed, self._owed = True, owed or _nothing
 
     def finish(self) -> None:
-        """After the last backward: start what has not started, and wait for all of it."""
+        """Call after the last backward: start the remaining buckets, and wait for all of them."""
         self._armed = False
         for bucket in self.buckets:
             self._start(bucket)
@@ -161,12 +161,12 @@ class Reducer:
                 bucket.work = None
 
     def _added(self, parameter: Tensor) -> None:
-        """Torch has been to this gradient; it calls also where it had nothing to add."""
+        """Post-accumulate hook; torch calls it even if it had nothing to add."""
         if self._armed and not self._owed(parameter):
             self.ready(parameter)
 
     def ready(self, parameter: Tensor) -> None:
-        """A gradient is final."""
+        """Mark a gradient as final, and start every bucket that is now complete, in order."""
         if id(parameter) not in self._of:
             return
         self._of[id(parameter)].take(parameter)
@@ -186,7 +186,7 @@ class Reducer:
 
 
 def _weakly(reducer: Reducer) -> Callable[[Tensor], None]:
-    """A hook that does not keep the reducer."""
+    """A hook that does not keep the reducer alive."""
     found = weakref.ref(reducer)
 
     def added(parameter: Tensor) -> None:
@@ -194,7 +194,7 @@ def _weakly(reducer: Reducer) -> Callable[[Tensor], None]:
         if reducer is not None:
             reducer._added(parameter)
 
-    added.is_ours = True  # type: ignore[attr-defined]  # among the hooks of a parameter, which may be the user's
+    added.is_ours = True  # type: ignore[attr-defined]  # tells it apart from a user's hooks on the parameter
     return added
 
 
@@ -208,7 +208,7 @@ def _nothing(parameter: Tensor) -> bool:
 
 
 def _runs(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Neighbours of one dtype, together up to so many bytes; a larger one stands alone."""
+    """Group neighbouring parameters of the same dtype up to `bucket_bytes`; a larger parameter gets its own group."""
     runs: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""The mean loss of a trainer's model over batches that a user gives: a pass without gradients, with a carry of its own."""
+"""Computes the mean loss of a trainer's model over batches given by the user: a pass without gradients, with a separate carry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: compute.Observer | None) -> float:
-    """Over the real targets of all batches, the same on every worker."""
+    """The mean loss over the real targets of all batches; the same on every worker."""
     model, mesh = trainer.model, trainer.mesh
     own_shards = (0,) if trainer.shards is None else trainer.shards.own
     sums = torch.zeros(1 if trainer.shards is None else SHARDS, 2, dtype=torch.float64, device=mesh.device)
@@ -31,7 +31,8 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: compute.Obser
         for batch in _alike(trainer, [batches] if isinstance(batches, Batch) else batches):
             check_batches([batch], model, keep_state=trainer.keep_state)
             own = trainer.own_part(batch, scores=trainer.stage.has_head)
-            # With `reproducible` each shard of the lanes is run by itself, and they are summed in one order: the same bits on any replicas.
+            # With `reproducible`, each shard of the lanes runs separately and shards are summed in a fixed order: the same bits for any
+            # number of replicas.
             cut = None if trainer.shards is None else Cut(mesh, own, pooled=model.pooled)
             for shard in own_shards:
                 part = own if cut is None else cut.part(shard)
@@ -56,7 +57,7 @@ def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: compu
 
 
 def _alike(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The batches, each as soon as all workers are seen to have the same; they must also end together."""
+    """Yield each batch once all workers are known to have the same one; they must also run out of batches together."""
     for batch in batches:
         trainer.agreement.same_batch(batch)
         yield batch

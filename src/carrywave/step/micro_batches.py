@@ -1,4 +1,4 @@
-"""Cutting a batch and the state of its lanes into slices of lanes, and putting states together again. Pure functions."""
+"""Cuts a batch and the state of its lanes into slices of lanes, and joins states again. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from carrywave.plan.plan import Plan
 
 
 def bounds(lanes: int, slices: int) -> list[tuple[int, int]]:
-    """The first lane of each slice and the one after its last, shared as replicas share lanes."""
+    """The half-open range of lanes of each slice, split the way lanes are split among replicas."""
     return [Share(part, slices).bounds(lanes) for part in range(slices)]
 
 
 def slices_of(plan: Plan, batch: Batch) -> int:
-    """How many slices a batch is cut into: no more than it has lanes."""
+    """The number of slices a batch is cut into: never more than it has lanes."""
     return min(plan.slices, batch.lanes.shape[0])
 
 
 def split_lanes(batch: Batch, slices: int, *, pooled: bool) -> list[Batch]:
-    """Slices of the lanes."""
+    """Cut a batch into slices of its lanes."""
     return [batch.take(low, high, pooled=pooled) for low, high in bounds(batch.lanes.shape[0], slices)]
 
 
 def split_state(state: State, slices: int, lanes: int) -> list[State]:
-    """The state of each slice of lanes."""
+    """The state of each slice of the lanes."""
     if slices == 1:
         return [state]
     return [
@@ -43,7 +43,7 @@ def split_state(state: State, slices: int, lanes: int) -> list[State]:
 
 
 def join_states(states: Sequence[State]) -> State:
-    """The state of all lanes, from that of their slices."""
+    """The state of all lanes, from the states of their slices."""
     if len(states) == 1:
         return states[0]
     carries = tuple(
@@ -61,6 +61,6 @@ def flatten(state: State) -> list[Tensor]:
 
 
 def unflatten(tensors: Sequence[Tensor]) -> State:
-    """The state of lanes from the tensors of its carries, as `flatten` gives them; without what a pooled head gathers."""
+    """The state of the lanes from the tensors of its carries, in the order of `flatten`; a pooled head's accumulator is not included."""
     pairs = zip(tensors[0::2], tensors[1::2], strict=True)
     return State(tuple(Carry(h, c) for h, c in pairs))

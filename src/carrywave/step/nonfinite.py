@@ -1,19 +1,20 @@
-"""Bad numbers: NaN and infinity in the loss or in a gradient. On which worker and in which layer the first one arose, without a read
-on the host and without a message of its own; and what becomes of a step that has them.
+"""Finds on which worker and in which layer the first non-finite number of a step arose, and handles the step that has it.
 
-A step computes forward from the encoder over the layers to the head and its loss, and then back. What is bad makes everything after it
-bad. So every worker says in one number what came first in that order: a layer whose carry is bad after the step (a bad output stays in
-its lane, so the last one tells of all), the loss, or a layer with a bad gradient. The numbers travel with the other sums of the step,
-a place for each rank, and the largest is the first in the order of computing:
+This needs no read on the host and no extra message. A step computes forward from the encoder through the layers to the head and its loss,
+and then backward, and a non-finite number makes everything computed from it non-finite too. So every worker encodes in one number what came
+first in that order: a layer whose carry is non-finite after the step (a bad output persists in its lane, so the final carry reveals it),
+the loss, or a layer with a non-finite gradient. The codes travel with the step's other sums, one slot per rank, and the largest code is the
+earliest in the order of computation:
 
-    3 U - u    the output of unit u (of U: encoder, layers, head, whose output is the loss)
+    3 U - u    the output of unit u (of U units: encoder, layers, head, whose output is the loss)
     U + 1 + u  the gradient of unit u, on this worker alone
     1 + u      the gradient of unit u, only after it was summed over workers
-    0          nothing bad
+    0          nothing non-finite
 
-Gradients that replicas add up are bad on all of them afterwards: a small one of each unit is looked at before.
+A gradient summed over replicas is non-finite on all of them afterwards, so one small gradient of each unit is inspected before the sum.
 
-The optimizer is told by its `found_inf`, and leaves parameters and its own state as they are, whatever `train.on_nan` says.
+The optimizer is told through its `found_inf`, and leaves parameters and its own state unchanged, whatever `train.on_nan` says
+(except where `Trainer.guards_weights` is False).
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from carrywave.step.compute import BatchOutcome
 from carrywave.step.gradients import Reducer, by_dtype, norms
 from carrywave.step.reproducible.fixed_tree import Tree
 
-MOST_IN_A_ROW = 10  # steps skipped one after the other, before the run stops
-MOST_BACKS = 3  # times a run goes back to its last snapshot, before it stops
-BACK_FACTOR = 0.5  # of the learning rate, each time
-SMALL = 1 << 16  # elements of a gradient that is looked at before it is summed
+MOST_IN_A_ROW = 10  # consecutive skipped steps before the run stops
+MOST_BACKS = 3  # returns to the last snapshot before the run stops
+BACK_FACTOR = 0.5  # learning-rate factor at each return
+SMALL = 1 << 16  # most elements of a gradient that is inspected before the all-reduce
 
 
 @dataclass(frozen=True)
 class ComputeOrder:
-    """What a model computes one after the other, by name; the last one computes the loss."""
+    """The units of a model in order of computation, by name; the last one computes the loss."""
 
     names: tuple[str, ...]
-    of: dict[str, int]  # the unit of each parameter
+    of: dict[str, int]  # unit of each parameter
 
     @staticmethod
     def in_model(model: Model | Whole) -> ComputeOrder:
-        """Encoder, layers and head; of a module of one piece the parameters, and at last the module itself."""
+        """Encoder, layers and head; for a one-piece model, its parameters and finally the module itself."""
         own = [name for name, _ in model.named_parameters()]
         if isinstance(model, Whole):
             return ComputeOrder((*own, type(model.module).__name__), {name: number for number, name in enumerate(own)})
@@ -59,15 +60,15 @@ class ComputeOrder:
         return ComputeOrder(names, {name: unit_of(name, model.units) for name in own})
 
     def forward(self, unit: int) -> int:
-        """What is said of a bad output."""
+        """The code for a non-finite output."""
         return 3 * len(self.names) - unit
 
     def backward(self, unit: int, *, summed: bool = False) -> int:
-        """What is said of a bad gradient."""
+        """The code for a non-finite gradient."""
         return 1 + unit + (0 if summed else len(self.names))
 
     def words(self, said: int, rank: int) -> str:
-        """What a number says, as the subject of a sentence."""
+        """A code in words, as the subject of a sentence."""
         count = len(self.names)
         if said > 2 * count:
             unit = 3 * count - said
@@ -80,30 +81,31 @@ class ComputeOrder:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a look at the steps since the look before it has found."""
+    """What `BadNumbers.look` found in the steps since the previous look."""
 
-    ago: int | None = None  # how many steps before the last one the first bad one was; None: all were good
-    said: tuple[int, ...] = ()  # by each rank, of the first bad one
-    bad: int = 0  # steps
-    longest: int = 0  # the most of them one after the other, those before the last look among them
-    in_a_row: int = 0  # up to the last step
+    ago: int | None = None  # how many steps before the last step the first bad one was; None: all were good
+    said: tuple[int, ...] = ()  # each rank's code for the first bad step
+    bad: int = 0  # number of bad steps
+    longest: int = 0  # longest series of consecutive bad steps, including those before the previous look
+    in_a_row: int = 0  # consecutive bad steps up to the last one
 
 
 class BadNumbers:
-    """Watches the steps of one worker. All that it keeps of them is on the device, in one tensor that a recorded step updates in place."""
+    """Watches the steps of one worker. Its record is a single tensor on the device, which a captured step updates in place."""
 
     def __init__(self, model: Model | Whole, stage: Stage | Whole, named: Sequence[tuple[str, nn.Parameter]], world: World) -> None:
         self.units = ComputeOrder.in_model(model)
         self.stage, self.world, self.named = stage, world, list(named)
         self.unit = {id(p): self.units.of[name] for name, p in named}
-        # Steps; bad ones in a row, the most in a row, bad ones and the first one since the last look; what each rank said of that one.
+        # Number of steps; consecutive bad steps; then, since the last look: most consecutive bad steps, number of bad steps, first bad step
+        # (counted from 1; 0: none); then each rank's code for that first bad step.
         self.kept = torch.zeros(5 + world.size, dtype=torch.float64, device=world.device)
         self._numbers: dict[tuple[int, ...], Tensor] = {}
         self.entered: list[Tensor] = []
 
     @property
     def watched(self) -> list[nn.Parameter]:
-        """The smallest parameter of each unit, whose gradient is looked at before it is summed: what comes from a bad one is bad too."""
+        """The smallest parameter of each unit, inspected before the all-reduce: a non-finite gradient anywhere in a unit reaches it too."""
         found: dict[int, nn.Parameter] = {}
         for _, parameter in sorted(self.named, key=lambda pair: pair[1].numel()):
             found.setdefault(self.unit[id(parameter)], parameter)
@@ -111,7 +113,7 @@ class BadNumbers:
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
-        """Within it, what an encoder of the user's own puts out is looked at. Ours put out what they are given, or rows of weights."""
+        """Inside this context, the output of a user-defined encoder is inspected. Ours only return their input or rows of their weights."""
         self.entered = []
         encoder = getattr(self.stage, "encoder", None)
         if not isinstance(encoder, nn.Module) or isinstance(encoder, Embedding | Numbers | torch.jit.ScriptModule):
@@ -137,11 +139,11 @@ class BadNumbers:
         score: Tensor,
         reducer: Reducer | Tree | None,
     ) -> Tensor:
-        """What this worker says of its step, a float64 scalar. `counted` are parameters, `score` is its own loss and count."""
+        """This worker's code for its step, as a float64 scalar. `counted` are parameters, `score` is its own loss and count."""
         units, last = self.units, len(self.units.names) - 1
         numbers = [units.backward(self.unit[id(p)], summed=reducer is not None and reducer.reduces(p)) for p in counted]
         numbers += [units.forward(last)] * score.numel()
-        # Squares: of a gradient in float64 they may be infinite where the norm is not, and so is the norm of all.
+        # Squared norms: with float64 gradients a square may overflow where the norm does not, and then the global norm is infinite too.
         values = [norms_of_grads.square(), score]
         looked: list[tuple[int, Tensor]] = []
         if reducer is not None:
@@ -155,19 +157,19 @@ class BadNumbers:
             values.append(torch.stack(sizes([tensor for _, tensor in looked])))
             numbers += [number for number, _ in looked]
         all_of_them = torch.cat(values)
-        # Of a number that is none the difference from itself is not zero.
+        # x − x is NaN, hence != 0, when x is NaN or infinite.
         bad = all_of_them - all_of_them != 0
         return (bad * self._on_device(tuple(numbers))).amax()
 
     def _on_device(self, numbers: tuple[int, ...]) -> Tensor:
-        """Made once for each list of what there is to look at, since a step that is being recorded cannot copy from the host."""
+        """The codes as a tensor, cached because a step being captured cannot copy from the host."""
         if numbers not in self._numbers:
             self._numbers[numbers] = torch.tensor(numbers, dtype=torch.float64, device=self.world.device)
         return self._numbers[numbers]
 
     @torch.no_grad()
     def note(self, finite: Tensor, said: Tensor) -> None:
-        """Count a step, and keep what all workers said of the first bad one."""
+        """Count a step, and keep all workers' codes for the first bad one."""
         bad = (~finite).to(torch.float64)
         steps, in_a_row, longest, bad_steps = self.kept[:4].unbind()
         in_a_row = (in_a_row + 1) * bad
@@ -177,7 +179,7 @@ class BadNumbers:
         self.kept.copy_(torch.cat([counts, first]))
 
     def look(self) -> Seen:
-        """Read on the host what was noted since the last look: the same on every worker that looks after the same step."""
+        """Read on the host what was recorded since the last look; the same on every worker that looks after the same step."""
         steps, in_a_row, longest, bad, first, *said = (int(number) for number in self.kept.tolist())
         if not first:
             return Seen(in_a_row=in_a_row)
@@ -185,19 +187,19 @@ class BadNumbers:
         return Seen(steps - first, tuple(said), bad, longest, in_a_row)
 
     def forget(self, in_a_row: int = 0) -> None:
-        """Start anew, with so many bad steps in a row behind."""
+        """Reset the record, with `in_a_row` consecutive bad steps already counted."""
         self.kept.zero_()
         self.kept[1] = in_a_row
 
     def cause(self, seen: Seen, *, weights: bool) -> str:
-        """The first bad number as the subject of a sentence. All workers must ask.
+        """The first non-finite number, as the subject of a sentence. Collective: every rank must call it.
 
-        `weights`: whether a bad step leaves the weights alone, so that those which are bad were so before it.
+        `weights`: True if a bad step leaves the weights unchanged, so that any non-finite weight was there before it.
         """
         units, count = self.units, len(self.units.names)
         said = max(seen.said, default=0)
         found = units.words(said, seen.said.index(said)) if said else "the loss or its gradient"
-        # A weight is there before what its unit puts out, and one that no output shows is still before every gradient.
+        # A weight precedes its unit's output; even if no output reveals it, it precedes every gradient.
         own = self._bad_weight() if weights else ""
         named = [(units.of[name], rank, name) for rank, name in enumerate(all_gather_text(self.world, own)) if name]
         if named:
@@ -207,14 +209,14 @@ class BadNumbers:
         return found
 
     def _bad_weight(self) -> str:
-        """The name of the first parameter here, in the order of computing, that is not finite; nothing where all are."""
+        """The name of the first non-finite parameter on this worker in the order of computation; empty if all are finite."""
         bad = [(self.units.of[name], name) for name, p in self.named if not bool(p.detach().isfinite().all())]
         return min(bad)[1] if bad else ""
 
 
 @torch.no_grad()
 def sizes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A float64 scalar for each, which is finite where all of its elements are; of a tensor without any it is zero."""
+    """A float64 scalar for each tensor that is finite if all of its elements are; zero for an empty tensor."""
     groups = by_dtype(tensors)
     found = dict(zip((id(tensor) for group in groups for tensor in group), norms(tensors).unbind(), strict=True))
     return [found[id(tensor)] for tensor in tensors]
@@ -222,7 +224,7 @@ def sizes(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def mended(left: Sequence[Tensor], start: Sequence[Tensor]) -> list[Tensor]:
-    """The carries of a step's end, `h` and `c` of each layer; lanes of a layer that are bad begin anew, and do not spoil the next step."""
+    """The carries at the end of a step (`h` and `c` of each layer); non-finite lanes are reset, so that they do not spoil the next step."""
     result: list[Tensor] = []
     for number in range(0, len(left), 2):
         pair = left[number : number + 2]

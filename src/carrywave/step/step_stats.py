@@ -1,7 +1,7 @@
-"""What workers must agree on after backward, in one message: sums of the step, votes, and what each says of bad numbers.
+"""Combines in one all-reduce what workers must share after backward: sums of the step, votes to stop, and codes for non-finite numbers.
 
-With canonical shards no number in the message is a sum over workers: each has a place of its own, with zeros in the others'. They are
-added up afterwards, in one order.
+With canonical shards, the all-reduce adds up nothing whose rounding depends on the order: each worker's losses and norms have their own
+slots, with zeros from the other workers, and the slots are added up afterwards in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from carrywave.plan.canonical_shards import SHARDS, tree
 
 @dataclass(frozen=True)
 class Sums:
-    """Of one optimizer step; float64, on the device."""
+    """The sums of one optimizer step; float64, on the device."""
 
     score: Tensor  # [2]: loss and count
-    squared: Tensor  # square of the norm of the summed gradient
-    overflow: Tensor  # more than zero where any worker has one
+    squared: Tensor  # squared norm of the summed gradient
+    overflow: Tensor  # above zero if any worker overflowed
     votes: Tensor  # [2]
-    said: Tensor  # by each worker; before the sum, by this one
-    marks: Tensor  # of what workers must agree on, a row for each of them; before the sum, this one's
-    reached: Tensor  # how many workers have a gradient of each parameter; before the sum, whether this one has
+    said: Tensor  # code for non-finite numbers of each worker; before the all-reduce, this worker's
+    marks: Tensor  # checksums of what workers must agree on, a row per worker; before the all-reduce, this worker's
+    reached: Tensor  # how many workers have a gradient for each parameter; before the all-reduce, whether this one has
 
     def over(self, mesh: Mesh) -> Sums:
-        """The sums over all workers, from each one's own."""
+        """The sums over all workers, from each worker's own."""
         rows = _own_row(mesh, self._row())
         numbers = torch.cat([self.score, self.squared[None], self.overflow[None], self.votes, self.reached, rows.flatten()])
         total = mesh.sum_(numbers)
@@ -38,7 +38,7 @@ class Sums:
         return Sums(total[:2], total[2], total[3], total[4:6], said, marks, reached)
 
     def over_shards(self, mesh: Mesh, scores: Mapping[int, Tensor]) -> Sums:
-        """The same where this worker's part is in `scores`, by shard."""
+        """Like `over`, with this worker's loss and count given by shard in `scores`."""
         stages, device = mesh.plan.stages, self.squared.device
         score_SK2 = torch.zeros(stages, SHARDS, 2, dtype=torch.float64, device=device)
         for shard, score in scores.items():
@@ -57,7 +57,7 @@ class Sums:
 
 
 def _own_row(mesh: Mesh, row: Tensor) -> Tensor:
-    """A row for each worker: this one's in its place, and zeros in the others'."""
+    """One row per worker: this worker's in its place, zeros in the others."""
     if mesh.world.size == 1:
         return row[None]
     rows = row.new_zeros((mesh.world.size, len(row)))
@@ -66,5 +66,5 @@ def _own_row(mesh: Mesh, row: Tensor) -> Tensor:
 
 
 def _columns(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What each worker says of bad numbers, and its marks."""
+    """Each worker's code for non-finite numbers, and its checksums."""
     return rows[:, 0], rows[:, 1:]

@@ -1,5 +1,5 @@
-"""A `Clock` that goes along with a step: what a worker did from when to when. It waits for the device around each task, so that it is
-for single steps that are looked at, not for every one.
+"""A `TaskClock` records when a worker ran each task of a step. It synchronizes with the device around every task, so it is meant for
+inspecting single steps, not for use in every one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from carrywave.plan.schedule.schedule import StageTask
 
 
 class Lap(NamedTuple):
-    """From one moment to another: a task by its phase, `wait` for the message that a task reads, `send`, or `pay` (put-off gradients)."""
+    """A time span of a task, in seconds: its phase, `wait` for the message it reads, `send`, or `pay` (deferred weight gradients)."""
 
     label: str
     task: StageTask
@@ -29,7 +29,7 @@ class Lap(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A message that was waited for already."""
+    """A message that has already been waited for."""
 
     tensor: Tensor
 
@@ -47,17 +47,17 @@ class TaskClock:
 
     @contextmanager
     def lap(self, label: str, task: StageTask) -> Iterator[None]:
-        """Time what is done within."""
+        """Time the body of this context."""
         start = self.now()
         yield
         self.laps.append(Lap(label, task, start, self.now()))
 
     def now(self) -> float:
-        """The time at which the device is through with all that it was given."""
+        """The time at which the device has finished all work queued so far."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def seconds(self, *labels: str) -> float:
-        """All laps of these labels together; of all, where none is named."""
+        """Total time of all laps with these labels, or of all laps if none is given."""
         return sum(lap.seconds for lap in self.laps if not labels or lap.label in labels)

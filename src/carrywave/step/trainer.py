@@ -1,7 +1,7 @@
-"""`Trainer` does one optimizer step: batches in, loss out. The loop around it may be ours or the user's, on one worker or on many.
+"""`Trainer` runs one optimizer step: batches in, loss out. The loop around it may be ours or the user's, on one worker or many.
 
-A step sums the loss over all its batches, differentiates the sum, adds up gradients over the workers, divides once by the
-number of real targets in all of them, clips, and updates. The state of the lanes goes from batch to batch, cut off from the graph.
+A step sums the loss over all its batches, differentiates the sum, all-reduces the gradients, divides once by the number of real targets on
+all workers, clips, and updates. The state of the lanes is passed from batch to batch, detached from the autograd graph.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from carrywave.step.step_stats import Sums
 from carrywave.step.task_clock import TaskClock
 from carrywave.step.worker_setup import mesh_of, own_optimizer, take_hold, take_place, tensors_of
 
-Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (what the module gave, targets) -> sum over targets, their number
+Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
 
 
 @dataclass(frozen=True)
@@ -67,24 +67,24 @@ class StepResult:
 
     loss_sum: Tensor
     count: Tensor
-    norm: Tensor  # of the gradient, before clipping
-    finite: Tensor  # bool: loss and gradient are numbers (an overflow that the fp16 scaler skips counts as finite)
-    votes: Tensor  # [2]: how many workers were asked to stop by then, as `Trainer.votes` said it
-    sound: Tensor  # [2] bool: `finite`, and whether a loss that is not zero has targets to be divided by
+    norm: Tensor  # gradient norm before clipping
+    finite: Tensor  # bool: loss and gradient are finite (an overflow that the fp16 scaler skips counts as finite)
+    votes: Tensor  # [2]: how many workers had been asked to stop, as in `Trainer.votes`
+    sound: Tensor  # [2] bool: `finite`; and False if a non-zero loss has no targets to divide by
 
 
 class Trainer:
     """Model, optimizer and the state of the lanes, for one worker's place in a plan.
 
-    `model` is a `Model`, or any nn.Module with a `loss` (replicas only). `spec` is the train section of a spec, or a mapping of
-    its keys; without `device`, it trains where the model is. `plan` is a `Plan`, or a mapping of the keys of a spec's plan; left out,
-    every worker that a launcher started is a replica. All workers are given the same whole batches, and each takes its own
-    lanes and layers of them. All start from the weights of rank 0.
+    `model` is a `Model`, or any nn.Module with a `loss` (replicas only). `spec` is the train section of a spec, or a mapping of its keys.
+    Without `device`, training runs where the model is. `plan` is a `Plan`, or a mapping of the keys of a spec's plan section; if left out,
+    every worker that a launcher started is a replica. All workers are given the same whole batches, and each takes its own lanes and
+    layers. All start from the weights of rank 0.
 
-    An `optimizer` of the user's own takes the place of the spec's, and its learning rate is the user's to set. `keep_state`
-    hands the carry from step to step, to lanes that are not fresh; it is left out where the head pools or the model reads both ways.
-    On CUDA, what comes again in the same shape is recorded as CUDA graphs, except in a pipeline and with modules of the user's own, whose
-    code a replay does not run; CARRYWAVE_CAPTURE=0 switches that off, and 1 records those as well.
+    A user's `optimizer` replaces the one in the spec, and the user sets its learning rate. `keep_state` passes the carry from step to step,
+    for lanes that are not fresh; by default it is on unless the head pools or the model is bidirectional. On CUDA, steps whose shapes recur
+    are captured as CUDA graphs, except in a pipeline and with user-defined modules, whose code a replay would not run; CARRYWAVE_CAPTURE=0
+    turns capture off, and CARRYWAVE_CAPTURE=1 captures user-defined modules as well.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Trainer:
         if keep_state and whole:
             raise UserError("a head that pools, or a model that reads both ways, reads whole sequences; leave keep_state out")
         self.spec = train_spec(spec)
-        if mesh is None:  # a user's own loop; ours casts the model itself, and acts on all keys
+        if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
             check_spec(self.spec, own_optimizer=optimizer is not None)
             self.spec = in_model_dtype(self.spec, self.model)
         if optimizer is not None:
@@ -125,31 +125,32 @@ class Trainer:
             check_separable(optimizer, self.plan)
             self.optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
-        # A bad step changes no weights; only where that would cost, and the run ends anyhow, they are left to it.
+        # A non-finite step leaves the weights unchanged. The exception is NT-ASGD on CUDA, where this guard would copy all tensors: it is
+        # left out in our own loop with on_nan=stop, where the run ends at such a step anyway.
         free = optimizer is not None or self.device.type == "cpu" or self.spec.optimizer != "ntasgd"
         self.guards_weights = free or mesh is None or self.spec.on_nan != "stop"
         self.state: State | None = None
-        self.lanes: int | None = None  # whose state is kept, of all workers together
-        self.uncounted = 0  # batches so far that had no place of their own in an epoch
+        self.lanes: int | None = None  # number of lanes whose state is kept, over all workers
+        self.uncounted = 0  # batches so far without a step number of their own
         self.scheduler: compute.Scheduler = wavefront
-        self.votes = (0.0, 0.0)  # of this worker, for the next step: to stop as after Ctrl-C, as after SIGTERM
-        self.clock: TaskClock | None = None  # times the tasks of the steps that it is set for; recorded ones have none
+        self.votes = (0.0, 0.0)  # this worker's, for the next step: stop as on Ctrl-C, stop as on SIGTERM
+        self.clock: TaskClock | None = None  # if set, times the tasks of each step; such steps are not captured
         self.agreement = Agreement(self.mesh, self.held.parameters, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.plan)
         self._followed = Followed(self.model, self.mesh.world)
-        self._hooked = False  # whether there are hooks that a recorded step would not call
-        self._audited = False  # whether what the loss depends on was looked at, since it was last known to change
-        self._sound: Later | None = None  # of a step that has not been looked at
-        self._broken = False  # whether a step ended halfway here, and other stages were left without its messages
-        self._probed = False  # whether the user's modules have been seen to bear being split
+        self._hooked = False  # True if there are hooks that a captured step would not call
+        self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
+        self._sound: Later | None = None  # `sound` of a step that has not been checked yet
+        self._broken = False  # True if a step failed midway here, and other stages were left without its messages
+        self._probed = False  # True once the user's modules were checked to be safe to split
         known = optimizer is None and self.spec.precision != "fp64"
         self.record(Capture.of(self.device, self.plan, self.model, self.optimizer) if known else None)
 
     def step(self, *batches: Batch) -> Tensor:
-        """One optimizer step over these batches (several: accumulated); returns the mean loss over their real targets.
+        """Take one optimizer step over these batches (several are accumulated); returns the mean loss over their real targets.
 
-        With `on_nan: stop` a loss or gradient that is not a number raises `Diverged`: with GPUs one step later, when it is known without
-        waiting. Weights and optimizer are as they were before it, and lanes whose carry is bad begin anew.
+        With `on_nan: stop`, a non-finite loss or gradient raises `Diverged`; with GPUs one step later, when it is known without waiting.
+        Weights and optimizer are then as they were before the bad step, and lanes with a non-finite carry are reset.
         """
         result = self.update(*batches)
         if self.spec.on_nan == "stop":
@@ -159,7 +160,7 @@ class Trainer:
 
     @lost_contact.kept
     def update(self, *batches: Batch) -> StepResult:
-        """One optimizer step, with its sums; they last until the next one."""
+        """Take one optimizer step and return its sums, which are valid until the next one."""
         if not self.model.training:
             self.model.train()
         if self._broken:
@@ -189,7 +190,7 @@ class Trainer:
             with self._audit(), self.hooks.put_off():
                 result, left = self._recorded(own, keys, state)
         except BaseException as error:
-            self.uncounted, self.lanes = stood  # the step may be taken again, with the same randomness
+            self.uncounted, self.lanes = stood  # so that the step can be retried with the same randomness
             if self.mesh.links is not None and getattr(error, "told_by", None) is None:
                 self._broken = True
                 self.mesh.hang_up()
@@ -202,29 +203,29 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch], observe: compute.Observer | None = None) -> float:
         """The mean loss over the real targets of these batches, without dropout or gradients; the same on every worker.
 
-        All workers give the same whole batches. Lanes keep a carry of their own from batch to batch, apart from the one in training.
-        `observe(out, targets)` sees what the head puts out for this worker's lanes, on the workers that hold it.
+        All workers are given the same whole batches. Lanes have a carry that passes from batch to batch, separate from the one in training.
+        `observe(out, targets)` is called with the head's output for this worker's lanes, on the workers that hold the head.
         """
         self.agreement.settle()
         with self.evaluation_weights():
             return mean_loss(self, batches, observe)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refused: it is bound to the parameters that it trains."""
+        """Not supported: a trainer is bound to the parameters that it trains."""
         raise UserError(
             "a trainer cannot be copied; make another over copy.deepcopy(model), and give it what trainer.state_dict() of this one returns"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0 all that is needed to go on, on any plan: weights, optimizer, carry, position. Elsewhere nothing; all must ask."""
+        """On rank 0, all that is needed to resume under any plan: weights, optimizer, carry, position. Empty elsewhere. Collective."""
         return trainer_state.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; what rank 0 gives counts, on all workers."""
+        """Resume from a state. Collective: every rank must call it; the state given on rank 0 is loaded on all."""
         trainer_state.load_state_dict(self, state)
 
     def _take_place(self) -> None:
-        """What is trained, as `requires_grad` has it now."""
+        """Set up what is trained, according to the current `requires_grad` flags."""
         place = take_place(self.model, self.mesh, self.spec, self.held)
         self.named, self._counted, self.reducer, self._tree = place.named, place.counted, place.reducer, place.tree
         self.bad = place.bad
@@ -237,9 +238,9 @@ class Trainer:
             self.shards = Shards(self.mesh, self._tree, self.bad, self.backward, self.anew, pooled=self.model.pooled)
 
     def _follow(self) -> None:
-        """Other parameters are trained from here on."""
+        """Switch to the new set of trained parameters."""
         for parameter in self.held.parameters.values():
-            parameter.grad = None  # an optimizer would go on with the last one
+            parameter.grad = None  # otherwise the optimizer would keep using the last one
         kept = self.bad.kept
         self._take_place()
         self.bad.kept.copy_(kept)
@@ -250,7 +251,7 @@ class Trainer:
 
     @contextmanager
     def _audit(self) -> Iterator[None]:
-        """In the first step, and after a change of what is trained: look whether the loss depends on parameters of something else."""
+        """In the first step, and after a change in what is trained, check that the loss depends on no parameters outside the model."""
         if self._audited:
             yield
             return
@@ -263,13 +264,13 @@ class Trainer:
             self.stage.audit = None
 
     def restart_recordings(self) -> None:
-        """Tensors that recordings read are not the same any more."""
+        """Discard captured graphs, because tensors that they read have been replaced."""
         if self.capture is not None:
             self.capture.forget()
         self.record(self.capture)
 
     def _look(self, result: StepResult) -> None:
-        """Whether a step had bad numbers: this one, or with a GPU the one before it. All workers look at the same."""
+        """Raise if a step had non-finite numbers: this step, or with a GPU the previous one. All workers check the same step."""
         if self.agreement.at_once:
             finite, counted = result.sound.tolist()
         else:
@@ -293,7 +294,7 @@ class Trainer:
         )
 
     def record(self, capture: Capture | None) -> None:
-        """Take steps from the recordings of `capture` from here on; None: without any."""
+        """From here on, replay steps from `capture`; with None, capture nothing."""
         self.capture = capture
         parameters = [parameter for _, parameter in self.named]
         self._parts: RecordedParts[StepResult] | None = None
@@ -301,13 +302,13 @@ class Trainer:
             self._parts = RecordedParts(
                 capture, parameters, self._one, lambda parts: self._update(self._outcomes(parts)), enter=self._enter, reducer=self.reducer
             )
-        self._restarts = 0  # of the average that recordings know
+        self._restarts = 0  # NT-ASGD restarts that the captured graphs reflect
 
     def _recorded(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[StepResult, Lanes]:
-        """The step, from recordings where there are any."""
+        """Run the step, replaying captured graphs where possible."""
         self._hooked = self.hooks.there(self.optimizer)
         if self.capture is not None and isinstance(self.optimizer, optimizers.NTASGD) and self.optimizer.restarts != self._restarts:
-            # A step with an average is another one than without, and an average that has begun anew lies elsewhere.
+            # A step with averaging differs from one without, and a restarted average is in different tensors.
             self.capture.forget()
             self._restarts = self.optimizer.restarts
         if self.shards is not None and self._tree is not None:
@@ -322,7 +323,7 @@ class Trainer:
         return result, self._mended(left)
 
     def own_part(self, batch: Batch, *, scores: bool | None = None) -> Batch:
-        """This worker's lanes of a batch, and of those what its stage reads, on its device. `scores`: whether it reads the targets."""
+        """This worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: whether it reads the targets."""
         scores = self.stage.scores if scores is None else scores
         if batch.whole is None and self.plan.replicas > 1:
             batch = batch.take(*self.mesh.share().bounds(batch.lanes.shape[0]), pooled=self.model.pooled)
@@ -331,7 +332,7 @@ class Trainer:
         return batch if batch.lengths.device == self.device else batch.to(self.device)
 
     def _check_lanes(self, batches: Sequence[Batch]) -> None:
-        """A batch of another number of lanes than the one before it must start all of them anew; each replica and slice has one."""
+        """Refuse a change in the number of lanes unless all are fresh. With several workers, each replica and slice needs a lane."""
         before = self.lanes
         least = self.plan.replicas * self.plan.slices
         for batch in batches:
@@ -347,14 +348,14 @@ class Trainer:
         self.lanes = before
 
     def _place(self, batch: Batch) -> int:
-        """The batch's step, or how many without one came before it: each needs dropout masks of its own."""
+        """The batch's step number, or a running count if it has none: every batch needs its own dropout masks."""
         if batch.step >= 0:
             return batch.step
         self.uncounted += 1
         return self.uncounted - 1
 
     def _step(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[StepResult, Lanes]:
-        """The step as a function of tensors alone: nothing is read on the host, so that it can be recorded."""
+        """The step as a function of tensors alone: nothing is read on the host, so it can be captured."""
         if self.reducer is not None:
             self.reducer.begin()
         outcomes, state = self._backward(batches, keys, state)
@@ -363,18 +364,18 @@ class Trainer:
         return self._update(outcomes), self._mended(state)
 
     def backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[compute.BatchOutcome], Lanes]:
-        """Forward and backward of these lanes, whose gradients alone the parameters have then; from recordings where there are any."""
+        """Run forward and backward of these lanes, replaying captured graphs where possible; `.grad` then holds their gradients alone."""
         if self._parts is None or self.clock is not None or self._hooked:
             return self._backward(batches, keys, state)
         found, _, left = self._parts.batches(batches, keys, state)
         return self._outcomes(found), left
 
     def _backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[compute.BatchOutcome], Lanes]:
-        for parameter in self.held.parameters.values():  # also those that the user's optimizer does not hold
+        for parameter in self.held.parameters.values():  # including those that the user's optimizer does not hold
             parameter.grad = None
         outcomes: list[compute.BatchOutcome] = []
-        # A pipeline takes all batches at once, so that one follows the other through its stages. Elsewhere each is a run of its own, as
-        # it is where they are recorded one by one.
+        # A pipeline takes all batches at once, so that they follow each other through its stages. Otherwise each batch is run separately,
+        # as it is when they are captured one by one.
         size = len(batches) if self.plan.stages > 1 else 1
         with self.bad.encoding():
             for first in range(0, len(batches), size):
@@ -387,7 +388,7 @@ class Trainer:
     def _update(
         self, outcomes: Sequence[compute.BatchOutcome], by_shard: Mapping[int, Sequence[compute.BatchOutcome]] | None = None
     ) -> StepResult:
-        """Divide the gradients, clip them, and take the step."""
+        """Divide and clip the gradients, and step the optimizer."""
         grads = [p.grad for _, p in self.named if p.grad is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
         sums = self._sums(outcomes, overflow, by_shard)
@@ -396,7 +397,7 @@ class Trainer:
         loss_sum, count = sums.score.unbind()
         norm = gradients.norm_of_mean(sums.squared, count)
         gradients.scale_(grads, gradients.factor(norm, count, self.spec.clip))
-        # Any worker's overflow is everyone's: all of them skip the step, or none does.
+        # If any worker overflowed, all skip the step.
         overflowed = sums.overflow > 0
         finite = (torch.isfinite(norm) | overflowed if self.scaler is not None else torch.isfinite(norm)) & torch.isfinite(loss_sum)
         self.hooks.call()
@@ -415,20 +416,20 @@ class Trainer:
         return mended(left, self.anew(left[0].shape[1])) if left and self.spec.on_nan == "skip" else left
 
     def anew(self, lanes: int) -> list[Tensor]:
-        """The state of so many lanes that begin."""
+        """The initial state of this many lanes."""
         return flatten(self.stage.start(lanes, self.device).detach())
 
     def _enter(self, batches: Sequence[Batch], number: int, state: Lanes) -> Lanes:
-        """The state before a batch of the step: as the one before left it; anew where there are other lanes, all of which are fresh."""
+        """The state before a batch of the step: what the previous one left, or the initial state if the number of lanes changed."""
         lanes = batches[number].lanes.shape[0]
         if not self.keep_state or not number or lanes == batches[number - 1].lanes.shape[0]:
             return state
         return self.anew(lanes)
 
     def _one(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[Tensor, Lanes]:
-        """Forward and backward of one batch, which adds to the gradients: all that the update needs of it, in one tensor.
+        """Run forward and backward of one batch, accumulating gradients; returns everything the update needs from it in one tensor.
 
-        Its shape is the same whatever that of the batch is: of carries and outputs it holds the norms, which say whether they are numbers.
+        The tensor's shape does not depend on the batch's: carries and encoder outputs enter as norms, which show whether they are finite.
         """
         with self.bad.encoding():
             [outcome] = self._run(batches, keys, state, None)
@@ -439,8 +440,8 @@ class Trainer:
         return torch.stack(numbers), flatten(outcome.state) if self.keep_state else None
 
     def _outcomes(self, parts: Sequence[Tensor]) -> list[compute.BatchOutcome]:
-        """From what `_one` gave of each batch."""
-        end = 3 + 2 * len(self.stage.layers)  # of the carries
+        """Rebuild the outcomes from what `_one` returned for each batch."""
+        end = 3 + 2 * len(self.stage.layers)  # end of the carries' norms
         self.bad.entered = [norm for part in parts for norm in part[end:].unbind()]
         return [compute.BatchOutcome(part[0], part[1], part[2], unflatten(part[3:end].unbind())) for part in parts]
 
@@ -474,7 +475,7 @@ class Trainer:
         overflow: Tensor | None,
         by_shard: Mapping[int, Sequence[compute.BatchOutcome]] | None,
     ) -> Sums:
-        """Loss, count, square of the norm and overflow, votes, and what each worker says of bad numbers, over all workers."""
+        """Loss, count, squared gradient norm, overflow, votes, and each worker's code for non-finite numbers, over all workers."""
         counted = [p for p in self._counted if p.grad is not None]
         norms = gradients.norms([p.grad for p in counted if p.grad is not None]).to(self.device)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -488,7 +489,7 @@ class Trainer:
         return own.over_shards(self.mesh, {shard: _score(several) for shard, several in by_shard.items()})
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the next step."""
+        """Set the learning rate for the next step."""
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -497,7 +498,7 @@ class Trainer:
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """The weights to be judged: NT-ASGD's average where it has begun, otherwise the parameters themselves."""
+        """Use the weights to be evaluated inside this context: NT-ASGD's average if it is active, otherwise the parameters themselves."""
         if isinstance(self.optimizer, optimizers.NTASGD):
             with self.optimizer.swapped():
                 yield
@@ -509,21 +510,21 @@ class Trainer:
         return {name: tensor for name, tensor in tensors_of(self.model).items() if not tensor.is_meta}
 
     def gathered(self, *, each_once: bool = False) -> dict[str, Tensor]:
-        """On rank 0 the weights of the whole model, as `load_state_dict` takes them; on other workers nothing. All of them must ask.
+        """On rank 0, the weights of the whole model, as `load_state_dict` takes them; empty on other ranks. All ranks must call it.
 
-        `each_once`: a tied one under its first name alone, as files hold them.
+        `each_once`: list a tied weight under its first name only, as in files.
         """
         weights = trainer_state.whole_weights(self)
         return weights if each_once else trainer_state.under_all_names(self.model, weights)
 
 
 def _lanes(state: State, otherwise: int) -> int:
-    """Lanes of a state; a stage without layers has none of its own."""
+    """The number of lanes of a state; `otherwise` if the stage has no layers and so no carry."""
     return state.carries[0].h.shape[1] if state.carries else otherwise
 
 
 def _score(outcomes: Sequence[compute.BatchOutcome]) -> Tensor:
-    """Loss and count of several batches."""
+    """Total loss and count of several batches."""
     return torch.stack([_sum([getattr(outcome, name) for outcome in outcomes]) for name in ("loss_sum", "count")])
 
 

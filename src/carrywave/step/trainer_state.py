@@ -1,6 +1,6 @@
-"""All that a trainer needs to go on elsewhere, as one dictionary: weights, optimizer, carry, loss scale and position.
+"""Everything a trainer needs to resume elsewhere, as one dictionary: weights, optimizer, carry, loss scale and position.
 
-Everything is keyed by the parameters' names, the layers and the global lanes, never by rank: what one plan has written another takes up.
+Everything is keyed by parameter name, layer and global lane, never by rank, so a state written under one plan can be loaded under another.
 `torch.save` writes it, and `torch.load(..., weights_only=True)` reads it.
 """
 
@@ -30,14 +30,14 @@ _GROUPS = ("weights", "optimizer", "carry", "scaler")
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
-    """On rank 0 the weights of the whole model, each once; on other workers nothing. All of them must ask."""
+    """On rank 0, the weights of the whole model, each once; empty on other ranks. Collective: every rank must call it."""
     own = trainer.parameters() if trainer.mesh.replica == 0 else {}
     found = [part for part in collect(trainer.mesh.world, own) if part]
     return {name: part[name] for name in tensors_of(trainer.model) for part in found[::-1] if name in part}
 
 
 def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same with a tied tensor under each of its names, as `load_state_dict` wants it."""
+    """The same weights with a tied tensor under each of its names, as `load_state_dict` needs them."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
@@ -45,7 +45,7 @@ def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
 
 
 def state_dict(trainer: Trainer) -> dict[str, Any]:
-    """On rank 0 the state, in host memory; on other workers nothing. All of them must ask."""
+    """On rank 0, the state in host memory; empty on other ranks. Collective: every rank must call it."""
     trainer.agreement.settle()
     world = trainer.mesh.world
     weights = whole_weights(trainer)
@@ -71,7 +71,7 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
-    """Go on from a state that `state_dict` gave. All workers must ask; what rank 0 is given counts, and others may give nothing."""
+    """Resume from what `state_dict` returned. Collective: every rank must call it; rank 0's argument is used, the others' is ignored."""
     world = trainer.mesh.world
     told, tensors = "", dict[str, Tensor]()
     with raise_on_all(world, for_all_of_us=True):
@@ -81,7 +81,7 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
     told = all_gather_text(world, told)[0]
     state = unpack(told, broadcast(world, tensors))
     with raise_on_all(world):
-        # All that can be refused, before anything changes.
+        # Anything that can be refused comes before the weights change.
         _check_weights(trainer, state["weights"])
         carry = _own_carry(trainer, state["carry"])
         if trainer.own_optimizer:
@@ -101,7 +101,7 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
 
 
 def carry_tensors(state: State | None, layers: Sequence[int]) -> dict[str, Tensor]:
-    """The carry by layer name; lanes are its second dimension, in global order."""
+    """The carry by layer name; its second dimension is the lanes, in global order."""
     if state is None:
         return {}
     pairs = zip(layers, state.carries, strict=True)
@@ -109,12 +109,12 @@ def carry_tensors(state: State | None, layers: Sequence[int]) -> dict[str, Tenso
 
 
 def carry_state(tensors: Mapping[str, Tensor], device: torch.device, layers: Sequence[int]) -> State:
-    """The state of the lanes from tensors by layer name."""
+    """The state of the lanes, from tensors by layer name."""
     return State(tuple(Carry(*(tensors[f"lstm.l{layer}.{part}"].to(device) for part in ("h", "c"))) for layer in layers))
 
 
 def _joined(carries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors from the parts of all workers, in the order of their lanes."""
+    """Join the parts of all workers into whole tensors, in lane order."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for part in carries:
         for key, tensor in part.items():
@@ -133,7 +133,7 @@ def _check(given: Mapping[str, Any], *, own_optimizer: bool) -> None:
 
 
 def _own_optimizer(trainer: Trainer) -> optimizer_state.Saved | None:
-    """The state of the user's optimizer, on rank 0."""
+    """The state of the user's optimizer; None except on rank 0."""
     world, has_part = trainer.mesh.world, trainer.mesh.replica == 0
     with raise_on_all(world):
         text, tensors = pack(optimizer_state.saved(trainer.optimizer, trainer.held.parameters) if has_part else None)
@@ -159,7 +159,7 @@ def _check_weights(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
 
 
 def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
-    """The state of an optimizer that we have built."""
+    """Load the state of an optimizer that we built."""
     held, optimizer = trainer.held.parameters, trainer.optimizer
     elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
     mine = {key: tensor for key, tensor in given.items() if key.partition("/")[2] not in elsewhere}
@@ -173,7 +173,7 @@ def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Seque
 
 
 def _own_carry(trainer: Trainer, carry: Mapping[str, Tensor]) -> State | None:
-    """This worker's lanes and layers."""
+    """The carry of this worker's lanes and layers."""
     if not carry or not trainer.keep_state:
         return None
     first = next(iter(carry.values()))
@@ -193,6 +193,6 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group holds beside its parameters; a rate that lies on a GPU as a number."""
+    """The settings of a parameter group, with a learning rate on a GPU converted to a number."""
     numbers = {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
     return {name: plain(value, f"what a group of the optimizer holds as {name}") for name, value in numbers.items()}

@@ -1,4 +1,4 @@
-"""Taking one's place in a plan: the mesh, the part of the model that a worker holds, and how gradients are summed over workers."""
+"""Sets up one worker for a plan: the mesh, the part of the model it holds, and how gradients are summed over workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from carrywave.step.reproducible.fixed_tree import Branch, Tree
 
 @dataclass(frozen=True)
 class HeldStage:
-    """What one worker holds of a model, trained or not: it stays as it is for as long as there is a trainer."""
+    """The part of a model that one worker holds, trained or not; fixed for the lifetime of a trainer."""
 
     stage: Stage | Whole
     parameters: dict[str, nn.Parameter]  # by name
@@ -41,17 +41,17 @@ class HeldStage:
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What one worker trains of what it holds, and how it agrees with the others on the gradients."""
+    """The parameters that one worker trains, and how their gradients are combined with other workers'."""
 
-    named: list[tuple[str, nn.Parameter]]  # that it trains
-    counted: list[Tensor]  # whose gradients the norm counts here, those of one dtype after the other
+    named: list[tuple[str, nn.Parameter]]  # the parameters it trains
+    counted: list[Tensor]  # parameters that this worker counts in the global norm, grouped by dtype
     bad: BadNumbers
-    reducer: Reducer | None  # None: nothing is summed over workers, or by the tree
-    tree: Tree | None  # of a reproducible run
+    reducer: Reducer | None  # None: nothing is all-reduced, or the tree does it
+    tree: Tree | None  # for a reproducible run
 
 
 def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Whole, device: torch.device | str | None) -> Mesh:
-    """The place of this process among those that a launcher started; alone where there is none."""
+    """This process's place among those that a launcher started; a mesh of one if there was no launcher."""
     many = launched()
     if many:
         world = join(_asked(next(model.parameters()).device if device is None else torch.device(device), given=device is not None))
@@ -69,7 +69,7 @@ def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Who
 
 
 def _asked(device: torch.device, *, given: bool) -> str:
-    """What a worker of several asks for: the device that was given, or the GPU that the model is on. A model on the CPU leaves it open."""
+    """The device that a worker requests: the one given, or the GPU that the model is on. A model on the CPU leaves the choice open."""
     if device.type == "cuda":
         return str(device)
     return device.type if given else "auto"
@@ -80,7 +80,7 @@ def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
 
 
 def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
-    """Take up rank 0's weights, and keep those of this worker's stage."""
+    """Load rank 0's weights, and keep those of this worker's stage."""
     _check_plan(model, mesh.plan, spec)
     _check_whole(model, mesh.world)
     dtype = parameter_dtype(spec.precision)
@@ -100,14 +100,14 @@ def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
 
 
 def take_place(model: Model | Whole, mesh: Mesh, spec: TrainSpec, held: HeldStage) -> WorkerSetup:
-    """What is trained, as `requires_grad` has it now, and the sums over workers that it takes. All workers must ask at once."""
+    """Set up what is trained, as `requires_grad` says now, and the reductions it needs. Collective: every rank must call it."""
     tied: list[Shared] = []
     if isinstance(model, Model):
         tied = shared(model, mesh.plan.edges(model.units)[1:-1], share_head=mesh.plan.shares_head)
     named = [(name, p) for name, p in held.parameters.items() if p.requires_grad]
     mine = [each for each in tied if mesh.stage in each.stages]
     elsewhere = {each.name for each in mine if each.stages[0] != mesh.stage}
-    # Replicas hold the same reduced gradient, and stages those that they share: the norm counts each once.
+    # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once.
     counted = [p for name, p in named if name not in elsewhere] if mesh.replica == 0 else []
     bad = BadNumbers(model, held.stage, named, mesh.world)
     return WorkerSetup(
@@ -124,14 +124,14 @@ def _reducer(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequen
     wanted: list[Reduced] = []
     group = mesh.replicas_of([mesh.stage])
     if group is not None:
-        # Messages in order are the only ones under way: sums wait for the last of them.
+        # Over ordered links nothing else may run while messages are in flight, so all-reduces wait for the last message.
         early = mesh.links is None or not mesh.links.in_order
         wanted.append(Reduced(group, [p for name, p in named if name not in names], early=early))
     own = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):
-        group = mesh.replicas_of(stages)  # made by every worker, also by those outside it
+        group = mesh.replicas_of(stages)  # collective: also created by workers outside it
         if mesh.stage in stages and group is not None:
-            # Not early: the other stages come to it only after messages that this one has yet to send.
+            # Not early, to avoid a deadlock: the other stages reach it only after messages that this one has yet to send.
             wanted.append(Reduced(group, [own[each.name] for each in tied if each.stages == stages], early=False))
     wanted = [each for each in wanted if each.parameters]
     return Reducer(wanted, watched=bad.watched) if wanted else None
@@ -145,7 +145,7 @@ def _tree(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[
     for stages in dict.fromkeys(each.stages for each in tied):
         group = fixed_tree.group_of(mesh, stages)
         if mesh.stage in stages:
-            # Over replicas first, as the others are: so each stage's part is the same whatever their number.
+            # Reduce over replicas first, like the other parameters, so that each stage's part does not depend on the number of replicas.
             branches.append(Branch([own[each.name] for each in tied if each.stages == stages], pairs, group))
     return Tree(branches, watched=bad.watched)
 
@@ -182,7 +182,7 @@ def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.optim.Optimizer:
-    """The user's optimizer, without the parameters that this worker gave up."""
+    """The user's optimizer, without the parameters that other workers hold."""
     kept = {id(p) for p in held.parameters.values()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
@@ -190,7 +190,7 @@ def own_optimizer(optimizer: torch.optim.Optimizer, held: HeldStage) -> torch.op
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer that is saved, by name, each once (a tied one under its first name); detached, not copied."""
+    """Every parameter and persistent buffer by name, each once (a tied one under its first name); detached, not copied."""
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     passing = {id(module._buffers[name]) for module in model.modules() for name in module._non_persistent_buffers_set}
     return own | {name: buffer.detach() for name, buffer in model.named_buffers() if id(buffer) not in passing}

@@ -1,1 +1,1 @@
-"""Who is alive: heartbeats, lost contact, and why a worker failed."""
+"""Which workers are alive: heartbeats, lost contact, and why a worker failed."""

@@ -1,4 +1,4 @@
-"""The failure of one worker, left as a file for the process that started it. Torch-free."""
+"""Records the failure of one worker in a file for the process that started it. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-FOLDER = "CARRYWAVE_CAUSES"  # the variable that names the folder of these files, in workers that `launch.start` started
+FOLDER = "CARRYWAVE_CAUSES"  # environment variable with the folder of these files, in workers that `launch.start` started
 
 Kind = Literal["user", "fault", "lost"]
 
@@ -23,15 +23,15 @@ class Cause:
     kind: Kind
     code: int
     message: str
-    error: str = ""  # the class of the error
+    error: str = ""  # class name of the error
     trace: str = ""
-    shared: bool = False  # all workers raise it, and the message names the rank where one is to be named
-    seconds: float = 0.0  # when
-    peer: int | None = None  # the rank that contact was lost with, where it is known
+    shared: bool = False  # all workers raise it; the message names a rank if one is to be named
+    seconds: float = 0.0  # time of the failure, Unix time
+    peer: int | None = None  # rank that contact was lost with, if known
 
 
 def folder() -> Path | None:
-    """Where this worker leaves its failure; None: nobody would read it."""
+    """Where this worker should record its failure; None if nobody would read it."""
     name = os.environ.get(FOLDER)
     return Path(name) if name and Path(name).is_dir() else None
 
@@ -46,7 +46,7 @@ def leave(
     with_trace: bool = False,
     peer: int | None = None,
 ) -> None:
-    """Write the failure of this worker for the process that started it."""
+    """Record the failure of this worker for the process that started it."""
     cause = Cause(
         rank=int(os.environ.get("RANK", "0")),
         kind=kind,

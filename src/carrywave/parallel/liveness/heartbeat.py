@@ -1,13 +1,12 @@
-"""Signs of life of the workers that one process started: each beats in a file, and that process sees who has fallen silent.
+"""Heartbeats of workers on one host: each writes to a file, and the process that started them detects who has fallen silent.
 
-Two questions, two limits. *Does the process live?* A thread beats for it every second, so that long work of the main thread (reading
-data, compiling) is no silence, and a process that was stopped (SIGSTOP, a debugger) is: its threads stop with it. One that holds the
-interpreter's lock for long cannot beat, but uses the processor, which is a sign of life too. *Does the training go on?* The loop marks
-every step, and once it has begun, a time without any step on any worker is a hang; the worker with the fewest steps is the one the
-others wait for.
+Two questions, two limits. *Is the process alive?* A thread beats every second, so long work in the main thread (reading data, compiling) is
+not silence, but a stopped process (SIGSTOP, a debugger) is, because its threads stop too. A process that holds the GIL for long cannot
+beat, but it uses CPU time, which also counts as a sign of life. *Is training progressing?* The loop marks every step; once it has started,
+a period without a step on any worker is a hang, and the worker with the fewest steps is the one the others are waiting for.
 
-Files hold counters and no times, and the one who listens goes by its own monotonic clock: a clock that is set changes nothing. Time in
-which the listener itself did not run (a frozen machine) does not count. Torch-free.
+Files hold counters, not times, and the listener uses its own monotonic clock, so setting the system clock has no effect. Time during which
+the listener itself did not run (a frozen machine) does not count. Torch-free.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from pathlib import Path
 
 from carrywave.errors import WorkerError
 
-FOLDER = "CARRYWAVE_BEATS"  # the variable that names the folder of these files, in workers that `launch.start` started
+FOLDER = "CARRYWAVE_BEATS"  # environment variable with the folder of these files, in workers that `launch.start` started
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0
 HANG_SECONDS = 600.0
-LONGER = 4  # times the limit for one that has not begun to beat, or where nothing tells whether it uses the processor
-_FORM = struct.Struct("<QQQ")  # beats, steps, whether it is training
+LONGER = 4  # factor on the limit for a worker that has not beaten yet, or where CPU time cannot be read
+_FORM = struct.Struct("<QQQ")  # beats, steps, whether training is in progress
 
 
 @dataclass
 class _Own:
-    """What this process says of itself."""
+    """What this process reports about itself."""
 
     steps: int = 0
     training: bool = False
@@ -45,12 +44,12 @@ _own = _Own()
 
 
 def silent_seconds() -> float:
-    """How long a worker may be without a sign of life; infinite where nobody is to look."""
+    """How long a worker may go without a sign of life; infinite if the check is off."""
     return _limit("CARRYWAVE_HEARTBEAT_SECONDS", SILENT_SECONDS)
 
 
 def hang_seconds() -> float:
-    """How long training may be without a step on any worker; infinite where nobody is to look."""
+    """How long training may go without a step on any worker; infinite if the check is off."""
     return _limit("CARRYWAVE_HANG_SECONDS", HANG_SECONDS)
 
 
@@ -66,7 +65,7 @@ def _limit(name: str, usual: float) -> float:
 
 
 def start() -> None:
-    """Begin to beat, where somebody listens; to be called early. A second call does nothing."""
+    """Start beating if somebody listens; call it early. A second call does nothing."""
     folder = os.environ.get(FOLDER)
     if not folder or _own.thread is not None:
         return
@@ -77,7 +76,7 @@ def start() -> None:
         beats = 0
         while True:
             beats += 1
-            # One write of a few bytes: never seen half-done.
+            # One write of a few bytes, so a reader never sees half of it.
             os.pwrite(handle, _FORM.pack(beats, _own.steps, _own.training), 0)
             time.sleep(every_seconds)
 
@@ -86,26 +85,26 @@ def start() -> None:
 
 
 def mark() -> None:
-    """The training has gone on by a step."""
+    """Record that training has advanced by a step."""
     _own.steps += 1
     _own.training = True
 
 
 def rest() -> None:
-    """The training is over for now: what follows may take its time."""
+    """Record that training has paused: what follows may take a long time."""
     _own.training = False
 
 
 def is_training() -> bool:
-    """Whether steps follow each other."""
+    """True while training steps follow each other."""
     return _own.training
 
 
 @dataclass
 class _Heard:
-    """What was heard of one worker, and for how long nothing new."""
+    """What was last read from one worker, and for how long nothing has changed."""
 
-    sign: tuple[int, int] = (0, 0)  # beats, time on the processor
+    sign: tuple[int, int] = (0, 0)  # beats, CPU time
     beats: int = 0
     steps: int = 0
     training: bool = False
@@ -123,12 +122,12 @@ class Listener:
 
     @property
     def steps(self) -> int:
-        """Steps that training has gone on by, as far as heard."""
+        """The number of training steps taken, as far as known."""
         return max((heard.steps for heard in self._heard.values()), default=0)
 
     def failed(self, ranks: Iterable[int], now: float) -> tuple[int, str] | None:
-        """Of these ranks, which still run: one that has fallen silent or hangs, and what is to be said of it."""
-        # Only time in which this process ran: after a pause of the whole machine the workers are given their time to beat again.
+        """Of these running ranks, one that has fallen silent or hangs, with a message about it; None if there is none."""
+        # Count only time during which this process ran: after a pause of the whole machine, workers get time to beat again.
         passed, self._now = min(now - self._now, BEAT_SECONDS), now
         running = {rank: self._hear(rank, passed) for rank in ranks}
         somebody_beats = any(heard.beats for heard in self._heard.values())
@@ -155,12 +154,12 @@ def _read(path: Path) -> tuple[int, int, bool]:
     try:
         beats, steps, training = _FORM.unpack(path.read_bytes())
     except (OSError, struct.error):
-        return 0, 0, False  # it has not begun
+        return 0, 0, False  # not started yet
     return beats, steps, bool(training)
 
 
 def _processor_ticks(pid: int) -> int:
-    """Time that a process has spent on the processor, as Linux counts it; 0 elsewhere."""
+    """CPU time of a process in Linux clock ticks; 0 on other systems."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return int(words[11]) + int(words[12])

@@ -1,7 +1,7 @@
-"""Contact with other workers, and what is said when it is lost: one sentence that names the worker, instead of a library's own text.
+"""Turns a lost connection into one sentence that names the worker, instead of a library's own error text.
 
-Which connection failed is told by torch as an address and a port. Whose it was follows from the workers themselves: a process of this host
-that is gone can be seen, and one that lost contact itself says so in the store where all met, so that it is not taken for the cause.
+torch reports a failed connection as an address and port. Whose it was is found from the workers: a process on this host that is gone can be
+detected, and a worker that lost contact itself says so in the rendezvous store, so that it is not mistaken for the cause.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from carrywave.parallel.startup.rendezvous import is_gone
 P = ParamSpec("P")
 R = TypeVar("R")
 
-LOOK_SECONDS = 2.0  # to find out who has gone: a process that ends closes its connections a little earlier
-# Parts of what torch, gloo and NCCL say when another process has gone, or does not answer.
+LOOK_SECONDS = 2.0  # to find out who is gone: an exiting process closes its connections slightly before it ends
+# Fragments of what torch, gloo and NCCL report when another process is gone or does not answer.
 LOSSES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -43,28 +43,31 @@ LOSSES = (
     "remote process exited",
     "watchdog caught collective operation timeout",
 )
-# How to know their texts from those of a user's own connections: the place in their source, and the one message without any.
+# How to tell their errors from those of a user's own connections: the source location, and the one message that has none.
 THEIRS = re.compile(r"gloo/|\bNCCL\b|ProcessGroup|c10d|^Timeout waiting for key: ")
 
 
 class _Known:
-    """What each worker said of itself when they met, by rank."""
+    """What each worker reported about itself at the rendezvous, by rank."""
 
     there: Sequence[Mapping[str, Any]] = ()
 
 
 def remember(there: Sequence[Mapping[str, Any]]) -> None:
-    """Keep what the workers said of themselves, for messages."""
+    """Keep what the workers reported about themselves, for error messages."""
     _Known.there = list(there)
 
 
 def sounds_lost(text: str) -> bool:
-    """Whether a text only says that another worker has gone."""
+    """True if a text only says that another worker is gone."""
     return any(part in text.lower() for part in LOSSES)
 
 
 def lost(error: BaseException) -> bool:
-    """Whether an error only says that another worker has gone: the cause is told elsewhere. A connection of the user's own is no worker."""
+    """True if an error only says that another worker is gone, so that the cause is reported elsewhere.
+
+    Errors of a user's own connections do not count.
+    """
     if isinstance(error, ContactLost | dist.DistNetworkError):
         return True
     if isinstance(error, OSError) or not isinstance(error, RuntimeError):
@@ -74,8 +77,10 @@ def lost(error: BaseException) -> bool:
 
 
 def kept(work: Callable[P, R]) -> Callable[P, R]:
-    """The same function, whose failure for want of contact is a `ContactLost`. After any failure, messages may be under way that
-    nobody takes: groups are then made anew."""
+    """Decorate a function so that a failure from lost contact raises `ContactLost`.
+
+    After any failure, messages that nobody receives may be in flight, so process groups are then recreated.
+    """
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,7 +96,7 @@ def kept(work: Callable[P, R]) -> Callable[P, R]:
 
 
 def of(error: BaseException) -> ContactLost:
-    """What is to be said of an error for which `lost` holds."""
+    """The `ContactLost` for an error for which `lost` is true."""
     if isinstance(error, ContactLost):
         return error
     now = time.strftime("%H:%M:%S")
@@ -109,14 +114,14 @@ def _on(rank: int) -> str:
 
 
 def _who() -> int | None:
-    """The rank that has gone; None where it cannot be told."""
+    """The rank that is gone; None if it cannot be determined."""
     if not dist.is_initialized():
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 2:
         return 1 - rank
     found: list[int] = []
-    # In a thread: where the link is down, the store keeps one waiting too.
+    # In a thread, because the store blocks too if the link is down.
     thread = threading.Thread(target=_look, args=(rank, size, found), name="carrywave-contact", daemon=True)
     thread.start()
     thread.join(LOOK_SECONDS + 1)

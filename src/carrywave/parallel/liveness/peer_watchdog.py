@@ -1,10 +1,10 @@
-"""Signs of life between workers that another launcher started, on one host or several: each looks after the next in a ring.
+"""Heartbeats between workers that another launcher started, on one host or several: each worker watches the next one in a ring.
 
-A worker whose process ends is missed at once: its connections close. One that is stopped keeps them open, and the others would wait for
-the timeout of a message. So every worker counts up in the store where they met, and its neighbour ends itself, with one line, when the
-count stands still: the launcher then ends or restarts them all. While steps follow each other the limit is short; before and after, when
-long work may hold the interpreter's lock, it is that of a message. Where the silent worker is on the same host it is killed as well: a
-launcher's polite signal would not reach one that is stopped. Workers of a local launch are watched by the process that started them.
+A worker whose process exits is noticed at once, because its connections close. A stopped one keeps them open, and the others would wait for
+the message timeout. So every worker increments a counter in the rendezvous store, and when the counter stalls, its neighbour exits with a
+one-line message; the launcher then stops or restarts them all. While training steps follow each other the limit is short; before and after,
+when long work may hold the GIL, it is the message timeout. If the silent worker is on the same host it is also killed, because a stopped
+process would not react to the launcher's SIGTERM. Workers of a local launch are watched by the process that started them instead.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from carrywave.parallel.liveness.failure_file import folder, leave
 from carrywave.parallel.startup.rendezvous import identity, seconds_of
 from carrywave.parallel.world import TIMEOUT_SECONDS, World, shared_store
 
-FAULT = 1  # the exit code of one that gives up
+FAULT = 1  # exit code of a worker that gives up
 LEFT = "left"
 
 
 @contextmanager
 def watched(world: World) -> Iterator[None]:
-    """Within it, this worker shows that it lives, and looks after its neighbour."""
+    """Inside this context, this worker beats and watches its neighbour."""
     store = None if world.size == 1 or "CARRYWAVE_STORE" in os.environ else shared_store()
     over = threading.Event()
     threads: list[threading.Thread] = []
@@ -54,7 +54,7 @@ def watched(world: World) -> Iterator[None]:
 
 
 class _Silence:
-    """For how long something has said nothing new, counted in time in which this process ran."""
+    """How long a value has not changed, counting only time during which this process ran."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -67,20 +67,20 @@ class _Silence:
 
 
 class _Watch:
-    """One worker's count, and its look at the next one's. One thread talks to the store, which may keep it waiting; the other looks."""
+    """One worker's counter, and its view of the next one's. One thread accesses the store, which may block it; the other watches."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.other = store, rank, (rank + 1) % size
         self.limit_seconds = heartbeat.silent_seconds()
         self.long_seconds = max(self.limit_seconds, seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS))
         self.every_seconds = min(heartbeat.BEAT_SECONDS, self.limit_seconds / 5)
-        self.count = 0  # of turns of the talk
-        self.gone = False  # the store went with its process: every worker learns that by its own connections
-        self.heard: tuple[object, bool] | None = None  # the other's count, and whether it trains
-        self.known: dict[int, dict[str, Any]] = {}  # by rank: who keeps the store where it is a worker's, and the other
+        self.count = 0  # iterations of `talk`
+        self.gone = False  # the store's process is gone, which every worker notices by its own connections
+        self.heard: tuple[object, bool] | None = None  # the other's counter, and whether it is training
+        self.known: dict[int, dict[str, Any]] = {}  # identities of rank 0, which may host the store, and of the other
 
     def talk(self, over: threading.Event) -> None:
-        """Count in the store, and read what the other has counted."""
+        """Increment this worker's counter in the store, and read the other's."""
         try:
             self.store.set(f"who/{self.rank}", json.dumps(identity(os.getpid())))
             while not over.wait(self.every_seconds):
@@ -97,14 +97,14 @@ class _Watch:
             self.gone = True
 
     def look(self, over: threading.Event) -> None:
-        """Give up when the other, or the store, has said nothing for too long."""
+        """Give up when the other worker, or the store, has been silent for too long."""
         other, store = _Silence(), _Silence()
         before = time.monotonic()
         while not over.wait(self.every_seconds) and not self.gone:
             now = time.monotonic()
             passed, before = min(now - before, 2 * self.every_seconds), now
-            # A process that holds its interpreter's lock for long says nothing either: not while it trains.
-            # Steps are taken by all: while one trains the other does, though its last word may be older.
+            # A process that holds the GIL for long is silent too, but not while it is training. All workers take steps together: while one
+            # trains, so does the other, even if its last message is older.
             training = heartbeat.is_training() or (self.heard is not None and self.heard[1])
             limit_seconds = self.limit_seconds if training else self.long_seconds
             if store.after(self.count, passed) > limit_seconds:
@@ -115,9 +115,9 @@ class _Watch:
                 self._give_up(self.other, other.seconds)
 
     def _give_up(self, rank: int | None, seconds: float) -> None:
-        """The rank fell silent; None: the launcher, which keeps the store."""
+        """Exit because this rank fell silent; None means the launcher, which hosts the store."""
         known = None if rank is None else self.known.get(rank)
-        if known is not None and rank != self.rank and known == identity(known["pid"]):  # this host's, and still the same process
+        if known is not None and rank != self.rank and known == identity(known["pid"]):  # on this host, and still the same process
             with suppress(OSError):
                 os.kill(known["pid"], signal.SIGKILL)
         where = "" if known is None else f" on {known['host']}"
@@ -125,7 +125,7 @@ class _Watch:
         who = f"{met}, where the workers met," if rank is None else f"rank {rank}{where}"
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
         said = f"{who} gave no sign of life for {seconds:.0f} s, since {since} (stopped, or out of reach?)"
-        # From a thread: the main one waits for a message that will not come.
+        # Exit from this thread, because the main thread waits for a message that will never come.
         where_told = folder()
         if where_told is not None:
             leave(where_told, "lost", FAULT, said, peer=rank)

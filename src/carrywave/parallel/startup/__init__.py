@@ -1,1 +1,1 @@
-"""How workers find each other, and what in the environment would keep them from it."""
+"""How workers find each other, and checks for environment settings that would prevent it."""

@@ -1,6 +1,6 @@
-"""Environment variables that cannot be: said in one line before anything reads them, since libraries answer with warnings or tracebacks.
+"""Rejects invalid environment variables with a one-line message before any library reads them and responds with warnings or tracebacks.
 
-Those that name who a worker is are read, and refused, where it joins the others. Torch-free.
+Variables that identify a worker (RANK and the like) are read and checked where it joins the others. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Rule(NamedTuple):
 
 
 def _threads(text: str) -> bool:
-    # One number for each level of nesting.
+    # OMP_NUM_THREADS may list one number per nesting level.
     return all(_whole(part.strip()) and 0 < int(part) <= MOST_THREADS for part in text.split(","))
 
 
@@ -59,7 +59,7 @@ RULES = (
 
 
 def check() -> None:
-    """Refuse what cannot be. An empty variable is none."""
+    """Refuse invalid values. An empty variable counts as unset."""
     for rule in RULES:
         for name in rule.names:
             text = os.environ.get(name, "")

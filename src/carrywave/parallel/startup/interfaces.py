@@ -1,6 +1,6 @@
-"""Network interfaces that the environment names for gloo and NCCL, looked at before anybody connects.
+"""Checks the network interfaces that the environment names for gloo and NCCL before anybody connects.
 
-So a name that is none is said in words, and on every worker. Torch would say it on the one that has it, while the others wait.
+An unknown name is thus reported clearly, on every worker. torch would report it only on the worker that has it, while the others wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def unreachable(*, on_gpu: bool) -> str:
-    """Why others cannot connect to this worker, as a sentence with its remedy; nothing where they can."""
+    """Why other workers cannot connect to this one, as a sentence with its remedy; empty if they can."""
     there = [name for _, name in socket.if_nameindex()]
     for variable, missing in ((GLOO, _missing_for_gloo(there)), (NCCL, _missing_for_nccl(there) if on_gpu else None)):
         if missing is not None:
@@ -38,18 +38,18 @@ def unreachable(*, on_gpu: bool) -> str:
 
 
 def leads_home() -> bool:
-    """Whether gloo would tell the others an address that leads each of them to itself: what this host's own name stands for."""
+    """True if gloo would advertise a loopback address, which leads every other host to itself: what this host's own name resolves to."""
     if os.environ.get(GLOO):
         return False
     try:
         found = socket.getaddrinfo(socket.gethostname(), None)
         return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
     except (OSError, UnicodeError, ValueError):
-        return True  # torch then takes loopback too
+        return True  # torch then falls back to loopback too
 
 
 def check_hosts(there: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse, on all workers alike, where one of them cannot be reached: as it was told to be, or by workers elsewhere."""
+    """Refuse, on all workers alike, if one of them is unreachable through its configured interface, or from other hosts."""
     faults = [str(one["fault"]) for one in there]
     several = len({(one["boot"], one["net"]) for one in there}) > 1
     for rank, one in enumerate(there):
@@ -70,7 +70,10 @@ def _missing_for_gloo(there: list[str]) -> str | None:
 
 
 def _missing_for_nccl(there: list[str]) -> str | None:
-    """NCCL takes the beginnings of names; = means a whole one, ^ all others."""
+    """The value of NCCL's variable if it matches no interface, else None.
+
+    NCCL matches prefixes of interface names; a leading = asks for exact names, a leading ^ excludes names.
+    """
     named = os.environ.get(NCCL, "")
     if not named or named.startswith("^"):
         return None
@@ -80,7 +83,7 @@ def _missing_for_nccl(there: list[str]) -> str | None:
 
 
 def _try_gloo() -> None:
-    """What torch will do: it listens for a moment at the address that it would use."""
+    """Do what torch will do: listen briefly at the address it would use."""
     named = os.environ.get(GLOO, "")
     for name in named.split(",") if named else [""]:
         ProcessGroupGloo.create_device(interface=name) if name else ProcessGroupGloo.create_default_device()

@@ -1,4 +1,4 @@
-"""What the launcher's variables say of this process, without torch: whether it is one worker of several, and whether it is the first."""
+"""Reads from the launcher's variables, without torch, whether this process is one of several workers, and whether it is the first."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def launched() -> bool:
-    """Whether a launcher started this process as one worker of several: it says so by RANK or WORLD_SIZE."""
+    """True if a launcher started this process as one of several workers, as RANK or WORLD_SIZE shows."""
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints and writes: alone, or rank 0."""
+    """True if this process is the one that prints and writes: a single process, or rank 0."""
     return os.environ.get("RANK", "0") == "0"

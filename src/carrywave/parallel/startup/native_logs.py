@@ -1,7 +1,7 @@
-"""What torch's own C++ parts log of connections is kept from the user: what there is to say of them is said in words of ours.
+"""Hides log output of torch's C++ code about connections, because we report what matters in our own messages.
 
-`TORCH_CPP_LOG_LEVEL` does the same, but torch reads it when it is loaded, which in a program of the user's own was before us. Where the
-user has set it, it is left alone.
+`TORCH_CPP_LOG_LEVEL` does the same, but torch reads it when it is loaded, which in a user's program may be before our import. If the user
+has set it, it is left alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WARNING, ERROR, FATAL = 1, 2, 3
 
 
 def _level() -> ctypes.c_int | None:
-    """Torch's own variable; None: this build has none, or the user has chosen."""
+    """torch's own log-level variable; None if this build has none, or the user has set the level."""
     if "TORCH_CPP_LOG_LEVEL" in os.environ:
         return None
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
@@ -29,7 +29,7 @@ def _level() -> ctypes.c_int | None:
 
 
 def hush() -> None:
-    """From here on warnings are not shown; errors are, since some of them come before an abort and nothing else says why."""
+    """Hide warnings from here on, but not errors: some precede an abort, and nothing else says why."""
     level = _level()
     if level is not None:
         level.value = max(level.value, ERROR)
@@ -37,7 +37,7 @@ def hush() -> None:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Within it errors are not shown either: they are raised as well."""
+    """Inside this context, hide errors too: they are also raised as exceptions."""
     level = _level()
     before = None if level is None else level.value
     try:

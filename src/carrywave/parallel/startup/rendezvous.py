@@ -1,6 +1,6 @@
-"""Where workers meet before they can talk: a store that holds a few words, as a file or at an address; who is there, and who is missing.
+"""The rendezvous of workers before they can communicate: a small key-value store, in a file or at an address, that shows who is missing.
 
-Every worker says in the store that it is there, so that one that stays away is named after a minute, instead of a silence of half an hour.
+Every worker registers in the store, so a missing one is named after a minute instead of half an hour of silence.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from carrywave.errors import UserError, WorkerError
 from carrywave.parallel.startup import native_logs
 
 START_SECONDS = 60.0
-NAMED = 8  # ranks in a message
+NAMED = 8  # most ranks named in a message
 
 
 def number(name: str) -> int:
-    """One of the launcher's variables."""
+    """An integer from the launcher's environment variables."""
     text = os.environ.get(name)
     if text is None:
         given = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
@@ -46,7 +46,7 @@ def start_seconds() -> float:
 
 
 def seconds_of(name: str, usual: float) -> float:
-    """A limit that the user may set."""
+    """A timeout that the user may set through an environment variable."""
     text = os.environ.get(name, str(usual))
     try:
         seconds = float(text)
@@ -58,11 +58,11 @@ def seconds_of(name: str, usual: float) -> float:
 
 
 def find_store(rank: int, size: int, seconds: float) -> Store:
-    """Where the workers meet: a file of a local launch, the store of torchrun's agent, or one that rank 0 opens."""
+    """The rendezvous store: the file of a local launch, the store of torchrun's agent, or one that rank 0 opens."""
     timeout = timedelta(seconds=seconds)
     path = os.environ.get("CARRYWAVE_STORE")
     if path:
-        # Without a number of workers: with one, torch removes the file as soon as that many of its own copies are gone.
+        # Without a worker count: given one, torch deletes the file as soon as that many of its store objects are gone.
         store: Store = FileStore(path)
         store.set_timeout(timeout)
         return store
@@ -72,16 +72,17 @@ def find_store(rank: int, size: int, seconds: float) -> Store:
     port = number("MASTER_PORT")
     if not 0 < port < 2**16:
         raise WorkerError(f"MASTER_PORT={port} is not a port; use a number from 1 to 65535")
-    # Torch's word for: the launcher has opened the store, and rank 0 need not.
+    # torch's way of saying that the launcher has opened the store, so rank 0 need not.
     opened = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return open_store(address, port, rank == 0 and not opened, seconds)
 
 
 def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore:
-    """The store at an address: the first opens it there, the others find it.
+    """The store at an address: the first worker opens it there, the others connect to it.
 
-    Where the address is a number, the first listens there alone; a name may lead elsewhere for the others, so that it listens on all of
-    its interfaces. It reaches its own store by the shortest way: the address may be one that only the others can use.
+    If the address is numeric and belongs to this host, the first worker listens only there. Otherwise, since a name may resolve differently
+    on other hosts, it listens on all interfaces; it then reaches its own store through loopback, as the address may be one only the others
+    can use.
     """
     nobody = WorkerError(f"nothing answers at {address}:{port} within {seconds:g} s; start rank 0 there, or correct the address and port")
     try:
@@ -115,7 +116,7 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
         except RuntimeError as error:
             made.append(error)
 
-    # In a thread, because torch waits without end for the greeting of a program that is no store.
+    # In a thread, because torch waits forever for the greeting of a program that is not a store.
     thread = threading.Thread(target=make, name="carrywave-store", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -130,7 +131,7 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
 
 
 def _listen(address: str, port: int) -> int | None:
-    """The handle of a socket that listens at an address given as a number; None where it is a name, or none of this host."""
+    """The file descriptor of a socket listening at a numeric address; None if the address is a name, or not one of this host's."""
     try:
         known = ipaddress.ip_address(address)
     except ValueError:
@@ -155,7 +156,7 @@ def _taken(address: str, port: int) -> WorkerError:
 
 
 def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError) -> None:
-    """Torch would try the same, with a page of its own log for each attempt."""
+    """Wait until something listens there. torch would retry too, but log a page for each attempt."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -168,7 +169,7 @@ def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError
 
 
 def everyone(store: Store, rank: int, size: int, said: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
-    """Say that this worker is there, wait for the others, and return what each said of itself."""
+    """Register this worker, wait for the others, and return what each reported about itself."""
     store.set(_here(rank), json.dumps(dict(said)))
     deadline = time.monotonic() + seconds
     awaited = 0
@@ -181,7 +182,7 @@ def everyone(store: Store, rank: int, size: int, said: Mapping[str, Any], second
             elif time.monotonic() > deadline:
                 missing = list(islice((other for other in range(awaited, size) if not store.check([_here(other)])), NAMED + 1))
                 store.set("absent", json.dumps(missing))
-                time.sleep(1.0)  # the others read it too, before the store goes with this process
+                time.sleep(1.0)  # gives the others time to read it, before the store goes away with this process
                 raise _absent(missing, size, seconds)
             else:
                 time.sleep(0.05)
@@ -207,26 +208,26 @@ def _absent(missing: Sequence[int], size: int, seconds: float) -> UserError:
 
 
 def on_every_rank(error: UserError, told_by: int = 0) -> UserError:
-    """The error, marked as one that every worker raises and one of them tells."""
+    """Mark an error as raised by every worker, to be reported by one of them."""
     error.told_by = told_by
     return error
 
 
 def short(value: str | None) -> str:
-    """A value for a message of one line."""
+    """A value shortened for a one-line message."""
     if value is None:
         return "nothing"
     return value if len(value) <= 60 else f"{value[:57]}…"
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error, without the place in torch's source where it was raised."""
+    """The first line of an error, without the location in torch's source."""
     line = str(error).strip().partition("\n")[0]
     return short(re.sub(r"^\[[^]]*\.\w+:\d+\]\s*", "", line).rstrip(".") or type(error).__name__)
 
 
 def identity(pid: int) -> dict[str, str | int]:
-    """What tells a process from all others, here and elsewhere, and from a later one of the same number."""
+    """What identifies a process uniquely, across hosts and after its process id is reused."""
     try:
         born = _stat(pid)[19]
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -238,7 +239,7 @@ def identity(pid: int) -> dict[str, str | int]:
 
 
 def is_gone(known: Mapping[str, Any]) -> bool:
-    """Whether a process, by its identity, is one of this host that has ended."""
+    """True if the process with this identity ran on this host and has ended."""
     own = identity(os.getpid())
     if not own["boot"] or any(own[name] != known.get(name) for name in ("boot", "space")):
         return False
@@ -250,5 +251,5 @@ def is_gone(known: Mapping[str, Any]) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """What Linux tells of a process, from its state on."""
+    """Fields of /proc/PID/stat, from the process state on."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -1,1 +1,1 @@
-"""What a user brings to a step, checked where it enters."""
+"""Validates what a user passes to a step, where it enters."""

@@ -1,10 +1,11 @@
-"""Whether all workers are given the same. Each says in a few numbers what it was given; they travel with the sums of the step, a row for
-each worker, so that they cost no message of their own.
+"""Checks that all workers were given the same inputs. Each worker summarizes its inputs as a few checksums; these travel with the step's
+all-reduced sums, one row per worker, so they cost no extra message.
 
-Without a GPU the rows are read at once, before any weight changes. With one, in the step after, when they have long been computed:
-nothing waits for them. All workers read after the same step, whatever they compute on, so that all of them raise, or none.
+Without a GPU, the rows are compared at once, before any weight changes. With one, they are compared in the following step, when they have
+long been computed and nothing has to wait for them. All workers compare after the same step, whatever device they use, so either all of
+them raise or none does.
 
-In a pipeline a difference between batches would leave stages waiting for messages that never come: there a user's batches are compared
+In a pipeline, a mismatch between batches would leave stages waiting for messages that never come, so there the user's batches are compared
 before the step.
 """
 
@@ -28,7 +29,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank, short
 from carrywave.parallel.world import all_gather_text
 
-# What is compared, in the order of the columns, and what to do where it differs.
+# What is compared, in column order, and how to fix a mismatch.
 REMEDIES = {
     "batches": "give every worker the same whole batches, in the same steps; each takes its own lanes",
     "contents": "give every worker the same whole batch, it takes its own lanes",
@@ -36,43 +37,43 @@ REMEDIES = {
     "weights": "change weights after the trainer was made on all workers alike, or on none",
 }
 BATCHES, CONTENTS, OPTIMIZER, WEIGHTS = range(len(REMEDIES))
-HASHED_BYTES = 1 << 20  # of a tensor; of a longer one as much, from all over it
-CHUNK = 1 << 20  # elements of a weight that one step looks at, at most
-SEEN_AT_ONCE = 1 << 18  # elements of several small ones, on the CPU; on a GPU each is a launch
-Piece = tuple[Callable[[], Tensor | None], int]  # a weight or a buffer, and where to begin in it
+HASHED_BYTES = 1 << 20  # hashed per tensor; a longer one is sampled evenly down to this size
+CHUNK = 1 << 20  # most elements of one weight that a step checks
+SEEN_AT_ONCE = 1 << 18  # elements of small weights checked together on the CPU; on a GPU each costs a launch, so one at a time
+Piece = tuple[Callable[[], Tensor | None], int]  # getter of a weight or buffer, and the first element to check
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one worker was given for a step, in words; their checksums are compared."""
+    """A description of what one worker was given for a step; checksums of the descriptions are compared."""
 
     batches: str
     optimizer: str
-    contents: int  # a checksum itself
+    contents: int  # already a checksum
 
     @property
     def numbers(self) -> list[int]:
-        """In the order of the columns, without the weights."""
+        """Checksums in column order, without the weights."""
         return [zlib.crc32(self.batches.encode()), self.contents, zlib.crc32(self.optimizer.encode())]
 
 
 class Agreement:
-    """Of the workers of one trainer. `held` are the parameters that this one holds, and `model` has the buffers."""
+    """Compares the inputs of one trainer's workers. `held` are the parameters that this worker holds; buffers are taken from `model`."""
 
     def __init__(self, mesh: Mesh, held: Mapping[str, nn.Parameter], model: nn.Module) -> None:
         self.mesh, self.device = mesh, mesh.device
         kinds = all_gather_text(mesh.world, _kind(mesh.device))
         self.at_once = not any(kind.startswith("cuda") for kind in kinds)
-        # Other processors round otherwise: their weights differ in the last bits.
+        # Different processors round differently, so their weights may differ in the last bits.
         self._looks = len(set(kinds)) == 1
         self._pieces = _pieces(held, model, SEEN_AT_ONCE if mesh.device.type == "cpu" else 1)
         self._steps = 0
         self._given: StepInputs | None = None
-        self._on_device: list[Tensor] = []  # checksums of what lies on a GPU
+        self._on_device: list[Tensor] = []  # checksums of tensors on a GPU
         self._rows: tuple[Later, StepInputs | None] | None = None
 
     def before(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> None:
-        """Note what the step is given. A user's first batches, and all of them in a pipeline, are compared before anything is computed."""
+        """Record the step's inputs. A user's first batches, and in a pipeline all of them, are compared before anything is computed."""
         if self.mesh.world.size == 1:
             return
         own = all(batch.whole is None for batch in batches)
@@ -91,7 +92,7 @@ class Agreement:
             self._compare(torch.stack(rows).tolist(), self._given, self._steps)
 
     def same_batch(self, batch: Batch | None) -> None:
-        """Compare a batch that is evaluated, or that there is no more, before anything is computed. All workers must ask."""
+        """Compare the next batch to evaluate (None: there are no more) before anything is computed. Collective: every rank must call it."""
         if self.mesh.world.size == 1:
             return
         what = "no further batch to evaluate" if batch is None else f"a batch of {tuple(batch.inputs.shape[:2])} to evaluate"
@@ -102,7 +103,7 @@ class Agreement:
         self._compare(torch.stack(rows).tolist(), given, self._steps)
 
     def marks(self) -> Tensor:
-        """This worker's row."""
+        """This worker's row of checksums."""
         if self.mesh.world.size == 1 or self._given is None:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
         numbers = torch.tensor(self._given.numbers, dtype=torch.float64).to(self.device, non_blocking=True)
@@ -111,7 +112,7 @@ class Agreement:
         return torch.cat([numbers, self._weights()[None]])
 
     def after(self, marks: Tensor) -> None:
-        """The rows of all workers, once they are summed: compared now, or after the next step."""
+        """Take the rows of all workers, once all-reduced; compare them now, or after the next step."""
         self._steps += 1
         if not marks.numel():
             return
@@ -122,7 +123,7 @@ class Agreement:
         self._rows = Later(marks), self._given
 
     def settle(self) -> None:
-        """Compare what has not been compared yet. All workers must ask at once."""
+        """Compare any rows not compared yet. Collective: every rank must call it."""
         if self._rows is None:
             return
         rows, given = self._rows
@@ -133,7 +134,7 @@ class Agreement:
         stages = self.mesh.plan.stages
         for column, remedy in enumerate(REMEDIES.values()):
             for rank, row in enumerate(rows):
-                # Stages hold other weights; replicas of a stage the same.
+                # Stages hold different weights; replicas of a stage hold the same.
                 first = rank % stages if column == WEIGHTS else 0
                 if row[column] != rows[first][column]:
                     raise on_every_rank(
@@ -141,7 +142,7 @@ class Agreement:
                     )
 
     def _difference(self, column: int, rank: int, first: int, given: StepInputs | None) -> str:
-        """In words. Every worker has found the same, and comes here."""
+        """Describe the mismatch. Every worker has found the same one, so all of them reach this collective."""
         if column == CONTENTS:
             return f"rank {rank} was given another batch than rank {first}"
         if column == WEIGHTS:
@@ -155,25 +156,25 @@ class Agreement:
         return f"rank {rank} {'was given' if column == BATCHES else 'has'} {theirs}, rank {first} {ours}"
 
     def _weights(self) -> Tensor:
-        """A checksum of some of the weights, others at each step. Of whole numbers: their sum is the same in any order."""
+        """A checksum of some of the weights, different ones at each step. It sums integers, so the order of summation does not matter."""
         if not self._pieces or not self._looks:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, (find, low) in enumerate(self._pieces[self._steps % len(self._pieces)]):
             found = find()
             if found is not None and not found.is_meta:
-                # Each with a factor of its own: what one lacks another does not make up for. All are below 2**53.
+                # A different factor for each piece keeps differences from cancelling. All sums are below 2**53, so exact in float64.
                 total = total + (number % 31 + 1) * _sum_of(found.detach().reshape(-1)[low : low + CHUNK])
         return total
 
 
 def _pieces(held: Mapping[str, nn.Parameter], model: nn.Module, together: int) -> list[list[Piece]]:
-    """All weights and buffers in groups, one of which each step looks at."""
+    """Group all weights and buffers; each step checks one group."""
     sized: list[tuple[int, Piece]] = [(p.numel(), (partial(_itself, p), low)) for p in held.values() for low in range(0, p.numel(), CHUNK)]
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.numel():
-                # By name: a buffer may be set anew.
+                # Looked up by name, because a buffer may be reassigned.
                 sized.append((buffer.numel(), (partial(module._buffers.get, name), 0)))
     groups: list[list[Piece]] = []
     room = 0
@@ -196,12 +197,12 @@ def _kind(device: torch.device) -> str:
 
 def _flat(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
-    # One number that was expanded counts as contiguous, and has no stride all the same.
+    # An expanded tensor of one element counts as contiguous even with stride 0, so it must be cloned.
     return flat.contiguous() if flat.numel() > 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def _sum_of(tensor: Tensor, *, weighted: bool = False) -> Tensor:
-    """A checksum where the tensor lies, below 2**40; `weighted`: by place, so that the order counts."""
+    """A checksum below 2**40, computed on the tensor's device; `weighted` by position, so that the order of the elements matters."""
     words = _flat(tensor)
     words = words.view({8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[words.element_size()]).to(torch.int64)
     if weighted:
@@ -210,19 +211,19 @@ def _sum_of(tensor: Tensor, *, weighted: bool = False) -> Tensor:
 
 
 def _checksum(batch: Batch, start: int, turn: int) -> int:
-    """Of what a batch holds in the host's memory."""
+    """Checksum of the parts of a batch that are in host memory, continuing from `start`."""
     for tensor in (batch.inputs, batch.targets, batch.lengths, batch.fresh, batch.lanes):
         if tensor is None or tensor.device.type != "cpu":
             continue
         data = _flat(tensor)
         rows = -(-data.nbytes // HASHED_BYTES)
-        # Of a long tensor every so-manieth element, others at each step.
+        # Sample a long tensor with a stride, starting at a different element each step.
         start = zlib.crc32((data if rows <= 1 else data[turn % rows :: rows].contiguous()).view(torch.uint8).numpy().data, start)
     return start
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """Every number that an optimizer was given, group by group; a rate that lies on a GPU is left out, since reading it would wait."""
+    """Every setting of the optimizer, by group; a learning rate on a GPU is left out, because reading it would block."""
     groups = [
         ", ".join(f"{name} {_shown(value)}" for name, value in sorted(group.items()) if name != "params" and _readable(value))
         for group in optimizer.param_groups
@@ -241,7 +242,7 @@ def _readable(value: object) -> bool:
 
 
 def _apart(first: str, second: str) -> tuple[str, str]:
-    """Where two lists of words differ."""
+    """The entries in which two comma-separated lists differ."""
     ours, theirs = first.split(", "), second.split(", ")
     if len(ours) != len(theirs):
         return short(first), short(second)

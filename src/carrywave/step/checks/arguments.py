@@ -1,4 +1,4 @@
-"""What a user hands to a trainer, checked where it enters: the spec, the model's dtype, an optimizer, the batches."""
+"""Validates what a user passes to a trainer: the spec, the model's dtype, an optimizer, the batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec, TrainSpec
 from carrywave.step.precision import parameter_dtype
 
-# The keys of a spec's train section that one step acts on. The others are for the loop around it.
+# The keys of a spec's train section that affect a single step. The others are for the training loop.
 STEP_KEYS = {"precision", "optimizer", "lr", "momentum", "weight_decay", "betas", "clip", "seed", "alpha", "beta", "on_nan", "reproducible"}
 OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas")
 INSTEAD = {
@@ -33,14 +33,14 @@ INSTEAD = {
 
 
 def train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
-    """The train section, however it was given."""
+    """The train section of a spec, in whichever form it was given."""
     if isinstance(given, TrainSpec):
         return given
     return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}).train
 
 
 def check_spec(spec: TrainSpec, *, own_optimizer: bool) -> None:
-    """Refuse what a step of a user's own loop does not act on."""
+    """Refuse settings that have no effect on a step in a user's own loop."""
     usual = TrainSpec()
     for key in sorted(spec.model_fields_set):
         if own_optimizer and key in OPTIMIZER_KEYS:
@@ -54,7 +54,7 @@ def check_spec(spec: TrainSpec, *, own_optimizer: bool) -> None:
 
 
 def in_model_dtype(spec: TrainSpec, model: nn.Module) -> TrainSpec:
-    """The spec, with fp64 where the model is float64 and no precision was asked for; a model is not cast behind its owner's back."""
+    """The spec, with fp64 if the model is float64 and no precision was given; a model is never cast without its owner asking."""
     found = {p.dtype: name for name, p in model.named_parameters() if p.is_floating_point()}
     if "precision" not in spec.model_fields_set and found.keys() == {torch.float64}:
         return spec.model_copy(update={"precision": "fp64"})
@@ -63,7 +63,7 @@ def in_model_dtype(spec: TrainSpec, model: nn.Module) -> TrainSpec:
 
 
 def check_dtype(spec: TrainSpec, model: nn.Module) -> None:
-    """Refuse a model that would lose digits, or that is in half precision itself. For fp64 a shorter one is widened, as asked."""
+    """Refuse a model that would lose precision or whose parameters are in half precision. With fp64, float32 is widened as requested."""
     wanted = parameter_dtype(spec.precision)
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.dtype in (wanted, torch.float32):
@@ -77,7 +77,7 @@ def check_dtype(spec: TrainSpec, model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer of something else than the model's parameters."""
+    """Refuse an optimizer over parameters that are not the model's."""
     own = {id(p) for p in model.parameters()}
     given = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
     foreign = [(number, p) for number, p in given if id(p) not in own]
@@ -92,7 +92,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def check_surroundings(spec: TrainSpec, device: torch.device) -> None:
-    """Refuse a step inside torch.autocast, for the precision is the spec's to say, and inside torch.inference_mode."""
+    """Refuse a step inside torch.autocast, because the spec determines the precision, or inside torch.inference_mode."""
     if torch.is_inference_mode_enabled():
         raise UserError("a step was asked for inside torch.inference_mode, in which nothing can be differentiated; leave it")
     if torch.is_autocast_enabled(device.type):
@@ -103,12 +103,12 @@ def check_surroundings(spec: TrainSpec, device: torch.device) -> None:
 
 
 def uncounted() -> UserError:
-    """What is to be said of a loss that is not zero, over no target or fewer."""
+    """The error for a non-zero loss whose target count is not positive."""
     return UserError("the loss returned a sum over targets and a count that is not above zero; return (sum, number of targets)")
 
 
 def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state: bool) -> None:
-    """Refuse batches that cannot be what was meant. Only what lies on the host is looked into: a look at a GPU would wait for it."""
+    """Refuse batches that cannot be intended. Only tensors on the host are inspected, because reading from a GPU would block."""
     if not batches:
         raise UserError("a step needs a batch; make one with Batch.of(inputs, targets)")
     for batch in batches:
@@ -139,7 +139,7 @@ def _why_no_carry(model: Model | Whole) -> str:
 
 
 def _first(module: nn.Module) -> nn.Module:
-    """What reads the inputs."""
+    """The innermost module that reads the inputs."""
     while isinstance(module, nn.Sequential) and len(module):
         module = module[0]
     return module

@@ -1,10 +1,10 @@
-"""Hooks that a user has put on parameters: when they are called, and which cannot be right where the work is cut.
+"""Handles hooks that a user has registered on parameters: decides when to call them, and refuses those that cannot work with a split step.
 
-A step runs backward once for each chunk, and puts some weight gradients off, so that torch would call a hook with a part of a sum, or with
-nothing. `register_post_accumulate_grad_hook` is called by the trainer instead: once a step, when the gradient is what the optimizer will
-see (summed over workers, divided, clipped). Hooks of the optimizer (`register_step_pre_hook`) are called by it, at the same point.
-`register_hook`, and backward hooks of modules, are torch's: where nothing is cut they see the undivided sum of this worker's lanes, and
-elsewhere they are refused.
+A step runs backward once per chunk and defers some weight gradients, so torch would call a hook with part of a sum, or with nothing. The
+trainer therefore calls `register_post_accumulate_grad_hook` hooks itself: once per step, when the gradient is what the optimizer will see
+(summed over workers, divided, clipped). Hooks on the optimizer (`register_step_pre_hook`) are called by the optimizer at the same point.
+`register_hook` hooks and modules' backward hooks are called by torch: if the plan cuts nothing they see the undivided sum over this
+worker's lanes; otherwise they are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Hook = Callable[[Tensor], None]
 
 
 class Hooks:
-    """Those on the parameters and modules that one worker holds."""
+    """The hooks on the parameters and modules that one worker holds."""
 
     def __init__(self, held: Mapping[str, nn.Parameter], model: nn.Module, plan: Plan) -> None:
         self.held, self.model = held, model
@@ -31,8 +31,8 @@ class Hooks:
         self._put_off: list[tuple[nn.Parameter, list[Hook]]] = []
 
     def there(self, optimizer: object) -> bool:
-        """Whether there are any: a recorded step would not call them. Those that cannot be right are refused."""
-        # A step looks while those that `call` will call are put off.
+        """True if there are any hooks, which a captured step would not call. Refuses hooks that cannot work under this plan."""
+        # During a step, the hooks that `call` will run have been removed from their parameters.
         found = bool(
             self._put_off or getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None)
         )
@@ -56,7 +56,7 @@ class Hooks:
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
-        """Within it torch does not call post-accumulate hooks of the user's; `call` does."""
+        """Inside this context torch does not call the user's post-accumulate hooks; `call` does."""
         self._put_off = []
         taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
         for parameter in self.held.values():
@@ -76,7 +76,7 @@ class Hooks:
                 hooks.update(before | added)
 
     def call(self) -> None:
-        """Every gradient is final."""
+        """Call the deferred hooks, now that every gradient is final."""
         for parameter, hooks in self._put_off:
             for hook in hooks:
                 if parameter.grad is not None:
@@ -84,6 +84,6 @@ class Hooks:
 
 
 def _users(parameter: nn.Parameter) -> dict[int, Hook]:
-    """The hooks that are not our own, by the number that their handle knows."""
+    """The hooks that are not ours, by handle id."""
     hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return {key: hook for key, hook in (hooks or {}).items() if not getattr(hook, "is_ours", False)}

@@ -1,7 +1,7 @@
-"""What running a module leaves behind in it: seen by comparing, and taken back.
+"""Detects what running a module leaves behind in it, and restores the module.
 
-A cache that is filled once, or a result that is kept to be looked at, is no state: a second run on the same numbers leaves it as it is.
-A counter, a running mean or a list that grows is one: it changes again.
+A cache that is filled once, or a result kept for inspection, is not state: a second run on the same inputs leaves it unchanged. A counter,
+a running mean or a growing list is state: it changes again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 _TORCHS = frozenset(vars(nn.Module())) - {"_buffers", "_parameters"} | {"_flat_weights"}
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
-_DEPTH, _MOST = 4, 256  # how far into containers and objects, and how many members of each
+_DEPTH, _MOST = 4, 256  # how deep to descend into containers and objects, and how many members of each to compare
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Kept:
-    """A module and its submodules as they are now, to be put back."""
+    """A copy of the current state of a module and its submodules, to be restored later."""
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = list(root.modules())
@@ -35,9 +35,9 @@ class Kept:
         self._dtype: torch.dtype | None = None
 
     def copy_tensors(self, dtype: torch.dtype) -> None:
-        """From here on the modules hold copies of their parameters and buffers, numbers in this dtype; tied ones stay tied.
+        """Replace parameters and buffers by copies, floating-point ones in this dtype; tied tensors stay tied.
 
-        Hooks on gradients see nothing meanwhile: those of parameters stay with the originals, and those of modules are put away.
+        Gradient hooks are not called meanwhile: those of parameters stay with the originals, and those of modules are removed.
         """
         self._dtype = dtype
         for module in self._modules:
@@ -61,7 +61,7 @@ class Kept:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def rewritten(self, paths: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
-        """Parameters and buffers that are not what they were, as (path of the module, name). One that was made anew is a cache."""
+        """Parameters and buffers whose values changed, as (module path, name). One that is new or has a new shape is a cache, not state."""
         found: list[tuple[str, str]] = []
         at = {id(module): number for number, module in enumerate(self._modules)}
         for path, module in paths.items():
@@ -74,7 +74,7 @@ class Kept:
         return found
 
     def put_back(self) -> None:
-        """As they were."""
+        """Restore the modules and generators to their original state."""
         for module, attributes, contents in zip(self._modules, self._attributes, self._contents, strict=True):
             vars(module).clear()
             vars(module).update(attributes)
@@ -86,13 +86,13 @@ class Kept:
 
 
 class Left:
-    """What modules hold besides torch's own, at one moment."""
+    """A record of what modules hold, apart from torch's own attributes, at one moment."""
 
     def __init__(self, paths: Mapping[str, nn.Module]) -> None:
         self._values = _values(paths)
 
     def changed(self, paths: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
-        """What differs now, as (path of the module, attribute)."""
+        """What differs now, as (module path, attribute)."""
         now = _values(paths)
         return [at for at in now if at not in self._values or not _same(self._values[at], now[at])]
 
@@ -101,7 +101,7 @@ def _values(paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
     for path, module in paths.items():
         if type(module).__module__.startswith("carrywave."):
-            continue  # ours: what they remember is no part of an answer
+            continue  # our own modules: what they remember does not affect their results
         for name, value in vars(module).items():
             if name in ("_buffers", "_parameters"):
                 found |= {(path, inner): _held(tensor) for inner, tensor in value.items()}
@@ -111,7 +111,7 @@ def _values(paths: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
 
 
 def _held(value: Any, depth: int = _DEPTH) -> Any:
-    """A value as it is at this moment, so that it can be compared later; None for what cannot be."""
+    """A copy of a value for later comparison; None if the value cannot be compared."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, _PLAIN):

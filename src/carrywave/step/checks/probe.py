@@ -1,12 +1,13 @@
-"""Runs a user's module on a few lanes and steps, once whole and once in parts, and says where the results part.
+"""Runs a user's module on a few lanes and steps, once whole and once in parts, and reports where the results differ.
 
-The parts are of time (as chunks are) or of lanes (as replicas and slices are). What must add up or join to the whole: outputs, loss and
-count, gradients. And what one call must not leave for the next: buffers, attributes, draws from a generator that is not keyed.
+The parts are cut along time (like chunks) or lanes (like replicas and slices). Outputs, loss, count and gradients must concatenate or add
+up to the whole. One call must leave nothing behind for the next: no changed buffers or attributes, no draws from a generator that is not
+keyed.
 
-No trace is left. Parameters and buffers are copies while it runs, in float64 where the module's own code allows that, so that rounding
-is not taken for a difference; attributes and generators are put back.
+The probe leaves no trace. While it runs, parameters and buffers are copies, in float64 where the module's code allows it, so that rounding
+is not mistaken for a difference; attributes and generators are restored afterwards.
 
-Shapes: T time, B lane, W width of what enters the head.
+Shapes: T time, B lane, W width of the head's input.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
 from carrywave.step.checks.module_traces import Kept, Left
 
-STEPS, CHUNK, LANES = 12, 5, 5  # chunks of 5, 5 and 2 steps; 2 lanes and 3
-DOUBLE_UP_TO = 1 << 26  # parameters that are copied as float64; more of them as they are
-# Of results, relative to their largest number, and of a loss. Modules may well compute in float32 within a run in float64; there a sum of
-# some hundred terms is off by 1e-6 at most, in another order.
+STEPS, CHUNK, LANES = 12, 5, 5  # gives chunks of 5, 5 and 2 steps; 2 lanes and 3
+DOUBLE_UP_TO = 1 << 26  # most parameters to copy as float64; larger models keep their dtype
+# Tolerances: of results, relative to their largest element, and of a loss. Even in a float64 run a module may compute in float32
+# internally, where a sum of some hundred terms in a different order is off by at most 1e-6.
 IN_DOUBLE, AS_IT_IS = (1e-5, 2e-6), (1e-3, 1e-4)
 
 Axis = Literal["time", "lanes"]
@@ -40,13 +41,13 @@ Fault = Literal["draws", "state", "output", "loss", "gradient"]
 
 
 class Finding(NamedTuple):
-    """What a module does that depends on how the work is split."""
+    """A way in which a module's result depends on how the work is split."""
 
     fault: Fault
-    path: str  # its name in the model
+    path: str  # the module's name in the model
     kind: str  # its class
     detail: str = ""
-    axis: Axis | None = None  # along which parts differ from the whole
+    axis: Axis | None = None  # axis along which the parts differ from the whole
 
 
 class Piece(NamedTuple):
@@ -60,7 +61,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeSample:
-    """A few lanes and steps of a batch, and something for the head to read."""
+    """A few lanes and steps of a batch, and random input for the head."""
 
     x: Tensor  # [T, B, …]
     y: Tensor  # [T, B, W]
@@ -70,7 +71,7 @@ class ProbeSample:
     key: Tensor
 
     def to(self, dtype: torch.dtype) -> ProbeSample:
-        """With its numbers in this dtype."""
+        """The sample with its floating-point tensors in this dtype."""
 
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -79,11 +80,11 @@ class ProbeSample:
 
     @property
     def all(self) -> Piece:
-        """The whole of it."""
+        """The whole sample as one piece."""
         return Piece(0, self.x.shape[0], 0, self.x.shape[1])
 
     def pieces(self, axis: Axis) -> list[Piece]:
-        """Its parts."""
+        """The sample cut along an axis."""
         steps, lanes = self.x.shape[:2]
         if axis == "time":
             size = min(CHUNK, -(-steps // 2))
@@ -94,7 +95,7 @@ class ProbeSample:
 
 @dataclass
 class Ran:
-    """What a run gave: outputs of each piece, loss and count over them, and the gradients of parameters by name and of the input."""
+    """The results of a run: outputs of each piece, loss and count of each, and gradients of the parameters by name and of the input."""
 
     outputs: list[list[Tensor]] = field(default_factory=list)
     sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -105,7 +106,7 @@ Run = Callable[[ProbeSample, Sequence[Piece]], Ran]
 
 
 def sample_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, whole_time: bool) -> ProbeSample:
-    """The longest of this worker's lanes; of a single one, a second that runs backwards."""
+    """Take the longest of this worker's lanes; if it has only one, add a time-reversed copy."""
     steps = batch.steps if whole_time else min(batch.steps, STEPS)
     chosen = torch.argsort(batch.lengths, descending=True, stable=True)[:LANES]
     x, targets = batch.inputs[:steps, chosen], batch.targets
@@ -116,13 +117,13 @@ def sample_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, whole_time
         x = torch.cat((x, x.flip(0)), dim=1)
         targets = None if targets is None else torch.cat((targets, targets if pooled else targets.flip(0)), dim=0 if pooled else 1)
         lengths, lanes = lengths.repeat(2), torch.cat((lanes, lanes + 1))
-    # Drawn on the host by a generator of its own: the same on every worker, and nobody else's numbers change.
+    # Drawn on the host from a separate generator: the same on every worker, and without disturbing anyone else's random numbers.
     y = torch.rand(steps, lanes.shape[0], width, generator=torch.Generator().manual_seed(0)) * 2 - 1
     return ProbeSample(x, y.to(x.device), targets, lengths, lanes, key.to(x.device))
 
 
 def encoder(module: nn.Module, path: str) -> Run:
-    """Runs of an encoder. Its output is differentiated with weights that tell steps, lanes and units apart."""
+    """Make a runner for an encoder. Its output is differentiated with weights that differ by step and lane."""
 
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
         ran = Ran()
@@ -140,7 +141,7 @@ def encoder(module: nn.Module, path: str) -> Run:
 
 
 def head(module: Any, path: str, *, pooled: bool) -> Run:
-    """Runs of a head: its loss, its output where it has one, and the gradients of both its parameters and what it reads."""
+    """Make a runner for a head: its loss, its output if it has one, and the gradients of its parameters and its input."""
     shows = type(module).forward is not nn.Module.forward
 
     def score(sample: ProbeSample, read: Any, at: Piece, ran: Ran) -> None:
@@ -173,7 +174,7 @@ def head(module: Any, path: str, *, pooled: bool) -> Run:
 
 
 def piecewise(module: Any, path: str) -> Run:
-    """Runs of a model of one piece, whose loss reads its output. Of lanes alone, so that outputs need no joining."""
+    """Make a runner for a one-piece model, whose loss reads its output. It is cut along lanes only, and its outputs are not compared."""
 
     def run(sample: ProbeSample, pieces: Sequence[Piece]) -> Ran:
         ran = Ran()
@@ -191,10 +192,10 @@ def piecewise(module: Any, path: str) -> Run:
 
 
 def probe(run: Run, root: nn.Module, path: str, sample: ProbeSample, axes: Sequence[Axis]) -> list[Finding]:
-    """What is found, the plainest first; nothing where the module cannot be run like this: its own step will say why."""
+    """The faults found, plainest first; none if the module cannot be run this way, since the step itself will then report why."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
-        return []  # compiled as it is, for its own dtypes
-    with suppress(Exception):  # a lazy module has no numbers yet
+        return []  # compiled for its own dtypes
+    with suppress(Exception):  # a lazy module has no parameters yet
         few = sum(parameter.numel() for parameter in root.parameters()) <= DOUBLE_UP_TO
         own = next((p.dtype for p in root.parameters() if p.is_floating_point()), torch.float32)
         for dtype in dict.fromkeys([torch.float64, own] if few else [own]):
@@ -219,7 +220,7 @@ class _Probe:
             with torch.set_grad_enabled(training):
                 whole = self._run([self.sample.all])
                 if training and (found := self._draws() + self._leaves()):
-                    return found  # two runs differ for this alone
+                    return found  # this alone makes two runs differ, so comparing them would be pointless
                 for axis in axes:
                     pieces = self.sample.pieces(axis)
                     if len(pieces) > 1 and all(each.axis != axis for each in found):
@@ -227,7 +228,7 @@ class _Probe:
         return found
 
     def _run(self, pieces: Sequence[Piece]) -> Ran:
-        """From the same random numbers each time."""
+        """Run from the same random state each time."""
         _set_generators(self.random, self.sample.x.device)
         return self.run(self.sample, pieces)
 
@@ -235,7 +236,7 @@ class _Probe:
         return Finding(fault, path, type(self.modules.get(path, self.root)).__name__, detail, axis)
 
     def _draws(self) -> list[Finding]:
-        """Whether a run draws from a generator that is not keyed; the innermost module that does."""
+        """Report a module that draws from a generator that is not keyed: the innermost one."""
         device = self.sample.x.device
         if _same_generators(self.random, _generators(device)):
             return []
@@ -255,7 +256,7 @@ class _Probe:
         return [self._finding("draws", drawing[0] if drawing else self.path)]
 
     def _leaves(self) -> list[Finding]:
-        """Whether a run leaves something for the next: by what a second one, from the same numbers, changes again."""
+        """Report state that a run leaves behind for the next: whatever a second run on the same inputs changes again."""
         found = self.kept.rewritten(self.modules)
         if not found:
             left = Left(self.modules)
@@ -264,19 +265,19 @@ class _Probe:
         return [self._finding("state", path, attribute) for path, attribute in found[:1]]
 
     def _of_nothing(self, pieces: Sequence[Piece], axis: Axis) -> list[Finding]:
-        """A loss without targets holds nothing but what is added to it, which a whole loss may hide behind its rounding."""
+        """Compare the loss with all targets masked: only added terms such as penalties remain, which rounding of a full loss might hide."""
         targets = self.sample.targets
         if targets is None:
             return []
         absent = torch.isnan(targets) if targets.is_floating_point() else targets == IGNORED
         if targets.is_cuda and not bool(absent.any()):
-            return []  # a head that does not know them may end in an assertion on the device, which no program survives
+            return []  # a head that does not handle masked targets may trigger a device-side assertion, which kills the process
         kept = self.sample
         self.sample = replace(kept, targets=torch.full_like(targets, torch.nan if targets.is_floating_point() else IGNORED))
         try:
             one, several = (_total(self._run(each).sums, 0) for each in ([kept.all], pieces))
         except Exception:
-            return []  # it does not know them
+            return []  # it does not handle masked targets
         finally:
             self.sample = kept
         return self._of_sums("loss without any targets", one, several, axis) if one.isfinite() and several.isfinite() else []
@@ -290,7 +291,7 @@ class _Probe:
         parts, other = self._run(pieces), self.sample.x.shape[1 if axis == "time" else 0]
         for number, output in enumerate(whole.outputs[0] if whole.outputs else []):
             own = [each[number] for each in parts.outputs]
-            joined = own if len(own) == 1 else _joined(output, own, other)  # one of a head that pools over time
+            joined = own if len(own) == 1 else _joined(output, own, other)  # a head that pools over time gives a single output
             if all(self._differ(output, each) for each in joined) and (joined or not whole.sums):
                 return [self._finding("output", self._culprit(pieces, axis), "", axis)]
         for number, what in enumerate(("loss", "count of targets")) if whole.sums else ():
@@ -316,7 +317,7 @@ class _Probe:
         return bool((a - b).abs().max() > self.tolerance * (float(a.abs().max()) if scale is None else scale) + 1e-300)
 
     def _culprit(self, pieces: Sequence[Piece], axis: Axis) -> str:
-        """The innermost module whose outputs part: the first to end of those that can be put together again."""
+        """The innermost module whose outputs differ: the first to finish among those whose partial outputs can be joined again."""
         ran: list[dict[str, list[list[Tensor]]]] = []
         for several in ([self.sample.all], list(pieces)):
             calls: dict[str, list[list[Tensor]]] = {}
@@ -344,7 +345,10 @@ class _Probe:
 
 
 def _joined(whole: Tensor, parts: Sequence[Tensor], other: int) -> list[Tensor]:
-    """The ways in which parts can make up the whole. `other`: the size of the axis that was not cut, with which it may be flattened."""
+    """The ways in which the parts can be concatenated to the whole.
+
+    `other` is the size of the uncut axis, which may have been flattened together with the cut one.
+    """
     found: list[Tensor] = []
     for dim in range(whole.dim()):
         rest = [(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts if part.dim() == whole.dim()]
@@ -359,7 +363,7 @@ def _joined(whole: Tensor, parts: Sequence[Tensor], other: int) -> list[Tensor]:
 
 
 def _total(sums: Sequence[tuple[Tensor, Tensor]], number: int) -> Tensor:
-    """Of losses (0) or counts (1)."""
+    """The sum of the losses (0) or counts (1)."""
     return torch.stack([each[number].detach().double() for each in sums]).sum()
 
 
@@ -394,7 +398,7 @@ def _hooked(enter: Callable[..., None] | None, leave: Callable[..., None]) -> It
 
 
 def _generators(device: torch.device) -> tuple[Any, ...]:
-    """The state of every generator that all share."""
+    """The state of every global random generator."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), cuda, python_random.getstate(), np.random.get_state(legacy=True)
 
@@ -415,12 +419,15 @@ def _same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def _untouched(root: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Kept]:
-    """Within it the module runs on copies of its tensors; after it, it is as before. What it warns of, it will warn of in the step."""
+    """Run the module on copies of its tensors inside this context, and restore it afterwards.
+
+    Its warnings are suppressed, because the step itself will repeat them.
+    """
     kept, states = Kept(root), _generators(device)
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
-        # Eager: a compiler would be asked for shapes and dtypes that do not come again, and give up on a module after some.
+        # Eager: the probe's shapes and dtypes do not recur, and the compiler gives up on a module after a number of recompilations.
         with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
             kept.copy_tensors(dtype)

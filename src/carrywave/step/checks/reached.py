@@ -1,6 +1,7 @@
-"""Which parameters backward came to. One that it came to on no worker has no gradient, as on one device: an optimizer leaves it alone.
+"""Tracks which parameters received a gradient. One that received none on any worker has its gradient removed, as on one device, so that the
+optimizer leaves it alone.
 
-A buffer that is summed over workers holds zeros for such a parameter, which an optimizer with momentum or weight decay would act on.
+Without this, a gradient bucket would hold zeros for such a parameter, and an optimizer with momentum or weight decay would still update it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from carrywave.step.reproducible.fixed_tree import Tree
 
 
 class Reach:
-    """Of one worker: `names` are all parameters of the model, `held` those that are here."""
+    """One worker's view: `names` are all parameters of the model, `held` those on this worker."""
 
     def __init__(
         self, names: Sequence[str], held: Mapping[str, nn.Parameter], summed: Reducer | Tree | None, device: torch.device, *, several: bool
     ) -> None:
         self.names, self.held, self.summed, self.device = names, held, summed, device
-        self.several = several  # workers: they send alike, also a stage without parameters, which sums none
-        self._made: dict[tuple[bool, ...], Tensor] = {}  # few patterns come again and again
+        self.several = several  # True with several workers: all must send the same number of flags, even a stage with no parameters
+        self._made: dict[tuple[bool, ...], Tensor] = {}  # few distinct patterns occur, so they are cached
 
     def own(self) -> Tensor:
-        """For each parameter whether backward came to it here; empty with one worker."""
+        """A 0/1 flag per parameter: did backward reach it on this worker? Empty with a single worker."""
         if not self.several:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
         missing = self.summed.unreached if self.summed is not None else ()
@@ -35,7 +36,9 @@ class Reach:
         return self._made[pattern]
 
     def forget(self, reached: Tensor) -> None:
-        """`reached`: the sum of all workers' `own`. It is read on the host only where something was not reached here, which is rare."""
+        """Remove gradients that no worker produced. `reached` is the sum of all workers' `own`; it is read on the host only if backward
+        missed a parameter on this worker, which is rare.
+        """
         if self.summed is None or not self.summed.unreached:
             return
         for name, count in zip(self.names, reached.tolist(), strict=True):

@@ -1,7 +1,7 @@
-"""Whether an optimizer of the user's own can step the parts of a model on different workers: each parameter by itself.
+"""Checks that a user's optimizer can update parts of a model on different workers, that is, treats each parameter independently.
 
-Those of torch do, LBFGS apart. Of others a small one of the same class and options is tried: two parameters stepped together must
-go where each goes alone, also where the gradient of one is so large that a norm over both would be clipped.
+torch's optimizers do, except LBFGS. For others, a small instance with the same class and options is tried: two parameters stepped together
+must end up where each ends up alone, even when one gradient is so large that a norm over both would be clipped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from carrywave.errors import PlanError, UserError
 from carrywave.plan.plan import Plan
 
 STEPS = 3
-SIZES = (1.0, 1e-4, 1e4)  # of the other parameter's gradient
+SIZES = (1.0, 1e-4, 1e4)  # scale of the second parameter's gradient
 
 
 def check_separable(optimizer: Optimizer, plan: Plan) -> None:
-    """Refuse one that cannot take a step here at all, or not over the stages of this plan."""
+    """Refuse an optimizer that cannot take a step here at all, or cannot do so across the stages of this plan."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         raise UserError(f"{kind} evaluates the loss several times a step, and a step here evaluates it once; use SGD or Adam, say")
@@ -51,7 +51,7 @@ def _separable(optimizer: Optimizer, size: float) -> bool:
     apart = _parameters()
     for number, parameter in enumerate(apart):
         _steps(_like(optimizer, [parameter]), [parameter], size, first=number)
-    # Foreach and fused kernels may sum in another order; a norm over both moves far more.
+    # Foreach and fused kernels may sum in a different order; a norm over both parameters would change the result far more.
     return all(torch.allclose(one, other, rtol=1e-9, atol=1e-12) for one, other in zip(together, apart, strict=True))
 
 
@@ -68,12 +68,12 @@ def _steps(optimizer: Optimizer, parameters: list[nn.Parameter], size: float, fi
         for number, parameter in enumerate(parameters, start=first):
             rows, columns = parameter.shape
             parameter.grad = _numbers(rows, columns, 1.0 + step) * (size if number else 1.0)
-        torch.default_generator.manual_seed(step)  # one that draws noise draws the same
+        torch.default_generator.manual_seed(step)  # an optimizer that draws noise must draw the same noise each time
         optimizer.step()
 
 
 def _like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
-    """One of the same class and options, over other parameters."""
+    """A new optimizer of the same class and options over other parameters."""
     kind = type(optimizer)
     group = next((group for group in optimizer.param_groups if group["params"]), optimizer.param_groups[0])
     options = {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}

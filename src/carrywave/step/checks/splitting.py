@@ -1,10 +1,10 @@
-"""Whether a user's modules give the same answer however the work is split; what does not is refused by name, or warned of.
+"""Checks that a user's modules give the same answer however the work is split; a module that does not is refused by name, or warned about.
 
-What a plan does not cut it does not harm: a convolution over time trains well on one device. So what would break under this plan is an
-error, and what only another plan would break is a warning, told once.
+A module is only harmed along an axis that the plan cuts: a convolution over time trains fine on one device. So a fault that this plan
+triggers is an error, and one that only another plan would trigger is a warning, given once.
 
-Some are known by what they are (`KNOWN`). The rest is tried at the first step, on a few lanes and steps of it (`probe`). Modules that are
-ours, and those of torch that see one step of one lane at a time, are known to be good and cost nothing.
+Some faults are recognised by the module's class and options (`known`). Other modules are tried at the first step on a few of its lanes and
+steps (`probe`). Our own modules, and those of torch that work on one step of one lane at a time, are known to be safe and are not tried.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from carrywave.plan.plan import Plan
 from carrywave.step.checks import probe
 from carrywave.step.checks.probe import Axis, Finding
 
-# Of torch's, those that work on every step of every lane by itself, whatever their arguments. LayerNorm: torch wants its last axes.
+# torch modules that treat every step of every lane independently, whatever their arguments. LayerNorm is handled separately, because it may
+# normalize over more than the last axis.
 STEPWISE: frozenset[type[nn.Module]] = frozenset(
     {nn.Identity, nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU}
     | {nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid}
@@ -38,7 +39,7 @@ _LANE_BY_LANE = "make it work lane by lane, or train on one device without slice
 
 
 def stepwise(module: nn.Module) -> bool:
-    """Whether this module, and all in it, are known to work on every step of every lane by itself."""
+    """True if this module and all its submodules are known to treat every step of every lane independently."""
     return all(_stepwise(each) for each in module.modules())
 
 
@@ -54,7 +55,7 @@ def _stepwise(module: nn.Module) -> bool:
 
 
 def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
-    """What is known by name: the sentence, and whether that is too much for one device too."""
+    """Yield faults known from the module's class and options: the message, and whether it is an error even on one device."""
     for name, module in root.named_modules(prefix=path):
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -68,15 +69,15 @@ def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
 
 
 def check_splits(stage: Stage | Whole, plan: Plan, batch: Batch, key: Tensor, mesh: Mesh, *, shards: bool = False) -> None:
-    """Refuse what this plan would break, and warn of what others would. At the first step, by all workers, with the part of the batch
-    that each holds. `shards`: lanes are cut whatever the plan, as reproducible runs do.
+    """Refuse what this plan would break, and warn about what others would. Collective: every rank calls it at the first step, with its own
+    part of the batch. `shards`: lanes are cut whatever the plan, as in reproducible runs.
     """
     cut: set[Axis] = set()
     if plan.chunk_steps is not None and not (isinstance(stage, Whole) or stage.lstm.bidirectional):
         cut.add("time")
     if plan.replicas * plan.slices > 1 or shards:
         cut.add("lanes")
-    # A module that draws or remembers also minds being run twice, or apart from the rest of the model.
+    # A module that draws random numbers or keeps state also breaks if it is run twice, or apart from the rest of the model.
     split = bool(cut) or plan.recompute or plan.stages > 1
     errors: list[str] = []
     warned: list[str] = []
@@ -108,7 +109,7 @@ def _parts(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, probe.Run]]:
 
 
 def say(found: Finding) -> str:
-    """Fact and remedy."""
+    """The message for a finding: the fact and the remedy."""
     what = f"{found.path} ({found.kind})"
     words: dict[str, Callable[[], str]] = {
         "draws": lambda: (
@@ -137,7 +138,7 @@ def say(found: Finding) -> str:
 
 
 def _agreed(mesh: Mesh, errors: list[str], warned: list[str]) -> str | None:
-    """Every worker raises the first error that any of them met; or this one is to tell the first warning."""
+    """Raise on every worker the first error that any of them found; otherwise return the warning that this worker is to report, if any."""
     said = [json.loads(text) for text in all_gather_text(mesh.world, json.dumps([errors[:1], warned[:1]]))]
     for rank, (error, _) in enumerate(said):
         if error:

@@ -1,4 +1,4 @@
-"""Which parameters are trained: `requires_grad` is followed from step to step, so that layers can be frozen and unfrozen in between."""
+"""Tracks which parameters are trained: `requires_grad` is read at every step, so that layers can be frozen and unfrozen between steps."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from carrywave.parallel.world import World, all_gather_text
 
 
 class Followed:
-    """The parameters of a model, by where they stand in its modules; also those that another worker holds."""
+    """The parameters of a model by their location in its modules, including those that another worker holds."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.world = world
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.places = [
-            # A scripted module has a store of another kind, which it makes anew for each look.
+            # A scripted module has a different kind of parameter store, which it rebuilds on every access.
             (module._parameters if isinstance(module._parameters, dict) else {key: p}, key, p)
             for module in model.modules()
             for key, p in module._parameters.items()
             if p is not None
         ]
-        # Where a worker gave a parameter up, somebody may still hold it, from before: what is frozen there is frozen.
+        # The user may still hold the original of a parameter that this worker gave up; freezing it there must have an effect here.
         self.given_up = [[p, p.stands_for, p.requires_grad] for _, _, p in self.places if hasattr(p, "stands_for")]
         self.flags = self._now()
 
     def changed(self) -> bool:
-        """Whether others are trained than at the last step. All workers must have changed alike."""
+        """True if other parameters are trained than at the last step. The change must be the same on all workers."""
         for store, key, parameter in self.places:
             if store.get(key) is not parameter:
                 raise UserError(
@@ -59,7 +59,8 @@ class Followed:
         name = next(iter(changed))
         remedy = "freeze and unfreeze on all workers alike, before the same step"
         if self.world.size > 1:
-            # Those that have not changed are on their way into the step, and will not come: they are not waited for as long as a message.
+            # Workers that saw no change are already entering the step and will never reach this barrier, so do not wait for the full
+            # message timeout.
             try:
                 came = dist.barrier(async_op=True).wait(timedelta(seconds=start_seconds()))
             except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""CUDA graphs: work recorded once and replayed."""
+"""CUDA graphs: work that is captured once and replayed."""

@@ -1,15 +1,15 @@
-"""Work on the GPU as CUDA graphs: what is done over and over is recorded once and replayed, so the host no longer limits the GPU.
+"""Capture repeated GPU work as CUDA graphs and replay it, so that kernel launches on the host no longer limit the GPU.
 
-A recurrent step is hundreds of small kernels, and launching them one by one takes longer than running them. Everything that
-differs between two steps of one shape is a tensor that is written before the replay: inputs, targets, lengths, the lanes'
-state, the key of the randomness, the learning rate. So a replay computes what the step itself would have computed, as long as nothing
-else has changed: `watch` looks at what a recording has built in, and there is one for each state that it finds.
+A recurrent step is hundreds of small kernels, and launching them one by one takes longer than running them. Everything that differs between
+two steps of the same shape is a tensor that is written before the replay: inputs, targets, lengths, the lanes' state, the random key, the
+learning rate. A replay therefore computes exactly what the step itself would have computed, as long as nothing else has changed: `watch`
+tracks the values baked into a graph, and a separate graph is captured for each state it finds.
 
-The first step of a shape runs as usual (libraries set themselves up in it), the second is recorded. Graphs share one pool of
-memory: they run one after the other, and what outlives a step (the state of the lanes) is copied out of it.
+The first step of a shape runs normally (libraries initialize themselves in it); the second is captured. Graphs share one memory pool: they
+run one after another, and whatever outlives a step (the lanes' state) is copied out of the pool.
 
-A step of one batch is one recording. Of several batches it is one for each shape of a batch and one for the update (`Parts`): a
-group of shapes hardly ever comes again, its members do.
+A step over one batch is one graph. A step over several batches is one graph per batch shape plus one for the update (`RecordedParts`): the
+same combination of shapes hardly ever recurs, but the individual shapes do.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from carrywave.plan.plan import Plan
 from carrywave.step.gradients import Reducer
 from carrywave.step.graphs.recorded_state import Watch, ours
 
-MOST_SHAPES = 64  # of each kind; as many as an epoch of bucketed sequences has
+MOST_SHAPES = 64  # graphs kept per kind of work; about as many shapes as an epoch of bucketed sequences has
 MOST_SEEN = 4096
 
 Result = TypeVar("Result")
 Key = tuple[object, ...]
-Lanes = list[Tensor] | None  # the state of the lanes
-# Work over batches and other tensors (the keys of their randomness), from and to the state of the lanes.
+Lanes = list[Tensor] | None  # state of the lanes, flattened
+# A function of batches, other tensors (their random keys) and the lanes' state, returning a result and the lanes' new state.
 Step = Callable[[Sequence[Batch], Sequence[Tensor], Lanes], tuple[Result, Lanes]]
 
 
@@ -49,12 +49,12 @@ class _Recorded:
     tensors: list[Tensor]
     state: Lanes
     result: Any
-    left: Lanes  # the state after it: `state` itself where it fits, so that nothing is copied from one step to the next
+    left: Lanes  # lanes' state after the step: `state` itself if the shapes match, so that consecutive steps need no copy
 
 
 @dataclass
 class _Kind:
-    """Work of one kind: its recordings by shape, the one that was used last at the end, and the shapes that have been seen."""
+    """One kind of work: its captured graphs by shape, least recently used first, and the shapes seen so far."""
 
     recorded: OrderedDict[Key, _Recorded] = field(default_factory=OrderedDict)
     seen: set[Key] = field(default_factory=set)
@@ -62,7 +62,7 @@ class _Kind:
 
 
 class Capture:
-    """Does work of several kinds, from a recording where there is one for its shape."""
+    """Runs work of several kinds, replaying a captured graph if there is one for its shape."""
 
     def __init__(self, device: torch.device, *, most: int = MOST_SHAPES, watch: Watch | None = None) -> None:
         self.device, self.most, self.watch = device, most, watch
@@ -72,10 +72,10 @@ class Capture:
 
     @staticmethod
     def of(device: torch.device, plan: Plan, model: nn.Module, optimizer: Optimizer | None = None) -> Capture | None:
-        """None where nothing is recorded: without CUDA, between the messages of a pipeline, or as CARRYWAVE_CAPTURE=0 asks.
+        """Return a Capture, or None if nothing may be captured: without CUDA, in a pipeline, or with CARRYWAVE_CAPTURE=0.
 
-        Neither are modules and hooks of the user's own, unless CARRYWAVE_CAPTURE=1 asks for it: a replay would not run their code.
-        `optimizer`: where its step is recorded too.
+        User-defined modules and hooks are not captured either, because a replay would not run their code, unless CARRYWAVE_CAPTURE=1. Pass
+        `optimizer` if its step is captured too.
         """
         wanted = os.environ.get("CARRYWAVE_CAPTURE", "")
         if wanted == "0" or device.type != "cuda" or plan.stages > 1 or not (wanted == "1" or ours(model)):
@@ -85,7 +85,7 @@ class Capture:
     def __call__(
         self, kind: str, step: Step[Result], batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes, *, under: Key = ()
     ) -> tuple[Result, Lanes]:
-        """What `step` returns; it lasts until the next one of its kind. `under` is what else a recording of it depends on."""
+        """Return what `step` returns, valid until the next call of the same kind. `under`: anything else a captured graph depends on."""
         known = self._kinds.setdefault(kind, _Kind())
         version = 0 if self.watch is None else self.watch.version()
         if version is None:
@@ -96,7 +96,7 @@ class Capture:
             recorded = self._record(known, shape, step, batches, tensors, state)
         if recorded is None:
             if len(known.seen) >= MOST_SEEN:
-                known.seen.clear()  # shapes that hardly ever come again are not worth remembering
+                known.seen.clear()  # shapes that rarely recur are not worth remembering
             known.seen.add(shape)
             return step(batches, [tensor.to(self.device) for tensor in tensors], state)
         known.recorded.move_to_end(shape)
@@ -110,18 +110,18 @@ class Capture:
         return recorded.result, recorded.left
 
     def held(self, kind: str) -> int:
-        """How many shapes of this kind are recorded."""
+        """The number of graphs captured for this kind."""
         return len(self._kinds[kind].recorded) if kind in self._kinds else 0
 
     def forget(self) -> None:
-        """Tensors that recordings read or write are not the same any more: begin anew."""
+        """Drop all graphs, because tensors that they read or write have been replaced."""
         self._kinds.clear()
-        self._pool = None  # one whose graphs are all gone is not taken up again
+        self._pool = None  # a pool whose graphs have all been destroyed cannot be reused
 
     def _record(
         self, known: _Kind, shape: Key, step: Step[Any], batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes
     ) -> _Recorded | None:
-        """Record one step of this shape. Nothing of it runs yet. Where that fails, steps go on unrecorded, and we say so once."""
+        """Capture one step of this shape without running it. If that fails, warn once and run this kind of work uncaptured from then on."""
         own = [_clone(batch) for batch in batches]
         own_tensors = [tensor.to(self.device).clone() for tensor in tensors]
         own_state = None if state is None else [tensor.clone() for tensor in state]
@@ -129,7 +129,7 @@ class Capture:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
         try:
-            # Thread-local: the loader's thread allocates and copies meanwhile, which is none of the graph's business.
+            # Thread-local: the data loader's thread may allocate and copy during the capture without invalidating it.
             with _nothing_collected(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result, left = step(own, own_tensors, own_state)
                 if own_state is not None and left is not None and _shapes(own_state) == _shapes(left):
@@ -149,10 +149,10 @@ class Capture:
 
 
 class RecordedParts(Generic[Result]):
-    """An optimizer step in several recordings: forward and backward of each batch, then the update.
+    """An optimizer step as several graphs: forward and backward of each batch, then the update.
 
-    Gradients keep their place from step to step, are zero when a step begins, and every batch adds to them in place. Where workers
-    add up theirs, that comes between the recordings, and the update, which sums over them too, is not recorded.
+    Gradient buffers keep their addresses from step to step, are zeroed when a step starts, and every batch accumulates into them in place.
+    With several workers, the all-reduce runs uncaptured after the batches, and so does the update, which contains a collective too.
     """
 
     def __init__(
@@ -166,14 +166,14 @@ class RecordedParts(Generic[Result]):
         reducer: Reducer | None,
     ) -> None:
         self.capture, self.parameters, self.run, self.update, self.enter, self.reducer = capture, parameters, run, update, enter, reducer
-        self.grads: list[Tensor] = []  # made when they are first needed
+        self.grads: list[Tensor] = []  # allocated on first use
 
     def __call__(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[Result, Lanes]:
-        """One step; what it returns lasts until the next one."""
+        """Run one step; its result is valid until the next one."""
         found, given, state = self.batches(batches, keys, state)
         for parameter, has_one in zip(self.parameters, given, strict=True):
             if not has_one:
-                parameter.grad = None  # as without a recording: an optimizer leaves such a parameter alone
+                parameter.grad = None  # as in an uncaptured step: the optimizer then leaves the parameter alone
         if self.reducer is not None:
             self.reducer.begin()
             self.reducer.finish()
@@ -183,14 +183,17 @@ class RecordedParts(Generic[Result]):
         return result, state
 
     def batches(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[Tensor], list[bool], Lanes]:
-        """Forward and backward of each, from zero gradients on: what the update needs of them, which gradients they reached, the state."""
+        """Run forward and backward of each batch, starting from zero gradients.
+
+        Returns what the update needs from each batch, which parameters received a gradient, and the lanes' state.
+        """
         self._begin()
         found: list[Tensor] = []
         given = [False] * len(self.parameters)
         for number, (batch, key) in enumerate(zip(batches, keys, strict=True)):
             state = self.enter(batches, number, state)
             (numbers, reached), state = self.capture("batch", self._batch, [batch], [key], state)
-            found.append(numbers.clone())  # the next batch of this shape writes to the same place
+            found.append(numbers.clone())  # the next batch of this shape overwrites it
             given = [old or new for old, new in zip(given, reached, strict=True)]
         return found, given, state
 
@@ -202,7 +205,7 @@ class RecordedParts(Generic[Result]):
             parameter.grad = grad
 
     def _batch(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[tuple[Tensor, list[bool]], Lanes]:
-        """What the update needs of it, and which gradients it has added to."""
+        """Run one batch; returns what the update needs from it, and which gradients it has added to."""
         before = [grad._version for grad in self.grads]
         numbers, left = self.run(batches, keys, state)
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
@@ -216,7 +219,7 @@ class RecordedParts(Generic[Result]):
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Within it no garbage is collected: an old graph that goes while another is recorded spoils the recording."""
+    """Disable garbage collection in this context: destroying an old graph during a capture invalidates the capture."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -241,7 +244,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 def _shape(batch: Batch) -> tuple[object, ...]:
-    """What a recording depends on. Whether all steps are real decides which code runs; how many are does not."""
+    """The properties of a batch that a graph depends on. Whether any step is padding selects the code path; how many are does not."""
     full = batch.real == batch.steps * batch.lanes.shape[0]
     return (full, batch.idle, *((name, tuple(tensor.shape), tensor.dtype) for name, tensor in _named(batch)))
 

@@ -1,8 +1,8 @@
-"""What a recording of a step has built in, besides the tensors that it reads: numbers and switches in modules and in an optimizer's groups.
+"""Detects changes to the values baked into a captured step: plain attributes of modules, and settings of optimizer groups.
 
-A replay runs no Python. So a module that anneals a number, or whose author changes one, would be replayed as it was. In modules of ours and
-of torch everything that decides what runs is an attribute, and is looked at before every replay. Elsewhere it may be anything, a global or
-a file, and forward hooks are code too: steps with such modules or hooks are not recorded unless the user says so.
+A replay runs no Python, so if a module anneals a number, or its author changes one, a replay would still use the old value. In our modules
+and torch's, everything that decides what runs is an attribute, and is checked before every replay. In other modules it may be anything,
+such as a global or a file, and forward hooks are code too: steps with such modules or hooks are not captured unless the user asks for it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from carrywave.model.opaque_model import Whole
 
-MOST = 256  # states that are remembered by number
+MOST = 256  # numbered states to remember
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 
 
 def ours(model: nn.Module) -> bool:
-    """Whether all that runs in a model is code of ours or of torch. A model of one piece has a loss of the user's own."""
+    """True if a model runs only our code or torch's. A `Whole` model has a user-defined loss, so it never qualifies."""
     return not isinstance(model, Whole) and all(_ours(module) for module in model.modules())
 
 
@@ -32,21 +32,22 @@ def _ours(module: nn.Module) -> bool:
 
 
 class Watch:
-    """Says whether anything has changed, in some microseconds. `strict`: user code of any kind is not to be recorded.
+    """Detects in microseconds whether anything has changed. With `strict`, no user code of any kind may be captured.
 
-    Which parameters are trained is not looked at: who trains them follows that, and begins anew.
+    `requires_grad` is not watched: the trainer tracks it, and discards its captured graphs when it changes.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, strict: bool = True) -> None:
         self._model, self._optimizer, self._strict = model, optimizer, strict
-        # With what they were found in, so that no other object gets the place of one of them.
+        # The values are stored too: keeping them alive prevents their ids from being reused.
         self._known: dict[tuple[object, ...], tuple[int, list[Any]]] = {}
         self._next = 0
         self._look()
 
     def version(self) -> int | None:
-        """The number of what is there now: the same if it is changed back. None: it is not to be recorded."""
-        # By identity, because an attribute that nobody has set anew is the same object, and comparing could ask a tensor.
+        """A number for the current state, the same again if a change is reverted; None if the step must not be captured."""
+        # Compare by identity: an attribute that nobody reassigned is still the same object, and comparing tensors by value could read the
+        # device.
         if (
             all(map(operator.is_, [each.get(name) for each, name in self._places], self._values))
             and [len(each) for each in self._sizes] == self._lengths
@@ -82,5 +83,5 @@ def _plain(value: object) -> bool:
 
 
 def _hashable(value: object) -> object:
-    """A number and its type, so that 1 is not True; of anything else which object it is."""
+    """The value with its type, so that 1 differs from True; for anything that is not plain, its identity."""
     return (type(value), value) if _plain(value) else id(value)

@@ -1,1 +1,1 @@
-"""Optimizers, their state by name, and loss scaling."""
+"""Optimizers, their state by parameter name, and loss scaling."""

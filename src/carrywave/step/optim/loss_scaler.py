@@ -1,12 +1,11 @@
-"""fp16 loss scaling that stays on the device: no flag is read on the host, so a step can run ahead or be captured.
+"""fp16 loss scaling that stays on the device: no flag is read on the host, so a step can run ahead of the device or be captured.
 
-How a step with an overflow is skipped: the flag goes along to the optimizer as its `found_inf`. The fused SGD, Adam and
-AdamW of torch, and our NTASGD, leave parameters and state as they are, bit for bit, where that tensor is 1; all that
-`optimizer.build` returns are of this kind, on CPU and on CUDA. An optimizer that a user brings and that cannot do so gets
-one read on the host instead, which is slower and just as right.
+A step that overflows is skipped by passing the overflow flag to the optimizer as its `found_inf`. torch's fused SGD, Adam and AdamW and our
+NTASGD leave parameters and state bit-for-bit unchanged when that tensor is 1; every optimizer that `optimizer.build` returns supports this,
+on CPU and on CUDA. For a user's optimizer that does not, the flag is read on the host instead, which is slower but equally correct.
 
-One step: backward of the loss times `scale`, then `unscale_`, then division and clipping, then `step`. Replicas take the
-maximum of `found_inf` between the last two.
+One step: run backward on the loss times `scale`, call `unscale_`, divide and clip, call `step`. With several workers, `found_inf` must be
+set on all of them before `step` if any of them overflowed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from carrywave.step.gradients import by_dtype
 
 
 def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
-    """The optimizer's step, or none where this float32 scalar on the device is 1."""
+    """Step the optimizer unless `found_inf`, a float32 scalar on the device, is 1."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
@@ -34,13 +33,13 @@ def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
 
 
 class Scaler:
-    """The scale, the number of good steps since it last changed, and whether this step overflowed; all tensors."""
+    """The scale, the number of good steps since it last changed, and the overflow flag of the current step, all tensors on the device."""
 
     def __init__(
         self,
         device: torch.device | str = "cpu",
         *,
-        # Our loss is a sum, whose gradients are larger than a mean's by the number of targets: so a smaller start than 2**16.
+        # Our loss is a sum over targets, so its gradients exceed a mean's by the target count: start lower than the usual 2**16.
         initial: float = 2.0**10,
         growth: float = 2.0,
         backoff: float = 0.5,
@@ -53,23 +52,23 @@ class Scaler:
 
     @torch.no_grad()
     def unscale_(self, grads: Sequence[Tensor]) -> Tensor:
-        """Divide the gradients by the scale; returns whether any of them is not finite (a bool scalar on the device)."""
+        """Divide the gradients by the scale; returns whether any of them is non-finite, as a bool scalar on the device."""
         self.found_inf.zero_()
         for part in by_dtype(grads):
-            # The scale is a power of two (as long as growth and backoff are): multiplying by its inverse is exact.
+            # The scale is a power of two (as long as growth and backoff are), so multiplying by its reciprocal is exact.
             torch._foreach_mul_(part, self.scale.double().reciprocal().to(part[0].dtype))
             largest = torch.stack(list(torch._foreach_norm(part, torch.inf)))
             self.found_inf.copy_(torch.maximum(self.found_inf, (~largest.isfinite()).any().to(torch.float32)))
         return self.found_inf > 0
 
     def step(self, optimizer: Optimizer) -> None:
-        """The optimizer's step, or none where the gradients overflowed; then the scale for the next step."""
+        """Step the optimizer unless the gradients overflowed, then update the scale."""
         step_unless(self.found_inf, optimizer)
         self.update_()
 
     @torch.no_grad()
     def update_(self) -> None:
-        """Halve the scale after an overflow; double it after `interval` good steps in a row."""
+        """Multiply the scale by `backoff` after an overflow, or by `growth` after `interval` good steps in a row."""
         overflow = self.found_inf > 0
         streak = self.good_steps + 1
         grow = streak >= self.interval
@@ -79,11 +78,11 @@ class Scaler:
         self.good_steps.copy_(torch.where(overflow | grow, 0, streak))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state, for a snapshot."""
+        """The state to store in a snapshot."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up a state from a snapshot."""
+        """Load the state from a snapshot."""
         for name, own in self.tensors().items():
             given = tensors.get(name)
             if given is None or given.shape != own.shape or given.dtype != own.dtype:

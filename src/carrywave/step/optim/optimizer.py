@@ -1,7 +1,7 @@
 """Optimizers, and their state as flat tensors named after parameters.
 
-All state is there from the start, on the parameters' device, and every optimizer built here takes `found_inf`: so a
-snapshot has the same names before and after the first step, and a step can be skipped without the host knowing.
+All state is allocated up front on the parameters' device, so a snapshot has the same names before and after the first step. Every optimizer
+built here honours `found_inf`, so a step can be skipped without a read on the host.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
-    """The optimizer a spec asks for, over parameters that are already on their device."""
-    # A stage may hold nothing to train (numbers enter as they are); torch's optimizers want at least one parameter, if an empty one.
+    """Build the optimizer that the spec asks for, over parameters that are already on their device."""
+    # A stage may have nothing to train (a numeric input encoder has no parameters), but torch's optimizers need at least one parameter,
+    # even an empty one.
     parameters = [parameter for _, parameter in named] or [nn.Parameter(torch.zeros(0, device=device))]
-    # On CUDA the rate is a tensor, so that a recorded step can be replayed with another one. Fused kernels read it in float32, which
-    # is no rate for float64.
+    # On CUDA the learning rate is a tensor, so that a captured step can be replayed with another rate. Fused kernels read it as float32,
+    # which is not precise enough for fp64.
     in_graph = device.type == "cuda" and spec.precision != "fp64"
     lr = torch.tensor(spec.lr, dtype=torch.float32, device=device) if in_graph else spec.lr
-    # Fused, on CPU as well: those kernels skip a step by a flag on the device, and repeat bit for bit.
+    # Fused on CPU too: these kernels can skip a step by a flag on the device, and are bit-for-bit deterministic.
     optimizer: Optimizer
     match spec.optimizer:
         case "sgd":
@@ -43,7 +44,7 @@ def build(spec: TrainSpec, named: Named, device: torch.device) -> Optimizer:
 
 
 def enlarge(optimizer: Optimizer, named: Named) -> None:
-    """Take parameters in that were frozen when `build` made the optimizer, as they would have begun."""
+    """Add parameters that were frozen when `build` made the optimizer, with fresh state."""
     [group] = optimizer.param_groups
     known = {id(parameter) for parameter in group["params"]}
     new = [parameter for _, parameter in named if id(parameter) not in known]
@@ -52,18 +53,18 @@ def enlarge(optimizer: Optimizer, named: Named) -> None:
 
 
 def _begin(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """The state of parameters that no step has been taken with."""
+    """Initialize the state of parameters that have not taken a step yet."""
     [group] = optimizer.param_groups
     for parameter in parameters:
-        if isinstance(optimizer, Adam):  # AdamW is one
+        if isinstance(optimizer, Adam):  # AdamW is a subclass
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         elif isinstance(optimizer, SGD) and group["momentum"]:
-            # Zeros instead of torch's lazy buffer: the first step gives the same, and a first step that is skipped leaves
-            # no uninitialised memory behind.
+            # Zeros instead of torch's lazily created buffer: the first step gives the same result, and skipping it leaves no uninitialised
+            # memory behind.
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         elif isinstance(optimizer, NTASGD) and optimizer.average_active:
             counts = next(optimizer.state[p]["count"] for p in group["params"] if "ax" in optimizer.state.get(p, {}))
@@ -71,7 +72,7 @@ def _begin(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def nonmonotone(history: Sequence[float], nonmono: int) -> bool:
-    """Whether averaging should begin: the last loss is worse than the best of those older than the `nonmono` before it."""
+    """True if averaging should start: the last loss is worse than the best of all losses but itself and the `nonmono` before it."""
     older = history[: max(0, len(history) - 1 - nonmono)]
     return bool(older) and history[-1] > min(older)
 
@@ -79,24 +80,24 @@ def nonmonotone(history: Sequence[float], nonmono: int) -> bool:
 class NTASGD(Optimizer):
     """Non-monotonically triggered averaged SGD (Merity, Keskar, Socher 2018).
 
-    Plain SGD until `trigger`; from then on the mean of the weights at the trigger and after each step since is kept beside
-    them as `ax`, with the number of weights in it as `count`. The raw weights go on being trained.
+    Plain SGD until `trigger`. From then on it also maintains `ax`, the mean of the weights at the trigger and after each later step, and
+    `count`, the number of weights in that mean. Training continues on the raw weights.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float | Tensor, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self.restarts = 0  # how often the average has begun or was given up: a step that was recorded before is another one
-        # How torch's own gradient scaler and ours ask whether an optimizer heeds `found_inf`.
+        self.restarts = 0  # number of times averaging was started or abandoned; each invalidates captured steps
+        # The attribute by which torch's gradient scaler and ours recognise an optimizer that honours `found_inf`.
         self._step_supports_amp_scaling = True
 
     @property
     def average_active(self) -> bool:
-        """Whether averaging has begun."""
+        """True once averaging has started."""
         return any("ax" in self.state[parameter] for parameter in self._parameters() if parameter in self.state)
 
     @torch.no_grad()
     def trigger(self) -> None:
-        """Begin the average with the weights as they are; once it has begun, nothing."""
+        """Start averaging from the current weights; does nothing if already averaging."""
         if self.average_active:
             return
         self.restarts += 1
@@ -107,7 +108,7 @@ class NTASGD(Optimizer):
             }
 
     def give_up(self) -> None:
-        """Be plain SGD again, as before the trigger."""
+        """Abandon the average and return to plain SGD, as before the trigger."""
         self.restarts += 1
         self.state.clear()
 
@@ -117,14 +118,14 @@ class NTASGD(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of SGD, and of the average once it has begun; no change at all where `found_inf` is 1."""
+        """Take one SGD step and update the average if it is active; changes nothing if `found_inf` is 1."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.device.type == "cpu":
-            # Nothing is gained by not knowing: what is on the host costs nothing to read.
+            # A flag in host memory costs nothing to read.
             if bool(found_inf):
                 return loss
             found_inf = None
@@ -142,7 +143,7 @@ class NTASGD(Optimizer):
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The averaged weights stand in the parameters inside this context; the raw ones come back, bit for bit."""
+        """Replace the parameters by their averages inside this context; the raw weights are restored bit for bit."""
         if not self.average_active:
             yield
             return
@@ -169,7 +170,7 @@ class NTASGD(Optimizer):
         if group["weight_decay"]:
             grads = list(torch._foreach_add(grads, moved, alpha=group["weight_decay"]))
         if isinstance(group["lr"], Tensor):
-            # A recorded step reads the rate where it lies; `alpha` would be the number that it was when it was recorded.
+            # A captured step must read the current rate from its tensor; passed as `alpha`, the rate at capture time would be baked in.
             torch._foreach_sub_(moved, torch._foreach_mul(grads, group["lr"]))
         else:
             torch._foreach_add_(moved, grads, alpha=-group["lr"])
@@ -179,7 +180,7 @@ class NTASGD(Optimizer):
         averages: list[Tensor] = [self.state[parameter]["ax"] for parameter in parameters]
         counts = [self.state[parameter]["count"] for parameter in parameters]
         torch._foreach_add_(counts, 1)
-        # The counts are equal: all parameters are averaged at every step, also those without a gradient.
+        # All counts are equal: every step averages all parameters, including those without a gradient.
         weight = counts[0].to(torch.float64).reciprocal().to(averages[0].dtype)
         gaps = torch._foreach_sub(parameters, averages)
         torch._foreach_add_(averages, list(torch._foreach_mul(gaps, weight)))
@@ -197,7 +198,7 @@ def state_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_state(optimizer: Optimizer, named: Named, tensors: Mapping[str, Tensor]) -> None:
-    """Take up a state that `state_tensors` gave, by the parameters' names."""
+    """Load state produced by `state_tensors`, matched by parameter name."""
     named = list(named)
     if isinstance(optimizer, NTASGD):
         if tensors:

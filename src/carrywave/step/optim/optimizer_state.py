@@ -1,6 +1,6 @@
-"""The state of an optimizer of the user's own, as its `state_dict` gives it, with parameters by name instead of by number.
+"""The state of a user-supplied optimizer: its `state_dict`, with parameters identified by name instead of by index.
 
-So all that the optimizer says of itself is kept, and any plan can take it up: each worker finds the parameters that it holds.
+This keeps everything the optimizer reports about itself, and any plan can load it: each worker picks out the parameters it holds.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from carrywave.errors import RunError
 from carrywave.parallel.nested import plain
 
-Saved = dict[str, Any]  # state by name, other state, groups with names, and whatever else a class adds
+Saved = dict[str, Any]  # per-parameter state by name, other state, groups with parameter names, and anything else the class adds
 
 
 def saved(optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> Saved:
-    """All of it, on the host."""
+    """Return the complete state, copied to the host."""
     kind = type(optimizer).__name__
     given = optimizer.state_dict()
     names = _names(optimizer, given, held)
@@ -35,7 +35,7 @@ def saved(optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> Saved:
 
 
 def joined(parts: Sequence[Saved], order: Sequence[str]) -> Saved:
-    """That of the whole model, from the parts that workers hold; what is not of one parameter is rank 0's."""
+    """Merge the parts held by the workers into the state of the whole model; anything not tied to one parameter is taken from rank 0."""
     first = parts[0]
     state = dict(first["state"])
     for part in parts[1:]:
@@ -49,7 +49,7 @@ def joined(parts: Sequence[Saved], order: Sequence[str]) -> Saved:
 
 
 def load(optimizer: Optimizer, held: Mapping[str, nn.Parameter], given: Saved) -> None:
-    """Take up what `saved` gave, on this plan or another. Nothing has changed where it is refused."""
+    """Load what `saved` returned, under this plan or another. Nothing is changed if the state is refused."""
     own = optimizer.state_dict()
     names = _names(optimizer, own, held)
     if len(given["groups"]) != len(own["param_groups"]):
@@ -68,7 +68,7 @@ def load(optimizer: Optimizer, held: Mapping[str, nn.Parameter], given: Saved) -
     except Exception as error:
         what = f"the optimizer {type(optimizer).__name__} does not take the state ({type(error).__name__}: {error})"
         raise RunError(f"{what}; give that of an optimizer of this class") from error
-    # Torch casts what it loads to the parameter's dtype; the optimizer goes on with the digits that it had.
+    # torch casts loaded state to the parameter's dtype; put back the original dtype so that no precision is lost.
     for name, kept in given["state"].items():
         now = optimizer.state.get(held[name], {}) if name in held else {}
         for key, value in kept.items() if isinstance(kept, Mapping) else ():
@@ -78,7 +78,7 @@ def load(optimizer: Optimizer, held: Mapping[str, nn.Parameter], given: Saved) -
 
 
 def _names(optimizer: Optimizer, given: Mapping[str, Any], held: Mapping[str, nn.Parameter]) -> dict[int, str]:
-    """The parameter behind each number of a `state_dict`."""
+    """Map each parameter index of a `state_dict` to the parameter's name."""
     known = {id(parameter): name for name, parameter in held.items()}
     if not given.keys() >= _KNOWN:
         raise RunError(f"the state_dict of the optimizer {type(optimizer).__name__} lacks {' or '.join(sorted(_KNOWN))}; save it yourself")

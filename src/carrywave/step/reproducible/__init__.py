@@ -1,1 +1,1 @@
-"""Bits that do not depend on the number of replicas: canonical shards and a fixed summation tree."""
+"""Results whose bits do not depend on the number of replicas: canonical shards and a fixed summation tree."""

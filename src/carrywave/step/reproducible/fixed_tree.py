@@ -1,11 +1,11 @@
-"""Gradients summed over shards of the lanes in the order of one fixed binary tree, so that bits do not depend on the number of replicas.
+"""Sums gradients over shards of the lanes in the order of a fixed binary tree, so that their bits do not depend on the number of replicas.
 
-A worker gives the gradients of its shards one after the other. A sum is taken up by its neighbour as soon as both are there, as in a
-binary counter: at most three buffers are in use beside the gradients themselves. Then replicas swap their sums in pairs, at a distance of
-one, two and four. A sum of two has the same bits whoever computes it, and in whatever parts: so the all-reduce of any backend will do.
+A worker adds the gradients of its shards one after another. Two neighbouring sums are merged as soon as both exist, as in a binary counter,
+so at most three buffers are in use besides the gradients themselves. Then pairs of replicas at distance one, two and four all-reduce their
+sums. A sum of two terms has the same bits whoever computes it and however it is partitioned, so any backend's all-reduce will do.
 
-Zeros have one sign in the buffers: a shard without lanes, or a parameter that was not used, changes no bit whether it is added as zeros
-or left out. The layout follows from the parameters alone, also with one replica: how a norm is summed depends on where a tensor begins.
+The buffers never hold -0.0, so a shard without lanes, or an unused parameter, changes no bit whether it is added as zeros or left out. The
+layout depends on the parameters alone, even with one replica, because the summation order of a norm depends on where a tensor begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import partners
 from carrywave.step.gradients import by_dtype
 
-ALIGNED = 64  # elements; parameters begin at multiples of it
+ALIGNED = 64  # elements; parameters start at multiples of it
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Branch:
     """Parameters whose gradients are summed over the same workers."""
 
     parameters: Sequence[nn.Parameter]
-    pairs: Sequence[dist.ProcessGroup]  # of replicas, the nearest first
-    stages: dist.ProcessGroup | None = None  # of those that hold these parameters, within a replica
+    pairs: Sequence[dist.ProcessGroup]  # pairs of replicas, nearest first
+    stages: dist.ProcessGroup | None = None  # the stages within a replica that hold these parameters
 
 
 def pairs_of(mesh: Mesh) -> list[dist.ProcessGroup]:
-    """The groups in which this worker meets other replicas of its stage. Every worker makes every group, in one order."""
+    """The groups in which this worker meets other replicas of its stage. Collective: every rank creates every group, in the same order."""
     plan, own = mesh.plan, {}
     for level in range(len(partners(0, plan.replicas))):
         for stage in range(plan.stages):
@@ -50,7 +50,7 @@ def pairs_of(mesh: Mesh) -> list[dist.ProcessGroup]:
 
 
 def group_of(mesh: Mesh, stages: Sequence[int]) -> dist.ProcessGroup | None:
-    """The group of some stages of this worker's replica, None where it is not among them. Every worker must ask, in one order."""
+    """The group of these stages in this worker's replica; None if it is not among them. Collective: all ranks call it in the same order."""
     own: dist.ProcessGroup | None = None
     for replica in range(mesh.plan.replicas):
         ranks = [replica * mesh.plan.stages + stage for stage in stages]
@@ -60,7 +60,7 @@ def group_of(mesh: Mesh, stages: Sequence[int]) -> dist.ProcessGroup | None:
 
 
 class _Sum:
-    """A sum of gradients: those of one branch and dtype side by side."""
+    """A sum of gradients, with those of the same branch and dtype in one contiguous buffer."""
 
     def __init__(self, parts: Sequence[Sequence[nn.Parameter]]) -> None:
         self.flats: list[Tensor] = []
@@ -72,7 +72,7 @@ class _Sum:
             self.views += [piece[: p.numel()].view_as(p) for p, piece in zip(parameters, torch.split(flat, sizes), strict=True)]
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
-        """Be these gradients; one that is not there is zero."""
+        """Overwrite the sum with these gradients; a missing one counts as zero."""
         there = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
         if len(there) < len(self.views):
             torch._foreach_zero_(self.flats)
@@ -82,7 +82,7 @@ class _Sum:
         torch._foreach_add_(self.flats, 0.0)  # -0.0 becomes 0.0
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Add gradients."""
+        """Add gradients to the sum."""
         there = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not None]
         if there:
             views, given = zip(*there, strict=True)
@@ -90,9 +90,9 @@ class _Sum:
 
 
 class Tree:
-    """Takes the place of a `Reducer` where bits are not to depend on the number of replicas.
+    """Replaces a `Reducer` where the bits must not depend on the number of replicas.
 
-    `watched` are parameters, small ones, whose gradients stay to be seen as they were before the sum over workers: in `local`.
+    `watched` are small parameters whose gradients from before the sum over workers are kept in `local`, by the parameter's id.
     """
 
     def __init__(self, branches: Sequence[Branch], *, watched: Sequence[nn.Parameter] = ()) -> None:
@@ -102,25 +102,25 @@ class Tree:
         summed = {id(p) for branch in self.branches for p in branch.parameters if branch.pairs or branch.stages is not None}
         self._summed = summed
         self.local: dict[int, Tensor | None] = {id(p): None for p in watched if id(p) in summed}
-        self.unreached: set[int] = set()  # ids of parameters that no shard of this worker has come to; others may have
+        self.unreached: set[int] = set()  # ids of parameters that backward reached in no shard of this worker; on other workers it may have
         self._free: list[_Sum] = []
-        self._stack: list[_Sum | None] = []  # None: of shards without lanes
+        self._stack: list[_Sum | None] = []  # None: sum of empty shards
         self._given = 0
         self._root: _Sum | None = None
 
     def reduces(self, parameter: Tensor) -> bool:
-        """Whether this gradient is summed over workers."""
+        """True if this gradient is all-reduced."""
         return id(parameter) in self._summed
 
     def begin(self) -> None:
-        """Before the first shard of an optimizer step."""
+        """Start an optimizer step; call before its first shard."""
         self._free += [each for each in (*self._stack, self._root) if each is not None]
         self._stack, self._given, self._root = [], 0, None
         self.unreached = {id(p) for p in self.parameters}
 
     @torch.no_grad()
     def give(self, *, empty: bool = False) -> None:
-        """The parameters hold the gradients of the next shard; or it is empty."""
+        """Add the next shard, whose gradients are in the parameters' `.grad`, or which is `empty`."""
         grads = [p.grad for p in self.parameters]
         if not empty:
             self.unreached -= {id(p) for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
@@ -144,7 +144,7 @@ class Tree:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last shard: sum over the workers, and leave the sums as the gradients of the parameters."""
+        """After the last shard, all-reduce over the workers and set the parameters' `.grad` to the sums."""
         [root] = self._stack
         self._stack = []
         if root is None:
@@ -166,7 +166,7 @@ class Tree:
 
 
 def _sum_in_order(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum over a group in the order of its ranks, whatever the backend: each has a row of its own, and zeros in the others'."""
+    """Sum over a group in rank order, whatever the backend: each rank fills its own row and leaves zeros in the others."""
     size = dist.get_world_size(group)
     if size == 2:
         dist.all_reduce(flat, group=group)

@@ -1,4 +1,4 @@
-"""Forward and backward of an optimizer step, shard by shard of the lanes: each from no gradients on, and by itself through all batches."""
+"""Runs forward and backward of an optimizer step one shard of the lanes at a time, each from zero gradients and through all batches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from carrywave.step.nonfinite import BadNumbers
 from carrywave.step.reproducible.fixed_tree import Tree
 from carrywave.step.reproducible.shards import Cut
 
-# Batches, the keys of their randomness and the state of their lanes -> what came of each, and the state after the last.
+# Batches, their random keys and the lanes' state -> the outcome of each batch, and the state after the last.
 Backward = Callable[[Sequence[Batch], Sequence[Tensor], Lanes], tuple[list[BatchOutcome], Lanes]]
 
 
 class Shards:
-    """Runs a step's batches in canonical shards, and gives the gradients of each to the tree.
+    """Runs a step's batches in canonical shards, and passes each shard's gradients to the tree.
 
-    `backward` begins without gradients; `start` is the state of so many lanes that begin anew.
+    `backward` starts from zero gradients; `start(n)` returns the initial state of n lanes.
     """
 
     def __init__(self, mesh: Mesh, tree: Tree, bad: BadNumbers, backward: Backward, start: Callable[[int], Lanes], *, pooled: bool) -> None:
@@ -31,7 +31,7 @@ class Shards:
         self.own = shards_of(mesh.replica, mesh.plan.replicas)
 
     def __call__(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[dict[int, list[BatchOutcome]], Lanes]:
-        """What came of each batch, by shard; and the state of this worker's lanes after the last. The sum over workers is still to come."""
+        """The outcomes of the batches by shard, and the state of this worker's lanes after them. Gradients are not all-reduced yet."""
         cuts = [Cut(self.mesh, batch, pooled=self.pooled) for batch in batches]
         outcomes: dict[int, list[BatchOutcome]] = {}
         entered: list[Tensor] = []
@@ -44,13 +44,14 @@ class Shards:
                 self.tree.give(empty=True)
                 continue
             own, own_keys = zip(*there, strict=True)
-            # Where the lanes of a step change in number, all of them begin anew.
+            # A shard that is empty in the first batch but not in a later one means that the number of lanes changed, and then all lanes are
+            # fresh.
             before = None if state is None else self.start(own[0].lanes.shape[0]) if parts[0] is None else cuts[0].state(shard, state)
             outcomes[shard], left = self.backward(own, own_keys, before)
             self.tree.give()
             entered += self.bad.entered
             if left is not None and parts[-1] is not None:
-                # The next shard may be computed in the same place.
+                # A graph replay for the next shard may overwrite these tensors.
                 lefts.append([tensor.clone() for tensor in left])
         self.bad.entered = entered
         if state is None:

@@ -1,4 +1,4 @@
-"""What it costs to compute in shards: forward and backward of one batch both ways, timed once. Nothing that a step reads is changed."""
+"""Measures the cost of shards: times forward and backward of one batch with and without them. Changes nothing that a step reads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from carrywave.parallel.world import all_gather_text
 from carrywave.plan.canonical_shards import SHARDS
 from carrywave.step.trainer import Trainer
 
-REPETITIONS = 4  # the first runs as it is, the second may be recorded as a CUDA graph; the faster one of the others counts
+REPETITIONS = 4  # the first warms up, the second may be captured as a CUDA graph; the fastest of the rest counts
 
 
 def cost_line(trainer: Trainer, loader: Loader) -> str:
-    """The cost in one line, by the first batch of an epoch and the slowest worker. All workers must ask."""
+    """The cost in one line, for the first batch of an epoch and the slowest worker. Collective: every rank must call it."""
     batches = loader.batches(Cursor(0, 0))
     batch = next(batches)
     batches.close()
@@ -36,7 +36,7 @@ def cost_line(trainer: Trainer, loader: Loader) -> str:
 
 
 def cost(trainer: Trainer, batch: Batch) -> tuple[float, float]:
-    """Seconds of forward and backward of this worker's lanes of a batch: in shards, and without. No message between replicas is in it."""
+    """Seconds for forward and backward of this worker's lanes of a batch, with and without shards; no replica communication is included."""
     if trainer.shards is None:
         raise UserError("only a run with train.reproducible=true has shards to time; set it")
     own, shards = trainer.own_part(batch), trainer.shards

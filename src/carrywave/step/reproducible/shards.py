@@ -1,6 +1,6 @@
-"""Cutting what a worker holds of a batch, and the state of its lanes, into canonical shards; and what else must be fixed for equal bits.
+"""Cuts a worker's part of a batch, and the state of its lanes, into canonical shards, and fixes what else affects the bits of a result.
 
-A shard is computed by itself, from memory of its own: what a kernel sees does not depend on how many shards this worker has.
+Each shard is computed separately from its own memory, so that what a kernel sees does not depend on how many shards this worker has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from carrywave.plan.canonical_shards import REPLICAS, bounds, shards_of
 
 
 def own_shards(mesh: Mesh) -> range | None:
-    """The shards of this worker; None where so many replicas cannot share them evenly."""
+    """The shards of this worker; None if this number of replicas cannot share them evenly."""
     return shards_of(mesh.replica, mesh.plan.replicas) if mesh.plan.replicas in REPLICAS else None
 
 
@@ -28,18 +28,18 @@ class Cut:
     def __init__(self, mesh: Mesh, batch: Batch, *, pooled: bool) -> None:
         self.batch, self.pooled = batch, pooled
         real, cells = batch.cells
-        self.lanes = cells // batch.steps  # of all workers
-        # Whether all steps are real decides which code runs: the whole batch is asked, not what this worker holds of it.
+        self.lanes = cells // batch.steps  # over all workers
+        # Whether any step is padding selects the code path, so this must hold for the whole batch, not just this worker's part.
         self.full = real == cells
         self.first = mesh.share().bounds(self.lanes)[0]
 
     def span(self, shard: int) -> tuple[int, int]:
-        """The first lane of a shard among those of this worker, and the one after its last."""
+        """The half-open range of a shard's lanes, relative to this worker's first lane."""
         low, high = bounds(self.lanes, shard)
         return low - self.first, high - self.first
 
     def part(self, shard: int) -> Batch | None:
-        """The lanes of a shard; None where it has none."""
+        """The lanes of a shard as a batch; None if it has none."""
         low, high = self.span(shard)
         if low == high:
             return None
@@ -48,21 +48,21 @@ class Cut:
         return replace(part, **copies, real=part.steps * (high - low) if self.full else -1)  # type: ignore[arg-type]
 
     def state(self, shard: int, state: Sequence[Tensor]) -> list[Tensor]:
-        """The state of a shard's lanes, from that of all lanes of this worker."""
+        """The state of a shard's lanes, out of the state of all this worker's lanes."""
         low, high = self.span(shard)
         return [_own(tensor[:, low:high]) for tensor in state]
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy that begins where memory is aligned, and has no gaps."""
+    """A contiguous copy at an aligned address."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def settle(device: torch.device) -> None:
-    """Fix for this process what changes the bits of a product besides its operands. Before anything is computed.
+    """Fix process-wide settings that affect the bits of a matrix product. Call before anything is computed.
 
-    On the CPU the number of threads: one, unless OMP_NUM_THREADS is the user's own, not a launcher's. On CUDA the memory that cuBLAS
-    works in, unless the user has set it.
+    On the CPU this is the number of threads: one, unless the user (not a launcher) set OMP_NUM_THREADS. On CUDA it is the cuBLAS workspace,
+    unless the user configured it, and cuDNN's choice of algorithms.
     """
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
