@@ -1,6 +1,7 @@
 """Turns the outcome of a command into one message and an exit code.
 
-Exit codes: 0 success, 1 internal error, 2 user error (one line), 75 stopped on request with a snapshot written, 130 interrupted.
+Exit codes: 0 success, 1 internal error, 2 user error (one line), 75 stopped on request with a snapshot written, 130 interrupted,
+128 + N stopped by signal N before the first step, with no snapshot to resume from.
 
 With several workers the failure is reported once: by the process that started them; under another launcher, by rank 0 if all failed
 together, otherwise by the worker that failed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import BatchSpec, Spec
 
-STEPS = 64  # window of a stream
+STEPS = 64  # per window of a stream
 MOST_LANES = 32
 MOST_TOKENS = 4096  # per batch of separate sequences, or enough for this many sequences of mean length, whichever is more:
 SEQUENCES = 32
