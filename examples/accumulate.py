@@ -1,7 +1,7 @@
-"""Accumulation in your own loop: several batches for one optimizer step, on one worker or on many.
+"""Gradient accumulation in your own loop: several batches per optimizer step, on one worker or many.
 
-trainer.step(*batches) sums the loss over all of them and divides once by the number of real targets, so unequal batches weigh what they
-hold. Workers talk once a step, in the last backward. (With cw.fit and the command line it is train.accumulate.)
+trainer.step(*batches) sums the loss over all batches and divides once by the number of real targets, so batches are weighted by what they
+contain. Workers communicate once per step, in the last backward. (With cw.fit and on the command line, set train.accumulate.)
 
     python examples/accumulate.py
     torchrun --nproc-per-node 2 examples/accumulate.py
@@ -18,7 +18,7 @@ LANES, STEPS = 24, 20
 
 
 class Next(nn.Module):
-    """The next number. Targets beyond a sequence's length are NaN, and count for nothing."""
+    """A head that predicts the next number. Targets beyond a sequence's length are NaN and do not count."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,20 +31,20 @@ class Next(nn.Module):
 
 
 def trainer() -> cw.Trainer:
-    """The same start every time. Under torchrun every worker becomes a replica."""
+    """A trainer with the same initial weights on every call. Under torchrun every worker becomes a replica."""
     torch.manual_seed(1)
     model = cw.Model(nn.Linear(1, 8), cw.LSTM(8, 16, num_layers=2), Next(16))
     return cw.Trainer(model, {"optimizer": "adam", "lr": 1e-2, "clip": 1.0, "precision": "fp64"})
 
 
 def main(passes: int = 30) -> tuple[float, float]:
-    """The last loss with all lanes in one batch, and with the lanes in three batches of one step."""
+    """Returns the final loss with all lanes in one batch, and with three accumulated batches."""
     time = torch.arange(STEPS + 1, dtype=torch.float64)[:, None, None]
     waves = torch.sin(time / 2 + torch.linspace(0, 6, LANES, dtype=torch.float64)[None, :, None])
-    lengths = torch.linspace(3, STEPS, LANES).long()  # so the three batches hold very different numbers of targets
+    lengths = torch.linspace(3, STEPS, LANES).long()  # so the three batches have very different numbers of targets
     x, target = waves[:-1], waves[1:]
     at_once, in_parts = trainer(), trainer()
-    # Every worker gives the whole batch; its trainer takes this worker's lanes.
+    # Every worker passes the whole batch; the trainer takes this worker's lanes from it.
     parts = [cw.Batch.of(x[:, low : low + 8], target[:, low : low + 8], lengths[low : low + 8]) for low in range(0, LANES, 8)]
     for step in range(passes):
         whole = at_once.step(cw.Batch.of(x, target, lengths))

@@ -1,4 +1,4 @@
-"""Classify sequences of different lengths that are NumPy arrays in memory: no file, no padding, no loader to write.
+"""Classify sequences of different lengths held in memory as NumPy arrays: no files, padding or loader needed.
 
 python examples/classify_arrays.py
 """
@@ -15,7 +15,7 @@ NAMES = ("rising", "falling", "waving")
 
 
 def curves(number: int, seed: int) -> tuple[list[np.ndarray], list[str]]:
-    """Noisy curves of 10 to 40 steps, two numbers a step, and what each of them does."""
+    """Noisy curves of 10 to 40 steps with two numbers per step, and the label of each."""
     draw = np.random.default_rng(seed)
     inputs, labels = [], []
     for _ in range(number):
@@ -28,7 +28,7 @@ def curves(number: int, seed: int) -> tuple[list[np.ndarray], list[str]]:
 
 
 def main(number: int = 600, epochs: int = 10, hidden: int = 32, run: Path | None = None) -> float:
-    """Accuracy on curves that were not trained on."""
+    """Train and predict; returns the accuracy on unseen curves."""
     data = {"train": curves(number, seed=1), "test": curves(number // 3, seed=2)}
     result = cw.fit(
         {"hidden": hidden, "layers": 1, "pool": "mean"},

@@ -1,7 +1,7 @@
-"""cw.LSTM in the place of nn.LSTM, in a plain PyTorch program: the same weights, lengths instead of packing.
+"""cw.LSTM as a drop-in replacement for nn.LSTM in a plain PyTorch program: same weights, lengths instead of packing.
 
-A model was trained with nn.LSTM and packed sequences. Its state_dict goes into the same model with cw.LSTM, which gives the same
-outputs, and is trained on by an ordinary loop.
+A model is trained with nn.LSTM and packed sequences. Its state_dict is loaded into the same model built with cw.LSTM, which gives the same
+outputs, and training continues in the same ordinary loop.
 
     python examples/drop_in_lstm.py
 """
@@ -16,7 +16,7 @@ import carrywave as cw
 
 
 class Before(nn.Module):
-    """Sorts out padding by packing."""
+    """nn.LSTM: padding is handled by packing."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Before(nn.Module):
 
 
 class After(nn.Module):
-    """Tells the LSTM the lengths. Parameters and state_dict are the same."""
+    """cw.LSTM: lengths are passed instead. Parameters and state_dict are the same."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class After(nn.Module):
 
 
 def sequences(number: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Padded sequences of 3 to 20 steps, their lengths, and the mean of each: what is to be learned."""
+    """Padded sequences of 3 to 20 steps, their lengths, and the target: the mean of each sequence."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 21, (number,), generator=draw)
     rows = [torch.randn(int(length), 3, generator=draw) for length in lengths]
@@ -50,7 +50,7 @@ def sequences(number: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train(model: nn.Module, steps: int) -> float:
-    """An ordinary loop: nothing in it knows which LSTM this is."""
+    """An ordinary training loop, independent of which LSTM is used; returns the final loss."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for step in range(steps):
         x, lengths, target = sequences(64, seed=step)
@@ -62,7 +62,7 @@ def train(model: nn.Module, steps: int) -> float:
 
 
 def main(steps: int = 100, hidden: int = 32) -> float:
-    """The largest difference between the two models' outputs."""
+    """Returns the largest difference between the outputs of the two models."""
     torch.manual_seed(1)
     before, after = Before(hidden), After(hidden)
     print(f"nn.LSTM, packed: loss {train(before, steps):.4f}")
@@ -72,7 +72,7 @@ def main(steps: int = 100, hidden: int = 32) -> float:
         difference = (before(x, lengths) - after(x, lengths)).abs().max().item()
     print(f"cw.LSTM with its weights: outputs differ by at most {difference:.1e}")
     print(f"trained on: loss {train(after, steps):.4f}")
-    before.load_state_dict(after.state_dict())  # and back again
+    before.load_state_dict(after.state_dict())  # the weights also load back into nn.LSTM
     return difference
 
 

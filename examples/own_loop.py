@@ -1,7 +1,7 @@
-"""Your own loop, optimizer and learning rate schedule: trainer.step(batch) does one step.
+"""Your own loop, optimizer and learning rate schedule: trainer.step(batch) does one optimizer step.
 
-A stream is cut into lanes, and windows of a few steps go through them with the carry kept: where one window ends, the next begins.
-The last letter that was seen is to be named at every step, and often it came before the window: then only the carry knows it.
+A stream is cut into lanes and read in windows of a few steps; the carry is kept, so each window continues where the last one ended.
+The task is to name the last letter seen, at every step. It often came before the window, so only the carry holds it.
 
     python examples/own_loop.py
 """
@@ -17,7 +17,7 @@ LETTERS = 4  # 1 … 4; 0 is silence
 
 
 class LastLetter(nn.Module):
-    """A logit for each letter at each step; the loss counts the steps that have a target (those without have -100)."""
+    """A head with one logit per letter at each step; steps with the target -100 (none) do not count."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class LastLetter(nn.Module):
 
 
 def stream(steps: int, lanes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [steps, lanes]: a letter every ten steps or so, and at each step the last one; -100 before the first."""
+    """Inputs and targets, both [steps, lanes]: a letter about every ten steps; the target is the last letter, or -100 before the first."""
     draw = torch.Generator().manual_seed(seed)
     spoken = torch.rand(steps, lanes, generator=draw) < 0.1
     inputs = torch.where(spoken, torch.randint(1, LETTERS + 1, (steps, lanes), generator=draw), 0)
@@ -41,7 +41,7 @@ def stream(steps: int, lanes: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def main(passes: int = 5, steps: int = 320, lanes: int = 32, hidden: int = 32, window: int = 8) -> tuple[float, float]:
-    """Accuracy on a new stream with the carry kept, and without."""
+    """Returns the accuracy on a new stream with the carry kept and without it."""
     torch.manual_seed(1)
     model = cw.Model(nn.Embedding(LETTERS + 1, 8), cw.LSTM(8, hidden), LastLetter(hidden))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-4)
@@ -51,7 +51,7 @@ def main(passes: int = 5, steps: int = 320, lanes: int = 32, hidden: int = 32, w
         inputs, targets = stream(steps, lanes, seed=epoch)
         losses = []
         for step, (x, target) in enumerate(zip(inputs.split(window), targets.split(window), strict=True)):
-            # Fresh lanes start from a zero carry; the others from where the last window left them, cut off from its gradient.
+            # Fresh lanes start from a zero carry; the others from the detached carry of the last window.
             losses.append(trainer.step(cw.Batch.of(x, target, fresh=step == 0, epoch=epoch, step=step)))
             schedule.step()
         print(f"pass {epoch + 1}: loss {torch.stack(losses).mean():.3f}, learning rate {schedule.get_last_lr()[0]:.4f}")
@@ -63,7 +63,7 @@ def main(passes: int = 5, steps: int = 320, lanes: int = 32, hidden: int = 32, w
 
 @torch.no_grad()
 def judge(model: cw.Model, inputs: Tensor, targets: Tensor, window: int, *, keep: bool) -> float:
-    """The share of steps at which the last letter is named. The state is passed in and out, never hidden."""
+    """The fraction of steps at which the last letter is named. State is passed in and out explicitly."""
     model.eval()
     state, right, count = None, 0, 0
     for x, target in zip(inputs.split(window), targets.split(window), strict=True):

@@ -1,7 +1,7 @@
 """Your own encoder and your own head around the LSTM, trained by cw.fit.
 
-The task is a forecast as a normal distribution: the encoder is a small network that reads each step, the head gives a mean and a
-deviation for the next value, and its loss is the negative log-likelihood.
+The task is probabilistic forecasting: the encoder is a small network applied to each step, the head predicts the mean and standard
+deviation of a normal distribution for the next value, and the loss is the negative log-likelihood.
 
     python examples/own_modules.py
 """
@@ -19,7 +19,7 @@ import carrywave as cw
 
 
 class Encoder(nn.Module):
-    """Any module that maps [time, lane, numbers] to [time, lane, width] step by step. Its nn.Dropout becomes a keyed one."""
+    """Any module that maps [time, lane, numbers] to [time, lane, width] step by step. Its nn.Dropout is replaced by keyed dropout."""
 
     def __init__(self, numbers: int, width: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Encoder(nn.Module):
 
 
 class Normal(nn.Module):
-    """A head needs `loss(y, target) -> (sum, count)`. Targets [time, lane, horizon, columns] that are not there are NaN."""
+    """A head needs `loss(y, target) -> (sum, count)`. Missing targets in [time, lane, horizon, columns] are NaN."""
 
     def __init__(self, width: int, columns: int) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class Normal(nn.Module):
     def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_deviation = self.out(y).unsqueeze(-2).chunk(2, dim=-1)
         real = torch.isfinite(target)
-        # Masked before it is squared: after that, the gradient would be NaN times zero.
+        # Mask before squaring; masking afterwards would make the gradient NaN times zero.
         gap = torch.where(real, target - mean, 0.0) * torch.exp(-log_deviation)
         nats = 0.5 * gap.square() + log_deviation + 0.5 * math.log(2 * math.pi)
         return torch.where(real, nats, 0.0).sum(), real.sum()
 
 
 def series(steps: int) -> np.ndarray:
-    """A wave whose noise is loud for half of each day of 48 steps."""
+    """A sine wave with a period of 48 steps, whose noise is loud for half of each period."""
     draw = np.random.default_rng(1)
     time = np.arange(steps)
     loud = np.where((time // 24) % 2 == 0, 0.05, 0.4)
@@ -54,7 +54,7 @@ def series(steps: int) -> np.ndarray:
 
 
 def main(steps: int = 6000, epochs: int = 8, hidden: int = 32, run: Path | None = None) -> cw.Model:
-    """The trained model."""
+    """Returns the trained model."""
     model = cw.Model(Encoder(1, 16), cw.LSTM(16, hidden, num_layers=2, dropout=0.1), Normal(hidden, 1))
     result = cw.fit(
         model,
@@ -65,9 +65,9 @@ def main(steps: int = 6000, epochs: int = 8, hidden: int = 32, run: Path | None 
         train={"lr": 5e-3, "epochs": epochs, "clip": 1.0},
         run=run,
     )
-    # No forward in the head, so no metrics but the loss. A constant normal distribution would reach about 1.4 nats.
+    # The head has no forward, so the loss is the only metric. A constant normal distribution would reach about 1.4 nats.
     print(f"{result.run}: {result.metrics['test']['loss']:.3f} nats a value on the test part")
-    # The run holds the weights; the modules are yours. Build them again, and the run can be opened.
+    # The run stores the weights, not your modules. Build the same modules again to open the run.
     rebuilt = cw.Model(Encoder(1, 16), cw.LSTM(16, hidden, num_layers=2, dropout=0.1), Normal(hidden, 1))
     print(f"opened again, on another series: {cw.evaluate(result.run, series(steps // 4), model=rebuilt)['loss']:.3f} nats a value")
     return result.model

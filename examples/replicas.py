@@ -1,7 +1,7 @@
-"""Data parallel: copies of the model on N devices share the lanes of every batch, and train to the weights of one device.
+"""Data parallelism: copies of the model on N devices divide the lanes of every batch and reach the same weights as one device.
 
-cw.fit(devices=N) starts N workers on this machine, one for each GPU or on the CPU. They run this script again up to that call; what
-follows it happens once, here. Dropout is keyed by lane and step, not by worker, so its masks are the same too.
+cw.fit(devices=N) starts N workers on this machine, one per GPU or on the CPU. They run this script again up to that call; the code after it
+runs only once, in this process. Dropout is keyed by lane and step, not by worker, so its masks are also the same.
 
     python examples/replicas.py         # 2 workers
     python examples/replicas.py 4
@@ -16,7 +16,7 @@ import carrywave as cw
 
 
 def train(text: str, devices: int) -> dict[str, float]:
-    """Loss and perplexity of a small character model on the part of the text that is held out."""
+    """Loss and perplexity of a small character model on the held-out part of the text."""
     result = cw.fit(
         {"hidden": 32, "layers": 2, "dropout": 0.2},
         text,
@@ -29,7 +29,7 @@ def train(text: str, devices: int) -> dict[str, float]:
 
 
 def main(devices: int = 2, characters: int = 20_000) -> None:
-    """Train alone and together, and compare."""
+    """Train on one device and on several, and compare."""
     text = "".join(topics.values())[:characters]  # English prose that ships with Python
     alone, together = train(text, 1), train(text, devices)
     print(f"1 device:   loss {alone['loss']:.5f}, perplexity {alone['perplexity']:.3f}")

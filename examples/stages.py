@@ -1,7 +1,7 @@
-"""Layers over devices: each stage holds some of the layers, and chunks of time move through the stages as a wave.
+"""Layers divided among devices: each stage holds some of the layers, and time chunks move through the stages as a wavefront.
 
-The batch stays whole, and the gradients are those of back-propagation through the whole window. With several replicas of the
-stages (a hybrid) the lanes are shared as well.
+The batch stays whole, and the gradients are those of back-propagation through the whole window. With several replicas of the stages
+(hybrid), the lanes are divided as well.
 
     python examples/stages.py           # 2 stages: 2 workers
     python examples/stages.py 3         # 3 stages: 3 workers
@@ -20,7 +20,7 @@ STEPS, CHUNK_STEPS = 32, 8
 
 
 def train(text: str, stages: int, replicas: int) -> dict[str, float]:
-    """Loss of a small character model of four layers on the part of the text that is held out."""
+    """Metrics of a small four-layer character model on the held-out part of the text."""
     result = cw.fit(
         {"hidden": 24, "layers": 4, "dropout": 0.1},
         text,
@@ -34,7 +34,7 @@ def train(text: str, stages: int, replicas: int) -> dict[str, float]:
 
 
 def main(stages: int = 2, replicas: int = 1, characters: int = 12_000) -> None:
-    """Train on one device and on all, and compare."""
+    """Train on one device and on all, and compare the losses."""
     text = "".join(topics.values())[:characters]
     alone, together = train(text, 1, 1), train(text, stages, replicas)
     print(show(wavefront(stages, STEPS // CHUNK_STEPS)))

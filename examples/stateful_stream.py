@@ -1,19 +1,19 @@
-"""A stateful stream in your own loop, on any number of workers and hosts: the trainer keeps the carry of every lane over the windows.
+"""A stateful stream in your own loop, on any number of workers and hosts: the trainer keeps each lane's carry between windows.
 
-Lanes belong to replicas and layers to stages; the carry stays where it is used. Every worker runs this same program and gives the same
-whole batches, so the loop is the one of a single device, and so are the losses. The last letter seen is to be named at every step;
-often it came before the window, and only the carry knows it.
+Lanes belong to replicas and layers to stages; the carry stays on the worker that uses it. Every worker runs this program and passes the
+same whole batches, so the loop is that of a single device, and so are the losses. The task is to name the last letter seen, at every step;
+it often came before the window, so only the carry holds it.
 
 One device:
 
     python examples/stateful_stream.py
 
-One host, as 2 replicas, or as 2 stages (words behind the program are the plan's):
+One host, as 2 replicas or as 2 stages (arguments of the program are plan settings):
 
     torchrun --nproc-per-node 2 examples/stateful_stream.py
     torchrun --nproc-per-node 2 examples/stateful_stream.py stages=2 chunk_steps=4
 
-Several hosts, here 2 with 2 workers each; the same on each host but for the number behind --node-rank:
+Several hosts, here 2 with 2 workers each; the same command on each host except for --node-rank:
 
     torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr hostA --master-port 29500 examples/stateful_stream.py stages=2
     torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr hostA --master-port 29500 examples/stateful_stream.py stages=2
@@ -32,7 +32,7 @@ LETTERS = 4  # 1 … 4; 0 is silence
 
 
 class LastLetter(nn.Module):
-    """A logit for each letter at each step; steps before the first letter have the target -100, and do not count."""
+    """A head with one logit per letter at each step; steps before the first letter have the target -100 and do not count."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class LastLetter(nn.Module):
 
 
 def stream(steps: int, lanes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [steps, lanes]: a letter every ten steps or so, and at each step the last one."""
+    """Inputs and targets, both [steps, lanes]: a letter about every ten steps; the target is the last letter, or -100 before the first."""
     draw = torch.Generator().manual_seed(seed)  # the same on every worker
     spoken = torch.rand(steps, lanes, generator=draw) < 0.1
     inputs = torch.where(spoken, torch.randint(1, LETTERS + 1, (steps, lanes), generator=draw), 0)
@@ -53,12 +53,12 @@ def stream(steps: int, lanes: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def build() -> cw.Model:
-    """An encoder, two layers and a head: up to four stages."""
+    """An encoder, two layers and a head: at most four stages."""
     return cw.Model(nn.Embedding(LETTERS + 1, 8), cw.LSTM(8, 24, num_layers=2, dropout=0.1), LastLetter(24))
 
 
 def main(*plan: str, passes: int = 3, steps: int = 160, lanes: int = 16, window: int = 8) -> None:
-    """Train, and put the parts of the model together again."""
+    """Train, then gather the weights into one model."""
     torch.manual_seed(1)
     trainer = cw.Trainer(
         build(),
@@ -70,11 +70,11 @@ def main(*plan: str, passes: int = 3, steps: int = 160, lanes: int = 16, window:
         inputs, targets = stream(steps, lanes, seed=epoch)
         losses = []
         for step, (x, target) in enumerate(zip(inputs.split(window), targets.split(window), strict=True)):
-            # Fresh lanes start from zero; the others where the last window left them, cut off from its gradient.
+            # Fresh lanes start from a zero carry; the others from the detached carry of the last window.
             losses.append(trainer.step(cw.Batch.of(x, target, fresh=step == 0, epoch=epoch, step=step)))
         if first:
             print(f"pass {epoch + 1}: loss {torch.stack(losses).mean():.5f}")
-    weights = trainer.gathered()  # every worker asks; rank 0 gets all of it
+    weights = trainer.gathered()  # collective: every rank must call it; rank 0 gets the weights
     if first:
         whole = build()
         whole.load_state_dict(weights)

@@ -1,8 +1,8 @@
-"""Sequences of very different lengths on several devices: sorted into buckets, so that little is padding, and shared evenly.
+"""Sequences of very different lengths on several devices: bucketed by length to keep padding low, and divided evenly.
 
-A batch has a budget of steps (batch.tokens) and holds sequences of like length. All workers are in the same bucket at each step, so
-none waits for another's long sequences; where a batch has fewer sequences than there are replicas, the rest take part with weight zero.
-Over stages, each length is cut into as many chunks of time as it needs. Nothing is packed, dropped or repeated.
+A batch has a budget of steps (batch.tokens) and contains sequences of similar length. All workers use the same bucket at each step, so none
+waits for another's long sequences; replicas for which a batch has no sequence take part with weight zero. With stages, a batch is cut
+into as many time chunks as its length needs. Nothing is packed, dropped or repeated.
 
     python examples/variable_lengths.py
 """
@@ -32,7 +32,7 @@ def walks(number: int, seed: int) -> tuple[list[np.ndarray], list[str]]:
 
 
 def main(number: int = 300, epochs: int = 2) -> None:
-    """Train on each plan, and compare."""
+    """Train with each plan, and compare."""
     data = {"train": walks(number, seed=1), "valid": walks(number // 3, seed=2)}
     reached = {}
     for name, plan in PLANS.items():
@@ -46,7 +46,7 @@ def main(number: int = 300, epochs: int = 2) -> None:
             plan=plan,
         )
         reached[name] = result.metrics["valid"]
-    # Only now: the workers of each call come past here again.
+    # Print only now: workers of later calls run the code above again.
     for name, values in reached.items():
         print(f"{name:10}: loss {values['loss']:.5f}, accuracy {values['accuracy']:.3f}")
 

@@ -1,10 +1,10 @@
-"""Draws docs/architecture.svg: the folders of the package on their floors, what each holds, and which imports which.
+"""Draws docs/architecture.svg: the package's folders by floor, their contents, and their imports.
 
-    python scripts/architecture.py            # draws it anew
-    python scripts/architecture.py --check    # exit code 1 where the drawing in docs is not current
+    python scripts/architecture.py            # redraw it
+    python scripts/architecture.py --check    # exit with code 1 if the drawing in docs is out of date
 
-All of it is read from the source: floors from the import contract in pyproject.toml, a folder's purpose from the first line of its
-`__init__.py`, its modules from the files, arrows from the import statements. An arrow that follows from others is left out.
+Everything is derived from the source: floors from the import contract in pyproject.toml, a folder's purpose from the first line of its
+`__init__.py`, its modules from the files, arrows from the import statements. Arrows implied by others are omitted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "carrywave"
 DRAWING = ROOT / "docs" / "architecture.svg"
 WIDTH, MARGIN, GAP, FLOOR_GAP = 1180, 20, 16, 34
-LINE, PAD, LETTER = 15, 9, 5.7  # height of a line of text, space around text, width of a small letter
+LINE, PAD, LETTER = 15, 9, 5.7  # line height, padding around text, width of a small letter
 COLOURS = ("#e8f0fe", "#e6f4ea", "#fef7e0", "#fce8e6", "#f3e8fd", "#e4f7fb")
 
 Edges = dict[str, dict[str, int]]  # importer -> imported -> number of import statements
 
 
 def floors() -> list[list[str]]:
-    """The folders and single modules of each floor, the upper ones first."""
+    """The folders and single modules of each floor, top floor first."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]
     [contract] = [each for each in settings["contracts"] if each["type"] == "layers"]
     return [[name.strip().removeprefix("carrywave.") for name in layer.split("|")] for layer in contract["layers"]]
 
 
 def imports() -> Edges:
-    """How often each folder imports from each other one."""
+    """The number of imports between each pair of folders."""
     found: Edges = defaultdict(lambda: defaultdict(int))
     for path in sorted(PACKAGE.rglob("*.py")):
         importer = path.relative_to(PACKAGE).with_suffix("").parts[0]
@@ -49,7 +49,7 @@ def imports() -> Edges:
 
 
 def without_shortcuts(edges: Edges) -> list[tuple[str, str, int]]:
-    """The arrows that do not follow from others."""
+    """The transitive reduction: drop an import that is implied by a longer path."""
 
     def reaches(start: str, end: str, seen: frozenset[str]) -> bool:
         return any(each == end or (each not in seen and reaches(each, end, seen | {each})) for each in edges.get(start, {}))
@@ -64,7 +64,7 @@ def without_shortcuts(edges: Edges) -> list[tuple[str, str, int]]:
 
 
 def purpose(name: str) -> str:
-    """The first line of a folder's or a module's docstring."""
+    """The first line of the docstring of a folder or module."""
     path = PACKAGE / f"{name}.py"
     path = path if path.is_file() else PACKAGE / name / "__init__.py"
     said = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
@@ -72,7 +72,7 @@ def purpose(name: str) -> str:
 
 
 def contents(name: str) -> list[str]:
-    """The modules of a folder; those of a folder inside it behind its name."""
+    """One text for the modules of a folder, and one for each subfolder, prefixed with its name."""
     folder = PACKAGE / name
     if not folder.is_dir():
         return []
@@ -84,7 +84,7 @@ def contents(name: str) -> list[str]:
 
 
 def wrapped(text: str, width: float) -> list[str]:
-    """Lines of words that fit into a width."""
+    """Wrap text into lines that fit the width."""
     lines, most = [""], max(12, int(width / LETTER))
     for word in text.split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > most:
@@ -94,7 +94,7 @@ def wrapped(text: str, width: float) -> list[str]:
 
 
 def draw() -> str:
-    """The drawing, as text."""
+    """The drawing as SVG text."""
     edges = imports()
     boxes: dict[str, tuple[float, float, float, float]] = {}
     parts: list[str] = []
@@ -141,7 +141,7 @@ def _arrow(start: tuple[float, float, float, float], end: tuple[float, float, fl
 
 
 def main(words: list[str]) -> int:
-    """Draw, or check."""
+    """Write the drawing or, with `--check`, compare it."""
     drawing = draw()
     if words == ["--check"]:
         if DRAWING.is_file() and DRAWING.read_text("utf-8") == drawing:

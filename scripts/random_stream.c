@@ -1,13 +1,14 @@
-// The random words of carrywave on standard output, in any order of their coordinates, for test batteries that read 32-bit words.
-// Written from the documented arithmetic of kernels/random.py and data/permute.py, and from nothing else of theirs.
+// Writes carrywave's random words to standard output, with the coordinates in any order, for test batteries that read 32-bit words.
+// An independent implementation, written only from the documented arithmetic of kernels/random.py and data/shuffle.py.
 //
-//     random_stream FUNCTION COORDINATES ORDER PART [WORDS] <KEYS >STREAM        (random_stream.py knows the names of orders, and gives keys)
+//     random_stream FUNCTION COORDINATES ORDER PART [WORDS] <KEYS >STREAM        (random_stream.py names the orders and supplies the keys)
 //
-// FUNCTION     keyed: `bits` of kernels/random.py, after a `fold`, which absorbs as `bits` does; order: `draw_words` of data/permute.py
-// COORDINATES  in the order in which they are absorbed, as site,time,lane,unit. "key" is a place in KEYS, pairs of words, and stands first;
-//              "layer" is the site of dropout behind that layer, a checksum of its name; every other one is its own number
-// ORDER        which runs fastest, and how far, as unit=650,lane=20,time=35,key=65536; coordinates without a place in it stay 0
-// PART         SHIFT:WIDTH, the bits taken of each word, packed without gaps; "reversed" is the whole word, last bit first
+// FUNCTION     keyed: `bits` of kernels/random.py, after a `fold`, which absorbs as `bits` does; order: `draw_words` of data/shuffle.py
+// COORDINATES  in the order in which they are absorbed, such as site,time,lane,unit. "key" is an index into KEYS (pairs of words) and must
+//              come first; "layer" is the site of the dropout after that layer, a checksum of its name; any other is used as it is
+// ORDER        the loops, innermost first, and their sizes, such as unit=650,lane=20,time=35,key=65536; coordinates not listed stay 0
+// PART         SHIFT:WIDTH, the bits taken from each word, packed without gaps; "reversed" is the whole word in reverse bit order
+// WORDS        how many 32-bit words to draw, before PART is taken; all of them if omitted
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>

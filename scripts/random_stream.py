@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Random words of carrywave in a named order, for a battery that reads them: docs/randomness.md says what came out.
+"""Pipes carrywave's random words, in a named order, into a statistical test battery; docs/randomness.md has the results.
 
-    scripts/random_stream.py                              the names of the orders
-    scripts/random_stream.py units dieharder -a -g 200    the words of one, read by this command
-    scripts/random_stream.py units --keys 3 …             under keys of the third seed
+    scripts/random_stream.py                              list the orders
+    scripts/random_stream.py units dieharder -a -g 200    pipe the words of one order into this command
+    scripts/random_stream.py units --keys 3 …             use keys derived from seed 3
 
-Needs a C compiler (cc, or what CC names).
+Needs a C compiler (cc, or the one named by CC).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEYS = 1 << 16
 
 
 class Order(NamedTuple):
-    """What `random_stream.c` is given: the function, its coordinates, which of them runs fastest and how far, and the bits taken."""
+    """The arguments of `random_stream.c`: the function, its coordinates, the loops over them (innermost first), and the bits taken."""
 
     function: str
     coordinates: str
@@ -45,13 +45,13 @@ _COLUMNS = Order("keyed", WEIGHTS, "row=4096,column=1024,key=65536")
 _ORDER = "seed,epoch,site,index"
 
 ORDERS = {
-    # As masks of a step are drawn: the units of a lane, of the next lane, of the next time, layer and step.
+    # The order in which masks are drawn: units of a lane, then the next lane, time, layer and step.
     "units": _UNITS,
     "units-reversed": _UNITS.taking("reversed"),
     "units-low": _UNITS.taking("0:8"),
     "units-high": _UNITS.taking("24:8"),
     "units-mask": _UNITS.taking("31:1"),
-    # One unit of all lanes, times, layers or steps: what a unit sees.
+    # One unit across lanes, times, layers or steps: the sequence a unit sees.
     "lanes": _LANES,
     "lanes-reversed": _LANES.taking("reversed"),
     "lanes-mask": _LANES.taking("31:1"),
@@ -61,7 +61,7 @@ ORDERS = {
     "sites": Order("keyed", "key,site,time,lane,unit", "site=65536,unit=650,lane=20,time=35"),
     "steps": _STEPS,
     "steps-mask": _STEPS.taking("31:1"),
-    # Few units, so that rows change often; and one lane and one unit through time without end.
+    # Few units, so that rows change often; and single units over very many lanes or times.
     "short-rows": Order("keyed", DROPOUT, "unit=4,lane=4096,time=4096,layer=4,key=65536"),
     "first-unit-of-lanes": Order("keyed", DROPOUT, "lane=65536,time=65536,layer=4"),
     "first-unit-of-times": Order("keyed", DROPOUT, "time=65536,lane=65536,layer=4"),
@@ -74,9 +74,9 @@ ORDERS = {
     "columns": _COLUMNS,
     "columns-reversed": _COLUMNS.taking("reversed"),
     "words": Order("keyed", WORDS, "token=10000,key=65536,layer=8"),
-    # The two numbers of which `normal` makes one.
+    # The words behind `normal`, which combines those of sites 1 and 2 into one number.
     "normal": Order("keyed", "key,site,row,column", "site=3,column=1024,row=4096,key=65536"),
-    # The order of the data: indices of one epoch, one index over epochs, over seeds.
+    # The order of the data: over the indices of an epoch, over epochs, over seeds, over sites.
     "order-indices": Order("order", _ORDER, "index=100000,site=7,epoch=1000,seed=1000"),
     "order-epochs": Order("order", _ORDER, "epoch=1000,index=100000,site=7,seed=1000"),
     "order-seeds": Order("order", _ORDER, "seed=100000,index=100000,epoch=1000"),
@@ -85,14 +85,14 @@ ORDERS = {
 
 
 def build(folder: Path) -> Path:
-    """The compiled program."""
+    """Compile the C program and return its path."""
     program = folder / "random_stream"
     subprocess.run([os.environ.get("CC", "cc"), "-O3", "-o", str(program), str(SOURCE)], check=True)
     return program
 
 
 def keys(seed: int, count: int = KEYS) -> bytes:
-    """The keys of consecutive steps of an epoch, as a trainer makes them."""
+    """The keys of consecutive steps of an epoch, as the trainer derives them."""
     return b"".join(random.key(seed, 0, step).numpy().tobytes() for step in range(count))
 
 

@@ -1,5 +1,5 @@
-// TestU01's batteries on 32-bit words from standard input:   cc -O2 testu01_stdin.c -ltestu01 -lprobdist -lmylib -lm -o testu01_stdin
-//     testu01_stdin small|crush|big [TEST …]      with numbers of tests only those
+// Runs TestU01's batteries on 32-bit words from standard input. cc -O2 testu01_stdin.c -ltestu01 -lprobdist -lmylib -lm -o testu01_stdin
+//     testu01_stdin small|crush|big [TEST …]      given test numbers, runs only those
 #include <bbattery.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +19,7 @@ static unsigned int next(void) {
 
 int main(int argc, char **argv) {
     const char *battery = argc > 1 ? argv[1] : "small";
-    static int repeated[256];  // zero: left out
+    static int repeated[256];  // by test number: 1 to run it, 0 to skip it
     for (int n = 2; n < argc; n++) repeated[atoi(argv[n])] = 1;
     swrite_Basic = FALSE;
     unif01_Gen *generator = unif01_CreateExternGenBits("standard input", next);

@@ -1,4 +1,4 @@
-"""`carrywave`, and `python -m carrywave`: the command line. Little is loaded here, so that Ctrl-C in the first moment ends quietly too."""
+"""Entry point of `carrywave` and `python -m carrywave`. Imports as little as possible, so that Ctrl-C during startup also exits quietly."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from carrywave import heap
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line; this is the console script."""
     _fill_gaps()
     heap.keep()
     try:
@@ -18,15 +18,15 @@ def main() -> None:
 
 
 def _fill_gaps() -> None:
-    """Open what was closed of stdin, stdout and stderr, or the next file would take its number, and with it what is printed."""
+    """Open /dev/null for each closed standard stream; otherwise the next file opened would take its descriptor and receive our output."""
     for handle in (0, 1, 2):
         try:
             os.fstat(handle)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, so this one
+            opened = os.open(os.devnull, os.O_RDWR)  # open() returns the lowest free descriptor, which is this one
             os.set_inheritable(opened, True)
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # without it, errors would be printed to stdout
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # print(file=None) would write errors to stdout
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: each says the fact and the remedy, and becomes one line and exit code 2. One is nobody's mistake."""
+"""Exception types: user errors, which state the problem and the remedy and become one line and exit code 2, and `ContactLost`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """A mistake in what the user supplied. The command line prints it as one line and exits with 2."""
+    """A mistake in the user's input. The command line prints it on one line and exits with 2."""
 
-    told_by: int | None = None  # where all workers raise it: the rank that says it
+    told_by: int | None = None  # when every worker raises this error: the rank that reports it
 
 
 class SpecError(UserError):
@@ -17,11 +17,11 @@ class SpecError(UserError):
 
 
 class DataError(UserError):
-    """A data file, or an object given as data, is not what the spec says it is."""
+    """A data file, or an object passed as data, does not match the spec."""
 
 
 class PlanError(UserError):
-    """The plan cannot be carried out with these layers, lanes or workers."""
+    """The plan does not fit these layers, lanes or workers."""
 
 
 class RunError(UserError):
@@ -29,29 +29,31 @@ class RunError(UserError):
 
 
 class Diverged(RunError):
-    """The loss or a gradient stopped being a number. Nothing of that step is kept."""
+    """The loss or a gradient became NaN or infinite. The step is discarded."""
 
 
 class WorkerError(UserError):
-    """The workers cannot start, find each other or agree."""
+    """The workers cannot start, complete the rendezvous, or agree on their settings."""
 
 
 class ContactLost(RuntimeError):
-    """Another worker has gone, or does not answer: no mistake of this one, so that a launcher may start them again. The command line
-    prints one line and exits with 1."""
+    """Another worker has died or stopped responding. This worker is not at fault, so a launcher may restart them all.
+
+    The command line prints one line and exits with 1.
+    """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
-        self.rank = rank  # whom contact was lost with, where that is known
+        self.rank = rank  # the peer that was lost, if known
 
 
 class _Words:
-    by_command = False  # of the whole process: also for a thread that writes in the background
+    by_command = False  # per process, not per thread: background writer threads must see it too
 
 
 @contextlib.contextmanager
 def by_command() -> Iterator[None]:
-    """Within it a command of the command line is carried out, and remedies are said in its words; elsewhere in those of Python."""
+    """Within this context, error messages name command-line options; outside it, Python keyword arguments."""
     before, _Words.by_command = _Words.by_command, True
     try:
         yield
@@ -60,7 +62,7 @@ def by_command() -> Iterator[None]:
 
 
 def option(name: str, value: str | int | None = None) -> str:
-    """An option as whoever asked would write it: `--run DIR` or `run=...`."""
+    """Format an option the way the caller would write it: `--run DIR` on the command line, `run=...` in Python."""
     if _Words.by_command:
         return f"--{name}" if value is None else f"--{name} {value}"
     if name == "resume":

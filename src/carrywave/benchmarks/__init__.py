@@ -1,1 +1,1 @@
-"""One module for each claim about speed or memory: ours and a named peer side by side."""
+"""One module per claim about speed, memory or recovery, measured side by side with a named peer."""

@@ -1,8 +1,8 @@
-"""Runs a real `carrywave train` command line, harms its workers from outside at random moments, and tells what came of it.
+"""Runs a real `carrywave train` command, injects faults into its workers at random moments, and reports the outcome.
 
-A fault is aimed by progress, not by the clock, so that all of them fall into the run on any machine: it waits for an optimizer step
-drawn at random, and then for its moment: some milliseconds later (`step`), while a snapshot is being written (`save`), or after the
-workers were started again and before they train (`restart`). Needs /proc.
+Faults are timed by progress, not by the clock, so that all of them hit the run on any machine. A `step` fault strikes a few milliseconds
+after a randomly drawn optimizer step, a `save` fault then also waits until a snapshot is being written, and a `restart` fault strikes after
+the workers were restarted and before they train. Needs /proc.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from carrywave.benchmarks._ledger import FOLDER
 from carrywave.errors import RunError
 
 Moment = Literal["step", "save", "restart"]
-MOMENTS: tuple[Moment, ...] = ("step", "step", "save", "restart")  # drawn from; a draft is on the disk for a short time only
-STEP_SECONDS = 0.03  # a fault comes up to so long after its step was done
-RESTART_SECONDS = 3.0  # and after the workers were started again
-LATEST = 0.75  # of the steps: the last fault is not to miss the run
+# Drawn uniformly. Saves are aimed at explicitly, because a draft of a snapshot exists only briefly.
+MOMENTS: tuple[Moment, ...] = ("step", "step", "save", "restart")
+STEP_SECONDS = 0.03  # maximum delay of a fault after its step
+RESTART_SECONDS = 3.0  # and after a restart of the workers
+LATEST = 0.75  # fraction of the steps after which no fault is aimed, so that the last one does not miss the run
 POLL_SECONDS = 0.001
 LONGEST_SECONDS = 1800
-ROWS = 24  # of the data, with so many tokens each
+ROWS = 24  # of the data; tokens per row:
 SHORTEST, LONGEST = 20, 90
 SPEC = (
     "data.train=rows.jsonl",
@@ -50,7 +51,7 @@ SPEC = (
 
 @dataclass(frozen=True)
 class Case:
-    """A run on so many workers, of so many steps."""
+    """The configuration of a run."""
 
     name: str
     devices: int
@@ -60,20 +61,20 @@ class Case:
 
 @dataclass
 class Fault:
-    """What was done to a worker, and what followed, by one monotonic clock."""
+    """A fault injected into a worker and its consequences, timed by one monotonic clock."""
 
     moment: Moment
     rank: int
     at_step: int
     seconds: float
-    noticed_seconds: float | None = None  # until the launcher said so
-    again_seconds: float | None = None  # until the next step was done; None where another fault came before
-    in_a_save: bool = False  # a draft of a snapshot was there, and not one that a dead worker had left
+    noticed_seconds: float | None = None  # until the launcher reported it
+    again_seconds: float | None = None  # until the next step was completed; None if another fault came first
+    in_a_save: bool = False  # a snapshot was being written, as opposed to a draft left behind by a dead worker
 
 
 @dataclass
 class Told:
-    """How a run went."""
+    """The outcome of a run."""
 
     code: int
     lines: list[str]  # stderr
@@ -82,12 +83,12 @@ class Told:
 
     @property
     def restarts(self) -> int:
-        """How often the launcher said that it started its workers again."""
+        """How often the launcher reported restarting its workers."""
         return sum("starting again" in line or "going on with" in line for line in self.lines)
 
 
 def write_data(folder: Path) -> None:
-    """Rows of different lengths; every token stands in them once."""
+    """Write rows of different lengths in which every token occurs exactly once."""
     draw = random.Random(1)
     at = 0
     rows = []
@@ -99,7 +100,7 @@ def write_data(folder: Path) -> None:
 
 
 class Running:
-    """A run that has been started: its workers, its lines on stderr with their times, its ledger."""
+    """A running training command: its workers, timestamped stderr lines, and ledger."""
 
     def __init__(self, folder: Path, run: str, case: Case, *words: str) -> None:
         self.run = folder / run
@@ -130,7 +131,7 @@ class Running:
                 self.lines.append((time.monotonic(), line.rstrip("\n")))
 
     def workers(self) -> dict[int, tuple[int, int]]:
-        """(process, attempt) by rank, of those that live."""
+        """(pid, attempt) of each live worker, by rank."""
         found: dict[int, tuple[int, int]] = {}
         try:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -147,7 +148,7 @@ class Running:
         return found
 
     def step(self, attempt: int) -> int:
-        """The newest step of rank 0 in this attempt; 0 where it has done none yet."""
+        """The latest step completed by rank 0 in this attempt; 0 if there is none."""
         path = self.ledger / "0.jsonl"
         if not path.exists() or not path.stat().st_size:
             return 0
@@ -157,15 +158,15 @@ class Running:
         return int(newest["step"]) if newest["attempt"] == attempt else 0
 
     def draft(self) -> bool:
-        """Whether a snapshot is being written."""
+        """True if there is a draft of a snapshot."""
         return any((self.run / "snapshots").glob(".tmp*"))
 
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """True while the process runs."""
         return self.process.poll() is None
 
     def wait(self) -> Told:
-        """Until its end."""
+        """Wait for the run to end and return its outcome."""
         try:
             code = self.process.wait(LONGEST_SECONDS)
         finally:
@@ -173,7 +174,7 @@ class Running:
         return Told(code, [line for _, line in self.lines], out=self.out.read_text())
 
     def end(self) -> None:
-        """End it and its workers, where they still run."""
+        """Kill the command and its workers if they are still running."""
         if self.process.poll() is None:
             workers = self.workers()
             self.process.kill()
@@ -184,7 +185,7 @@ class Running:
 
 
 def calm(folder: Path, case: Case) -> Told:
-    """A run that nobody disturbs."""
+    """Run without faults."""
     return Running(folder, "calm", case).wait()
 
 
@@ -198,14 +199,14 @@ def disturbed(
     number: signal.Signals = signal.SIGKILL,
     moments: Sequence[Moment] = MOMENTS,
 ) -> Told:
-    """A run with so many faults, one after the other. No fault is aimed at the launcher, which starts workers again."""
+    """Run with this many faults, one after another. The launcher, which restarts the workers, is never a target."""
     draw = random.Random(seed)
     running = Running(folder, run, case, "--restarts", str(faults + 1))
     aims = sorted(draw.randrange(1, int(LATEST * case.steps)) for _ in range(faults))
     done: list[Fault] = []
     try:
         for aim in aims:
-            moment = draw.choice(moments) if done else "step"  # there is a restart only after one
+            moment = draw.choice(moments) if done else "step"  # the workers are restarted only after a first fault
             done.append(harm(running, case.devices, len(done), draw, aim, moment, number))
         told = running.wait()
     finally:
@@ -237,7 +238,7 @@ def harm(
     *,
     rank: int | None = None,
 ) -> Fault:
-    """Wait for all workers of this attempt, then for the moment, and send the signal to one of them, drawn where it is not named."""
+    """Wait for all workers of this attempt and for the chosen moment, then signal one of them, at random unless `rank` is given."""
     for _ in _until(running, f"attempt {attempt} began"):
         workers = running.workers()
         if len(workers) == devices and all(at == attempt for _, at in workers.values()):
@@ -266,27 +267,27 @@ def harm(
 
 
 def _tell_times(running: Running, faults: list[Fault]) -> None:
-    """When each fault was noticed, and when the next step was done, as far as no other fault came before it."""
+    """Record when each fault was noticed and when the next step was completed, unless another fault came first."""
     said = [seconds for seconds, line in running.lines if "starting again" in line]
     steps = [row["seconds"] for row in rows_of(running.ledger / "0.jsonl")]
     for number, fault in enumerate(faults):
         until = faults[number + 1].seconds if number + 1 < len(faults) else float("inf")
         noticed = [seconds for seconds in said if fault.seconds < seconds < until]
-        # A step that was under way may still end after the fault.
+        # A step already in progress may still complete after the fault, so count from when the fault was noticed.
         again = [seconds for seconds in steps if noticed and noticed[0] < seconds < until]
         fault.noticed_seconds = noticed[0] - fault.seconds if noticed else None
         fault.again_seconds = again[0] - fault.seconds if again else None
 
 
 def rows_of(path: Path) -> list[Any]:
-    """The lines of one worker's ledger, in the order in which they were written."""
+    """The rows of one worker's ledger, in the order written."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def trained_on(ledger: Path, stages: int) -> dict[int, Counter[tuple[int, int]]]:
-    """How often each step (sequence, place) of the data was trained on, by epoch. What a restart went back over counts by its last time.
+    """How often each step (sequence, place) of the data was trained on, by epoch. Of steps repeated after a restart, only the last counts.
 
-    The stages of a replica work on the same lanes: each of them must have the same in its ledger.
+    The stages of a replica work on the same lanes, so their ledgers must agree.
     """
     counts: dict[int, Counter[tuple[int, int]]] = {}
     for path in sorted(ledger.glob("*.jsonl")):
@@ -310,7 +311,7 @@ def trained_on(ledger: Path, stages: int) -> dict[int, Counter[tuple[int, int]]]
 
 
 def each_once(ledger: Path, stages: int) -> bool:
-    """Whether every step of the data was trained on exactly once in every epoch that was finished, and none twice in the last."""
+    """True if every step of the data was trained on exactly once in each complete epoch, and at most once in the last."""
     epochs = trained_on(ledger, stages)
     whole = set(epochs[0])
     finished = all(set(epochs[epoch]) == whole for epoch in range(len(epochs) - 1))
@@ -318,7 +319,7 @@ def each_once(ledger: Path, stages: int) -> bool:
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """What must be equal, byte for byte: the best weights, the rows of metrics, and all tensors of the last snapshot."""
+    """The files that must match byte for byte: the best weights, the metrics, and all tensors of the last snapshot."""
     last = run / "snapshots" / (run / "snapshots" / "last").read_text().strip()
     files = [run / "weights.safetensors", run / "metrics.jsonl", *sorted(last.glob("*.safetensors"))]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}

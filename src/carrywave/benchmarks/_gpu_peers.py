@@ -1,7 +1,7 @@
-"""What `bench kernels` and `bench step` share: timing on a GPU, stacks of LSTM layers to run in every way, and plain training loops.
+"""Shared by `bench kernels` and `bench step`: GPU timing, LSTM stacks runnable by every implementation, and plain training loops.
 
-Calls are timed with CUDA events, in blocks that follow each other without a pause, the GPU idle before each: so a call that waits
-for the host is charged for it. A CUDA graph is recorded after warm-up on a stream of its own, as torch asks for.
+Calls are timed with CUDA events, in blocks of back-to-back calls that each start with an idle GPU, so time spent waiting for the host
+counts. A CUDA graph is captured after a warm-up on a side stream, as torch requires.
 
 Nothing here reads a spec, so the kernels can be timed where only torch is installed.
 
@@ -30,23 +30,23 @@ from carrywave.kernels.weights import Layer, LayerWeights
 
 Call = Callable[[], object]
 Windows = Sequence[tuple[Tensor, Tensor]]  # inputs and targets, both [T, B]
-Clock = Callable[[Call, int], float]  # milliseconds of one call, over so many of them
+Clock = Callable[[Call, int], float]  # (call, repeats) -> milliseconds per call
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-WARM_UP = 2  # calls: libraries set themselves up and choose algorithms in the first ones
-# Large enough that gradients which shrink through eight layers are still normal numbers in fp16, and their sums finite.
+WARM_UP = 2  # calls, in which libraries initialise and select algorithms
+# Large enough that gradients which shrink through eight layers stay normal (not subnormal) in fp16, and small enough that sums stay finite.
 GRADIENT_SCALE = 8.0
 
 
 def cuda_device(bench: str) -> torch.device:
-    """The GPU that a benchmark runs on."""
+    """The GPU to benchmark on; a user error if there is none."""
     if not torch.cuda.is_available():
         raise UserError(f"bench {bench} times a GPU, and torch finds none that it can use here; run it on a machine with an NVIDIA GPU")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def elapsed_ms(call: Call, repeats: int) -> float:
-    """Milliseconds of one call, over so many that follow each other."""
+    """Milliseconds per call, averaged over `repeats` back-to-back calls."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     begin.record()
@@ -60,7 +60,7 @@ def elapsed_ms(call: Call, repeats: int) -> float:
 def take_turns(
     calls: Mapping[str, Call], *, block_ms: float, budget_ms: float, rounds: tuple[int, int], clock: Clock = elapsed_ms
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call in every round. In a round each has one block of about `block_ms`; rounds go on for about `budget_ms`."""
+    """Milliseconds of each call in every round. A round gives each call a block of about `block_ms`; all rounds take about `budget_ms`."""
     first_ms = {name: clock(call, 1) for name, call in calls.items()}
     repeats = {name: max(1, round(block_ms / max(ms, 1e-3))) for name, ms in first_ms.items()}
     round_ms = sum(ms * repeats[name] for name, ms in first_ms.items())
@@ -73,7 +73,7 @@ def take_turns(
 
 
 def on_a_side_stream(call: Call, times: int) -> None:
-    """Runs a call as it must have run before it is recorded."""
+    """Run a call on a side stream, the warm-up that CUDA graph capture requires."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -83,14 +83,14 @@ def on_a_side_stream(call: Call, times: int) -> None:
 
 
 def warmed_up(call: Call) -> Call:
-    """The call itself, after it has run."""
+    """The call itself, after warming it up."""
     for _ in range(WARM_UP):
         call()
     return call
 
 
 def graphed(call: Call) -> Call:
-    """The call as a CUDA graph; nothing that it returns is kept."""
+    """The call captured as a CUDA graph; its return value is dropped."""
     on_a_side_stream(call, WARM_UP)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -100,7 +100,7 @@ def graphed(call: Call) -> Call:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as a note in a table."""
+    """An error, shortened to a note in a table."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
@@ -109,7 +109,7 @@ def one_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A stack of layers, as wide inside as its input, and what it runs on."""
+    """A stack of layers as wide as their input, and the shape of the batch it runs on."""
 
     layers: int
     hidden: int
@@ -126,27 +126,27 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The shape as it stands in the table."""
+        """The shape as shown in the table."""
         return f"{self.layers}x{self.hidden} B{self.lanes} T{self.steps}"
 
     @property
     def words(self) -> frozenset[str]:
-        """What the case can be asked for by."""
+        """The words that select this case."""
         return frozenset((*self.name.split(), self.dtype, "lengths" if self.lengths else "padded", f"dropout{self.dropout:g}"))
 
     @property
     def lane_steps(self) -> list[int]:
-        """Real steps of each lane: all of them, or spread evenly from T to T/4, the longest first, as packing likes it best."""
+        """Real steps of each lane: all T, or spread evenly from T down to T/4, longest first, the order that suits packing best."""
         if not self.lengths:
             return [self.steps] * self.lanes
         return [max(1, round(self.steps * (1 - 0.75 * lane / max(1, self.lanes - 1)))) for lane in range(self.lanes)]
 
 
 class Stack:
-    """Weights, inputs and the gradient of the outputs for one case. Every way to run it gives outputs, and gradients of inputs and weights.
+    """Weights, inputs and output gradient for one case. Each method returns the outputs and the gradients of inputs and weights.
 
-    Ours keeps weights in float32 and casts them in every call, as training does; `nn.LSTM` has them in the short dtype. They hold
-    the same numbers, which both dtypes know, so that errors are those of the arithmetic.
+    Ours keeps the weights in float32 and casts them in every call, as training does; `nn.LSTM` holds them in the short dtype. The values
+    are exactly representable in both, so any error comes from the arithmetic.
     """
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -172,20 +172,20 @@ class Stack:
         self.lengths_B = torch.tensor(case.lane_steps, device=device) if case.lengths else None
         self.grad_TBH = normal() * GRADIENT_SCALE
         if self.lengths_B is not None:
-            # No loss reads what stands beyond a lane's end.
+            # No loss depends on outputs beyond a lane's length.
             beyond_TB = torch.arange(case.steps, device=device)[:, None] >= self.lengths_B
             self.grad_TBH.masked_fill_(beyond_TB[..., None], 0.0)
         self.key = random.key(1).to(device)
 
     def ours(self, backend: str) -> list[Tensor]:
-        """The contract of the kernels, on a backend."""
+        """Our LSTM on a given backend."""
         device = self.x_TBI.device.type
         with torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32):
             y_TBH, _ = self._lstm(self.x_TBI, self.carries, self.layers, backend)
         return _with_gradients(y_TBH, [self.x_TBI, *self._weights(self.layers)], self.grad_TBH)
 
     def exact(self) -> list[Tensor]:
-        """The definition, in float64."""
+        """The reference implementation in float64."""
         x_TBI = self.x_TBI.detach().double().requires_grad_()
         layers = [tuple(each.to(torch.float64) for each in layer) for layer in self.layers]
         carries = tuple(Carry(carry.h.double(), carry.c.double()) for carry in self.carries)
@@ -193,7 +193,7 @@ class Stack:
         return _with_gradients(y_TBH, [x_TBI, *self._weights(layers)], self.grad_TBH.double())
 
     def nn_lstm(self) -> list[Tensor]:
-        """`nn.LSTM` on the whole stack: cuDNN on a GPU. With lengths it packs, and unpacks again."""
+        """`nn.LSTM` on the whole stack, which is cuDNN on a GPU. With lengths it packs and unpacks."""
         start_LBH = self._start_LBH
         if self.lengths_B is None:
             y_TBH = self._module(self.x_TBI, (start_LBH, start_LBH))[0]
@@ -218,7 +218,7 @@ class Stack:
             for own, tensor in zip(module.parameters(), self._weights(self.layers), strict=True):
                 own.copy_(tensor)
             if self.x_TBI.is_cuda and self.dtype == torch.bfloat16:
-                # nn.LSTM does this itself, but not for bf16: there cuDNN would gather the weights into one buffer at every call.
+                # nn.LSTM flattens its weights itself, except in bf16, where cuDNN would copy them into one buffer on every call.
                 _gather_weights(module)
         return module
 
@@ -242,7 +242,7 @@ def _with_gradients(y_TBH: Tensor, inputs: Sequence[Tensor], grad_TBH: Tensor) -
 
 
 def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest over the tensors of |found - exact| / |exact|, in the Euclidean norm; NaN where one is not a number."""
+    """The largest |found - exact| / |exact| over all tensors, in the Euclidean norm; NaN if any of them is NaN."""
     errors = [(ours.double() - true).norm() / true.norm().clamp(min=1e-300) for ours, true in zip(found, exact, strict=True)]
     return float(torch.stack(errors).max())
 
@@ -252,7 +252,7 @@ def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A language model, and how it is trained."""
+    """A language model and its training settings."""
 
     layers: int
     hidden: int
@@ -268,11 +268,11 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """The name shown in the table."""
         return f"{self.layers}x{self.hidden} B{self.lanes} T{self.steps} V{self.vocabulary} {self.optimizer}"
 
     def windows(self, count: int, device: torch.device) -> Windows:
-        """Windows that follow each other. Some tokens are far more frequent, as in text."""
+        """Consecutive windows of random tokens. As in text, some tokens are far more frequent than others."""
         draw = torch.Generator().manual_seed(2)
         share = torch.rand(count * self.steps + 1, self.lanes, generator=draw, dtype=torch.float64)
         tokens = (share**4 * self.vocabulary).long().to(device)
@@ -283,7 +283,7 @@ class Recipe:
 class PlainLoop:
     """Truncated back-propagation in plain PyTorch: nn.Embedding, nn.LSTM and nn.Linear under autocast, the fused optimizer.
 
-    `weights` are those of our model, by its names; all loops begin with the same.
+    `weights` is the state dict of our model, under its names; all loops start from the same weights.
     """
 
     capturable = False
@@ -302,7 +302,7 @@ class PlainLoop:
         self.carry = (start_LBH, start_LBH.clone())
 
     def step(self) -> Tensor:
-        """One optimizer step on the next window; its loss."""
+        """One optimizer step on the next window; returns its loss."""
         x_TB, target_TB = self.windows[self.number % len(self.windows)]
         self.number += 1
         return self._train_on(x_TB, target_TB)
@@ -327,7 +327,7 @@ class PlainLoop:
 
 
 class CompiledLoop(PlainLoop):
-    """The same loop, forward and loss under torch.compile."""
+    """The same loop, with forward and loss under torch.compile."""
 
     def __init__(self, recipe: Recipe, weights: Mapping[str, Tensor], windows: Windows) -> None:
         super().__init__(recipe, weights, windows)
@@ -338,7 +338,7 @@ class CompiledLoop(PlainLoop):
 
 
 class GraphedLoop(PlainLoop):
-    """The same loop as a CUDA graph: the whole step is recorded, on tensors that stay where they are."""
+    """The same loop as a CUDA graph: the whole step is captured, on static tensors."""
 
     capturable = True
 
@@ -346,7 +346,7 @@ class GraphedLoop(PlainLoop):
         super().__init__(recipe, weights, windows)
         self._x_TB, self._target_TB = (tensor.clone() for tensor in windows[0])
         on_a_side_stream(self._again, WARM_UP)
-        self.optimizer.zero_grad(set_to_none=True)  # so that gradients live in the graph's memory
+        self.optimizer.zero_grad(set_to_none=True)  # so that gradients are allocated from the graph's memory pool
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(self._graph):
@@ -377,8 +377,8 @@ def _plain_model(recipe: Recipe, weights: Mapping[str, Tensor]) -> PlainLanguage
 
 
 def check_falls(losses: Sequence[float], cycle: int) -> str:
-    """What is wrong with the losses of a loop that goes over the same windows again and again; empty where nothing is."""
-    if not all(abs(loss) < float("inf") for loss in losses):  # False for NaN as well
+    """Describe what is wrong with the losses of a loop that cycles over the same windows; empty if nothing is."""
+    if not all(abs(loss) < float("inf") for loss in losses):  # False for NaN too
         return "its loss is not a number"
     first, last = statistics.median(losses[:cycle]), statistics.median(losses[-cycle:])
     return "" if last < first else f"its loss does not fall: {first:.4f}, then {last:.4f}"

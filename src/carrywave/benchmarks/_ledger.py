@@ -1,7 +1,7 @@
-"""`python -m carrywave.benchmarks._ledger train …`: the command line, in workers that keep a ledger of what they train on.
+"""`python -m carrywave.benchmarks._ledger train …`: the command line, with workers that log what they train on.
 
-Each worker appends a line to `$CARRYWAVE_LEDGER/RANK.jsonl` for every step that it has finished: which attempt and optimizer step, when,
-and of every lane which steps of which sequence, from the batch itself. A kill leaves whole lines: each is one write.
+Each worker appends a line to `$CARRYWAVE_LEDGER/RANK.jsonl` for every completed step: the attempt, the optimizer step, the time, and for
+every lane the sequence and steps it held, taken from the batch itself. Each line is a single write, so a kill leaves only whole lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOLDER = "CARRYWAVE_LEDGER"
 
 
 def keep(folder: str, rank: int) -> None:
-    """Have every step of this process write its line."""
+    """Patch the training loop so that every step of this process appends its line."""
     from carrywave.data.batch import Batch
     from carrywave.train.loop import Loop
 
@@ -32,7 +32,7 @@ def keep(folder: str, rank: int) -> None:
 
     def step(self: Loop, group: list[Batch], *more: Any) -> Any:
         done = plain(self, group, *more)
-        # A monotonic clock is the same for all processes of a host.
+        # The monotonic clock is shared by all processes of a host.
         line = {"attempt": launch_record.attempt(), "step": self.progress.step, "seconds": time.monotonic()}
         windows = [[batch.epoch, lanes_of(batch)] for batch in group]
         os.write(handle, json.dumps(line | {"windows": windows}).encode() + b"\n")
@@ -42,7 +42,7 @@ def keep(folder: str, rank: int) -> None:
 
 
 def main() -> None:
-    """What `python -m carrywave` does, with the ledger in workers."""
+    """Run `python -m carrywave`, with a ledger in each worker."""
     heartbeat.start()
     if FOLDER in os.environ and "RANK" in os.environ:
         keep(os.environ[FOLDER], int(os.environ["RANK"]))

@@ -1,7 +1,7 @@
-"""The loops that a good engineer writes by hand in plain PyTorch: what `bench train` compares with.
+"""The peers of `bench train`: training loops as a good engineer writes them by hand in plain PyTorch.
 
-They are written to be as fast as plain PyTorch is without tricks: one `nn.LSTM` for the whole stack, one softmax for the
-whole window, no needless synchronisation, the fused optimizer.
+They are as fast as plain PyTorch gets without tricks: one `nn.LSTM` for the whole stack, one softmax for the whole window, no needless
+synchronisation, the fused optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PlainLanguageModel(nn.Module):
         self.linear = nn.Linear(hidden, vocabulary)
 
     def forward(self, x_TB: Tensor, carry: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Logits of the next token, and the state to go on with."""
+        """Logits of the next token, and the carry for the next window."""
         y_TBH, carry = self.lstm(self.drop(self.embedding(x_TB)), carry)
         return self.linear(self.drop(y_TBH)), carry
 
@@ -51,7 +51,7 @@ class PlainClassifier(nn.Module):
 
 
 class PlainStreams:
-    """Truncated back-propagation through a corpus cut into lanes, as in the word-level language model that everybody starts from."""
+    """Truncated back-propagation through a corpus cut into lanes, as in PyTorch's word-level language model example."""
 
     def __init__(
         self, tokens: Tensor, model: PlainLanguageModel, *, lanes: int, steps: int, lr: float, clip: float, device: torch.device
@@ -81,7 +81,7 @@ class PlainStreams:
 
 
 class PlainSequences:
-    """A DataLoader with random order and `pad_sequence`, and one step for each of its batches."""
+    """A DataLoader with random order and `pad_sequence`; one step per batch."""
 
     def __init__(
         self,

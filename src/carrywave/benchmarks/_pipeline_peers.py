@@ -1,8 +1,8 @@
-"""What `bench pipeline` and `bench replicas` compare with: language models in plain PyTorch, alone, data parallel, and cut over workers.
+"""The peers of `bench pipeline` and `bench replicas`: plain PyTorch language models, serial, data parallel, and pipeline parallel.
 
-They are written to be as fast as plain PyTorch is: the fastest LSTM at hand (`fastest_lstm`), the fused optimizer, gradients as
-views of DDP's buckets, static shapes for torch.distributed.pipelining (which else would run an extra step, and negotiate), one
-scalar exchanged for the clipping. All of them compute what one worker would: the same loss, the same next weights.
+They are as fast as plain PyTorch gets: the fastest LSTM available (`fastest_lstm`), the fused optimizer, gradients as views of DDP's
+buckets, static shapes for torch.distributed.pipelining (which would otherwise infer them in an extra step), and a single scalar
+all-reduced for gradient clipping. All of them compute what one worker would: the same loss and the same next weights.
 
 Shapes: T time, B lane, H hidden, V vocabulary.
 """
@@ -29,7 +29,7 @@ from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 
 LR, CLIP = 1e-3, 1.0
-BATCHES = 4  # that come again and again
+BATCHES = 4  # cycled through
 NATIVE, ONEDNN, OURS = "nn.LSTM native", "nn.LSTM oneDNN", "cw.LSTM"
 CPU = torch.device("cpu")
 
@@ -46,16 +46,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As it stands in the table: short, since a row is long."""
+        """The name shown in the table; short, because rows are long."""
         return f"{self.layers}x{self.hidden} B{self.lanes} T{self.steps} V{self.vocabulary}"
 
     @property
     def units(self) -> int:
-        """Encoder, layers and head."""
+        """The number of units: encoder, layers and head."""
         return self.layers + 2
 
     def model(self) -> Model:
-        """The model with its first weights, equal in every process and for every loop."""
+        """The model with its initial weights, identical in every process and loop."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             return Model(
@@ -65,25 +65,25 @@ class Case:
             )
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Inputs and targets, both [T, B], of every batch."""
+        """Inputs and targets of every batch, both [T, B]."""
         random = torch.Generator().manual_seed(2)
         tokens = torch.randint(self.vocabulary, (BATCHES, self.steps + 1, self.lanes), generator=random)
         return [(each[:-1].contiguous(), each[1:].contiguous()) for each in tokens]
 
 
 def balanced_cuts(case: Case, stages: int, *, share_head: bool = False) -> tuple[int, ...]:
-    """The first unit of each stage after the first, such that the slowest stage has least to do; ours and the peers share them.
+    """The cuts that minimise the load of the slowest stage, used for ours and for the peers: the first unit of each stage but the first.
 
-    Where stages share the head it weighs the same on each.
+    With `share_head` the head costs every stage the same, so it has no influence on the cuts.
     """
-    # A recurrent product is bound by reading its weights once a step, about 3 times the time of one over all steps at once.
+    # A recurrent matmul rereads its weights at every step and takes about 3 times as long as one matmul over all steps.
     layer, head = 4 * case.hidden * (1 + 3), case.vocabulary
     loads = [0, *[layer] * case.layers, 0 if share_head else head]
 
     def slowest(cuts: tuple[int, ...]) -> int:
         return max(sum(loads[first:end]) for first, end in itertools.pairwise((0, *cuts, case.units)))
 
-    # The encoder stays with a layer: alone on a worker it would leave it idle.
+    # The encoder always shares a stage with a layer: alone, it would leave its worker idle.
     return min(itertools.combinations(range(2, case.layers + 1 if share_head else case.units), stages - 1), key=slowest)
 
 
@@ -93,7 +93,7 @@ def ranges(cuts: Sequence[int], units: int) -> list[range]:
 
 
 class PlainStage(nn.Module):
-    """Some of the units: embedding (unit 0), layers, linear (the last unit). With all of them, the whole model."""
+    """A subset of the units: embedding (unit 0), layers, linear (the last unit). With all units it is the whole model."""
 
     def __init__(self, case: Case, lstm: str, units: Sequence[int]) -> None:
         super().__init__()
@@ -108,24 +108,24 @@ class PlainStage(nn.Module):
         self.load_state_dict({own: weights[name] for own, name in wanted.items() if own in self.state_dict()})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens [T, B] or what the stage before gave, [T, B, H], to [T, B, H] or logits [T, B, V]."""
+        """Map tokens [T, B], or the output [T, B, H] of the previous stage, to [T, B, H] or logits [T, B, V]."""
         x = x if self.embedding is None else self.embedding(x)
         x = x if self.lstm is None else self.lstm(x)[0]
         return x if self.linear is None else self.linear(x)
 
 
 def mean_loss(logits_TBV: Tensor, target_TB: Tensor) -> Tensor:
-    """Cross entropy over all targets; every one of them is real here."""
+    """Mean cross entropy over all targets; none of them is padding here."""
     return cross_entropy(logits_TBV.flatten(0, 1), target_TB.flatten())
 
 
 def arithmetic(lstm: str) -> AbstractContextManager[object]:
-    """The context in which a whole step of a peer runs."""
+    """The context for a peer's whole step: oneDNN is switched off for the native LSTM."""
     return without_onednn() if lstm == NATIVE else nullcontext()
 
 
 def fastest_lstm(case: Case, lanes: int, candidates: Iterable[str] = (NATIVE, ONEDNN, OURS)) -> str:
-    """Which LSTM trains one layer on so many lanes fastest, here and now. For one worker to measure while the others sleep."""
+    """The LSTM that trains one layer on this many lanes fastest on this machine. Call it on one worker while the others wait."""
     x_TBH = torch.randn(case.steps, lanes, case.hidden)
     best: dict[str, float] = {}
     for lstm in candidates:
@@ -149,7 +149,7 @@ class Serial:
         self.optimizer = torch.optim.Adam(self.model.parameters(), LR, fused=True)
 
     def step(self, number: int) -> Tensor:
-        """One optimizer step; the mean loss of this worker's lanes."""
+        """One optimizer step; returns the mean loss over this worker's lanes."""
         x_TB, target_TB = self.batches[number % BATCHES]
         with arithmetic(self.lstm):
             self.optimizer.zero_grad()
@@ -161,7 +161,7 @@ class Serial:
 
 
 class DataParallel(Serial):
-    """DDP: every worker holds the whole model and an equal share of the lanes, so that the mean of means is the mean."""
+    """DDP: every worker holds the whole model and an equal share of the lanes, so the mean of means is the true mean."""
 
     def __init__(self, case: Case, lstm: str, rank: int, size: int, bucket_mb: int = 25) -> None:
         super().__init__(case, lstm)
@@ -175,7 +175,7 @@ class DataParallel(Serial):
 
 
 def update_together(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Clip by the norm over the parameters of all workers, and step."""
+    """Clip gradients by their norm over all workers' parameters, and step the optimizer."""
     squared = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square()
     dist.all_reduce(squared)
     nn.utils.clip_grads_with_norm_(parameters, CLIP, squared.sqrt())
@@ -183,10 +183,10 @@ def update_together(parameters: Sequence[nn.Parameter], optimizer: torch.optim.O
 
 
 class TorchPipeline:
-    """torch.distributed.pipelining over stages split by hand; a micro-batch is a part of the lanes."""
+    """torch.distributed.pipelining over manually split stages; a micro-batch is a subset of the lanes."""
 
     def __init__(self, case: Case, lstm: str, rank: int, size: int, schedule: str, micro_batches: int) -> None:
-        # Here, because it takes as long to load as torch itself, and most workers have no use for it.
+        # Imported here because it takes as long to load as torch itself, and most workers do not need it.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         self.lstm, self.first, self.last = lstm, rank == 0, rank == size - 1
@@ -197,7 +197,7 @@ class TorchPipeline:
         between = torch.empty(case.steps, lanes, case.hidden, requires_grad=True)
         entering = torch.empty(lanes, case.steps, dtype=torch.int64) if self.first else between
         leaving = torch.empty(case.steps, lanes, case.vocabulary) if self.last else between
-        # Both shapes are given, so that nothing is inferred at run time. A group of its own keeps messages of several loops apart.
+        # Both shapes are given, so nothing is inferred at run time. A separate process group keeps messages of different loops apart.
         stage = PipelineStage(
             _LanesFirst(module) if self.first else module,
             rank,
@@ -210,14 +210,14 @@ class TorchPipeline:
         kind = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[schedule]
 
         def loss(logits_TBV: Tensor, target_BT: Tensor) -> Tensor:
-            # Divided here, one scalar a micro-batch, instead of every gradient afterwards.
+            # Divide here, one scalar per micro-batch, instead of dividing every gradient afterwards.
             return mean_loss(logits_TBV, target_BT.t()) / micro_batches
 
         self.schedule: Any = kind(stage, micro_batches, loss_fn=loss, scale_grads=False)
         self.batches = [(x_TB.t().contiguous(), y_TB.t().contiguous()) for x_TB, y_TB in case.batches()]
 
     def step(self, number: int) -> Tensor | None:
-        """One optimizer step; the mean loss, on the last worker."""
+        """One optimizer step; returns the mean loss on the last worker."""
         x_BT, target_BT = self.batches[number % BATCHES]
         losses: list[Tensor] = []
         with arithmetic(self.lstm):
@@ -230,7 +230,7 @@ class TorchPipeline:
 
 
 class _LanesFirst(nn.Module):
-    """The first stage as the library feeds it: it cuts along the first dimension, which must then be the lanes."""
+    """Adapts the first stage to the library, which splits along the first dimension, so that must be the lanes."""
 
     def __init__(self, stage: PlainStage) -> None:
         super().__init__()
@@ -241,11 +241,11 @@ class _LanesFirst(nn.Module):
 
 
 class RoundRobin:
-    """Layers dealt over the workers like cards, the way people first place them: the whole batch goes to and fro at every layer."""
+    """Naive placement: layers are assigned to workers round-robin, so the whole batch crosses workers at every layer."""
 
     def __init__(self, case: Case, lstm: str, rank: int, size: int) -> None:
         self.lstm, self.batches, self.case = lstm, case.batches(), case
-        # The embedding goes with the first layer and the softmax with the last.
+        # The embedding joins the first layer, the softmax the last.
         places = [range(layer, layer + 1) for layer in range(1, case.layers + 1)]
         places[0], places[-1] = range(0, places[0].stop), range(places[-1].start, case.units)
         self.owners = [layer % size for layer in range(case.layers)]
@@ -254,7 +254,7 @@ class RoundRobin:
         self.optimizer = torch.optim.Adam(self.parameters, LR, fused=True)
 
     def step(self, number: int) -> Tensor | None:
-        """One optimizer step; the mean loss, where the last layer is."""
+        """One optimizer step; returns the mean loss on the worker that holds the last layer."""
         x_TB, target_TB = self.batches[number % BATCHES]
         with arithmetic(self.lstm):
             self.optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""What `bench replicas` compares with on sequences of varying length: DDP over random batches, padded or packed.
+"""The peer of `bench replicas` for sequences of varying length: DDP over random batches, padded or packed.
 
-Every worker draws its share through a DistributedSampler, which gives all workers equally many sequences in every batch, so that
-DDP's mean of means is the mean. How long a worker's sequences are is left to chance, and all wait for the slowest.
+Every worker draws its share through a DistributedSampler, which gives each worker the same number of sequences per batch, so DDP's mean
+of means is the true mean. How long a worker's sequences are is left to chance, and every step waits for the slowest worker.
 
 Shapes: T time, B lane, F features.
 """
@@ -25,14 +25,14 @@ from carrywave.model.lstm import LSTM
 
 
 def classifier(features: int, hidden: int, classes: int, *, packed: bool = False) -> PlainClassifier:
-    """The model with its first weights, equal in every process and for every loop."""
+    """The model with its initial weights, identical in every process and loop."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         return PlainClassifier(features, hidden, 1, classes, packed=packed)
 
 
 class DataParallelSequences:
-    """One optimizer step for each batch of a DataLoader in random order, with `pad_sequence`."""
+    """One optimizer step per batch of a DataLoader with random order and `pad_sequence`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class DataParallelSequences:
         plain = classifier(features, hidden, classes, packed=packed)
         if lstm == OURS:
             weights = plain.lstm.state_dict()
-            # It stands in for nn.LSTM: the same weights, the same call, the same results.
+            # A drop-in replacement for nn.LSTM: same weights, same call, same results.
             plain.lstm = LSTM(features, hidden, 1)  # type: ignore[assignment]
             plain.lstm.load_state_dict(weights)
         self.lstm = lstm
@@ -69,7 +69,7 @@ class DataParallelSequences:
         return iter(self.loader)
 
     def step(self) -> tuple[Tensor, int]:
-        """One optimizer step; the mean loss of this worker's sequences, and its real tokens."""
+        """One optimizer step; returns the mean loss over this worker's sequences, and its real tokens."""
         got = next(self.batches, None)
         if got is None:
             self.batches = self._next_epoch()

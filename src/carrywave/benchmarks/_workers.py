@@ -1,8 +1,9 @@
-"""Worker processes for the benchmarks of several workers: timing loops in turn, and peak memory. A benchmark module has
-`work(world, job)`, which every worker calls; see `parallel.crew`.
+"""Runs multi-worker benchmarks in worker processes: interleaved timing and peak memory.
 
-Timing: all loops live in the same processes and take turns, a block of steps each, several times. A barrier stands before
-each block, and a block counts by its slowest worker. A worker that has no part in a loop sleeps in the barrier after it.
+A benchmark module defines `work(world, job)`, which every worker calls; see `parallel.worker_pool`.
+
+Timing: all loops live in the same processes and take turns, a block of steps each, for several rounds. Each block starts with a barrier,
+and its time is that of the slowest worker. A worker with no part in a loop waits in the collective that ends the block.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from carrywave.parallel import worker_pool as crews
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 
-Loop = Callable[[int], int]  # does step number i; gives the real tokens that this worker answers for
+Loop = Callable[[int], int]  # runs step i; returns this worker's share of the real tokens
 
-# Both allocators that torch comes with on Linux keep freed memory for later, how much is a matter of chance: with these, glibc
-# (whose threshold else grows) and mimalloc give it back to the system at once.
+# torch on Linux allocates through glibc or mimalloc. Both keep an unpredictable amount of freed memory for reuse; with these settings glibc
+# (whose threshold would otherwise grow) and mimalloc return it to the system at once.
 RETURN_AT_ONCE = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MIMALLOC_PURGE_DELAY": "0",
@@ -39,13 +40,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class TimedWorkers:
-    """The workers of one job, and which of them this is."""
+    """The workers of one job, seen from this rank."""
 
     world: World
 
     @property
     def rank(self) -> int:
-        """Number of this worker."""
+        """Rank of this worker."""
         return self.world.rank
 
     @property
@@ -54,16 +55,16 @@ class TimedWorkers:
         return self.world.size
 
     def barrier(self) -> None:
-        """Sleeps until all are here."""
+        """Wait until every worker has arrived."""
         if self.size > 1:
             dist.barrier()
 
     def most(self, value: float) -> float:
-        """The largest of all workers' values."""
+        """The maximum over all workers. Collective."""
         return self._together(value, dist.ReduceOp.MAX)
 
     def sum(self, value: float) -> float:
-        """The sum of all workers' values."""
+        """The sum over all workers. Collective."""
         return self._together(value, dist.ReduceOp.SUM)
 
     def _together(self, value: float, how: Any) -> float:
@@ -75,7 +76,7 @@ class TimedWorkers:
 
 @dataclass(frozen=True)
 class Timing:
-    """Blocks of a loop: steps in each, seconds of the slowest worker, real tokens of all workers."""
+    """The timed blocks of a loop: steps per block, seconds of the slowest worker, real tokens of all workers."""
 
     steps: int
     seconds: list[float]
@@ -83,31 +84,31 @@ class Timing:
 
     @property
     def step_ms(self) -> list[float]:
-        """Milliseconds a step in each block."""
+        """Milliseconds per step, for each block."""
         return [1e3 * seconds / self.steps for seconds in self.seconds]
 
     @property
     def tokens_per_second(self) -> list[float]:
-        """The rate in each block."""
+        """Real tokens per second, for each block."""
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
 
 def spread(values: list[float]) -> float:
-    """Largest less smallest, over the median."""
+    """The range of the values (max - min), relative to their median."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
 def start(bench: str, job: Mapping[str, Any], workers: int, *, exact_memory: bool = False) -> list[list[Row]]:
-    """Runs `work` of a benchmark in so many processes of one thread; the rows of each, by rank.
+    """Run a benchmark's `work` in `workers` single-threaded processes; returns the rows of each, by rank.
 
-    `exact_memory` makes the allocator give every freed tensor back to the system at once, so that peaks count what is alive.
+    `exact_memory` makes the allocator return freed tensors to the system at once, so that peak memory counts live tensors only.
     """
     extra = RETURN_AT_ONCE if exact_memory else {}
     return crews.start(f"carrywave.benchmarks.{bench}", job, workers, environment=extra, name=f"bench {bench}")
 
 
 def crew_sizes(cores: int | None = None) -> list[int]:
-    """How many workers are worth timing on this machine: two cores a worker where there are enough."""
+    """The worker counts to time on this machine: up to one worker per two cores, and always two workers."""
     cores = own_cores() if cores is None else cores
     if cores < 2:
         raise UserError(f"this benchmark compares several workers, and there is {cores} core; run it on two or more")
@@ -115,7 +116,7 @@ def crew_sizes(cores: int | None = None) -> list[int]:
 
 
 def take_turns(crew: TimedWorkers, loops: Mapping[str, Loop], *, rounds: int, seconds: float, first: int = 0) -> dict[str, Timing]:
-    """Times the loops, one block of at least so many seconds each, in turn; steps are numbered from `first`."""
+    """Time the loops in turn, in blocks of about `seconds` each, sized by one trial step; steps are numbered from `first`."""
     timings = {name: Timing(_steps_in(crew, loop, seconds, first), [], []) for name, loop in loops.items()}
     for number in range(rounds):
         for name, loop in loops.items():
@@ -132,7 +133,7 @@ def _steps_in(crew: TimedWorkers, loop: Loop, seconds: float, first: int) -> int
 
 
 def timed_block(crew: TimedWorkers, loop: Loop, steps: int, first: int) -> tuple[float, float]:
-    """Seconds of the slowest worker, and the real tokens of all."""
+    """Run one block; returns the seconds of the slowest worker and the real tokens of all workers."""
     crew.barrier()
     begin, tokens = time.perf_counter(), 0
     for number in range(first, first + steps):
@@ -142,11 +143,11 @@ def timed_block(crew: TimedWorkers, loop: Loop, steps: int, first: int) -> tuple
 
 
 def memory_mib(field: str = "VmRSS") -> float:
-    """Memory of this process: VmRSS now, VmHWM its peak since `reset_peak`."""
+    """Memory of this process: VmRSS is the current size, VmHWM the peak since `reset_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 / MIB for line in lines if line.startswith(f"{field}:"))
 
 
 def reset_peak() -> None:
-    """The peak that the system keeps starts anew from what is held now."""
+    """Reset the peak memory recorded by the operating system to the current size."""
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,12 +1,12 @@
-"""Claim: one background thread makes batches of variable lengths at 5 times the real tokens/s of a `DataLoader`, with under 5% padding.
+"""Claim: one background thread makes variable-length batches at 5 times the real tokens/s of a `DataLoader`, with under 5% padding.
 
-Peer: `torch.utils.data.DataLoader` as a good engineer sets it up: two persistent workers, a random sampler, `pad_sequence`
-as the collation, the default prefetching. Both read the same tokens in memory (lengths log-normal, clipped to 5 … 2,000) and
-give int64 inputs, targets (the next token) and lengths. Batches hold about as many real tokens on both sides: the peer's batch
-size is our budget divided by the mean length. Neither uses the batches: this is the most a loader can give.
+Peer: `torch.utils.data.DataLoader` as a good engineer sets it up: two persistent workers, a random sampler, `pad_sequence` in the
+collate function, default prefetching. Both read the same in-memory tokens (log-normal lengths, clipped to 5 … 2,000) and return int64
+inputs, targets (the next token) and lengths. Both put about the same number of real tokens in a batch: the peer's batch size is our
+token budget divided by the mean length. The batches are not used, so this is the maximum throughput of each loader.
 
-Method: whole epochs, the two in turn after one epoch each to warm up (workers are started then, so their start is not
-counted), medians. Our time includes drawing the epoch's order. torch runs with one thread, as it does inside the workers.
+Method: the loaders alternate whole epochs, and medians count. One warm-up epoch each, in which the peer's workers start, is not counted.
+Our time includes drawing the order of the epoch. torch runs with one thread, as it does inside the peer's workers.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ BUDGET = 16_384
 
 
 class _Corpus(Dataset[tuple[Tensor, Tensor]]):
-    """Map-style, as a user writes it: one sequence an item."""
+    """A map-style dataset as a user would write it: one sequence per item."""
 
     def __init__(self, tokens: NDArray[np.uint16], starts: Ints, lengths: Ints) -> None:
-        # The peer's tensors are made beforehand, in the type that it gives, so that an item is two slices.
+        # Converted to the final dtype in advance, so that fetching an item is just two slices.
         self.tokens = torch.from_numpy(tokens.astype(np.int64))
         self.starts, self.lengths = starts.tolist(), lengths.tolist()
 
@@ -73,11 +73,11 @@ def _timed(batches: Iterator[tuple[int, int]]) -> tuple[float, list[tuple[int, i
 
 
 def run(*, quick: bool) -> list[dict[str, object]]:
-    """One row for each loader; `ratio` is of real tokens/s, over the DataLoader's."""
+    """One row per loader; `ratio` is its real tokens/s over the DataLoader's."""
     number, rounds = (4_000, 2) if quick else (20_000, 5)
     random = np.random.default_rng(0)
     lengths = np.exp(random.normal(4.5, 1.0, size=number)).astype(np.int64).clip(5, 2_000)
-    starts = np.cumsum(lengths + 1) - (lengths + 1)  # each sequence has one token more, the last target
+    starts = np.cumsum(lengths + 1) - (lengths + 1)  # each sequence has one extra token, the last target
     tokens = random.integers(0, 30_000, size=int((lengths + 1).sum())).astype(np.uint16)
 
     threads = torch.get_num_threads()
@@ -109,7 +109,7 @@ def run(*, quick: bool) -> list[dict[str, object]]:
                 "batches_per_second": len(sizes[name]) / median(seconds),
                 "real_tokens_per_second": real / median(seconds),
                 "waste": 1.0 - real / padded,
-                "ratio": slow / median(seconds),  # both give the same real tokens an epoch
+                "ratio": slow / median(seconds),  # both produce the same real tokens per epoch
             }
         )
     return rows

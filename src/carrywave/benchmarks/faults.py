@@ -1,11 +1,11 @@
-"""Claim: whatever dies, whenever, the run goes on by itself and ends with what it would have ended with anyway.
+"""Claim: whichever worker dies, whenever, the run recovers by itself and ends with the same result as an undisturbed run.
 
-Runs of a small language model (streams with carry, dropout, Adam, a snapshot every 8 steps) by real `carrywave train --devices N`.
-Workers are killed at random moments: at random steps, while a snapshot is written, and while they start again. `equal` says whether the
-best weights, metrics.jsonl and the last snapshot (parameters, optimizer, carry) are byte for byte those of the same run undisturbed;
-`once` whether the ledger of what was trained on, with what was gone back over counted by its last time, shows every step of the data
-exactly once an epoch. `noticed` and `again` are the median and the longest time from the fault to the launcher's word, and to the next
-step that was done. Workers that are stopped (SIGSTOP) are a scenario of their own.
+Trains a small language model (streams with carry, dropout, Adam, a snapshot every 8 steps) with real `carrywave train --devices N`
+commands. Workers are killed at random moments: at random steps, while a snapshot is being written, and while they restart. `equal` tells
+whether the best weights, metrics.jsonl and the last snapshot (parameters, optimizer, carry) are byte for byte those of an undisturbed run.
+`once` tells whether, according to the ledger, every step of the data was trained on exactly once per epoch; of steps repeated after a
+restart only the last counts. `noticed_s` and `again_s` are the median and maximum time from the fault to the launcher's report, and to the
+next completed step. Stopped workers (SIGSTOP) are a separate scenario.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TARGETS = {signal.SIGKILL: "noticed 1 s, again 15 s", signal.SIGSTOP: "noticed 1
 
 
 def run(quick: bool = False) -> list[dict[str, object]]:
-    """A row for each scenario. Quick: three kills of two replicas."""
+    """One row per scenario. Quick: three kills with two replicas."""
     if quick:
         return [row_of(replace(REPLICAS, steps=60), 3, signal.SIGKILL)]
     killed = [row_of(case, kills, signal.SIGKILL) for case, kills in KILLS.items()]
@@ -38,7 +38,7 @@ def run(quick: bool = False) -> list[dict[str, object]]:
 
 
 def row_of(case: Case, faults: int, number: signal.Signals, *, moments: tuple[Moment, ...] = MOMENTS) -> dict[str, object]:
-    """Both runs, and what is to be said of them."""
+    """Run with and without faults, and compare."""
     stages = 2 if case is STAGES else 1
     with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
         folder = Path(name)

@@ -1,7 +1,7 @@
-"""Claim: on the CPU, steps are faster where freed memory stays in the process (`carrywave.heap`) than where the allocators give it back.
+"""Claim: on the CPU, steps are faster if freed memory stays in the process (`carrywave.heap`) than if the allocators return it.
 
-The peer is the same program with the allocators as the system has them. Both cannot be in one process, so that processes take turns, and
-the median over them counts. One worker with all cores trains; `faults` are pages that a step has to fetch from the system.
+The peer is the same program with default allocator settings. One process cannot run both, so processes alternate and the median over them
+counts. A single worker trains on all cores; `faults` are minor page faults per step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from carrywave.train.profiles import threads
 title = "memory kept in the process, or given back"
 
 ROUNDS, SECONDS = 3, 3.0
-# mimalloc's own default; and a setting of glibc's that changes nothing, but says that its owner decides.
+# mimalloc's default; and a glibc tunable that has no effect itself, but makes `carrywave.heap` leave glibc alone.
 AS_THEY_ARE = {"MIMALLOC_PURGE_DELAY": "10", "GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
 KEPT = {"MIMALLOC_PURGE_DELAY": "-1"}
 
 
 def run(*, quick: bool = False) -> list[Row]:
-    """A row for each case."""
+    """One row per case."""
     rows = []
     for case in QUICK if quick else CASES:
         found: dict[str, list[Row]] = {"kept": [], "given_back": []}
@@ -58,7 +58,7 @@ def _row(case: Case, found: dict[str, list[Row]]) -> Row:
 
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
-    """What the process does: steps, for so many seconds."""
+    """Train for the given number of seconds, in the worker process."""
     step = loop_of(world, Case(**job["case"]), asdict(Plan.serial()))
     for number in range(WARM_UP + 1):
         step(number)

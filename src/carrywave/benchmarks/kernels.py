@@ -1,16 +1,16 @@
-"""Claim: our LSTM kernels run a stack forward and backward faster than cuDNN does, in a CUDA graph too, and faster still with lengths.
+"""Claim: our LSTM kernels run a stack forward and backward faster than cuDNN, also in a CUDA graph, and faster still with lengths.
 
-A call is forward and backward of a whole stack whose input is as wide as its layers, with the input products, the gradient of the
-inputs and all weight gradients. Ours casts its float32 weights in every call, as training does. Peers, in the same process, taking
-turns (one round runs each once; the median of the rounds counts):
+A call is the forward and backward pass of a whole stack whose input is as wide as its layers, including the input projections, the input
+gradient and all weight gradients. Ours casts its float32 weights in every call, as training does. Peers run in the same process and take
+turns (a round gives each one block of calls; the median over rounds counts):
 
-- cuDNN eager: `nn.LSTM` in the short dtype; with lengths packed, lanes already in order, packing and unpacking counted;
-- cuDNN in a graph: the same call recorded. Packing reads lengths on the host and cannot be: there cuDNN runs all steps, with padded
-  ones shut off (our `aten` backend);
-- reference: the loop in plain PyTorch, timed once, without dropout, where it takes a second at most.
+- cuDNN eager: `nn.LSTM` in the short dtype; with lengths, packed from presorted lanes, with packing and unpacking timed;
+- cuDNN in a graph: the same call, captured. Packing reads the lengths on the host and cannot be captured, so with lengths cuDNN runs all
+  steps with the padding masked (our `aten` backend);
+- reference: the loop in plain PyTorch, timed once, only without dropout and only if it takes at most a second.
 
-Dropout stands between layers. An error is the largest relative error among outputs and gradients against the same stack in float64,
-over at most 32 steps; cuDNN's by way of `aten`, which draws the same dropout masks. Rows where ours is slower are there too.
+Dropout is applied between layers. The error is the largest relative error of any output or gradient against the same stack in float64,
+over at most 32 steps; for cuDNN it is measured through `aten`, which draws the same dropout masks. Rows where ours is slower are included.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COLUMNS = (
     "note",
 )
 
-# Milliseconds at most in bf16, every step real, dropout or none.
+# Upper limits in milliseconds for bf16 without padding, with or without dropout.
 TARGETS_MS = {
     (1, 256, 64, 256): 0.9,
     (1, 512, 64, 256): 1.3,
@@ -64,27 +64,27 @@ TARGETS_MS = {
     (8, 1024, 64, 128): 10.0,
     (8, 512, 128, 256): 13.0,
 }
-WAVE = (8, 512, 16, 256)  # layers at the same time pay here: a quarter of cuDNN in a graph
+WAVE = (8, 512, 16, 256)  # running layers concurrently pays off here: the target is a quarter of the time of cuDNN in a graph
 SHAPES = (*TARGETS_MS, WAVE, (1, 1024, 256, 256), (2, 1500, 20, 35), (1, 2048, 16, 256), (1, 128, 64, 256), (2, 200, 20, 35))
 QUICK = ((1, 128, 16, 32), (2, 64, 8, 16))
-LENGTHS_SHARE = 0.8  # of the time with every step real, at most
-MOST_ERROR = 1.5  # times cuDNN's
+LENGTHS_SHARE = 0.8  # of the time without padding, at most
+MOST_ERROR = 1.5  # times cuDNN's error, at most
 
 PEERS = ("cudnn_eager", "cudnn_graph", "reference")
 OURS = ("ours_eager", "ours_graph")
 BLOCK_MS, BUDGET_MS, ROUNDS = 4.0, 400.0, (3, 15)
 ERROR_STEPS = 32
-REFERENCE_STEPS, REFERENCE_SECONDS = 8, 1.0  # tried on so many steps first; left out where all of them would take longer
+REFERENCE_STEPS, REFERENCE_SECONDS = 8, 1.0  # extrapolated from this many steps; skipped if it would take longer
 
-# What an H200 was measured to do at best.
+# Best rates measured on an H200.
 FLOPS_PER_SECOND, BYTES_PER_SECOND, BARRIER_US = 762e12, 4.28e12, 0.95
-ON_CHIP_BYTES = 8 * 2048**2  # of recurrent weights in shared memory and registers
-BROADCAST_US = (0.45, 0.65)  # of h forward, of gate gradients backward, for 64 lanes of 1,024 units, beside the barrier
+ON_CHIP_BYTES = 8 * 2048**2  # of recurrent weights that fit in shared memory and registers
+BROADCAST_US = (0.45, 0.65)  # of h forward, of gate gradients backward, for 64 lanes × 1,024 units, in addition to the barrier
 
 
 @dataclass
 class Measured:
-    """What was found out about a case; ways that could not be run are absent, and the notes say why."""
+    """Measurements of a case. Implementations that could not run are missing; the notes say why."""
 
     ms: dict[str, float] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
@@ -93,12 +93,12 @@ class Measured:
 
 
 def run(*, quick: bool = False, rows: Sequence[str] = ()) -> list[dict[str, object]]:
-    """A row for each case; see `each`."""
+    """One row per case; see `each`."""
     return list(each(quick=quick, rows=rows))
 
 
 def each(*, quick: bool = False, rows: Sequence[str] = ()) -> Iterator[dict[str, object]]:
-    """Rows as they are measured. `rows` picks cases by words of theirs: `["1x1024 bf16 padded", "8x512 B16"]` is those or these."""
+    """Yield rows as they are measured. `rows` selects cases that match all words of any entry: `["1x1024 bf16 padded", "8x512 B16"]`."""
     device = peers.cuda_device("kernels")
     forced = os.environ.get("CARRYWAVE_KERNEL", "")
     if forced:
@@ -112,7 +112,7 @@ def each(*, quick: bool = False, rows: Sequence[str] = ()) -> Iterator[dict[str,
 
 
 def cases(*, quick: bool = False, rows: Sequence[str] = ()) -> list[Case]:
-    """Every shape in both dtypes, all steps real and with lengths; several layers also with dropout between them."""
+    """Every shape in both dtypes, with and without lengths; stacks of several layers also with dropout between them."""
     found = [
         Case(*shape, dtype, lengths, dropout)
         for dtype in ("bf16", "fp16")
@@ -128,13 +128,13 @@ def cases(*, quick: bool = False, rows: Sequence[str] = ()) -> list[Case]:
 
 
 def floor_ms(layers: int, hidden: int, lane_steps: Sequence[int]) -> float:
-    """The least time that forward and backward of a stack can take on an H200, for lanes with so many real steps each.
+    """A lower bound on the time of forward and backward of a stack on an H200; `lane_steps` are the real steps of each lane.
 
-    Four matrix products over all real steps (of the inputs, their gradient, two weight gradients), 8·H² operations a step, lane and
-    layer each, run at the rate of a large product. At every step the recurrence waits for a barrier over the chip and for what all
-    blocks must read, the lanes' h or gate gradients, which grows with lanes × units; its own product, and reading weights that do not
-    fit on the chip, hide behind that where they are shorter. Layers follow each other, T × L steps; or, where the recurrent weights of
-    all of them fit on the chip together, they run at the same time, T + L - 1 steps. The shorter of the two counts.
+    Four matrix products over all real steps (input projection, input gradient, two weight gradients), each 8·H² operations per step, lane
+    and layer, run at the rate of a large matmul. At every step the recurrence waits for a grid-wide barrier and for the data that all
+    thread blocks must read (the lanes' h or gate gradients, which grows with lanes × units). Its own matmul, and reading weights that do
+    not fit on chip, overlap with that wait if they are shorter. Layers run one after another in T × L steps or, if the recurrent weights
+    of all layers fit on chip together, concurrently in T + L - 1 steps; the smaller time counts.
     """
     whole_ms = layers * 4 * 8 * sum(lane_steps) * hidden**2 / FLOPS_PER_SECOND * 1e3
     lanes_T = [sum(steps > t for steps in lane_steps) for t in range(max(lane_steps))]
@@ -150,7 +150,7 @@ def floor_ms(layers: int, hidden: int, lane_steps: Sequence[int]) -> float:
 
 
 def _step_us(hidden: int, lanes: int, layers: int, broadcast_us: float) -> float:
-    """The least time of one step in one direction, of so many layers at the same time."""
+    """A lower bound on one step in one direction, with this many layers running concurrently."""
     exchange_us = BARRIER_US + broadcast_us * lanes * hidden / (64 * 1024)
     product_us = layers * 8 * lanes * hidden**2 / FLOPS_PER_SECOND * 1e6
     weights_us = max(0, layers * 8 * hidden**2 - ON_CHIP_BYTES) / BYTES_PER_SECOND * 1e6
@@ -158,7 +158,7 @@ def _step_us(hidden: int, lanes: int, layers: int, broadcast_us: float) -> float
 
 
 def target_ms(case: Case, ms: Mapping[str, float], padded_ms: float | None) -> float | None:
-    """Milliseconds that ours may take at most in a graph; None where what it depends on was not measured."""
+    """The most milliseconds ours may take in a graph; None if the measurement it depends on is missing."""
     if case.lengths:
         return None if padded_ms is None else LENGTHS_SHARE * padded_ms
     if case.dtype == "fp16":
@@ -174,7 +174,7 @@ def _best(ms: Mapping[str, float]) -> float | None:
 
 
 def row_of(case: Case, device: str, found: Measured, padded_ms: float | None) -> dict[str, object]:
-    """The row of a case. `padded_ms` is what ours took with every step real."""
+    """The row of a case. `padded_ms` is the time of ours without lengths, when every step is real."""
     ms, best_ms = found.ms, _best(found.ms)
     ours_ms = ms.get("ours_graph")
     least_ms = floor_ms(case.layers, case.hidden, case.lane_steps)
@@ -200,9 +200,9 @@ def row_of(case: Case, device: str, found: Measured, padded_ms: float | None) ->
 
 
 def measure(case: Case, device: torch.device, *, budget_ms: float) -> Measured:
-    """Runs a case in every way that it can be run in."""
+    """Run a case with every implementation that supports it."""
     stack, found = Stack(case, device), Measured()
-    # Asked first: a backend that cannot run a layer hands it to another, and that would be timed in its place.
+    # Check first: a backend that cannot run a layer falls back to another, which would then be timed instead.
     refused = persistent.refusal(stack.x_TBI, stack.layers[0])
     if refused:
         found.notes.append(f"ours: {refused}")
@@ -215,12 +215,12 @@ def measure(case: Case, device: torch.device, *, budget_ms: float) -> Measured:
     found.auto = dispatch.choose("auto", stack.x_TBI, stack.layers[0])
     del calls, stack
     gc.collect()
-    torch.cuda.empty_cache()  # graphs hold memory of their own
+    torch.cuda.empty_cache()  # graphs hold private memory pools
     return found
 
 
 def _calls(stack: Stack, refused: str, found: Measured) -> dict[str, Call]:
-    """Each way, warmed up. One that fails is noted, and the others go on."""
+    """Every implementation, warmed up. A failure is noted and does not stop the others."""
     ours = partial(stack.ours, "persistent")
     plain: dict[str, Call] = {
         "cudnn_eager": stack.nn_lstm,
@@ -232,7 +232,7 @@ def _calls(stack: Stack, refused: str, found: Measured) -> dict[str, Call]:
     for name, call in plain.items():
         try:
             ready = peers.graphed(call) if name.endswith("_graph") else peers.warmed_up(call)
-            # A kernel that fails is replaced for good, with a warning that says why.
+            # After a failure the dispatcher warns and falls back permanently.
             if call is ours and dispatch.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
                 found.notes.append("ours: the kernel failed, as the warning says")
                 break
@@ -252,7 +252,7 @@ def _time_reference(case: Case, stack: Stack, found: Measured) -> None:
 
 
 def _errors(case: Case, device: torch.device, wanted: Sequence[str], found: Measured) -> dict[str, float]:
-    """Relative errors against float64, over a few steps."""
+    """Relative errors against float64, over at most `ERROR_STEPS` steps."""
     short = Stack(replace(case, steps=min(case.steps, ERROR_STEPS)), device)
     exact = short.exact()
     backends = {"ours": "persistent", "cudnn": "aten"}

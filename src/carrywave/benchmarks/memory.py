@@ -1,11 +1,11 @@
 """Claim: training from a text file of 2 GB takes at most 300 MB more memory than training from one of 20 MB.
 
-Memory is anonymous memory (RssAnon of /proc/PID/status): what a process holds of its own. Pages of mapped files are not in
-it, because the system takes those back whenever it needs room. The peer is the same program on the small file.
+Memory means anonymous memory (RssAnon in /proc/PID/status). Memory-mapped file pages are excluded, because the system reclaims them
+whenever it needs room. The peer is the same program on the small file.
 
-Method: a `carrywave train` of its own for each file, from an empty cache, so that reading and tokenising count as well as
-training; the parent samples the child every 20 ms and keeps the peak. The model is small and the steps few: neither
-depends on the file. Text is generated, and all that is written is removed.
+Method: one `carrywave train` process per file, starting from an empty cache, so that reading and tokenising count as well as training.
+The parent samples the child every 20 ms and keeps the peak. The model is small and the steps are few, since neither depends on the file.
+The text is generated, and everything written is removed.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ SETTINGS = (
 
 
 def run(*, quick: bool) -> list[dict[str, object]]:
-    """One row for each file; `more_mb` is over the small file's peak."""
+    """One row per file; `more_mb` is the increase over the small file's peak."""
     if not Path("/proc/self/status").exists():
         raise UserError("bench memory reads /proc, which this system does not have; run it on Linux")
     sizes_mb = (SMALL_MB, QUICK_MB if quick else LARGE_MB)
     with tempfile.TemporaryDirectory(prefix="carrywave-memory-") as name:
         folder = Path(name)
-        # The file itself and its tokens, and as much again while the cache is written.
+        # The file and its tokens, and as much again while the cache is being written.
         needed_mb, free_mb = 4 * max(sizes_mb), shutil.disk_usage(folder).free // MB
         if free_mb < needed_mb:
             raise UserError(f"bench memory needs {needed_mb} MB of disk and {folder.parent} has {free_mb} MB; set TMPDIR to a larger disk")
@@ -72,7 +72,7 @@ def run(*, quick: bool) -> list[dict[str, object]]:
 
 
 def _peak_of_training(train: Path, valid: Path, folder: Path) -> int:
-    """Largest RssAnon, in bytes, of a training on this file in a process of its own."""
+    """Peak RssAnon, in bytes, of training on this file in a separate process."""
     command = [sys.executable, "-m", "carrywave", "train", "--device", "cpu", "--run", str(folder / "run")]
     command += [*SETTINGS, f"data.train={train}", f"data.valid={valid}", f"data.cache={folder / 'cache'}"]
     log = folder / "log.txt"
@@ -92,12 +92,12 @@ def _peak_of_training(train: Path, valid: Path, folder: Path) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with its import path, so that the child runs the same carrywave."""
+    """The environment of this process plus its import path, so that the child runs the same carrywave."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def _rss_anon(pid: int) -> int:
-    """Anonymous memory of a process, in bytes; 0 when it has just ended."""
+    """Anonymous memory of a process, in bytes; 0 if it has just exited."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -107,7 +107,7 @@ def _rss_anon(pid: int) -> int:
 
 
 def _write_text(path: Path, num_bytes: int) -> None:
-    """Lines of made-up words, some far more frequent than others; the same text for the same size."""
+    """Write lines of made-up words, some far more frequent than others. Deterministic for a given size."""
     random = np.random.default_rng(0)
     letters = np.frombuffer(b"etaoinshrdlucmfwypvbgkjqxz", dtype=np.uint8)
     words = [bytes(letters[random.integers(0, 26, size=size)]) for size in random.integers(1, 12, size=5_000)]
@@ -116,7 +116,7 @@ def _write_text(path: Path, num_bytes: int) -> None:
         picked = (random.random(30_000) ** 3 * len(words)).astype(np.int64).tolist()
         lines = (b" ".join(words[word] for word in picked[start : start + 15]) for start in range(0, len(picked), 15))
         pages.append(b"\n".join(lines) + b"\n")
-    # Pages come again in a random order: what a file holds matters little here, and its size does.
+    # Repeat the pages in random order: the content matters little here, the size does.
     with path.open("wb") as out:
         left = num_bytes
         while left > 0:

@@ -1,17 +1,17 @@
-"""Claim: time chunks that travel through layers on several workers (the wavefront) beat every other way to share one step among them.
+"""Claim: the wavefront (time chunks moving through layers on several workers) beats every other way to split one step among them.
 
-Peers, in the same worker processes, one thread each, with the same model, batches, optimizer, clipping and cuts, taking turns:
+All variants run in the same worker processes, one thread each, with the same model, batches, optimizer, clipping and cuts, and take turns:
 
-- serial: one worker with one thread, ours and plain PyTorch; the faster one is what speed-up and efficiency refer to;
-- sequential: stages one after the other; round-robin: layers dealt over the workers, the whole batch sent at every layer;
+- serial: one worker with one thread, ours and plain PyTorch; speed-up and efficiency are relative to the faster one;
+- sequential: stages one after another; round-robin: layers assigned to workers in turn, the whole batch sent at every layer;
 - gpipe: slices of the lanes (ours), and torch.distributed.pipelining's GPipe and 1F1B, each with the best number of micro-batches;
-- DDP: data parallel with the same global batch, its share of the lanes on every worker;
-- DDP and torch's pipelines twice: with the fastest LSTM there is, which may be ours, and with nn.LSTM, which most programs have;
-- wavefront over several numbers of chunks; with the head's work shared by all workers; with slices besides (one forward, one
-  backward); with recomputation.
+- DDP: data parallel with the same global batch, an equal share of the lanes on every worker;
+- DDP and torch's pipelines run twice: with the fastest LSTM, which may be ours, and with nn.LSTM, which most programs use;
+- wavefront: with several numbers of chunks, with the head's work shared by all workers, with slices as well (1F1B), and with
+  recomputation.
 
-A loop counts only if its loss after two steps is the serial one's. Peak memory is what a worker holds above its level before the
-model was built, in fresh processes for each loop, read from the peak that the system keeps.
+A loop is timed only if its losses over the first steps match the serial ones. Peak memory is a worker's high-water mark above its level
+before the model was built, as recorded by the operating system, in fresh processes for each loop.
 """
 
 from __future__ import annotations
@@ -63,33 +63,33 @@ COLUMNS = (
 )
 
 CASES = (Case(4, 512, 16, 128, 2000), Case(4, 1024, 16, 64, 2000), Case(8, 256, 32, 256, 2000))
-WIDE = Case(8, 512, 16, 64, 2000)  # where 8 workers run
+WIDE = Case(8, 512, 16, 64, 2000)  # only with 8 workers or more
 QUICK = Case(4, 32, 8, 16, 50)
 CHUNKS, MICRO_BATCHES = (4, 8, 16, 32), (2, 4, 8)
 SHORTEST_CHUNK = 4  # steps
 PIPELINES = ("torch GPipe", "torch 1F1B")
-TORCH = " nn.LSTM"  # ends the names of peers that have torch's own
-# The first steps are of one batch: the loss of a batch that was just trained on falls fast, and shows what the update did.
+TORCH = " nn.LSTM"  # suffix of peers that are held to torch's own LSTM
+# The first steps all use one batch: its loss falls fast, which shows the effect of each update.
 CHECKED = (0, peers.BATCHES, 2 * peers.BATCHES)
-# How far a loss may be from the serial one, as a share of the latter's fall over these steps. Sums in float32 differ by 1e-7 of
-# the loss, which is the second number; Adam, whose first steps are as long for a gradient that is all rounding as for any other,
-# makes more of that, but little of the fall. A wrong gradient changes the fall by tens of percent.
+# Tolerance on the loss: a fraction of the serial loss's decrease over these steps, plus a fraction of the loss itself. Float32 sums differ
+# by about 1e-7 of the loss, which the second term covers. Adam amplifies that, because its first steps are as long for a gradient that is
+# pure rounding error as for any other, but only by a small part of the decrease. A wrong gradient changes the decrease by tens of percent.
 OF_FALL, OF_LOSS = 0.02, 1e-6
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to share a step: the family, and how it is cut."""
+    """One way to split a step: the method, and the number of parts."""
 
     family: str
-    slices: int = 1  # of the lanes: micro-batches
-    chunks: int = 1  # of time
+    slices: int = 1  # parts of the lanes: micro-batches
+    chunks: int = 1  # parts of the window
     recompute: bool = False
     share_head: bool = False
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """The name shown in the table."""
         parts = [f"{self.slices} slices"] if self.slices > 1 else []
         parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
         ending = (" recompute" if self.recompute else "") + (", head shared" if self.share_head else "")
@@ -97,17 +97,17 @@ class Variant:
 
 
 class TimedLoop(Protocol):
-    """One optimizer step after the other; the loss on the workers that know it."""
+    """A training loop that can be run step by step."""
 
     def step(self, number: int) -> Tensor | None:
-        """Step of that number."""
+        """Run one optimizer step; returns the loss on the workers that have it."""
         ...
 
 
 def run(
     *, quick: bool = False, cases: Sequence[Case] | None = None, workers: Sequence[int] | None = None, memory: bool = True
 ) -> list[dict[str, object]]:
-    """A row for each loop, for every case that fits each number of workers."""
+    """One row per loop, for every case with enough layers for the number of workers."""
     sizes = list(workers) if workers is not None else [2] if quick else crew_sizes()
     rows: list[dict[str, object]] = []
     for size in sizes:
@@ -127,7 +127,7 @@ def _compare(case: Case, size: int, *, quick: bool, memory: bool) -> list[dict[s
     peaks: list[list[float] | None] = [None] * len(kept)
     if memory:
         lstms = [row["lstm"] for row in timed]
-        # Every loop needs workers of its own, which take seconds to start.
+        # Every loop needs fresh workers, which take seconds to start, so the quick form measures only two loops.
         measured = [each for each in range(len(kept)) if not quick or kept[each] in (Variant("serial"), Variant("wavefront", chunks=4))]
         with ThreadPoolExecutor(max(1, cores() // size)) as pool:
             jobs = [{"what": "memory", "case": asdict(case), "variant": asdict(kept[each]), "lstm": lstms[each]} for each in measured]
@@ -137,12 +137,12 @@ def _compare(case: Case, size: int, *, quick: bool, memory: bool) -> list[dict[s
 
 
 def _peaks(job: Row, size: int) -> list[float]:
-    """Peak MiB of each worker that takes part."""
+    """Peak MiB of each participating worker."""
     return [row["peak_mib"] for rows in start("pipeline", job, size, exact_memory=True) for row in rows]
 
 
 def variants_of(case: Case, size: int, *, quick: bool = False) -> list[Variant]:
-    """All that is tried; of a family with several micro-batch counts, the best one is kept."""
+    """All variants to try; of those that differ only in the number of micro-batches, only the best is timed in full."""
     micro = [count for count in MICRO_BATCHES if case.lanes % count == 0 and (not quick or count <= 4)]
     chunks = [count for count in CHUNKS if case.steps >= count * SHORTEST_CHUNK]
     best = min(8, chunks[-1])
@@ -166,7 +166,7 @@ def variants_of(case: Case, size: int, *, quick: bool = False) -> list[Variant]:
 
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
-    """What every worker does: times all loops in turn, or measures the memory of one."""
+    """Entry point of every worker: time all loops in turn, or measure the memory of one."""
     crew = TimedWorkers(world)
     case = Case(**job["case"])
     if job["what"] == "memory":
@@ -182,7 +182,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
         first_ms[variant], losses[variant] = first_steps(crew, loops[variant])
     check_losses({variant.name: values for variant, values in losses.items()}, reference=Variant("serial").name)
     kept = _best_of_families(first_ms)
-    # A loop that is not timed further is let go: it would only take memory from the others.
+    # Free the loops that are not timed further, so that they do not take memory from the others.
     loops = {variant: loops[variant] for variant in kept}
     steps = {variant.name: _counted(loop) for variant, loop in loops.items()}
     timings = take_turns(crew, steps, rounds=job["rounds"], seconds=job["seconds"], first=CHECKED[-1] + 1)
@@ -198,11 +198,11 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
 
 
 def _choose(crew: TimedWorkers, case: Case) -> tuple[str, str]:
-    """The LSTM of the peers, and that of plain PyTorch alone: the fastest on this machine, as worker 0 finds."""
+    """The fastest LSTM for the peers, and the fastest of torch's own, as measured by worker 0. Collective."""
     kinds = (peers.NATIVE, peers.ONEDNN, peers.OURS)
     found = (0, 0)
     if crew.rank == 0:
-        # As many lanes as data parallel gives a worker, which is also a usual micro-batch.
+        # A worker's share of the lanes under data parallelism, which is also a typical micro-batch.
         lanes = max(1, case.lanes // crew.size)
         found = (kinds.index(peers.fastest_lstm(case, lanes)), kinds.index(peers.fastest_lstm(case, case.lanes, kinds[:2])))
     return kinds[int(crew.sum(found[0]))], kinds[int(crew.sum(found[1]))]
@@ -214,7 +214,7 @@ def _lstm_name(variant: Variant, lstms: tuple[str, str]) -> str:
 
 
 def loop_of(variant: Variant, case: Case, crew: TimedWorkers, lstm: str) -> TimedLoop | None:
-    """The loop of a variant on this worker; None where it has no part in it."""
+    """The loop of a variant on this worker; None if this worker has no part in it."""
     match variant.family.removesuffix(TORCH):
         case "serial":
             return Ours(case, Plan.serial()) if crew.rank == 0 else None
@@ -232,7 +232,7 @@ def loop_of(variant: Variant, case: Case, crew: TimedWorkers, lstm: str) -> Time
 
 
 def plan_of(variant: Variant, case: Case, stages: int) -> Plan:
-    """Our plan for a variant, cut where the peers are cut."""
+    """Our plan for a variant, with the same cuts as the peers."""
     chunk_steps = -(-case.steps // variant.chunks) if variant.chunks > 1 else None
     return Plan(
         stages=stages,
@@ -252,7 +252,7 @@ SCHEDULERS: dict[str, Callable[..., Schedule]] = {"sequential": schedules.sequen
 
 
 def bubble_of(variant: Variant, stages: int) -> float | None:
-    """The share of idle time that the schedule predicts, stages and chunks taken as equal; none for what has no schedule of ours."""
+    """The idle fraction that our schedule predicts if all stages and chunks take equal time; None for variants without such a schedule."""
     if variant.family not in SCHEDULERS:
         return None
     options = {"share_head": True} if variant.share_head else {}
@@ -260,7 +260,7 @@ def bubble_of(variant: Variant, stages: int) -> float | None:
 
 
 class Ours:
-    """Our trainer on a plan."""
+    """Our trainer with a given plan."""
 
     def __init__(self, case: Case, plan: Plan, mesh: Mesh | None = None, scheduler: Callable[..., Schedule] | None = None) -> None:
         train = {"optimizer": "adam", "lr": peers.LR, "clip": peers.CLIP}
@@ -270,18 +270,18 @@ class Ours:
         self.batches = [Batch.of(x_TB, target_TB) for x_TB, target_TB in case.batches()]
 
     def step(self, number: int) -> Tensor:
-        """One optimizer step; the mean loss."""
+        """One optimizer step; returns the mean loss."""
         return self.trainer.step(self.batches[number % len(self.batches)])
 
 
 def _mean_loss(crew: TimedWorkers, loop: TimedLoop | None, number: int) -> float:
-    """The loss of a step, the same number on every worker; where several know a loss, each knows that of an equal share."""
+    """Run a step and return its loss, the same on every worker. If several workers have a loss, each covers an equal share of the lanes."""
     loss = None if loop is None else loop.step(number)
     return crew.sum(0.0 if loss is None else float(loss)) / crew.sum(loss is not None)
 
 
 def first_steps(crew: TimedWorkers, loop: TimedLoop | None) -> tuple[float, list[float]]:
-    """Milliseconds of the fastest of the steps after the first, and the losses of all."""
+    """Run the checked steps; returns the fastest time after the first step, in milliseconds, and all losses."""
     losses: list[float] = []
 
     def step(number: int) -> int:
@@ -302,7 +302,7 @@ def _counted(loop: TimedLoop | None) -> Callable[[int], int]:
 
 
 def check_losses(losses: dict[str, list[float]], reference: str) -> None:
-    """Refuses to time a loop that does not compute what one worker computes."""
+    """Raise if a loop does not compute what one worker computes."""
     serial = losses[reference]
     allowed = OF_FALL * (serial[0] - serial[-1]) + OF_LOSS * serial[0]
     for name, values in losses.items():
@@ -314,7 +314,7 @@ def check_losses(losses: dict[str, list[float]], reference: str) -> None:
 
 
 def _best_of_families(first_ms: dict[Variant, float]) -> list[Variant]:
-    """All variants, except that of each micro-batch pipeline only the fastest number of micro-batches stays."""
+    """All variants, but for each micro-batch pipeline only the one with the fastest number of micro-batches."""
     tuned = ("gpipe", *PIPELINES, *(f"{family}{TORCH}" for family in PIPELINES))
     best = {
         family: min((each for each in first_ms if each.family == family), key=first_ms.__getitem__)
@@ -325,8 +325,8 @@ def _best_of_families(first_ms: dict[Variant, float]) -> list[Variant]:
 
 
 def _remember(crew: TimedWorkers, case: Case, variant: Variant, lstm: str) -> Iterator[Row]:
-    """Peak memory of a few steps, above the level before the model was built."""
-    # Libraries, threads and connections that any first step brings with it belong to no model.
+    """Measure peak memory over a few steps, above the level before the model was built."""
+    # Warm up with a small model, so that libraries, threads and connections created by any first step are not counted.
     small = replace(case, hidden=16, vocabulary=50, steps=max(8, variant.chunks * 2))
     warm = loop_of(variant, small, crew, lstm)
     for number in range(2):
@@ -387,7 +387,7 @@ def _rows(
 
 
 def targets_of(case: Case, size: int, variant: Variant, *, best: bool) -> list[str]:
-    """What is wanted of a row: of the fastest wavefront its speed, of two stages their memory (a shared head is held by both)."""
+    """The targets of a row: speed for the fastest wavefront, memory for two stages (unless they share the head, which both then hold)."""
     wanted = []
     if best and size == 2:
         wanted += ["over_pipelining >= 1.7", "over_ddp >= 1.0"]

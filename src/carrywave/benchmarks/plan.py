@@ -1,8 +1,8 @@
-"""Claim: the planner's predictions are near what is measured, and what it chooses is near the best.
+"""Claim: the planner's predictions are close to the measured step times, and the plan it chooses is close to the best.
 
-For each model this machine is measured anew, every plan is predicted, and then each is trained for real, all in turn in the same
-processes: serial with all cores in one process, the others with the cores dealt out, as `carrywave train --devices N` does. The plan that
-the planner chooses is timed among them, so that its distance to the best one is measured too.
+For each model this machine is profiled from scratch, every plan is predicted, and then each plan is trained for real, taking turns in the
+same processes: serial with all cores in one process, the others with the cores divided among the workers, as `carrywave train --devices N`
+does. The planner's choice is timed among them, which shows how far it is from the best.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ title = "predicted and measured step times"
 
 @dataclass(frozen=True)
 class Case(peers.Case):
-    """A language model with dropout and its batch, as a user's spec has it."""
+    """A language model with dropout and the shape of its batches."""
 
     dropout: float = 0.0
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """The name shown in the table."""
         return f"{self.layers} x {self.hidden}, {self.lanes} lanes x {self.steps}, {self.vocabulary:,} words"
 
     @property
     def spec(self) -> Spec:
-        """As a user would write it."""
+        """The case as a spec."""
         model = {"hidden": self.hidden, "layers": self.layers, "dropout": self.dropout}
         return parse({"task": "language", "model": model, "batch": {"lanes": self.lanes, "steps": self.steps}, "train": {"clip": 1.0}})
 
     @property
     def cut(self) -> Units:
-        """What plans cut."""
+        """The units that plans divide into stages."""
         return Units.of(self.spec, DataFacts(vocabulary=self.vocabulary, sequences=1, steps=10**6, longest=10**6))
 
 
@@ -79,7 +79,7 @@ WARM_UP = 2
 
 
 def plans(case: Case, workers: int, predictor: Predictor) -> list[Plan]:
-    """Those that are compared, beside the chosen one: layers shared out evenly, and once as balances the stages."""
+    """The plans to compare with the chosen one: replicas; and even cuts with various chunks, with a shared head, and balanced cuts."""
     if workers == 1:
         return [Plan.serial()]
     found = [Plan(replicas=workers)]
@@ -101,7 +101,7 @@ def plans(case: Case, workers: int, predictor: Predictor) -> list[Plan]:
 
 
 def run(*, quick: bool = False) -> list[Row]:
-    """Rows for every case and number of workers, and a last one with the errors of all."""
+    """Rows for every case and number of workers, and a final row that summarises the errors."""
     rows: list[Row] = []
     with _fresh_cache():
         for case in QUICK if quick else CASES:
@@ -125,7 +125,7 @@ def _of_case(case: Case, sizes: list[int], *, quick: bool) -> list[Row]:
         profile = profile_for(case.cut, device="cpu", devices=workers)
         cluster = Cluster.uniform(replace(profile, devices_per_host=max(workers, 1)), workers)
         predictor = Predictor(case.cut, cluster)
-        chosen = search(case.cut, cluster).best.plan  # may have fewer workers
+        chosen = search(case.cut, cluster).best.plan  # may use fewer workers
         wanted = plans(case, workers, predictor)
         wanted += [chosen] if chosen.workers == workers and all(_bare(chosen) != _bare(plan) for plan in wanted) else []
         found = _timed(case, wanted, workers, quick)
@@ -163,7 +163,7 @@ def _timed(case: Case, wanted: list[Plan], workers: int, quick: bool) -> list[Ro
 
 
 def _bare(plan: Plan) -> tuple[object, ...]:
-    """Two plans that do the same have the same."""
+    """The fields that determine the work; equal for equivalent plans."""
     return plan.replicas, plan.stages, plan.chunk_steps, plan.slices, plan.recompute, plan.shares_head, plan.cuts
 
 
@@ -175,7 +175,7 @@ def _shown(name: str, value: object) -> object:
 
 @contextmanager
 def _fresh_cache() -> Iterator[None]:
-    """What was measured of this machine another time does not count."""
+    """Use an empty cache, so that earlier profiles of this machine are ignored."""
     before = os.environ.get("CARRYWAVE_CACHE")
     with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as folder:
         os.environ["CARRYWAVE_CACHE"] = folder
@@ -188,7 +188,7 @@ def _fresh_cache() -> Iterator[None]:
 
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
-    """What every worker does: all plans in turn."""
+    """Entry point of every worker: time all plans in turn."""
     case = Case(**job["case"])
     loops = {str(number): loop_of(world, case, given) for number, given in enumerate(job["plans"])}
     for loop in loops.values():
@@ -199,7 +199,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
 
 
 def loop_of(world: World, case: Case, given: Mapping[str, Any]) -> Any:
-    """A step of a case with a plan, given as its fields; takes its number, gives its tokens."""
+    """A function that runs step i of a case and returns its tokens; `given` holds the fields of the plan."""
     plan = Plan(**{**given, "cuts": tuple(given["cuts"])})
     torch.manual_seed(1)
     dropout = case.dropout

@@ -1,14 +1,14 @@
-"""Claim: our replicas train at least as fast as DDP on batches of one length, and faster where lengths vary.
+"""Claim: our replicas train at least as fast as DDP on batches of one length, and faster if lengths vary.
 
-Peers, in the same worker processes, one thread each, with the same model, optimizer and clipping, taking turns:
+All loops run in the same worker processes, one thread each, with the same model, optimizer and clipping, and take turns:
 
-- fixed: a language model, the same global batch shared evenly by the workers; DDP with its default buckets and with small ones;
-- lengths: classification of sequences of log-normal length. DDP draws through a DistributedSampler in random order, padded or
-  packed, with as many sequences in a batch as give the same number of real steps on average. Ours buckets by length, and every
-  worker has a share of the same bucket.
+- fixed: a language model, the same global batch divided evenly among the workers; DDP with default and with small gradient buckets;
+- lengths: classification of sequences of log-normal length. DDP draws batches in random order through a DistributedSampler, padded or
+  packed, with as many sequences per batch as give the same number of real steps on average. Ours buckets by length, and every worker gets
+  a share of the same bucket.
 
-Speed is in real tokens a second of all workers together, the slowest worker's clock; padding does not count. The ratio is to
-the best of the peers. Serial is our trainer on one worker while the others sleep.
+Speed is in real tokens per second over all workers, timed by the slowest; padding does not count. The ratio is to the best peer. Serial is
+our trainer on one worker while the others wait.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ QUICK = Case(2, 16, 8, 8, 50)
 FEATURES, CLASSES = 16, 10
 SMALL_BUCKET_MB = 2
 TRAIN = {"optimizer": "adam", "lr": peers.LR, "clip": peers.CLIP}
-LOOPS = ("serial", "carrywave")  # ours; all others are peers
+LOOPS = ("serial", "carrywave")  # ours; the rest are peers
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequences of log-normal length, from 5 steps to `longest`, and how many steps a batch has."""
+    """Sequences of log-normal length, from 5 to `longest` steps; `tokens` is the number of steps per batch."""
 
     hidden: int
     longest: int
@@ -68,11 +68,11 @@ class Lengths:
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """The name shown in the table."""
         return f"lengths 1x{self.hidden} log-normal 5..{self.longest} batch {self.tokens}"
 
     def data(self) -> Sequences:
-        """The same for every worker."""
+        """The data, identical on every worker."""
         draw = np.random.default_rng(0)
         lengths = np.clip(np.exp(draw.normal(math.log(80), 1.0, self.sequences)), 5, self.longest).astype(np.int64)
         inputs = draw.standard_normal((int(lengths.sum()), FEATURES)).astype(np.float32)
@@ -80,7 +80,7 @@ class Lengths:
 
 
 def run(*, quick: bool = False) -> list[dict[str, object]]:
-    """A row for each loop."""
+    """One row per loop."""
     rounds, seconds = (2, 0.02) if quick else (5, 0.5)
     lengths = Lengths(8, 100, 256, 200) if quick else Lengths(128, 1000, 8192, 4000)
     cases: list[Case | Lengths] = [*((QUICK,) if quick else FIXED), lengths]
@@ -95,7 +95,7 @@ def run(*, quick: bool = False) -> list[dict[str, object]]:
 
 
 def rows_of(case: str, size: int, timed: list[Row], target: float) -> list[dict[str, object]]:
-    """Rates beside those of one worker and of the best peer."""
+    """Rows with each rate relative to one worker and to the best peer."""
     rates = {row["loop"]: row["tokens_per_second"] for row in timed}
     best = max(rate for loop, rate in rates.items() if loop not in LOOPS)
     return [
@@ -120,7 +120,7 @@ Loop = Callable[[int], int]
 
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
-    """What every worker does: one case after the other."""
+    """Entry point of every worker: time one case after another."""
     crew = TimedWorkers(world)
     for number, given in enumerate(job["cases"]):
         loops, lstm, first = _lengths(crew, Lengths(**given)) if "longest" in given else _fixed(crew, Case(**given))
@@ -148,7 +148,7 @@ def _fixed(crew: TimedWorkers, case: Case) -> tuple[dict[str, Loop], str, int]:
 
     def counted(name: str) -> Loop:
         loop = made[name]
-        # Every worker answers for its share of the lanes; they are even.
+        # Every worker counts its own share of the lanes; all shares are equal.
         tokens = case.lanes * case.steps // (1 if name == "serial" else crew.size)
 
         def step(number: int) -> int:
@@ -198,7 +198,7 @@ def _plain(
         hidden=case.hidden,
         classes=CLASSES,
         batch=batch,
-        # Only nn.LSTM takes packed sequences, and it runs them in its native loop.
+        # Only nn.LSTM accepts packed sequences, which always run in its native loop.
         lstm=peers.NATIVE if packed else lstm,
         packed=packed,
         rank=crew.rank,
@@ -207,7 +207,7 @@ def _plain(
 
 
 def _check(crew: TimedWorkers, case: Lengths, sequences: Sequence[Tensor], labels: Sequence[int], lstm: str) -> None:
-    """All loops on a few sequences that make one batch, so that their order does not matter: the losses must be one worker's."""
+    """Check every loop on a few sequences that form one batch, so that order does not matter: losses must match those of one worker."""
     each = len(sequences) // crew.size
     x_TBF, lengths_B, labels_B = collate(list(zip(sequences, labels, strict=True)))
     batch = Batch.of(x_TBF, labels_B, lengths_B, pooled=True)
@@ -238,7 +238,7 @@ def _check(crew: TimedWorkers, case: Lengths, sequences: Sequence[Tensor], label
 
 
 def _ours(case: Lengths, data: Sequences, plan: Plan, mesh: Mesh | None) -> Loop:
-    """Our trainer and loader, step by step, epoch after epoch; the real tokens of this worker's share."""
+    """A loop over our trainer and loader, epoch after epoch; each step returns the real tokens of this worker's share."""
     spec = parse(
         {
             "task": "classification",
@@ -276,7 +276,7 @@ def _forever(loader: Loader) -> Iterator[Batch]:
 
 
 def _fastest(crew: TimedWorkers, case: Case, lanes: int) -> str:
-    """The LSTM of the peers, as worker 0 finds while the others sleep."""
+    """The fastest LSTM for the peers, measured by worker 0 while the others wait. Collective."""
     kinds = (peers.NATIVE, peers.ONEDNN, peers.OURS)
     found = kinds.index(peers.fastest_lstm(case, lanes, kinds)) if crew.rank == 0 else 0
     return kinds[int(crew.sum(found))]

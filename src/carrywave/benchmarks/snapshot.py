@@ -1,10 +1,10 @@
-"""Claim: a snapshot every 50 steps holds training up by at most 3.5% of its time.
+"""Claim: a snapshot every 50 steps slows training down by at most 3.5%.
 
-Two workers train a language model of 2 x 650 units and 33,000 words with Adam, as replicas; a snapshot is 600 MB. Blocks of so many
-steps take turns: with a snapshot that is begun before the first step and waited for after the last, and without one. So all that it
-costs is counted: copying, what the writing takes from the processor and the disk, and the wait. The stall is the difference over the
-block without; the median over pairs of neighbouring blocks counts. `held` is the time for which the main thread itself stood still,
-`written` the time after which the snapshot was on the disk.
+Two replicas train a language model with 2 x 650 units and 33,000 words using Adam; a snapshot is 600 MB. Blocks of 50 steps alternate: one
+with a snapshot, started before the first step and awaited after the last, and one without. So the full cost is counted: copying, CPU and
+disk contention while writing, and the final wait. `stall` is the extra time relative to the block without; the median over pairs of
+adjacent blocks counts. `held_ms` is the time the main thread itself was blocked (`held`: as a fraction of the block), `written_s` the time
+until the snapshot was on disk.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ COLUMNS = ("case", "workers", "snapshot_mb", "every", "step_ms", "stall", "sprea
 
 WORKERS = 2
 TARGET = 0.035
-BATCHES = 4  # that are trained on in turn
+BATCHES = 4  # cycled through
 MB = 1e6
 
 
 @dataclass(frozen=True)
 class Case:
-    """A language model, its batch, and after how many steps there is a snapshot."""
+    """A language model, its batch shape, and the number of steps between snapshots."""
 
     layers: int = 2
     hidden: int = 650
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As it stands in the table."""
+        """The name shown in the table."""
         return f"{self.layers}x{self.hidden} vocabulary {self.words} adam, {self.lanes} lanes x {self.steps} steps"
 
 
@@ -71,7 +71,7 @@ def run(*, quick: bool = False) -> list[dict[str, object]]:
 
 
 def row_of(case: Case, told: list[list[Row]]) -> dict[str, object]:
-    """From what all workers told of each pair of blocks; the first is left out, which takes the memory and fills the caches."""
+    """Summarise the pairs of blocks of all workers, without the first, which allocates memory and fills caches."""
     pairs = told[0][1:]
     stalls = [pair["with_seconds"] / pair["without_seconds"] - 1 for pair in pairs]
     without = statistics.median(pair["without_seconds"] for pair in pairs)
@@ -95,7 +95,7 @@ def row_of(case: Case, told: list[list[Row]]) -> dict[str, object]:
 
 
 def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
-    """Both kinds of block in turn, one pair more than counts."""
+    """Entry point of every worker: alternate both kinds of block, with one extra pair to warm up."""
     crew = TimedWorkers(world)
     case = Case(**job)
     plan = Plan(replicas=crew.size)
@@ -113,7 +113,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
         writer.meet()
 
         def block(number: int) -> tuple[float, float]:
-            """Seconds of a block by the slowest worker; with a snapshot where it has a number, and after how long that was written."""
+            """Seconds of a block, with a snapshot unless `number` is 0, and until that was written; each for the slowest worker."""
             crew.barrier()
             began = time.perf_counter()
             written: list[float] = []
@@ -130,7 +130,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
 
         for pair in range(case.rounds + 1):
             held = writer.held_seconds
-            # In turn first and second: a machine that warms up or is disturbed favours neither.
+            # Alternate which comes first, so that warm-up or interference on the machine favours neither.
             order = (pair + 1, 0) if pair % 2 else (0, pair + 1)
             blocks = {number: block(number) for number in order}
             manifest = open_stored(folder).manifest

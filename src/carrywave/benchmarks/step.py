@@ -1,15 +1,15 @@
 """Claim: a whole training step (embedding, stack, softmax, loss, clipping, optimizer) takes a fraction of the plain PyTorch loop's time.
 
-Two models: the WikiText-2 recipe of two layers of 650 units, and eight layers of 1,024. All loops begin with the same weights, read
-the same windows from the GPU's memory, pass the carry on, and compute in bf16 under autocast with float32 weights. They take turns, a
-block of steps each, several times; the median of the blocks counts:
+Two models: the WikiText-2 recipe with two layers of 650 units, and eight layers of 1,024. All loops start from the same weights, read the
+same windows from GPU memory, keep the carry between windows, and compute in bf16 under autocast with float32 weights. They take turns, a
+block of steps each, for several rounds; the median over blocks counts:
 
-- carrywave: the trainer as a user gets it, which records its steps as CUDA graphs;
+- carrywave: the trainer with default settings, which captures its steps as CUDA graphs;
 - eager: nn.Embedding, nn.LSTM, nn.Linear, the fused optimizer;
-- graph: the same loop, its whole step recorded under `torch.cuda.graph`;
-- compile: the same loop, forward and loss under `torch.compile`.
+- graph: the same loop, with the whole step captured under `torch.cuda.graph`;
+- compile: the same loop, with forward and loss under `torch.compile`.
 
-A loop counts only if its loss is a number and falls; one that does not, or cannot be built, has a note in place of figures.
+A loop is timed only if its loss is finite and decreases; otherwise, or if it cannot be built, its row has a note instead of figures.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ COLUMNS = (
 )
 
 RECIPES = (
-    # WikiText-2. Its rate is 20, for text: on made-up windows the loss then jumps too much to be seen to fall. A step takes as long.
+    # WikiText-2. On text its learning rate is 20; on random windows the loss is then too noisy to be seen falling. Step time is unaffected.
     Recipe(2, 650, 20, 35, 33_278, "sgd", lr=5.0, clip=0.25, dropout=0.5, tied=True),
     Recipe(8, 1024, 64, 128, 10_000, "adam", lr=1e-3, clip=1.0),
 )
@@ -64,23 +64,23 @@ QUICK = (
 )
 TARGETS = {"2x650 B20 T35 V33278 sgd": "over_eager >= 4.0; over_graph >= 1.5"}
 LOOPS = ("carrywave", "eager", "graph", "compile")
-WINDOWS = 8  # that come again and again
-CHECKED = 3 * WINDOWS  # steps whose losses are looked at; they warm up as well
+WINDOWS = 8  # cycled through
+CHECKED = 3 * WINDOWS  # steps whose losses are checked; they also serve as warm-up
 BLOCK_MS, BUDGET_MS, ROUNDS = 150.0, 5000.0, (5, 9)
 
-Step = Callable[[], Tensor]  # one optimizer step; its loss
+Step = Callable[[], Tensor]  # runs one optimizer step and returns its loss
 
 
 def run(*, quick: bool = False, rows: Sequence[str] = (), loops: Sequence[str] | None = None) -> list[dict[str, object]]:
-    """A row for each loop of each model; see `each`."""
+    """One row per loop and model; see `each`."""
     return list(each(quick=quick, rows=rows, loops=loops))
 
 
 def each(*, quick: bool = False, rows: Sequence[str] = (), loops: Sequence[str] | None = None) -> Iterator[dict[str, object]]:
-    """Rows as they are measured. `rows` picks models by words of their names, such as 2x650; `loops` leaves out others than those named."""
+    """Yield rows as they are measured. `rows` selects models by words of their names, such as 2x650; `loops` selects loops by name."""
     device = peers.cuda_device("step")
     recipes = chosen(QUICK if quick else RECIPES, rows)
-    # Compiling takes longer than all the rest of the short form.
+    # Skipped in the quick form, where compiling would take longer than everything else.
     names = loops if loops is not None else LOOPS[:-1] if quick else LOOPS
     if unknown := [name for name in names if name not in LOOPS]:
         raise UserError(f"there is no loop {unknown[0]} in bench step; use some of {', '.join(LOOPS)}")
@@ -89,7 +89,7 @@ def each(*, quick: bool = False, rows: Sequence[str] = (), loops: Sequence[str] 
 
 
 def chosen(recipes: Sequence[Recipe], rows: Sequence[str]) -> list[Recipe]:
-    """The models that are asked for."""
+    """The models selected by `rows`."""
     kept = [recipe for recipe in recipes if not rows or any(set(words.split()) <= set(recipe.name.split()) for words in rows)]
     if not kept:
         known = ", ".join(recipe.name.split()[0] for recipe in recipes)
@@ -98,7 +98,7 @@ def chosen(recipes: Sequence[Recipe], rows: Sequence[str]) -> list[Recipe]:
 
 
 def compare(recipe: Recipe, device: torch.device, names: Sequence[str], *, budget_ms: float) -> list[dict[str, object]]:
-    """Build the loops, look at their losses, and time those that train."""
+    """Build the loops, check their losses, and time those that train."""
     model, windows = model_of(recipe), recipe.windows(WINDOWS, device)
     steps: dict[str, Step] = {}
     losses: dict[str, list[float]] = {}
@@ -116,7 +116,7 @@ def compare(recipe: Recipe, device: torch.device, names: Sequence[str], *, budge
     rows = rows_of(recipe, torch.cuda.get_device_name(device), names, ms, losses, notes)
     del steps, timed
     gc.collect()
-    torch.cuda.empty_cache()  # graphs hold memory of their own
+    torch.cuda.empty_cache()  # graphs hold private memory pools
     return rows
 
 
@@ -128,7 +128,7 @@ def rows_of(
     losses: Mapping[str, Sequence[float]],
     notes: Mapping[str, str],
 ) -> list[dict[str, object]]:
-    """A row for each loop; those that were not timed have their note."""
+    """One row per loop; those that were not timed have a note."""
     medians = {name: statistics.median(values) for name, values in ms.items()}
     rows: list[dict[str, object]] = []
     for name in names:
@@ -149,7 +149,7 @@ def rows_of(
 
 
 def kernel_of(recipe: Recipe) -> str:
-    """The backend that our trainer chooses for the layers."""
+    """The backend our trainer chooses for the layers."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     one = torch.empty((), dtype=DTYPES[recipe.precision], device=device)
     layer = LSTM(recipe.hidden, recipe.hidden, device=device).weights(0)
@@ -157,7 +157,7 @@ def kernel_of(recipe: Recipe) -> str:
 
 
 def build(name: str, recipe: Recipe, model: Model, windows: Windows) -> Step:
-    """A loop by its name, which begins with the weights of this model."""
+    """Build a loop by name, starting from the weights of this model."""
     if name == "carrywave":
         return ours(recipe, deepcopy(model), windows)
     kind = GraphedLoop if name == "graph" else CompiledLoop if name == "compile" else PlainLoop
@@ -165,7 +165,7 @@ def build(name: str, recipe: Recipe, model: Model, windows: Windows) -> Step:
 
 
 def model_of(recipe: Recipe) -> Model:
-    """Our model with its first weights, the same every time."""
+    """Our model with its initial weights, the same on every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         embedding = Embedding(recipe.vocabulary, recipe.hidden)
@@ -179,7 +179,7 @@ def model_of(recipe: Recipe) -> Model:
 
 
 def ours(recipe: Recipe, model: Model, windows: Windows) -> Step:
-    """Our trainer on these windows, one after the other."""
+    """Our trainer, cycling through these windows."""
     how = {"optimizer": recipe.optimizer, "lr": recipe.lr, "clip": recipe.clip, "precision": recipe.precision}
     trainer = Trainer(model, how, device=windows[0][0].device, keep_state=True)
     batches = itertools.cycle([Batch.of(x_TB, target_TB, fresh=False) for x_TB, target_TB in windows])

@@ -1,13 +1,13 @@
-"""Claim: our loop trains at least as fast as the loop a good engineer writes by hand, and faster where lengths vary.
+"""Claim: our loop trains at least as fast as the loop a good engineer writes by hand, and faster if lengths vary.
 
-Peers, in the same process, on the same data, with the same model, optimizer and clipping, taking turns (one block of steps
-each, in turn, several times; the median of the blocks counts):
+Ours and the peers run in the same process, on the same data, with the same model, optimizer and clipping, and take turns (a block of steps
+each, for several rounds; the median over blocks counts):
 
 - streams: truncated back-propagation over the same corpus in the same lanes and windows (`PlainStreams`);
-- lengths: a DataLoader in random order with `pad_sequence`, padded or packed, whichever is faster, with as many sequences
-  in a batch as give the same number of real steps on average (`PlainSequences`). Ours buckets by length.
+- lengths: a DataLoader in random order with `pad_sequence`, padded or packed, whichever is faster, with as many sequences per batch as
+  give the same number of real steps on average (`PlainSequences`). Ours buckets by length.
 
-Speed is in real tokens a second: padding does not count. The plain loops run as torch sets itself up by default.
+Speed is in real tokens per second: padding does not count. The plain loops use torch's default settings.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from carrywave.tasks.task import Task
 title = "training against a loop written by hand"
 COLUMNS = ("case", "device", "loop", "tokens_per_second", "spread", "ratio", "target")
 
-Step = Callable[[], int]  # one optimizer step; real tokens in it
+Step = Callable[[], int]  # runs one optimizer step and returns its real tokens
 
 LR, CLIP = 1e-3, 1.0
 FEATURES, CLASSES = 16, 10
 
 
 def run(*, quick: bool = False) -> list[dict[str, object]]:
-    """Both cases on this machine's device."""
+    """Both cases, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     blocks, seconds = (3, 0.3) if quick else (9, 2.0)
     rows: list[dict[str, object]] = []
@@ -61,7 +61,7 @@ def run(*, quick: bool = False) -> list[dict[str, object]]:
 
 
 def compare(case: str, loops: dict[str, Step], blocks: int, seconds: float, device: torch.device, target: float) -> list[dict[str, object]]:
-    """Run the loops in turn; the ratio is ours over the best of the others."""
+    """Run the loops in turn; the ratio is to the best of the peers."""
     rates: dict[str, list[float]] = {name: [] for name in loops}
     for step in loops.values():
         _block(step, seconds / 4, device)  # warm up
@@ -85,14 +85,14 @@ def compare(case: str, loops: dict[str, Step], blocks: int, seconds: float, devi
 
 
 def _block(step: Step, seconds: float, device: torch.device) -> float:
-    """Tokens a second over a stretch of at least so many seconds."""
+    """Tokens per second over a block of at least this many seconds and three steps."""
     _wait(device)
     begin, tokens, done = time.perf_counter(), 0, 0
     while time.perf_counter() - begin < seconds or done < 3:
         tokens += step()
         done += 1
         if device.type == "cuda" and done % 16 == 0:
-            _wait(device)  # so that the clock sees work done, not work queued
+            _wait(device)  # so that the clock measures completed work, not queued work
     _wait(device)
     return tokens / (time.perf_counter() - begin)
 
@@ -107,7 +107,7 @@ def _name(device: torch.device) -> str:
 
 
 def _ours(spec: Spec, codec: Codec, data: Sequences, device: torch.device) -> Step:
-    """Our trainer and loader, step by step, epoch after epoch."""
+    """A loop over our trainer and loader, epoch after epoch."""
     task = Task.of(spec, codec, codec.facts(data), data)
     view = task.part("train", data).view
     order = order_for(spec, view, training=True)

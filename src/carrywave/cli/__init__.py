@@ -1,1 +1,1 @@
-"""The commands, and what a person sees of a run."""
+"""The command line: commands, progress display, and exit codes."""

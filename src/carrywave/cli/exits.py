@@ -1,6 +1,11 @@
-"""How a command ends: 0 on success, 2 on a user's mistake (one line), 1 on our own fault, 130 when interrupted, 75 when it was asked to
-stop and wrote its snapshot. Of several workers one says what happened: the process that started them, or under another launcher rank 0
-where all failed together, and else the one that failed."""
+"""Turns the outcome of a command into one message and an exit code.
+
+Exit codes: 0 success, 1 internal error, 2 user error (one line), 75 stopped on request with a snapshot written, 130 interrupted,
+128 + N stopped by signal N before the first step, with no snapshot to resume from.
+
+With several workers the failure is reported once: by the process that started them; under another launcher, by rank 0 if all failed
+together, otherwise by the worker that failed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,7 @@ P = ParamSpec("P")
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """While libraries are loaded, Ctrl-C ends the program there and then: some of them would swallow it, or show a traceback."""
+    """Exit immediately on Ctrl-C while libraries are imported: some would swallow the interrupt or print a traceback."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         _say(INTERRUPTED, "interrupted")
@@ -49,7 +54,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, SIGUSR1 or SIGHUP before the first step."""
+    """SIGTERM, SIGUSR1 or SIGHUP arrived before the first step."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -58,13 +63,13 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Asked to stop before training begins, the program ends as after Ctrl-C: nothing half-made is left, and it is said.
+    """Handle a stop signal that arrives before training starts like Ctrl-C: clean up and report it.
 
-    Not in a worker, whose launcher knows what it asked for, and not once steps are taken: then the loop sees to it.
+    Does nothing in a worker, because its launcher sent the signal, or once training has started, because the loop then handles signals.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        if launch_record.trains():  # a second time: at once
+        if launch_record.trains():  # a second signal: exit at once
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         raise Terminated(number)
@@ -77,7 +82,7 @@ def ending_in_order() -> Iterator[None]:
         yield
     except Terminated as asked:
         let_go_of_terminal()
-        # A run that goes on has its snapshot still: that is a stop as any other.
+        # A resumed run still has its snapshot, so this counts as an ordinary stop.
         waiting = launch_record.last_step(launch_record.run_in_hand())
         code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is where it was, at step {waiting}")
         _say(code, f"stopped by {asked} before the first step; {what}", asked)
@@ -88,7 +93,7 @@ def ending_in_order() -> Iterator[None]:
 
 
 def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
-    """The command, with what it raises turned into a message on stderr and an exit code."""
+    """Wrap a command so that exceptions become a message on stderr and an exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -103,7 +108,7 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
             _say(INTERRUPTED, str(error) or "interrupted", error)
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            raise  # whoever read our output has left: no message, the caller's business
+            raise  # the reader of our output has closed the pipe: say nothing, the caller handles it
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
@@ -118,7 +123,7 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def end_as(ended: Ended) -> None:
-    """End as the workers did that this process started, with the one thing there is to say."""
+    """Exit with the combined result of the workers this process started, reporting it once."""
     if ended.message:
         note(ended.message + (f"; full logs: {shown(ended.logs)}" if ended.logs is not None and ended.died else ""))
     if ended.code == FAULT and ended.trace and ended.logs is None:
@@ -128,7 +133,7 @@ def end_as(ended: Ended) -> None:
 
 
 def _mistake(error: Exception) -> str | None:
-    """What the system refused, in words of what can be done about it; None: it is our own fault."""
+    """Explain an operating-system failure and its remedy; None means an internal error."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" for {error.filename}" if error.filename else ""
         return f"no room on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR"
@@ -138,7 +143,7 @@ def _mistake(error: Exception) -> str | None:
         return "too many files are open at once; allow more of them (ulimit -n 1024), or close other programs"
     if isinstance(error, ImportError) and "failed to map segment" in str(error):
         return "there is not enough memory to load the program; allow more of it (ulimit -v), or free some"
-    if isinstance(error, UnicodeEncodeError) and "surrogate" in error.reason:  # so Python holds bytes of a name that are not UTF-8
+    if isinstance(error, UnicodeEncodeError) and "surrogate" in error.reason:  # how Python decodes a file name that is not UTF-8
         return f"{error.object[:200]} is not UTF-8 text; rename the file or folder, or mend the text"
     if _is_out_of_memory(error):
         what = str(error).strip().partition(". ")[0].partition("\n")[0]
@@ -148,8 +153,8 @@ def _mistake(error: Exception) -> str | None:
 
 
 def _say(code: int, message: str, error: BaseException | None = None) -> None:
-    """The message to where it is said once, with the traceback of a fault of our own."""
-    world = sys.modules.get("carrywave.parallel.world")  # not imported here, since it loads torch: without it no contact is to be lost
+    """Report the message exactly once across workers; an internal error comes with its traceback."""
+    world = sys.modules.get("carrywave.parallel.world")  # importing it would load torch; if it is not loaded, there are no peers to lose
     contact = sys.modules.get("carrywave.parallel.liveness.lost_contact")
     is_lost = code == FAULT and error is not None and contact is not None and contact.lost(error)
     peer: int | None = None
@@ -169,7 +174,7 @@ def _say(code: int, message: str, error: BaseException | None = None) -> None:
     if not rank.isdecimal() or (code == INTERRUPTED and rank == "0"):
         note(message)
     elif code == INTERRUPTED:
-        pass  # all were interrupted
+        pass  # every rank was interrupted; rank 0 reports it
     elif world is not None and isinstance(error, UserError) and error.told_by is not None:
         world.tell_once(error, int(rank), lambda: note(message))
     elif is_lost and world is not None:
@@ -182,10 +187,10 @@ def _say(code: int, message: str, error: BaseException | None = None) -> None:
 
 
 def shown(path: Path) -> str:
-    """A path as a person would write it here."""
+    """The path relative to the current directory, if it lies inside it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Python's own, that of a GPU (torch is not imported to name it), and that of torch on the CPU, which has no class."""
+    """Covers Python, CUDA (matched by class name, to avoid importing torch), and torch's CPU allocator, which has no exception class."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)

@@ -1,4 +1,4 @@
-"""The command line. Torch is loaded inside the commands, so help, schema and a mistake in a spec come at once."""
+"""Defines the commands. Torch is imported inside them, so help, schema and spec errors appear immediately."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ app = typer.Typer(
 )
 
 
-ENDINGS = {"interrupted": INTERRUPTED, "terminated": STOPPED}  # of a run that ended before its end, snapshot written
+ENDINGS = {"interrupted": INTERRUPTED, "terminated": STOPPED}  # exit codes of a run that stopped early with a snapshot written
 
 
 def _print_version(wanted: bool) -> None:
@@ -121,13 +121,13 @@ def _train(
     with leaving_at_once():
         from carrywave.train.fit import train as train_run
 
-    # A dry run prints a spec: what is said beside it are comments, so that all of it can be used again.
+    # A dry run prints a spec; everything else becomes YAML comments, so that the output as a whole is a valid spec file.
     shown = PlainWatcher(Console(), before="# ") if dry_run else watcher_for(Console())
     with shown if is_first() else nullcontext(Silent()) as display:
         watch = Recorder(display)
         how = {} if workers is None else {"devices": workers}
         result = train_run(resolved, run=run, resume=resume, init=init, device=device, watch=watch, dry_run=dry_run, **how)
-    # What earlier attempts of this launch evaluated is in the run's own rows.
+    # After a restart, evaluations from earlier attempts of this launch are only in the run's metrics file.
     _write_rows(json_file, watch.rows if not launch_record.attempt() else _evaluations(result.run))
     if result.ending in ENDINGS:
         raise typer.Exit(ENDINGS[result.ending])
@@ -202,7 +202,7 @@ def bench(
     output_file.check(json_file)
     rows: list[dict[str, object]] = importlib.import_module(f"carrywave.benchmarks.{name}").run(quick=quick)
     console = Console()
-    # A file or a pipe has no width of its own: rows stay whole.
+    # A file or pipe has no width, so use one wide enough that rows are not wrapped.
     (console if console.is_terminal else Console(width=240)).print(table_of(f"bench {name}", rows))
     _write_rows(json_file, rows)
 
@@ -222,7 +222,7 @@ def schema(
 
 
 def _benchmarks() -> list[str]:
-    """The modules that define `run`; found by reading them, because importing one loads torch."""
+    """Names of the modules that define `run`, found by reading their source because importing them would load torch."""
     import carrywave.benchmarks
 
     folders = [Path(folder) for folder in carrywave.benchmarks.__path__]
@@ -239,7 +239,7 @@ def _spec_of(run: Path | None) -> Path:
 
 
 def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
-    """A JSON array with one row a line; what is not a number in JSON (NaN, infinity) becomes null."""
+    """Write a JSON array with one row per line; NaN and infinity become null, since JSON has neither."""
     if path is not None and is_first():
         lines = (json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
         output_file.write(path, "[\n" + ",\n".join(lines) + "\n]\n")
@@ -251,5 +251,5 @@ def _evaluations(run: Path) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command named on the command line."""
     app(prog_name="carrywave")

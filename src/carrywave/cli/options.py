@@ -1,4 +1,4 @@
-"""What commands are given alike: a spec with overrides, a device, the name of a file to write."""
+"""Command-line options and helpers shared by several commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Device(StrEnum):
 
 
 class _Flags:
-    """In help, a switch takes no value: nothing is to be written behind it."""
+    """Help shows no metavar for flags, since they take no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -40,7 +40,7 @@ class Command(_Flags, TyperCommand):
 
 
 class Group(_Flags, TyperGroup):
-    """All commands together. A word that they do not know is a mistake as any other: one line, exit 2."""
+    """The top-level command group. Usage errors are reported like any user error: one line and exit code 2."""
 
     def main(
         self,
@@ -51,17 +51,17 @@ class Group(_Flags, TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run the command that the words name, and end the process with its exit code."""
+        """Run the command given by `args` and exit the process with its code."""
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except typer.Abort:
             sys.exit(1)
         except Exception as error:
-            if not hasattr(error, "format_message"):  # of the parser, whose classes have no public name
+            if not hasattr(error, "format_message"):  # not one of the parser's errors, whose classes are not public
                 raise
             context = getattr(error, "ctx", None)
             message = " ".join(error.format_message().split())
-            if context is None or not message or "Usage:" in message:  # no words at all: help is what is shown
+            if context is None or not message or "Usage:" in message:  # no arguments at all: the error is the help text
                 error.show()  # type: ignore[attr-defined]
             else:
                 note(f"{message.rstrip('.')}; {context.command_path} --help lists what there is")
@@ -70,7 +70,7 @@ class Group(_Flags, TyperGroup):
 
 
 def note(message: str) -> None:
-    """One line on stderr."""
+    """Print one line to stderr."""
     print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
 
 
@@ -79,7 +79,7 @@ JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help=
 
 
 def spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
-    """The spec file among the words of a command, and what is to be changed in it."""
+    """Split the arguments into a spec file, if any, and its `key=value` overrides."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise UserError(f"{files[1]} is a second spec file beside {files[0]}; give one SPEC.yaml, and the rest as key=value")
@@ -87,5 +87,5 @@ def spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def plain(value: object) -> object:
-    """A value for JSON, which knows neither NaN nor infinity."""
+    """The value as JSON can represent it: NaN and infinity become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""`carrywave plan`: how the work of a spec is best split over devices, before anything runs. Needs no GPU, and loads no torch."""
+"""`carrywave plan`: finds the best split of a spec over devices before anything runs. Needs no GPU and loads no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from carrywave.spec.load import load, parse_yaml
 from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.train.profiles import CROWDED, profile_for
 
-THIS_MACHINE = "this machine"  # where a cluster names no profile
+THIS_MACHINE = "this machine"  # the profile of a cluster file that names none
 
 
 def plan(
@@ -82,7 +82,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Offer:
-    """What there is to train on: so many devices, of a profile that is named or else measured here."""
+    """The devices to plan for, with a named profile or one measured on this machine."""
 
     units: Units
     named: str | None
@@ -90,24 +90,24 @@ class _Offer:
     devices: int | None
 
     def uniform(self) -> Cluster:
-        """Devices of one kind."""
+        """A cluster of identical devices."""
         if self.named is None:
             count = self.devices or here(self.device)
             found = self.measured(count)
             if found.devices_per_host < count <= CROWDED * found.devices_per_host and found.common_memory:
-                found = replace(found, devices_per_host=count)  # on one host, as `train --devices` would start them
+                found = replace(found, devices_per_host=count)  # all on one host, where `train --devices` would start them
             return Cluster.uniform(found, count)
         found = find_profile(self.named)
-        # What this machine has says nothing about the one that the profile is of.
+        # The profile describes another machine, so this machine's device count is irrelevant.
         return Cluster.uniform(found, self.devices or found.devices_per_host)
 
     def measured(self, count: int) -> Profile:
         """The profile of this machine."""
-        on_one = count if count <= CROWDED * cores() else cores()  # more are other hosts like this one
+        on_one = count if count <= CROWDED * cores() else cores()  # more workers than that are assumed to be on further hosts like this one
         return profile_for(self.units, device=self.device, devices=on_one, note=note)
 
     def read(self, path: Path) -> Cluster:
-        """The cluster in a file."""
+        """Read a cluster file."""
         try:
             text = path.read_text(encoding="utf-8-sig")
         except OSError as error:
@@ -123,14 +123,14 @@ class _Offer:
         def find(name: str) -> Profile:
             if name == THIS_MACHINE:
                 return self.measured(here(self.device)) if self.named is None else find_profile(self.named)
-            beside = path.parent / name  # files that a cluster names stand beside it
+            beside = path.parent / name  # relative to the cluster file
             return find_profile(str(beside) if beside.is_file() else name)
 
         return Cluster.of(known, find, LINKS, str(path))
 
 
 def here(device: str) -> int:
-    """Devices of this machine: GPUs where there are some and they are wanted, else cores."""
+    """The number of devices on this machine: GPUs if there are any and the CPU was not asked for, otherwise cores."""
     count = 0 if device == "cpu" else len(gpus())
     if device == "cuda" and not count:
         raise PlanError("--device cuda, but no GPU was found by nvidia-smi; use --profile to plan for another machine")
@@ -148,7 +148,7 @@ def _facts_of(spec: Spec) -> DataFacts:
 
 
 def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
-    """The plan that the spec asks for; nothing where it is left to the planner."""
+    """The plan given in the spec; None if it is left to the planner."""
     if spec.plans_itself:
         return None
     asked: PlanSpec = spec.plan_spec
@@ -162,7 +162,7 @@ def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
 def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, json_file: Path | None, *, use_all: bool) -> None:
     asked = _asked(spec, units, cluster.devices)
     if asked is not None:
-        cluster.place(asked.replicas, asked.stages)  # refuses more workers than there are, before the search
+        cluster.place(asked.replicas, asked.stages)  # fail before the search if the plan needs more workers than there are
     best = search(units, cluster, use_all=use_all)
     tried = remedies(units, cluster, best, use_all=use_all)
     predictor = Predictor(units, cluster)
@@ -192,7 +192,7 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
     ]
     typer.echo("\n".join(lines))
     if svg is not None:
-        # What is asked for above what the planner would choose, on one axis.
+        # The requested plan above the planner's choice, on a shared time axis.
         drawn = [shown] if shown.plan == best.best.plan else [shown, best.best]
         panels = [Panel(f"{describe(each.plan)}: {each.speed}", each.timeline, stage_names(each, len(units))) for each in drawn]
         output_file.write(svg, draw(panels, _model(spec, units)))
@@ -206,7 +206,8 @@ def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | Non
         raise PlanError("--scale grows a cluster of equal hosts, and these differ; give one kind of host")
     profile = first.profile
     size = max(profile.devices_per_host, first.devices)
-    if cluster.within is not None or cluster.between is not None:  # those of a file stand for the profile's, whose sums are of others
+    # Links from the cluster file override the profile's, whose measured all-reduce times then no longer apply.
+    if cluster.within is not None or cluster.between is not None:
         within, between = cluster.within or profile.within, cluster.between or profile.between
         profile, size = replace(profile, reductions=(), within=within, between=between), first.devices
     found = scale(units, replace(profile, devices_per_host=size), most)

@@ -1,4 +1,4 @@
-"""How a run looks: a live display on a terminal, plain lines every few seconds anywhere else."""
+"""Displays the progress of a run: live on a terminal, plain lines every few seconds anywhere else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from carrywave.runs.watcher import StepInfo, Watcher, printable
 
 Clock = Callable[[], float]
 
-PLAIN_SECONDS = 5.0  # between two plain lines
-LIVE_SECONDS = 0.1  # between two updates of the live display: a step may take less than drawing it
+PLAIN_SECONDS = 5.0  # between plain lines
+LIVE_SECONDS = 0.1  # between updates of the live display: a step may take less time than drawing it
 
 
 class Display(Watcher, Protocol):
-    """A watcher that holds the screen while it is open."""
+    """A watcher that owns the screen while its context is open."""
 
     def __enter__(self) -> Self: ...
 
@@ -31,7 +31,7 @@ class PlainWatcher:
 
     def __init__(self, console: Console, *, every_seconds: float = PLAIN_SECONDS, clock: Clock = time.monotonic, before: str = "") -> None:
         self._console = console
-        self._before = before  # stands at the start of every line
+        self._before = before  # prefix of every line
         self._every_seconds = every_seconds
         self._clock = clock
         self._next_seconds = float("-inf")
@@ -47,7 +47,7 @@ class PlainWatcher:
         self._print(summary)
 
     def step(self, info: StepInfo) -> None:
-        """Print where the run stands, if the last such line is old enough."""
+        """Print the current progress, if the last progress line is old enough."""
         now = self._clock()
         if now >= self._next_seconds:
             self._next_seconds = now + self._every_seconds
@@ -66,7 +66,7 @@ class PlainWatcher:
         self._print(line)
 
     def _print(self, text: str) -> None:
-        # Not wrapped: a line of a log is one line, however long; and written at once, because people watch logs.
+        # Not wrapped, so that a log entry stays on one line; flushed, because people follow logs live.
         lines = "\n".join(f"{self._before}{line}" for line in printable(text).split("\n"))
         self._console.print(lines, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
@@ -79,7 +79,7 @@ class RichWatcher:
         self._console = console
         self._clock = clock
         self._next_seconds = float("-inf")
-        self._shown: tuple[str, int] | None = None  # phase and epoch of the bar
+        self._shown: tuple[str, int] | None = None  # phase and epoch the bar stands for
         self._bar: TaskID | None = None
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -88,7 +88,7 @@ class RichWatcher:
             TextColumn("{task.fields[figures]}", markup=False),
             console=console,
             transient=True,
-            auto_refresh=False,  # steps come often enough, and a thread of its own would take turns with training
+            auto_refresh=False,  # steps come often enough, and a refresh thread would compete with training
             expand=True,
         )
 
@@ -96,16 +96,16 @@ class RichWatcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Whatever ends a run, the cursor must come back.
+        # Restore the cursor however the run ends.
         self._progress.stop()
 
     def begin(self, summary: str) -> None:
-        """Print the summary and start the display."""
+        """Print the summary and start the live display."""
         self.say(summary)
         self._progress.start()
 
     def step(self, info: StepInfo) -> None:
-        """Move the bar, some times a second."""
+        """Update the bar, at most every `LIVE_SECONDS` within an epoch."""
         now = self._clock()
         shown = (info.phase, info.epoch)
         if now < self._next_seconds and shown == self._shown and info.step < info.steps:
@@ -128,13 +128,13 @@ class RichWatcher:
         self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def end(self, line: str) -> None:
-        """Take the bar away and print the line."""
+        """Remove the bar and print the line."""
         self._progress.stop()
         self.say(line)
 
 
 class Recorder:
-    """Keeps the rows of all evaluations for a program, and passes everything on."""
+    """Forwards everything to another watcher and collects the evaluation rows."""
 
     def __init__(self, to: Watcher) -> None:
         self._to = to
@@ -145,7 +145,7 @@ class Recorder:
         self.end = to.end
 
     def evaluated(self, row: Mapping[str, object]) -> None:
-        """Keep the row and pass it on."""
+        """Record the row and forward it."""
         self.rows.append(dict(row))
         self._to.evaluated(row)
 
@@ -156,18 +156,18 @@ def watcher_for(console: Console) -> Display:
 
 
 def step_line(info: StepInfo) -> str:
-    """Where a run stands, on one line."""
+    """The progress of a run on one line."""
     return f"{place(info)} step {info.step}/{info.steps} {figures(info)}"
 
 
 def place(info: StepInfo) -> str:
-    """The epoch, and the split where it is not train."""
+    """The epoch, with the split unless it is train."""
     epoch = f"epoch {info.epoch}/{info.epochs}"
     return epoch if info.phase == "train" else f"{epoch} {info.phase}"
 
 
 def figures(info: StepInfo, between: str = "  ") -> str:
-    """The figures of a step; padding, the learning rate and the time left only where it trains."""
+    """The figures of a step; padding waste, learning rate and time left only while training."""
     parts = [] if info.loss is None else [f"loss {info.loss:.4f}"]
     parts += [f"{info.tokens_per_second:,.0f} {info.unit}/s"]
     if info.phase == "train":
@@ -195,7 +195,7 @@ def row_line(row: Mapping[str, object]) -> str:
 
 
 def figure(value: object) -> str:
-    """A number with as many digits as one reads."""
+    """Format a number with a readable precision."""
     if isinstance(value, float):
         return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
     return str(value)

@@ -1,4 +1,4 @@
-"""`--devices`: who computes. Starts workers where this process is the first, and does nothing where a launcher has started us already."""
+"""Implements `--devices`: starts workers, unless a launcher has already started this process as one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MinDevicesOption = Annotated[
 
 @contextmanager
 def agreed(device: str) -> Iterator[None]:
-    """A mistake that workers meet in this block is one mistake, said once."""
+    """Make a user error raised in this block a single error on all workers, reported once. Collective under a launcher."""
     if not launched():
         yield
         return
@@ -59,7 +59,7 @@ def agreed(device: str) -> Iterator[None]:
 
 
 def devices_that_pay(spec: Spec, device: str, before: Path | None) -> int | None:
-    """How many GPUs to train on, where there are several and the user leaves it open; None: as always."""
+    """How many of several GPUs are worth training on when the user has not said; None leaves the default."""
     if device == "cpu" or launched() or len(gpus()) < 2:
         return None
     with leaving_at_once():
@@ -69,19 +69,19 @@ def devices_that_pay(spec: Spec, device: str, before: Path | None) -> int | None
 
 @dataclass(frozen=True)
 class Elastic:
-    """What is to happen when a worker dies."""
+    """What to do when a worker dies."""
 
-    restarts: int | None = None  # None: as many as usual where there are several workers
-    min_devices: int | None = None  # None: all that were asked for
+    restarts: int | None = None  # None: the default for several workers
+    min_devices: int | None = None  # None: never continue with fewer than were asked for
 
 
 def start_workers(
     devices: int | None, device: str, plan: PlanSpec | None = None, *, elastic: Elastic | None = None, dry_run: bool = False
 ) -> int | None:
-    """Start workers where several are asked for, and end with them. Returns in a process that computes itself.
+    """Start workers if several are needed and exit with their result; return only in a process that does the work itself.
 
     In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default.
-    Without `elastic` the workers are not started again: what they do takes a moment, and the user gives the command again.
+    Without `elastic` dead workers are not restarted: such commands are short, and the user can run them again.
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices {devices} leaves nobody to compute; use a number >= 1")
@@ -90,7 +90,7 @@ def start_workers(
         if devices is not None and str(devices) != size and not is_worker():
             raise PlanError(f"--devices {devices}, but the launcher has started {size} workers (WORLD_SIZE); leave out --devices")
         return None
-    # Only training spreads over hosts by itself: one host may judge or use what they have trained.
+    # Only training follows TF_CONFIG to several hosts; evaluation and prediction run on one.
     hosts = tf_config.read(os.environ) if plan is not None else None
     gpus = _gpus(device, needed=devices is None and plan is not None)
     count = devices or (gpus if plan is not None else 0) or 1
@@ -100,7 +100,8 @@ def start_workers(
         total = count * (1 if hosts is None else len(hosts.addresses))
         return None if total == 1 else total
     _check_elastic(elastic or Elastic(), count)
-    watched = elastic is not None and bool(elastic.restarts)  # one worker alone is started by another process only where that is asked for
+    # A single worker runs under a supervising process only if restarts were asked for.
+    watched = elastic is not None and bool(elastic.restarts)
     if count == 1 and hosts is None and not watched:
         return None
     gpus = gpus or _gpus(device, needed=device != "cpu")
@@ -139,7 +140,7 @@ def _gpus(device: str, *, needed: bool) -> int:
 
 
 def _check_plan(plan: PlanSpec, workers: int) -> None:
-    """What can be refused before anybody is started; the rest follows when the model is known."""
+    """Reject impossible plans before any worker starts; the remaining checks need the model."""
     if plan.replicas is not None and plan.replicas * plan.stages != workers:
         needed = plan.replicas * plan.stages
         raise PlanError(

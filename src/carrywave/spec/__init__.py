@@ -1,1 +1,1 @@
-"""What the user asked for: the spec, its keys in words, its defaults. Torch-free."""
+"""The spec: what the user asked for, with validation, defaults and reference text. Torch-free."""

@@ -1,23 +1,23 @@
-"""The batch where the spec names none: as large as suits the data, so that an epoch has some steps, and a step some sequences."""
+"""Chooses the batch size if the spec gives none, so that an epoch has enough steps and a batch enough sequences."""
 
 from __future__ import annotations
 
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import BatchSpec, Spec
 
-STEPS = 64  # window of a stream
+STEPS = 64  # per window of a stream
 MOST_LANES = 32
-MOST_TOKENS = 4096  # of separate sequences, or so many of their steps as hold this many of them:
+MOST_TOKENS = 4096  # per batch of separate sequences, or enough for this many sequences of mean length, whichever is more:
 SEQUENCES = 32
-LARGEST = 1 << 16  # however long sequences are
-LEAST_BATCHES = 16  # in an epoch, as far as there are sequences, or steps, for them
+LARGEST = 1 << 16  # upper limit on tokens per batch, however long the sequences
+LEAST_BATCHES = 16  # per epoch, if the data has enough sequences or steps
 
 
 def fitted(spec: Spec, facts: DataFacts) -> Spec:
-    """The spec with its batch as numbers: those that are given, and for the others what suits the training data."""
+    """The spec with every batch size filled in: given values are kept, the others are derived from the training data."""
     batch = spec.batch
     if not facts.steps:
-        return spec  # nothing is known of the data but what the model is shaped by
+        return spec  # only the facts that shape the model are known, not the amount of data
     if spec.streams:
         steps = batch.steps or STEPS
         lanes = batch.lanes or min(max(facts.steps // (steps * LEAST_BATCHES), 1), MOST_LANES)

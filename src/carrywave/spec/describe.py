@@ -1,4 +1,4 @@
-"""Every key of the spec in words: what it takes, its default, what it means. Error messages and docs/spec.md both read this.
+"""Describes every spec key in words: accepted values, default and meaning. Used by error messages and docs/spec.md.
 
 python -m carrywave.spec.describe > docs/spec.md
 """
@@ -21,21 +21,21 @@ class Key:
     """One dotted key of the spec."""
 
     name: str
-    takes: str  # what may stand there, in words
+    takes: str  # accepted values, in words
     default: str  # as it would be written in YAML
     means: str
-    section: bool = False  # holds further keys
-    free: bool = False  # holds names that the user chooses
+    section: bool = False  # contains further keys
+    free: bool = False  # contains names chosen by the user
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a spec file, for editors that complete and check YAML."""
+    """The JSON schema of a spec file, for editors that complete and validate YAML."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Spec.model_json_schema()}
 
 
 @cache
 def keys() -> Mapping[str, Key]:
-    """All keys by their dotted name, each section before its keys."""
+    """All keys by dotted name, each section before the keys in it."""
     whole = schema()
     found: dict[str, Key] = {}
     _collect("", whole, Spec().model_dump(mode="json"), whole["$defs"], found)
@@ -51,7 +51,7 @@ def _collect(prefix: str, section: Schema, defaults: Mapping[str, Any], definiti
         free = any("additionalProperties" in choice for choice in _choices(schema_of_field))
         found[name] = Key(name, _takes(schema_of_field, definitions), _show(default), means, section=inner is not None, free=free)
         if inner is not None:
-            # A section that is "auto" by default has no values of its own; its fields' own defaults hold once it is opened.
+            # A section that defaults to "auto" has no values; once the user opens it, the defaults of its fields apply.
             values = default if isinstance(default, Mapping) else {k: v.get("default") for k, v in inner["properties"].items()}
             _collect(f"{name}.", inner, values, definitions, found)
 
@@ -69,9 +69,9 @@ def _section(schema_of_field: Schema, definitions: Mapping[str, Schema]) -> Sche
 
 
 def _takes(field: Schema, definitions: Mapping[str, Schema]) -> str:
-    """What a field takes, in words: `a whole number >= 1`, `one of a, b`, `text`."""
+    """The accepted values in words: `a whole number >= 1`, `one of a, b`, `text`."""
     if "anyOf" in field:
-        # Null is what "left out" looks like in a resolved spec: nothing that one would be told to use.
+        # Null only marks an omitted key in a resolved spec; do not advise using it.
         return ", or ".join(_takes(choice, definitions) for choice in field["anyOf"] if choice.get("type") != "null")
     if "$ref" in field:
         inner = definitions[field["$ref"].rsplit("/", 1)[-1]]
@@ -104,7 +104,7 @@ def _show(value: object) -> str:
 
 
 def reference() -> str:
-    """docs/spec.md: one table for each section."""
+    """The text of docs/spec.md: one table per section."""
     lines = [
         "# The spec",
         "",

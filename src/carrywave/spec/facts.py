@@ -1,4 +1,4 @@
-"""Facts of the data that shape the model and the plan: torch-free, small enough to print, and enough to plan without the data."""
+"""The facts about the data that shape the model and the plan: torch-free, printable, and enough to plan without the data."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 
 from carrywave.errors import SpecError
 
-OF_A_RUN = ("scale", "own_model", "given_codec")  # what a run's facts.json holds beside the facts
+OF_A_RUN = ("scale", "own_model", "given_codec")  # further entries of a run's facts.json, not facts about the data
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What the data says about the model: sizes, names, lengths."""
+    """Sizes, names and lengths of the data, as far as the model and the plan depend on them."""
 
-    vocabulary: int = 0  # tokens; 0 where the inputs are numbers
-    features: int = 0  # numbers in a step; 0 where the inputs are tokens
-    labels: tuple[str, ...] = ()  # classes or tags, in order of their number
-    outputs: int = 0  # numbers in a target of regression; forecast columns
-    sequences: int = 0  # separate sequences, or series, in train
-    steps: int = 0  # real steps in train
+    vocabulary: int = 0  # number of tokens; 0 for numeric inputs
+    features: int = 0  # numbers per step; 0 for token inputs
+    labels: tuple[str, ...] = ()  # classes or tags, by index
+    outputs: int = 0  # numbers per regression target, or forecast columns
+    sequences: int = 0  # separate sequences, or series, in the training data
+    steps: int = 0  # real steps in the training data
     longest: int = 0  # steps of the longest sequence
-    histogram: tuple[tuple[int, int], ...] = ()  # (up to this length, sequences), at most 64 bins
+    histogram: tuple[tuple[int, int], ...] = ()  # (maximum length of the bin, sequences in it), at most 64 bins
 
     @staticmethod
     def of(known: Mapping[str, Any]) -> DataFacts:
-        """The facts from what JSON made of them."""
+        """Rebuild the facts from parsed JSON, where tuples have become lists."""
         return DataFacts(**{**known, "labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})
 
 
 def read_facts(text: str) -> DataFacts:
-    """Facts as a user gives them: a run's facts.json, the run's folder, or `vocabulary=33278,steps=2000000`; `labels=9` is how many."""
+    """Read facts from a run's facts.json, a run folder, or text such as `vocabulary=33278,steps=2000000`; `labels=9` means nine labels."""
     path = Path(text)
     if "=" in text and not path.exists():
         return _checked(dict(_pair(part, text) for part in text.split(",")), text)

@@ -1,9 +1,8 @@
-"""Reads a spec: a YAML file, then `key=value` overrides, then validation. What is wrong becomes one line: fact and remedy.
+"""Loads a spec: a YAML file, then `key=value` overrides, then validation. An error becomes one line with the problem and the remedy.
 
-YAML is read with a `SafeLoader` that differs from PyYAML's in these ways: `3e-4` and `1e5` are numbers, only `true` and `false`
-are truth values (a label may be called `no`), dates and keys are always text, and four things are refused: a key given twice, an alias
-(which could make a few lines into gigabytes), and numbers that old YAML takes for something else than a person does: `010` (8 there)
-and `1:30` (90).
+YAML is read with a `SafeLoader` that differs from PyYAML's in these ways: `3e-4` and `1e5` are numbers; only `true` and `false` are
+booleans (a label may be called `no`); dates and keys are always text. It rejects duplicate keys, aliases (which can expand a few lines
+into gigabytes), and numbers that YAML 1.1 reads differently from a person: `010` (octal, 8) and `1:30` (base 60, 90).
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from carrywave.errors import SpecError
 from carrywave.spec.describe import Key, keys
 from carrywave.spec.spec import Spec
 
-OPENED_BY_OVERRIDE = {"plan": "auto", "train.class_weights": "balanced"}  # words that stand for a whole section
+# Values that stand for a whole section; overriding a key inside the section replaces them.
+OPENED_BY_OVERRIDE = {"plan": "auto", "train.class_weights": "balanced"}
 TYPE_ERRORS = ("_type", "literal_error", "int_from_float")
 SHOWN_CHARACTERS = 60
-MOST_BYTES = 1 << 20  # of a spec file
-# Names of files that are no specs, and what else is needed to train on one.
+MOST_BYTES = 1 << 20  # upper limit on the size of a spec file
+# Suffixes of data files that users pass in place of a spec, and the override that training on them also needs.
 DATA_FILES = {
     **dict.fromkeys((".csv", ".tsv", ".parquet", ".pq"), "task=forecasting "),
     **dict.fromkeys((".jsonl", ".ndjson"), "task=classification "),
@@ -43,7 +43,7 @@ TRUTH = re.compile(r"true|True|TRUE|false|False|FALSE")
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
-    """The spec in a YAML file with `key=value` overrides on top, validated. No file is as an empty one: all defaults."""
+    """Read a YAML file, apply `key=value` overrides, and validate. Without a file, start from all defaults."""
     tree = _read(path) if path is not None else {}
     for override in overrides:
         _override(tree, override)
@@ -51,8 +51,8 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
 
 
 def parse(values: Mapping[str, Any]) -> Spec:
-    """The spec that a mapping of plain values describes, validated; `{"model": {"hidden": 256}}`."""
-    # By way of JSON, because strict validation of JSON takes a list for a tuple, and still no text or truth value for a number.
+    """Validate a mapping of plain values, such as `{"model": {"hidden": 256}}`, as a spec."""
+    # Via JSON, because strict validation of JSON accepts a list as a tuple, yet still rejects text or booleans as numbers.
     try:
         text = json.dumps({key: value for key, value in values.items() if value is not None}, default=_plain)  # None: an empty section
     except (TypeError, ValueError) as error:
@@ -68,19 +68,19 @@ def parse(values: Mapping[str, Any]) -> Spec:
 
 
 def _plain(value: object) -> object:
-    """What JSON does not know: a section as an object, a NumPy number, a path or a date."""
+    """Convert what JSON cannot represent: a section object, a NumPy number, a path or a date."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
     return value.item() if hasattr(value, "item") else str(value)
 
 
 def dump(spec: Spec) -> str:
-    """The whole resolved spec as YAML; `load` reads it back to an equal one."""
+    """The fully resolved spec as YAML; `load` reads it back as an equal spec."""
     return yaml.dump(spec.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Loader(yaml.SafeLoader):
-    """`SafeLoader` with the numbers, truth values and keys described above."""
+    """`SafeLoader` with the numbers, booleans and keys described at the top of this file."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -89,7 +89,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would take for a number, writes lists on one line, and no aliases."""
+    """Quotes text that `_Loader` would read as a number, writes lists on one line, and emits no aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -100,14 +100,14 @@ def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:
 
 
 def _resolvers(base: Mapping[str, list[tuple[str, Any]]]) -> dict[str, list[tuple[str, Any]]]:
-    """PyYAML's resolvers less those for floats and truth values, which are added anew below, and for dates."""
+    """PyYAML's resolvers without floats and booleans, which are redefined below, and without dates, merge keys and `=`."""
     dropped = tuple(f"{YAML_TAG}{kind}" for kind in ("float", "bool", "merge", "value", "timestamp"))
     return {first: [(tag, pattern) for tag, pattern in rules if tag not in dropped] for first, rules in base.items()}
 
 
 _Loader.yaml_implicit_resolvers = _resolvers(yaml.SafeLoader.yaml_implicit_resolvers)
 for _kind in (_Loader, _Dumper):
-    # Whole numbers are resolved before these, so that 10 stays one.
+    # Integers are resolved first, so 10 stays an integer.
     _kind.add_implicit_resolver(f"{YAML_TAG}float", re.compile(f"^(?:{NUMBER.pattern})$"), list("-+0123456789."))
 _Loader.add_implicit_resolver(f"{YAML_TAG}bool", re.compile(f"^(?:{TRUTH.pattern})$"), list("tTfF"))
 
@@ -118,7 +118,7 @@ def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 def _refuse_doubtful(node: yaml.ScalarNode) -> None:
-    """Numbers that mean one thing to YAML 1.1 and another to a person."""
+    """Reject numbers that YAML 1.1 reads differently from a person."""
     if ":" in node.value:
         raise _refusal(f"{node.value} is a number to the base 60 in YAML; write the number out, or put text in quotes", node.start_mark)
     if LEADING_ZERO.match(node.value):
@@ -128,7 +128,7 @@ def _refuse_doubtful(node: yaml.ScalarNode) -> None:
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float | int:
     _refuse_doubtful(node)
     value = loader.construct_yaml_float(node)
-    # 1e5 is a fine way to write a whole number of steps; 1.0 is not.
+    # Accept 1e5 as an integer, for example a number of steps, but not 1.0.
     whole = "." not in node.value and math.isfinite(value) and abs(value) < 2**53 and value == int(value)
     return int(value) if whole else float(value)
 
@@ -157,7 +157,7 @@ _Loader.add_constructor(None, _refuse_tag)
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What a text in YAML holds; `where` names it in errors."""
+    """Parse YAML text; `where` names its source in error messages."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -204,7 +204,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
-    """Sets one dotted key in place; later overrides win."""
+    """Set one dotted key in place; later overrides win."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise SpecError(f"{override!r} is not key=value; write for example model.hidden=256")
@@ -226,7 +226,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _split(dotted: str) -> list[str]:
-    """The steps of a dotted key; below a key with free names the rest is one name, dots and all."""
+    """Split a dotted key; below a key with user-chosen names the rest is a single name, dots included."""
     for key in keys().values():
         if key.free and dotted.startswith(f"{key.name}."):
             return [*key.name.split("."), dotted[len(key.name) + 1 :]]
@@ -250,7 +250,7 @@ def _unknown(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _suggest(dotted: str) -> str:
-    """The message for an unknown key, with the nearest known one."""
+    """The message for an unknown key, with the closest known key."""
     section, _, last = dotted.rpartition(".")
     known = list(keys())
     beside = [name for name in known if name.rpartition(".")[0] == section] or [name for name in known if "." not in name]
@@ -266,7 +266,7 @@ def _suggest(dotted: str) -> str:
 
 
 def _nearest(last: str, names: Sequence[str]) -> list[str]:
-    """The name whose last part is most like this, if any is; sections apart, the whole names would all look alike."""
+    """The name whose last part is closest, if any; whole names would match on their common section prefix."""
     by_last_part = {name.rpartition(".")[2]: name for name in names}
     return [by_last_part[match] for match in difflib.get_close_matches(last, by_last_part, n=1)]
 
@@ -276,7 +276,7 @@ def _first_of(problems: Sequence[str]) -> str:
 
 
 def _explain(error: ValidationError, tree: Mapping[str, Any]) -> list[str]:
-    """One line for each field that is wrong; of the branches of a union, only the one that came nearest."""
+    """One line per invalid field; for a union, only the error of the branch that matched best."""
     by_field: dict[str, list[tuple[str, object, ErrorDetails]]] = {}
     for detail in error.errors(include_url=False):
         name, place, value = _locate(detail["loc"], tree)
@@ -284,7 +284,7 @@ def _explain(error: ValidationError, tree: Mapping[str, Any]) -> list[str]:
     problems = []
     for name, found in by_field.items():
         if any(other.startswith(f"{name}.") for other in by_field):
-            continue  # the other branch of a union: the value is a section, and something in it is wrong
+            continue  # error of the wrong union branch: the value is a section, and the real error is inside it
         nearest = max(found, key=lambda one: (len(one[0]), not _is_type_error(one[2])))
         problems.append(_sentence(name, *nearest))
     return problems
@@ -295,9 +295,9 @@ def _is_type_error(detail: ErrorDetails) -> bool:
 
 
 def _locate(location: tuple[int | str, ...], tree: Mapping[str, Any]) -> tuple[str, str, object]:
-    """The key that an error is about, the place in its value (`model.hidden[1]`), and what stands there.
+    """The key an error refers to, the location in its value (`model.hidden[1]`), and the value found there.
 
-    Pydantic puts the name of a union's branch between the steps; what cannot be followed in the tree is such a name.
+    Pydantic inserts the name of the union branch into the location; any part that is not in the tree is such a name, and is skipped.
     """
     name, place, value = "", "", tree
     inside_value = False
@@ -324,7 +324,7 @@ def _sentence(name: str, place: str, value: object, detail: ErrorDetails) -> str
 
 
 def _why(value: object, key: Key, detail: ErrorDetails) -> str:
-    """What the value alone does not show."""
+    """An explanation of what is wrong where the value itself does not show it."""
     if "number" in key.takes and isinstance(value, str) and detail["type"] != "literal_error":
         return ", which is text"
     if detail["type"] == "string_type" and not isinstance(value, (dict, list)):
@@ -335,7 +335,7 @@ def _why(value: object, key: Key, detail: ErrorDetails) -> str:
 
 
 def _show(value: object) -> str:
-    """A value on one line, as YAML has it, cut short where it is long."""
+    """A value on one line, as YAML writes it, truncated if long."""
     text = json.dumps(value, ensure_ascii=False, default=_plain)
     text = text.replace("NaN", "nan").replace("Infinity", "inf") if isinstance(value, float) else text
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"

@@ -1,6 +1,6 @@
-"""What the user asked for, as frozen pydantic models. Torch-free: a laptop can check a spec for a cluster.
+"""Defines the spec as frozen pydantic models. Torch-free, so a laptop can validate a spec for a cluster.
 
-Every field that changes the answer lives here; how the work is split lives in `PlanSpec` and changes nothing but speed.
+Every field that affects the result is here. `PlanSpec` says how the work is split, which affects speed and memory only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
-WIDEST, DEEPEST = 1 << 16, 4096  # a matrix of so many rows and columns is 16 GiB
+WIDEST, DEEPEST = 1 << 16, 4096  # a float32 matrix with this many rows and columns is 16 GiB
 
 BUILTIN_TEXT = "builtin:python-topics"
 WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _DAY = f"(?:{'|'.join(WEEKDAYS)})"
-# As pandas writes them; where a week or a year begins follows from the times themselves.
+# A number, a list of weekdays, or a pandas frequency alias. The anchor of an alias (-SUN) is ignored: the times themselves show where a
+# week or a year begins.
 FREQUENCY = re.compile(
     r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
     rf"|(?P<days>{_DAY}(?: {_DAY})*)"
@@ -27,7 +28,7 @@ FREQUENCY = re.compile(
 
 
 class Section(BaseModel):
-    """A part of the spec: frozen, and closed to unknown keys and to non-finite numbers."""
+    """A section of the spec: frozen; rejects unknown keys and non-finite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=False)
 
@@ -292,7 +293,7 @@ class Spec(Section):
 
     @property
     def streams(self) -> bool:
-        """Whether data is cut into contiguous streams with a carried state, rather than separate sequences."""
+        """True if the data is cut into contiguous streams whose carry is kept, rather than into separate sequences."""
         if self.batch.tokens is not None:
             return False
         if self.batch.lanes is not None or self.batch.steps is not None:
@@ -301,25 +302,25 @@ class Spec(Section):
 
     @property
     def lanes(self) -> int:
-        """Streams side by side in training."""
+        """Parallel streams in training."""
         return self.batch.lanes or 32
 
     @property
     def steps(self) -> int:
-        """Window of a stream."""
+        """Steps per window of a stream."""
         return self.batch.steps or 64
 
     @property
     def tokens(self) -> int:
-        """Steps in a batch of separate sequences."""
+        """Steps in a batch of separate sequences, padding included."""
         return self.batch.tokens or 4096
 
     @property
     def plans_itself(self) -> bool:
-        """Whether the split is left to the planner; a kernel may be named all the same."""
+        """True if the split is left to the planner; naming only a kernel does not change that."""
         return self.plan == "auto" or not self.plan.model_fields_set - {"kernel"}
 
     @property
     def plan_spec(self) -> PlanSpec:
-        """The plan as asked for; `auto` leaves everything to the planner."""
+        """The plan section; `auto` becomes one in which nothing is set."""
         return PlanSpec() if self.plan == "auto" else self.plan
