@@ -33,7 +33,7 @@ BACKWARD = {"slope": "tanh_", "d_o": "dh", "d_c": "dc", "d_i": "d_c", "d_f": "d_
 @cache
 def formulas() -> dict[str, CodeType]:
     """The kernel's own expressions, by the name of what they give."""
-    text = files("carrywave.kernels").joinpath(SOURCE).read_text("utf-8").replace("[pass]", "")
+    text = files("carrywave.kernels").joinpath("source", SOURCE).read_text("utf-8").replace("[pass]", "")
     found = {}
     for name, first in (FORWARD | BACKWARD).items():
         match = re.search(rf"\b{name} = ({first}\b[^,;]*)[,;]", text)

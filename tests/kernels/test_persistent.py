@@ -208,7 +208,7 @@ def compile_source(constants: tuple[tuple[str, int], ...], folder: Path) -> str:
     if nvcc is None:
         pytest.skip("neither NVRTC nor nvcc is here")
     defines = [f"-D{name}={value}" for name, value in constants]
-    with as_file(files("carrywave.kernels").joinpath(recurrence.SOURCE)) as source:
+    with as_file(files("carrywave.kernels").joinpath("source", recurrence.SOURCE)) as source:
         target = ["-gencode", "arch=compute_90a,code=sm_90a", "-cubin", "-std=c++17", "-Xptxas", "-v"]
         command = [nvcc, *target, *defines, "-o", str(folder / "out.cubin"), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280)

@@ -285,9 +285,9 @@ def tell_once(error: UserError, rank: int, tell: Callable[[], None]) -> None:
         return
     try:
         if rank == error.told_by:
-            _Joined.store.set("carrywave/told", "yes")
+            _Joined.store.set(f"carrywave/{_attempt()}/told", "yes")
         else:
-            _Joined.store.wait(["carrywave/told"], timedelta(seconds=5))
+            _Joined.store.wait([f"carrywave/{_attempt()}/told"], timedelta(seconds=5))
     except RuntimeError:
         return  # the reporting worker is gone, and the store with it
 

@@ -84,6 +84,13 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
         # Anything that can be refused comes before the weights change.
         _check_weights(trainer, state["weights"])
         carry = _own_carry(trainer, state["carry"])
+        if not trainer.own_optimizer and len(state["groups"]) != len(trainer.optimizer.param_groups):
+            raise RunError(
+                f"the state is of an optimizer with {len(state['groups'])} groups, and the spec's has one; give that of this spec"
+            )
+        if trainer.scaler is not None:
+            trainer.scaler.check(state["scaler"])
+    with raise_on_all(world):
         if trainer.own_optimizer:
             optimizer_state.load(trainer.optimizer, trainer.held.parameters, state["own_optimizer"])
         else:

@@ -81,12 +81,17 @@ class Scaler:
         """The state to store in a snapshot."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the state from a snapshot."""
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Reject a state that `load` could not take."""
         for name, own in self.tensors().items():
             given = tensors.get(name)
             if given is None or given.shape != own.shape or given.dtype != own.dtype:
                 raise RunError(
                     f"the snapshot holds no loss scale ({name}); resume with the train.precision it was made with, or start a new run"
                 )
-            own.copy_(given)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the state from a snapshot."""
+        self.check(tensors)
+        for name, own in self.tensors().items():
+            own.copy_(tensors[name])
