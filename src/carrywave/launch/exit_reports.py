@@ -93,16 +93,14 @@ def ended(
 ) -> Ended:
     """Reduce the ends of all workers to one.
 
-    `codes` are the exit codes of this host's workers by rank, `causes` the failures they left, `asked` the signal that was forwarded to
-    them, `killed` the ranks that the launcher terminated, and `silent` those terminated for a missing heartbeat or a hang, with what to
-    report.
+    `codes` are the exit codes of this host's workers by rank, `causes` the failures they left, `asked` the signal forwarded to them,
+    `killed` the ranks that the launcher terminated, and `silent` what to report of those that lost their heartbeat or hung.
     """
     for rank, what in (silent or {}).items():
         return Ended(FAULT, f"worker {rank} of {size} {what}", rank=rank, died=True)
     told_of = set(causes) | set(killed)
     wordless = {rank: -code for rank, code in codes.items() if code < 0 and rank not in told_of and -code != asked}
-    # A process aborts itself when its communication fails, so SIGABRT may be a consequence; other signals come from outside or mean a
-    # crash.
+    # A process whose communication fails aborts itself, so SIGABRT may be a consequence; other signals come from outside or are crashes.
     for rank, number in wordless.items():
         if number != signal.SIGABRT:
             return _died(rank, number, size)

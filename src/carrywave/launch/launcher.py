@@ -35,7 +35,7 @@ from carrywave.launch.supervisor import POLL_SECONDS, AttemptOutcome, Signals, W
 from carrywave.launch.tf_config import Hosts
 
 RESTARTS = 3  # without progress in between, unless the user sets another limit
-DEATHS_AT_START = 2  # before the first step of a device's worker, after which the device is dropped
+DEATHS_AT_START = 2  # deaths of a device's worker before its first step, after which the device is dropped
 
 
 def is_worker() -> bool:

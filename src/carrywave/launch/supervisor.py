@@ -73,7 +73,7 @@ class AttemptOutcome:
     """The result of one attempt."""
 
     ended: Ended
-    steps: int  # that training advanced by
+    steps: int  # by which training advanced
     run: Path | None  # the run's folder, if a worker reported it
     outputs: Outputs
 

@@ -74,7 +74,7 @@ def predict(
         sequences = read_python(data, codec, spec, labelled=False)
     if world.rank == 0:
         for line in () if table is None else (*table.notes[1:], *unseen_series(table.name, table.names, codec)):
-            (note or warn)(line)  # the first, which columns are read, was given in training
+            (note or warn)(line)  # notes[0], which lists the columns read, was reported in training
     rows = predictions(saved, sequences, table)
     leave(world)
     return rows

@@ -68,7 +68,7 @@ class _Hashed:
         return found
 
     def add(self, data: bytes) -> None:
-        """Include what is written next."""
+        """Account for the data written next."""
         self.num_bytes += len(data)
         self.digest.update(data)
 

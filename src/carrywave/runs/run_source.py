@@ -17,7 +17,7 @@ from carrywave.runs.run import Run
 from carrywave.spec.load import load, parse, parse_yaml
 from carrywave.spec.spec import DataSpec, Spec
 
-# Settings of data that a codec determines: if one is given, the spec records those it was built with.
+# Data settings that a codec determines: if a codec is given, the spec records the ones it was built with.
 LEARNED_BY = ("tokens", "vocabulary", "min_count", "columns", "targets", "time", "series", "frequency", "standardize")
 
 
@@ -33,7 +33,7 @@ def open_folder(
     """The folder of a new run, or of one to resume with its last snapshot. Restarted workers resume by themselves.
 
     A run that ended before its first snapshot is started over, if everything it began with is known. A run to resume is owned by this
-    process from here on, and `hold` is told what that waits for; `hold` None: it is only inspected.
+    process from here on, and `hold` is told what that waits for; with `hold` None it is only inspected.
     """
     if not resume:
         ours = launch_record.find(run, spec.task) if restarted else None
@@ -73,7 +73,7 @@ def _begins_again(folder: Run, spec: Spec, init: str | None) -> bool:
 
 
 def refuse_python(spec: Spec, folder: Run) -> None:
-    """Refuse to resume a run from Python by its files alone."""
+    """Refuse to resume from files a run that was trained from Python."""
     if spec.data.train is None or folder.read_object("facts.json").get("own_model"):
         raise RunError(
             f"{folder.path} was trained from Python, on data or with modules that no file holds; "

@@ -21,7 +21,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.precision import HALVES, parameter_dtype
 
-OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # extra tensors of the parameters' size
+OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors the size of the parameters
 
 
 def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, order: Order, device: str, units: Units | None = None) -> str:

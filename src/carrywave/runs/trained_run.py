@@ -176,7 +176,7 @@ def _part(saved: Saved, data: Any) -> Part:
     if data is not None:
         spec, codec = saved.spec, saved.task.codec
         part = saved.task.part(file_of(data, spec) or "data", read_python(data, codec, spec))
-        gaps = series_of(data, codec, spec).notes[1:] if spec.task == "forecasting" else ()  # training has told which columns are read
+        gaps = series_of(data, codec, spec).notes[1:] if spec.task == "forecasting" else ()  # training has reported notes[0], the columns
         return replace(part, notes=(*gaps, *part.notes))
     if saved.spec.data.train is None:
         raise DataError(f"{saved.run.path} was trained on data from Python, which no file holds; give data to evaluate on")

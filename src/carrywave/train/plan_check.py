@@ -55,7 +55,7 @@ class Comparison:
         if self.number == FIRST + STEPS + 1:
             self.seconds = (clock.now() - self.begun) / STEPS
             self.ready = True
-            if self.trainer.capture is None:  # a captured graph has no tasks to time, and a step without it may not fit beside it
+            if self.trainer.capture is None:  # a captured graph has no tasks to time, and a step without it may not fit in memory
                 self.trainer.clock = clock
                 self.begun = clock.now()
 
@@ -120,6 +120,6 @@ def _expected(row: Sequence[TaskSpan]) -> Spent:
 
 
 def _waited(row: Sequence[TaskSpan]) -> float:
-    """The time until a stage's last task ends that it does not spend on tasks."""
+    """The time a stage is idle before the end of its last task."""
     tasks = [span for span in row if span.label in TASKS]
     return max((span.end for span in tasks), default=0.0) - sum(span.end - span.start for span in tasks)

@@ -1,7 +1,7 @@
 """Chooses the plan (`plan: auto`): rank 0 reads or measures a profile, searches, and tells the others; a resumed run keeps its plan.
 
-A plan given by the user is used as it is. If a profile is known, either kind is predicted, so that the log can compare it with what is
-measured.
+A plan given by the user is used as it is. If a profile is known the step time is predicted either way, so that the log can compare it with
+the measured one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.train.profiles import known_profile, profile_for
 
 Say = Callable[[str], None]
-NEAR = 0.97  # above this ratio two step times count as equal: measurements are no more precise
+NEAR = 0.97  # ratio above which two step times count as equal: measurements are no more precise
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} is damaged: it is not JSON; {REMEDY}") from error
     manifest = Manifest.of(said, folder)
-    if text != encode(said):  # a flipped bit can leave the meaning as it was: 1e-5 and 1E-5 differ in one
+    if text != encode(said):  # one flipped bit turns 1e-5 into 1E-5, which parses to the same
         raise RunError(f"{path} is damaged: it is not as it was written; {REMEDY}")
     for name, file in manifest.files.items():
         file.check(folder / name)

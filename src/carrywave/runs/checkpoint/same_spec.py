@@ -9,7 +9,7 @@ from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.spec import Spec
 
-# Settings of train that may change when a run is resumed.
+# Settings in the train section that may change when a run is resumed.
 MAY_CHANGE = ("epochs", "max_steps", "early_stop", "evaluate_every", "log_every", "keep", "snapshot_every", "on_nan")
 BATCH = ("batch.lanes", "batch.steps", "batch.tokens")  # chosen to fit the data if they are left out
 

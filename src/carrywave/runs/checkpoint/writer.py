@@ -46,7 +46,7 @@ class _Job:
     target: Path
     draft: Path
     groups: Groups  # this worker's part, copied
-    ready: Any  # the CUDA event after which the copies are complete; None: they are
+    ready: Any  # the CUDA event after which the copies are complete; None: they already are
     meta: dict[str, Any] | None  # on rank 0 only
     keep: int
     best: bool
