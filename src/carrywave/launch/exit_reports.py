@@ -1,6 +1,7 @@
-"""Why workers ended: each leaves its failure as a file for the process that started them, which then says one cause and not N.
+"""Reduces the failures of all workers to one exit code and one cause.
 
-A worker that only lost contact with another tells nothing new; one that was killed cannot tell, and its exit code does. Torch-free.
+A worker that fails leaves a file for the process that started it. One that merely lost contact with a peer adds no information; one that
+was killed leaves no file, but its exit code tells. Torch-free.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ __all__ = [
     "tell_run",
 ]
 
-RUN = "run"  # the file beside them that names the folder of the run
-FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130  # exit codes
+RUN = "run"  # the file beside the failures that holds the path of the run
+FAULT, MISTAKE, STOPPED, INTERRUPTED = 1, 2, 75, 130  # exit codes: internal error, user error, orderly stop, Ctrl-C
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How the workers ended, as one: an exit code, and one line where there is something to say."""
+    """How the workers ended as a group: one exit code, and a one-line message if there is something to report."""
 
     code: int
     message: str = ""
     error: str = ""
     trace: str = ""
-    rank: int | None = field(default=None, compare=False)  # of the worker that failed first, where one did
-    died: bool = field(default=False, compare=False)  # of something that may not come again: no mistake, and no end in good order
-    logs: Path | None = field(default=None, compare=False)  # the folder with all that the workers said
-    lost: bool = field(default=False, compare=False)  # contact with others was, and nothing else is known here
-    peer: int | None = field(default=None, compare=False)  # with whom, where that is known
+    rank: int | None = field(default=None, compare=False)  # of the worker that failed first, if one did
+    died: bool = field(default=False, compare=False)  # of a cause that may be transient: neither a user error nor an orderly exit
+    logs: Path | None = field(default=None, compare=False)  # the folder with everything the workers printed
+    lost: bool = field(default=False, compare=False)  # contact with a peer was lost, and nothing else is known here
+    peer: int | None = field(default=None, compare=False)  # the rank of that peer, if known
 
     def check(self) -> None:
-        """The failure as the error it was in the worker; nothing where all is well."""
+        """Raise the failure, as the worker's own error class if it was a user error; do nothing after success or an orderly stop."""
         if self.code == MISTAKE and self.message:
             kind = getattr(errors, self.error, UserError)
             raise kind(self.message)
@@ -63,20 +64,20 @@ class Ended:
 
 
 def tell_run(path: Path) -> None:
-    """Let the process that started this worker know which folder the run has."""
+    """Report the run's folder to the process that started this worker."""
     where = folder()
     if where is not None:
         (where / RUN).write_text(str(path.absolute()), encoding="utf-8")
 
 
 def run_of(where: Path) -> Path | None:
-    """The folder of the run, as a worker told it."""
+    """The run's folder as a worker reported it; None if none did."""
     file = where / RUN
     return Path(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def read(where: Path) -> dict[int, Cause]:
-    """The failures by rank."""
+    """The failures that workers left, by rank."""
     found = (Cause(**json.loads(path.read_text(encoding="utf-8"))) for path in where.glob("*.json"))
     return {cause.rank: cause for cause in found}
 
@@ -90,13 +91,16 @@ def ended(
     killed: Iterable[int],
     silent: Mapping[int, str] | None = None,
 ) -> Ended:
-    """One end for all, from the exit codes of the workers here by rank, what they left, the signal that was passed on to them, whom we
-    ended ourselves, and of whom because they gave no sign of life."""
+    """Reduce the ends of all workers to one.
+
+    `codes` are the exit codes of this host's workers by rank, `causes` the failures they left, `asked` the signal forwarded to them,
+    `killed` the ranks that the launcher terminated, and `silent` what to report of those that lost their heartbeat or hung.
+    """
     for rank, what in (silent or {}).items():
         return Ended(FAULT, f"worker {rank} of {size} {what}", rank=rank, died=True)
     told_of = set(causes) | set(killed)
     wordless = {rank: -code for rank, code in codes.items() if code < 0 and rank not in told_of and -code != asked}
-    # A process aborts itself when its messages fail, so an abort may be a consequence; other signals come from outside, or are a crash.
+    # A process whose communication fails aborts itself, so SIGABRT may be a consequence; other signals come from outside or are crashes.
     for rank, number in wordless.items():
         if number != signal.SIGABRT:
             return _died(rank, number, size)
@@ -110,13 +114,13 @@ def ended(
             what = f"worker {rank} of {size} ended with exit code {code}; what it printed says why"
             return Ended(code, what, rank=rank, died=code != MISTAKE)
     if asked is not None and -asked in codes.values() and not told_of - set(causes):
-        return Ended(128 + asked)  # one was ended by the signal before its first step, and the others only miss it
+        return Ended(128 + asked)  # the signal killed one worker before its first step, and the others merely lost contact with it
     if causes:
-        # Who names the other says more than who does not.
+        # A report that names the peer says more than one that does not.
         first = min(causes.values(), key=lambda cause: (cause.peer is None, cause.seconds))
         return Ended(FAULT, first.message, rank=first.rank, died=True, lost=True, peer=first.peer)
     if asked is not None and any(code < 0 for code in codes.values()):
-        # Before the first step there is nothing to write; ended by us means that there was a second signal.
+        # Before the first step there is nothing to save; if we killed workers, there was a second signal.
         return Ended(128 + asked, "ended at once; what was done since the last snapshot is lost" if told_of else "")
     return Ended(next((code for code in (INTERRUPTED, STOPPED) if code in codes.values()), 0))
 

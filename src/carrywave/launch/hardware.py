@@ -1,4 +1,4 @@
-"""What this machine has to compute with, as far as this process may use it. Torch-free."""
+"""Detects the CPU cores and GPUs that this process may use. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from functools import lru_cache
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> list[str]:
-    """The names of the GPUs that this machine has and this process may use."""
+    """The names of the GPUs this process may use, as restricted by CUDA_VISIBLE_DEVICES."""
     names = list(nvidia_smi("name"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return names
     wanted = [one.strip() for one in visible.split(",") if one.strip() not in ("", "-1")]
-    # A number says which; of the others (UUIDs) only how many there are.
+    # An index selects its GPU; any other entry (a UUID) counts as one GPU, with the name of the first.
     return [names[int(one)] if one.isdecimal() and int(one) < len(names) else names[0] for one in wanted] if names else []
 
 
 @lru_cache(maxsize=8)
 def nvidia_smi(field: str) -> tuple[str, ...]:
-    """What nvidia-smi says of each GPU; nothing where there is none, or it does not answer."""
+    """One field of nvidia-smi's report for each GPU; empty if there is no GPU, or nvidia-smi fails or times out."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()

@@ -1,9 +1,9 @@
-"""Which run this launch has begun, so that workers that are started again go on with it by themselves.
+"""Identifies the run that a launch created, so that restarted workers resume it by themselves.
 
-A launch is what a user started: `--devices`, torchrun, a Slurm job. Its workers may be started several times. The first of them that makes
-the folder of a run leaves a note in it, `launch.json`, with the names of the launch and the number of the call (a program may train several
-runs); workers of a later attempt look for this note. So `--run DIR` without `--resume` keeps its meaning: a folder that another launch
-filled is refused, and one that this launch filled is gone on with. Torch-free.
+A launch is what a user started: `--devices`, torchrun, a Slurm job. Its workers may be started several times. The first worker to create a
+run's folder leaves a note in it, `launch.json`, with the names of the launch and the number of the call (one program may train several
+runs); workers of a later attempt look for that note. So `--run DIR` without `--resume` keeps its meaning: a folder written by another
+launch is refused, and one written by this launch is resumed. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,62 +15,62 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-LAUNCH = "CARRYWAVE_LAUNCH"  # the name of the launch, in workers that `launch.start` started
-ATTEMPT = "CARRYWAVE_ATTEMPT"  # which attempt of it, from 0
-FEWER = "CARRYWAVE_FEWER"  # set where this attempt has fewer workers than the launch began with
+LAUNCH = "CARRYWAVE_LAUNCH"  # the name of the launch, set in workers that `launcher.start` started
+ATTEMPT = "CARRYWAVE_ATTEMPT"  # the number of this attempt, from 0
+FEWER = "CARRYWAVE_FEWER"  # set if this attempt has fewer workers than the launch started with
 NOTE = "launch.json"
-OWNER = "owner.json"  # of `owner`: who trains the run
-KEPT = (NOTE, OWNER, "logs")  # of a run that is begun anew
+OWNER = "owner.json"  # written by `runs.owner`: the process that trains the run
+KEPT = (NOTE, OWNER, "logs")  # what remains when a run is started over
 
 
 class _Call:
-    """The run that this process works on."""
+    """The training call in progress in this process, and its run."""
 
-    number = -1  # of the call that trains, from 0
+    number = -1  # index of the call, from 0
     run: Path | None = None
-    training = False  # steps are taken
+    training = False  # the training loop has started
 
 
 def next_call() -> None:
-    """A call that trains a run begins."""
+    """Record that a training call starts."""
     _Call.number += 1
     _Call.run = None
     _Call.training = False
 
 
 def begins_to_train() -> None:
-    """What can be refused has been: steps follow."""
+    """Record that the training loop starts: everything that could be refused has been checked."""
     _Call.training = True
 
 
 def trains() -> bool:
-    """Whether the call in hand has begun to train."""
+    """True if the current call has started its training loop."""
     return _Call.training
 
 
 def call() -> int:
-    """The number of the call in hand, from 0."""
+    """The index of the current call, from 0."""
     return _Call.number
 
 
 def works_on(run: Path) -> None:
-    """The run of this call is known."""
+    """Record the run of the current call."""
     _Call.run = run
 
 
 def run_in_hand() -> Path | None:
-    """The folder of the run that this process works on; None where it is not known yet."""
+    """The folder of the current call's run; None if it is not known yet."""
     return _Call.run
 
 
 def attempt() -> int:
-    """How many times the workers of this launch have been started before, as far as this worker was told."""
+    """How many times the workers of this launch have been restarted, as far as their environment tells."""
     counts = (os.environ.get(name, "") for name in (ATTEMPT, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return max((int(count) for count in counts if count.isdecimal()), default=0)
 
 
 def warning() -> str | None:
-    """What a user of torchrun should know before a worker dies: nothing in a worker can change it any more."""
+    """A warning to give torchrun's users up front, since no worker can change this setting later; None if it does not apply."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -81,16 +81,16 @@ def warning() -> str | None:
 
 
 def with_fewer() -> bool:
-    """Whether the launch goes on with fewer workers than it began with."""
+    """True if the launch continues with fewer workers than it started with."""
     return FEWER in os.environ
 
 
 def names() -> list[str]:
-    """The names of the launch that started this process; none where a user did so by hand."""
+    """The names that identify the launch of this process; empty if a user started it by hand."""
     found = [f"carrywave {os.environ[LAUNCH]}"] if LAUNCH in os.environ else []
     if "TORCHELASTIC_RUN_ID" in os.environ:
         given = os.environ["TORCHELASTIC_RUN_ID"]
-        # torchrun's default is the same for all: then the agent is meant, which outlives its workers.
+        # torchrun's default id is the same for every job; then the agent, which outlives its workers, identifies the launch.
         found.append(f"torchrun {given}" if given not in ("", "none") else f"agent {socket.gethostname()} {os.getppid()}")
     if "SLURM_JOB_ID" in os.environ:
         found.append(f"slurm {os.environ['SLURM_JOB_ID']}")
@@ -98,16 +98,16 @@ def names() -> list[str]:
 
 
 def note(run: Path) -> None:
-    """Leave the note in a folder that was just made, before anything else is written there."""
+    """Write the note into a folder that was just created, before anything else is written there."""
     if known := names():
         (run / NOTE).write_text(json.dumps({"launch": known, "call": _Call.number}) + "\n", encoding="utf-8")
 
 
 def find(run: Path | None, task: str) -> Path | None:
-    """The folder that an earlier attempt of this launch made for this call: `run`, or where none was named one of runs/TASK-NUMBER."""
+    """The folder that an earlier attempt of this launch created for this call: `run`, or if that is None one of runs/TASK-NUMBER."""
     if run is not None:
         return run if _is_ours(run, names()) else None
-    # A job may hold several launches: its name alone does not tell their runs apart.
+    # One Slurm job may contain several launches, so its id alone does not identify a run.
     own = [name for name in names() if not name.startswith("slurm ")]
     folders = sorted(Path("runs").glob(f"{task}-*"))
     return next((folder for folder in folders if _is_ours(folder, own)), None)
@@ -122,10 +122,10 @@ def _is_ours(run: Path, known: list[str]) -> bool:
 
 
 def last_step(run: Path | None) -> int | None:
-    """The step of the last snapshot of a run; None where it has none."""
+    """The step of a run's last snapshot; None if it has none."""
     if run is not None:
         with suppress(OSError, UnicodeDecodeError):
-            # Read by the process that starts the workers, which loads neither torch nor the snapshot.
+            # Read from the `last` pointer because the launcher, which calls this, loads neither torch nor snapshots.
             named = re.match(r"step-(\d+)", (run / "snapshots" / "last").read_text(encoding="utf-8"))
             return None if named is None else int(named[1])
     return None

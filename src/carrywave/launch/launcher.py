@@ -1,15 +1,16 @@
-"""Starts one worker for each device of this host, starts them again when one has died, and ends as they do: one exit code, one cause.
+"""Starts one worker per device of this host, restarts them when one dies, and reports one exit code and one cause.
 
-Workers of one host meet in a file and talk over loopback: nothing listens where another machine could reach it. With several hosts they
-meet at the address that the user gave.
+Workers of a single host rendezvous through a file and communicate over loopback: nothing listens where another machine could reach it. With
+several hosts they rendezvous at the address the user gave.
 
-A worker that dies (killed, crashed, stopped, lost) ends the attempt; the next one goes on from the last snapshot by itself. A mistake of
-the user and an end in good order are final. So is dying again and again: restarts are counted, and a snapshot newer than at the last
-death starts the count anew; an error of the program that comes again without one, or before the first step, is not tried once more.
-Where fewer devices will do, one whose worker dies twice at its start is left out, and those that are left share the same global batch.
+A worker that dies (killed, crashed, stopped, lost) ends the attempt; the next attempt resumes from the last snapshot by itself. User errors
+and orderly exits are final. So are repeated deaths: restarts are counted, and a snapshot newer than at the previous death resets the count;
+an internal error that repeats without a newer snapshot, or occurs before the first step, is not retried. If fewer devices are acceptable, a
+device whose worker dies twice before its first step is dropped, and the remaining ones share the same global batch.
 
-Not torch's elastic agent: it ends all workers as soon as one exits with anything but 0, so that an orderly stop (75, 130) would cut off
-the others' snapshot; its rendezvous unpickles and listens on all interfaces; and it has no way to go on with fewer workers of a host.
+torch's elastic agent is not used: it terminates all workers as soon as one exits with anything but 0, so an orderly stop (75, 130) would
+cut off the others' snapshot; its rendezvous unpickles data and listens on all interfaces; and it cannot continue with fewer workers on a
+host.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from carrywave.launch.hardware import cores
 from carrywave.launch.supervisor import POLL_SECONDS, AttemptOutcome, Signals, WorkerGroup, carry_out
 from carrywave.launch.tf_config import Hosts
 
-RESTARTS = 3  # without progress between them, where the user says nothing else
-DEATHS_AT_START = 2  # of a device's worker, before the device is left out
+RESTARTS = 3  # without progress in between, unless the user sets another limit
+DEATHS_AT_START = 2  # deaths of a device's worker before its first step, after which the device is dropped
 
 
 def is_worker() -> bool:
-    """Whether `start` started this process."""
+    """True if `start` started this process."""
     return exit_reports.folder() is not None
 
 
@@ -52,10 +53,10 @@ def start(
     min_devices: int | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Ended:
-    """Run `command` in so many workers on this host, and wait for their end. They learn from the environment who they are.
+    """Run `command` in `devices` workers on this host and wait for them to end. They learn their rank from the environment.
 
-    Where one dies they are started again, up to `restarts` times without progress; with `min_devices` below `devices`, also with fewer.
-    On several hosts one that dies ends them all: who starts the hosts starts them again.
+    If one dies, all are restarted, up to `restarts` times without progress; with `min_devices` below `devices`, also with fewer workers.
+    With several hosts, a death ends all of them, and whoever started the hosts has to restart them.
     """
     meeting = None if hosts is None else _Meeting(hosts, devices)
     with tempfile.TemporaryDirectory(prefix="carrywave-") as name, Signals() as signals:
@@ -68,14 +69,14 @@ def start(
             folder = Path(name) / f"attempt-{number}"
             crew = _crew(command, decide.places, shared, folder, meeting)
             outcome = carry_out(crew, folder, signals)
-            # One that dies early has not said which run it is: the one before did.
+            # A worker that dies early has not reported its run; the previous attempt did.
             outcome = replace(outcome, run=outcome.run or run)
             run = outcome.run
             ended = _with_logs(outcome, signals)
             if ended.lost and meeting is not None:
                 ended = replace(ended, message=f"{ended.message.partition(';')[0]}{meeting.advice(ended.peer)}")
             if ended.died and signals.asked is None and signals.noted:
-                # It came while nobody was there to take it.
+                # The signal arrived when no worker was left to receive it.
                 signals.asked = signals.noted.pop()
                 return _asked_to_stop(Ended(128 + signals.asked), outcome.run)
             again = None if signals.asked is not None or not ended.died else decide.after(outcome)
@@ -86,7 +87,7 @@ def start(
 
 
 def _say(line: str) -> None:
-    # A live display that was killed has left the cursor hidden.
+    # A live display that was killed leaves the cursor hidden.
     shown = "\x1b[?25h" if sys.stderr.isatty() else ""
     print(f"{shown}carrywave: {line}", file=sys.stderr, flush=True)
 
@@ -95,7 +96,7 @@ def _crew(command: Sequence[str], places: Sequence[int], shared: dict[str, str],
     here = len(places)
     if "OMP_NUM_THREADS" not in os.environ:
         shared["OMP_NUM_THREADS"] = str(max(1, cores() // here))
-        shared["CARRYWAVE_THREADS_DEALT"] = "1"  # they are not the user's choice
+        shared["CARRYWAVE_THREADS_DEALT"] = "1"  # so that workers do not take it for the user's choice
     if meeting is None:
         first, size = 0, here
         shared["CARRYWAVE_STORE"] = str(folder / "store")
@@ -112,7 +113,7 @@ def _crew(command: Sequence[str], places: Sequence[int], shared: dict[str, str],
 
 
 def _with_logs(outcome: AttemptOutcome, signals: Signals) -> Ended:
-    """How an attempt ended, with its logs put into the run."""
+    """How an attempt ended, after copying its logs into the run's folder."""
     ended, run = outcome.ended, outcome.run
     logs = outcome.outputs.publish(run)
     if logs is None and ended.died and ended.rank is not None and not ended.trace and not ended.lost:
@@ -123,25 +124,25 @@ def _with_logs(outcome: AttemptOutcome, signals: Signals) -> Ended:
 
 
 def _asked_to_stop(ended: Ended, run: Path | None) -> Ended:
-    """Asked to stop before the first step of an attempt: where there is a snapshot to go on from, that is a stop as any other."""
+    """Treat a stop before the attempt's first step as an orderly one if there is a snapshot to resume from."""
     at_once = ended.code in {128 + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)} and not ended.message
     return Ended(STOPPED) if at_once and launch_record.last_step(run) is not None else ended
 
 
 class _Decide:
-    """What follows a death: another attempt, one with fewer workers, or the end."""
+    """Decides what follows a death: another attempt, one with fewer workers, or giving up."""
 
     def __init__(self, devices: int, restarts: int, least: int) -> None:
-        self.places = list(range(devices))  # the devices in use, by their number on this host
-        self.given_up = ""  # what to add to the last message
+        self.places = list(range(devices))  # the devices in use, by index on this host
+        self.given_up = ""  # what to append to the final message
         self._devices, self._restarts, self._least = devices, restarts, least
         self._used = 0
-        self._step = -1  # of the newest snapshot at the last death
+        self._step = -1  # of the newest snapshot at the previous death
         self._message = ""
-        self._at_start: Counter[int] = Counter()  # deaths before the first step, by place
+        self._at_start: Counter[int] = Counter()  # deaths before the first step, by device
 
     def after(self, outcome: AttemptOutcome) -> str | None:
-        """The line to say before the next attempt; None: there is none."""
+        """The line to print before the next attempt; None if there is no next attempt."""
         if self._restarts == 0:
             return None
         ended, step = outcome.ended, launch_record.last_step(outcome.run)
@@ -175,7 +176,7 @@ class _Decide:
 
 
 class _Meeting:
-    """Hosts tell each other how many workers they start, in a store at the address of the first; their workers meet in the same store."""
+    """Rendezvous of several hosts: each announces its worker count in a store at the first one's address, which the workers use too."""
 
     def __init__(self, hosts: Hosts, devices: int) -> None:
         from carrywave.parallel.startup import native_logs
@@ -196,22 +197,22 @@ class _Meeting:
                 )
             time.sleep(POLL_SECONDS)
         each = [int(self.store.get(f"host/{node}")) for node in range(count)]
-        self._node_of = [node for node, here in enumerate(each) for _ in range(here)]  # by rank
+        self._node_of = [node for node, here in enumerate(each) for _ in range(here)]  # the host of each rank
         self._hosts = hosts
         self.first_rank, self.size = sum(each[: hosts.node]), sum(each)
         self.environment = {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there, rank 0 need not open it
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store already exists, so rank 0 need not open it
         }
         interface = _interface_of(hosts.own_host)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             self.environment["GLOO_SOCKET_IFNAME"] = interface
 
     def advice(self, rank: int | None) -> str:
-        """Which host that rank is on, and what to do where contact with it was lost."""
+        """Advice for when contact with that rank was lost: which host it is on, and what to do."""
         hosts = self._hosts
-        # Without a rank it was the first host, where all meet; on that one it may be any.
+        # Without a rank it was the first host, which holds the store; seen from the first host, it may be any other.
         nodes = [self._node_of[rank]] if rank is not None else [0] if hosts.node else range(1, len(hosts.names))
         named = ", ".join(f"{hosts.addresses[node]} ({hosts.names[node]} in TF_CONFIG)" for node in nodes)
         return (
@@ -221,7 +222,7 @@ class _Meeting:
 
 
 def _interface_of(host: str) -> str | None:
-    """The network interface with the address by which the others know this host: a host's own name often leads to loopback only."""
+    """The network interface with the address by which the others know this host: its own name often resolves to loopback only."""
     try:
         import fcntl
 
@@ -230,7 +231,7 @@ def _interface_of(host: str) -> str | None:
             for _, name in socket.if_nameindex():
                 request = name.encode()[:15].ljust(40, b"\0")
                 try:
-                    answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR of Linux
+                    answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR on Linux
                 except OSError:
                     continue
                 if answer[20:24] == address:

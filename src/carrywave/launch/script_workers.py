@@ -1,8 +1,8 @@
-"""`fit(devices=N)` in a user's script: the workers run the same script again, and this keeps the books on which call of `fit` is meant.
+"""Runs `fit(devices=N)` from a user's script: workers run the script again, and this module tracks which call of `fit` they are for.
 
-In the process that the user started, a call with several devices starts workers and returns what rank 0 tells of its result. In a worker,
-calls before that one return at once with what they gave there; the call itself does the work, and the worker ends with it, so that what
-follows in the script happens once. Calls are counted in the order in which the script makes them, those with one device too.
+In the process the user started, a call with several devices starts workers and returns the result that rank 0 reports. In a worker, earlier
+calls return immediately with the results they had in that process; the call itself trains, and the worker exits when it ends, so that the
+rest of the script runs only once. Calls are counted in the order in which the script makes them, including those with one device.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import is_first
 
-CALL = "CARRYWAVE_FIT"  # in a worker: which call is meant, from 0
-EARLIER = "CARRYWAVE_FIT_EARLIER"  # in a worker: the file with the results of the calls before it
-RESULT = "CARRYWAVE_FIT_RESULT"  # in a worker: the file for the result of this one
-VALUED = ("-W", "-X", "--check-hash-based-pycs")  # options of Python that take the next word
+CALL = "CARRYWAVE_FIT"  # in a worker: the index of the call to carry out, from 0
+EARLIER = "CARRYWAVE_FIT_EARLIER"  # in a worker: the file with the results of earlier calls
+RESULT = "CARRYWAVE_FIT_RESULT"  # in a worker: the file to write this call's result to
+VALUED = ("-W", "-X", "--check-hash-based-pycs")  # interpreter options that take the next argument as their value
 
-FAILED = "failed"  # the class of the error, in what is told of a call that raised one
+FAILED = "failed"  # the key of the error's class, in the record of a call that raised one
 
-Told = dict[str, Any]  # a result, as JSON can hold it
+Told = dict[str, Any]  # a result in a form that JSON can hold
 
-_results: list[Told | None] = []  # of the calls that this process has begun; None: not ended
+_results: list[Told | None] = []  # of each call begun in this process; None while it is in progress
 
 
 def begin() -> Told | None:
-    """Count a call of `fit`; to be called first in each. What it gave in the process that started this one; None: do the work."""
+    """Count a call of `fit`; every call must do this first.
+
+    Returns the call's result if the process that started this one already has it (or raises its error); None: do the work.
+    """
     environment.check()
     _results.append(None)
     heartbeat.start()
@@ -54,12 +57,12 @@ def begin() -> Told | None:
 
 
 def remember(told: Told) -> None:
-    """Keep the result of the call that was begun last, for the workers of later ones."""
+    """Record the result of the current call, for the workers of later ones."""
     _results[-1] = told
 
 
 def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None) -> Told:
-    """Start workers that run this script again up to the call begun last, and wait for its result."""
+    """Start workers that run this script again up to the current call, and wait for its result."""
     command = script_command()
     with tempfile.TemporaryDirectory(prefix="carrywave-") as name:
         earlier, result = Path(name) / "earlier.json", Path(name) / "result.json"
@@ -77,14 +80,17 @@ def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None 
 
 
 def is_script_worker() -> bool:
-    """Whether this process runs a script again as one of its workers."""
+    """True if this process is a worker that runs a script again."""
     return CALL in os.environ
 
 
 @contextmanager
 def working() -> Iterator[None]:
-    """The body of a call, after `begin`. A failure ends a worker here, whatever the script would do about it: the process that
-    started it raises the same, and there the script goes on; workers of later calls are told, and raise it in their turn."""
+    """The body of a call, after `begin`.
+
+    A failure ends a worker here, whatever the script would do about it: the process that started it raises the same error, and the script
+    continues there. Workers of later calls are told of the error and raise it in turn.
+    """
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -109,7 +115,7 @@ def working() -> Iterator[None]:
 
 
 def finish(told: Told) -> NoReturn:
-    """The end of a worker: rank 0 leaves the result for the process that started it."""
+    """End this worker; rank 0 first writes the result for the process that started it."""
     if is_first():
         path = Path(os.environ[RESULT])
         part = path.with_suffix(".part")
@@ -133,5 +139,5 @@ def script_command() -> list[str]:
             "put the code into a file and run it with python, or start it with torchrun"
         )
     if not words[0].startswith("-m"):
-        words[0] = os.path.abspath(main)  # the folder may have been changed since
+        words[0] = os.path.abspath(main)  # the working directory may have changed since
     return [sys.executable, *options, *words]

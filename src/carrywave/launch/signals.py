@@ -1,9 +1,9 @@
-"""Signals that ask a run to end: the step in hand is finished and a snapshot written; a second signal leaves at once.
+"""Handles signals that ask a run to stop: the current step is finished and a snapshot written; a second signal exits immediately.
 
-A terminal that is closed (SIGHUP) asks for it like SIGTERM, but is never a second request: systemd sends both. Where that signal is
-ignored, as under nohup, it stays so.
+SIGHUP (a closed terminal) is a request like SIGTERM, but never counts as the second one, because systemd sends both. If it is ignored, as
+under nohup, it stays ignored.
 
-A launcher passes signals on, and a cluster may send them to every process: the same one again in the same moment is the same request.
+A launcher forwards signals, and a cluster may also send them to every process, so the same signal repeated within a moment is one request.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ _REASONS: dict[int, Reason] = {
 
 
 def wanted(numbers: Iterable[int]) -> list[int]:
-    """Of these signals, those that reach this process: SIGHUP is often ignored on purpose."""
+    """The given signals without those this process ignores; only SIGHUP is checked, which is often ignored on purpose."""
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def let_go_of_terminal() -> None:
-    """After SIGHUP: where the terminal is gone, what is written to it would fail, and with it the run that is being brought to an end."""
+    """After SIGHUP, redirect standard streams whose terminal is gone to /dev/null: a failing write would abort the orderly shutdown."""
     for handle in (0, 1, 2):
         try:
             termios.tcgetattr(handle)
         except termios.error as error:
             if error.args[0] != errno.EIO:
-                continue  # no terminal at all
+                continue  # not a terminal
             nowhere = os.open(os.devnull, os.O_RDWR)
             os.dup2(nowhere, handle)
             os.close(nowhere)
 
 
-ECHO_SECONDS = 0.5  # within which any but SIGINT again is no second request; a person who presses Ctrl-C twice means it
+ECHO_SECONDS = 0.5  # a repeat within this time is not a second request, except SIGINT: a person who presses Ctrl-C twice means it
 
 
 class Stop:
-    """Within its context, SIGINT, SIGTERM, SIGUSR1 and SIGHUP are noted in `asked` instead of ending the process."""
+    """Context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP are recorded in `asked` instead of ending the process."""
 
     def __init__(self) -> None:
         self.asked: Reason | None = None
         self._before: dict[int, object] = {}
-        self._first: tuple[int, float] | None = None  # signal, and when
+        self._first: tuple[int, float] | None = None  # signal and time
 
     def __enter__(self) -> Self:
-        # Python allows handlers in the main thread only; elsewhere the caller's own handling stays.
+        # Python allows signal handlers in the main thread only; in any other thread the caller's handlers stay in place.
         if threading.current_thread() is threading.main_thread():
             for number in wanted(_REASONS):
                 self._before[number] = signal.signal(number, self._note)
@@ -68,12 +68,12 @@ class Stop:
 
     @property
     def votes(self) -> tuple[float, float]:
-        """What this worker was asked, as numbers to be added up over workers."""
+        """The request this worker received, as numbers to be summed over all workers."""
         return float(self.asked == "interrupted"), float(self.asked == "terminated")
 
     @staticmethod
     def decided(votes: Sequence[float]) -> Reason | None:
-        """Why to stop, from the votes of all workers; None where nobody was asked."""
+        """The reason to stop, from the summed votes of all workers; None if nobody was asked."""
         interrupted, terminated = votes
         return "interrupted" if interrupted else "terminated" if terminated else None
 

@@ -1,8 +1,8 @@
-"""One attempt: workers are started together, watched, and end together. Signals are passed on to them, and what they print is kept.
+"""Supervises one attempt: starts workers together, watches them until all have ended, forwards signals, and keeps their output.
 
-A signal is passed on once, and the workers finish their step and write a snapshot; a second one ends them there and then. When one dies,
-the others are of no more use, and are ended after a moment in which they may say what they know; after a mistake of the user, which all
-may be about to name, they have longer. One that gives no sign of life is ended like one that has died.
+A signal is forwarded once, and the workers finish their step and write a snapshot; a second one kills them immediately. When one worker
+dies the others are of no use, and are terminated after a short grace period in which they can report what they know; after a user error,
+which every worker may be about to report, the grace period is longer. A worker whose heartbeat stops is killed like one that died.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from carrywave.launch.worker_logs import Outputs
 from carrywave.parallel.liveness import heartbeat
 
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 5.0  # after a mistake: for workers to name it too, then again to end when told to
-FAULT_SECONDS = 1.5  # after an error of our own, which the others may meet too
-DEATH_SECONDS = 0.2  # after a death: nobody has anything to add
+GRACE_SECONDS = 5.0  # after a user error: for the others to report it too, and then again between SIGTERM and SIGKILL
+FAULT_SECONDS = 1.5  # after an internal error, which the others may hit too
+DEATH_SECONDS = 0.2  # after a death without a report: nobody has anything to add
 
 
 class Signals:
-    """Within its context, signals that ask for an end are noted, to be passed on."""
+    """Context in which signals that ask for an end are recorded, to be forwarded."""
 
     def __init__(self) -> None:
         self.noted: list[int] = []
-        self.asked: int | None = None  # the first
+        self.asked: int | None = None  # the first one
         self._before: dict[int, object] = {}
-        self._last = 0, 0.0  # signal, and when: the same again in the same moment is the same request
+        self._last = 0, 0.0  # signal and time; a repeat within ECHO_SECONDS is the same request, except SIGINT
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -60,7 +60,7 @@ class Signals:
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Who is to be started: the worker of each rank here with its own variables, of so many in all."""
+    """The workers to start on this host: their command, their shared and per-rank environment variables, and the world size."""
 
     command: Sequence[str]
     shared: Mapping[str, str]
@@ -70,16 +70,16 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt went."""
+    """The result of one attempt."""
 
     ended: Ended
-    steps: int  # that the training went on by
-    run: Path | None  # the folder of the run, where it came so far
+    steps: int  # by which training advanced
+    run: Path | None  # the run's folder, if a worker reported it
     outputs: Outputs
 
 
 def carry_out(crew: WorkerGroup, folder: Path, signals: Signals) -> AttemptOutcome:
-    """Start the workers, and wait for their end. The folder is made, for what this attempt needs."""
+    """Start the workers and wait for them to end. `folder` is created for the files of this attempt."""
     told, beats = folder / "causes", folder / "beats"
     for made in (told, beats):
         made.mkdir(parents=True)
@@ -89,7 +89,7 @@ def carry_out(crew: WorkerGroup, folder: Path, signals: Signals) -> AttemptOutco
     try:
         for rank, own in crew.own.items():
             out, err = outputs.of(rank)
-            # A process group of its own: Ctrl-C reaches this process alone, which passes it on once.
+            # In a process group of its own, so that Ctrl-C reaches this process alone, which forwards it once.
             workers[rank] = subprocess.Popen(crew.command, env={**os.environ, **shared, **own}, process_group=0, stdout=out, stderr=err)
         watch = _Watch(workers, signals, told, outputs, heartbeat.Listener(beats, _pids(workers), time.monotonic()))
         watch.until_all_have_ended()
@@ -105,14 +105,14 @@ def carry_out(crew: WorkerGroup, folder: Path, signals: Signals) -> AttemptOutco
 
 
 class _Watch:
-    """Watches running workers to their end."""
+    """Watches running workers until all have ended."""
 
     def __init__(
         self, workers: Mapping[int, subprocess.Popen[bytes]], signals: Signals, told: Path, outputs: Outputs, listener: heartbeat.Listener
     ) -> None:
         self.workers, self.signals, self.told, self.outputs, self.listener = workers, signals, told, outputs, listener
-        self.killed: set[int] = set()  # those that had to be ended from here
-        self.silent: dict[int, str] = {}  # those that gave no sign of life, and what is to be said
+        self.killed: set[int] = set()  # ranks terminated from here
+        self.silent: dict[int, str] = {}  # ranks without a heartbeat, or hung, and what to report
         self._deadline: float | None = None
         self._harder = signal.SIGKILL
 
@@ -136,7 +136,7 @@ class _Watch:
             time.sleep(POLL_SECONDS)
 
     def _pass_on_signals(self, running: Mapping[int, subprocess.Popen[bytes]]) -> bool:
-        """Whether it was the second, and all are ended."""
+        """Forward recorded signals; True if one was a second request, and all workers have been killed."""
         while self.signals.noted:
             number = self.signals.noted.pop(0)
             if self.signals.asked is not None and number != signal.SIGHUP:
@@ -154,7 +154,7 @@ class _Watch:
         self.killed |= set(running)
 
     def _since_a_failure(self) -> float | None:
-        """How long the others may still run, where one has failed. Stopping in good order is no failure: others still write their part."""
+        """Grace period of the remaining workers if one has failed, else None. An orderly stop is no failure: others are still saving."""
         for rank, worker in self.workers.items():
             code = worker.returncode
             spoke = (self.told / f"{rank}.json").exists()

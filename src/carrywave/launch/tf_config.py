@@ -1,4 +1,4 @@
-"""TF_CONFIG, as TensorFlow's clusters set it, read as a list of hosts: a task is a host, and starts a worker for each of its devices.
+"""Reads TF_CONFIG, as set on TensorFlow clusters, as a list of hosts: each task is a host that starts one worker per device.
 
 `{"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}, "task": {"type": "worker", "index": 0}}`. Torch-free.
 """
@@ -17,25 +17,25 @@ EXAMPLE = '{"cluster": {"worker": ["hostA:2222", "hostB:2222"]}, "task": {"type"
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a cluster in one order for all of them, and which of them this is. The first one's address is where they meet."""
+    """The hosts of a cluster, in the same order on all of them, and the index of this one. They rendezvous at the first one's address."""
 
     addresses: tuple[str, ...]
-    names: tuple[str, ...]  # worker 1, chief 0: for messages
+    names: tuple[str, ...]  # for messages: worker 1, chief 0
     node: int
 
     @property
     def meeting(self) -> tuple[str, int]:
-        """Host and port of node 0."""
+        """Host and port of node 0, where all hosts rendezvous."""
         return _host_and_port(self.addresses[0])
 
     @property
     def own_host(self) -> str:
-        """The name or address by which the others know this host."""
+        """The name or address by which the other hosts know this one."""
         return _host_and_port(self.addresses[self.node])[0]
 
 
 def read(environment: Mapping[str, str]) -> Hosts | None:
-    """The hosts that TF_CONFIG names; None where it is not set, or names no other host."""
+    """The hosts that TF_CONFIG names; None if it is not set, or names no other host."""
     text = environment.get("TF_CONFIG", "")
     if not text.strip():
         return None
@@ -45,7 +45,7 @@ def read(environment: Mapping[str, str]) -> Hosts | None:
         raise WorkerError(f"TF_CONFIG is not JSON ({error}); write it like {EXAMPLE}, or unset it") from error
     cluster, task = _part(config, "cluster"), _part(config, "task")
     if not cluster and not task:
-        return None  # {}: TensorFlow's own way to say one machine
+        return None  # {} is how TensorFlow denotes a single machine
     for role in cluster:
         if role not in ("chief", "worker"):
             raise WorkerError(f"TF_CONFIG names a {role}: {_remedy(role)}")

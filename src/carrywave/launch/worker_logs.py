@@ -1,8 +1,9 @@
-"""What workers print, kept whole: `runs/NAME/logs/attempt-0/rank-1.log` (errors and tracebacks) and `.out` (the rest).
+"""Keeps what workers print: `runs/NAME/logs/attempt-0/rank-1.log` (stderr and tracebacks) and `.out` (stdout).
 
-Workers write to files, not into pipes, so that they can go on when the process that started them is gone; that process passes on what is to
-be seen: all of stdout, and the errors of rank 0. Only the display of rank 0 on a terminal is the terminal's alone. The folder of the run is
-not known at the start, and may never come to be: the files are made elsewhere and copied at the end of the attempt.
+Workers write to files, not to pipes, so that they can continue if the process that started them is gone; that process forwards what should
+be visible: all of stdout, and the stderr of rank 0. Only rank 0's stdout, if it is a terminal, is not kept: a live display needs the
+terminal itself. The run's folder is unknown at the start and may never be created, so the files are written elsewhere and copied at the end
+of the attempt.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from pathlib import Path
 from typing import IO
 
 OUT, ERR = 1, 2
-SHOWN_BYTES = 4000  # of the errors of a worker that said nothing else
+SHOWN_BYTES = 4000  # of the stderr of a worker that reported nothing else
 
 
 class Outputs:
-    """The output of the workers of one attempt."""
+    """The output of one attempt's workers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
-        self._shown: list[tuple[int, IO[bytes]]] = []  # where the bytes of a file go, and the file, read as far as they were passed on
+        self._shown: list[tuple[int, IO[bytes]]] = []  # a descriptor to forward to, and a log file read up to what was forwarded
         self._handles: list[int] = []
 
     def of(self, rank: int) -> tuple[int | None, int]:
-        """Handles for a worker's stdout (None: this process's own) and stderr."""
+        """File descriptors for a worker's stdout (None: inherit ours) and stderr."""
         to_terminal = rank == 0 and os.isatty(OUT)  # a live display needs the terminal itself
         return None if to_terminal else self._open(f"rank-{rank}.out", OUT), self._open(f"rank-{rank}.log", ERR if rank == 0 else None)
 
     def _open(self, name: str, shown: int | None) -> int:
         path = self.folder / name
-        # Appending: what is added here and what the worker writes do not overwrite each other.
+        # Append mode, so that our additions and the worker's writes do not overwrite each other.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         if shown is not None:
             self._shown.append((shown, path.open("rb")))
@@ -44,24 +45,24 @@ class Outputs:
         return handle
 
     def pass_on(self) -> None:
-        """Show what has come since the last time."""
+        """Forward the output written since the last call."""
         for to, file in self._shown:
             while data := file.read(1 << 16):
                 _write_all(to, data)
 
     def add(self, rank: int, text: str) -> None:
-        """Add what a worker told to its log."""
+        """Append what a worker reported to its log."""
         with (self.folder / f"rank-{rank}.log").open("a", encoding="utf-8") as file:
             file.write(text.rstrip("\n") + "\n")
 
     def show_errors(self, rank: int) -> None:
-        """Show the last that a worker wrote to stderr: nothing else says why it ended."""
+        """Show the end of a worker's stderr, when nothing else says why it ended; that of rank 0 has been forwarded already."""
         path = self.folder / f"rank-{rank}.log"
         if rank > 0 and path.is_file():
             _write_all(ERR, path.read_bytes()[-SHOWN_BYTES:])
 
     def publish(self, run: Path | None) -> Path | None:
-        """Copy what there is into a run that is there; returns where, or None where there is none."""
+        """Copy the logs that are not empty into an existing run; returns the folder, or None if nothing was copied."""
         found = [path for path in sorted(self.folder.iterdir()) if path.stat().st_size]
         if run is None or not run.is_dir() or not found:
             return None
@@ -72,11 +73,11 @@ class Outputs:
             for path in found:
                 shutil.copyfile(path, target / path.name)
         except OSError:
-            return None  # a disk that is full must not hide why the attempt ended
+            return None  # a full disk must not hide why the attempt ended
         return target
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close all files."""
         for _, file in self._shown:
             file.close()
         for handle in self._handles:
@@ -86,7 +87,7 @@ class Outputs:
 
 
 def keep_trace(run: Path | None, attempt: str, rank: str, error: BaseException) -> Path | None:
-    """Add the traceback of this worker to its log, where no process of ours started it; returns the file, or None."""
+    """Append this worker's traceback to its log in the run, for workers that another launcher started; returns the file, or None."""
     if run is None or not run.is_dir():
         return None
     path = run / "logs" / f"attempt-{attempt}" / f"rank-{rank}.log"
@@ -101,9 +102,9 @@ def keep_trace(run: Path | None, attempt: str, rank: str, error: BaseException) 
 
 def _write_all(to: int, data: bytes) -> None:
     stream = sys.stdout if to == OUT else sys.stderr
-    if stream is None:  # closed from the start: the number may be that of another file by now
+    if stream is None:  # closed at startup: the descriptor may belong to another file by now
         return
-    with suppress(OSError, ValueError):  # whoever read our output has left: the workers go on
+    with suppress(OSError, ValueError):  # whoever read our output is gone: the workers continue
         stream.flush()
         while data:
             data = data[os.write(to, data) :]

@@ -1,1 +1,1 @@
-"""The folder of a run: its files and their owner, its summary, evaluation, prediction."""
+"""The folder of a run: its files and its owner, summary, evaluation, prediction."""

@@ -1,4 +1,4 @@
-"""Judging a model on one part of the data: a pass without gradients, with a carry of its own."""
+"""Evaluates a model on one part of the data: a pass without gradients, with its own carry."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _Seen = tuple[compute.BatchOutcome, list[tuple[Tensor, Tensor | None]]]
 
 
 def order_for(spec: Spec, view: View, *, training: bool) -> Order:
-    """The order in which a part is read: streams or buckets of sequences; shuffled and varied in training only."""
+    """The order in which a part is read: streams or length buckets; shuffled and with varying windows in training only."""
     if not spec.streams:
         return SequenceOrder(view.lengths, tokens=spec.tokens, seed=spec.train.seed, shuffle=training)
     lanes = spec.lanes
     if not training:
-        # A small part may hold fewer steps than there are lanes; a part of its own may be cut as suits it.
+        # A small part may have fewer steps than there are lanes, and evaluation need not use as many lanes as training.
         lanes = max(1, min(spec.batch.eval_lanes or lanes, int(view.lengths.sum())))
-    # A series keeps its whole past when it is judged, so it is not cut into lanes.
+    # A series is evaluated with its whole past, so it is not cut into lanes.
     cut = training or spec.task != "forecasting"
     return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=spec.batch.vary and training, cut=cut)
 
@@ -56,7 +56,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
 
-    `capture` keeps recordings from one evaluation of a model to the next.
+    `capture` keeps CUDA graphs from one evaluation of a model to the next.
     """
     device = mesh.device
     shards = own_shards(mesh) if task.spec.train.reproducible else None
@@ -65,7 +65,7 @@ def evaluate(
     places, own = (1, range(1)) if shards is None else (SHARDS, shards)
     judges = {shard: _Judge(task.meter(device, part) if model.has_output else None) for shard in own}
     watched = any(judge.meter is not None for judge in judges.values())
-    sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs the metric cannot judge
+    sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
     observers = {shard: judge.of for shard, judge in judges.items()} if watched else {}
     for shard, _, outcome in _walk(model, task.spec, part, mesh, stage, observers, tick, capture, shards):
         sums[shard, :2] += torch.stack([outcome.loss_sum, outcome.count])
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def _joined(meters: Mapping[int, Metric], places: int, mesh: Mesh) -> Metric:
-    """The metric of all workers, from those that each has by shard; the first of its own holds it then."""
+    """The metric summed over all workers and shards; this worker's first meter holds the result."""
     given = {shard: meter.tensors() for shard, meter in meters.items()}
     first = next(iter(meters))
     for name, tensor in given[first].items():
@@ -105,10 +105,10 @@ def passes(
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
 ) -> Iterator[tuple[Batch, compute.BatchOutcome]]:
-    """One pass over a part without gradients, batch by batch, the carry of streams kept.
+    """One pass over a part without gradients, batch by batch, with the carry of streams kept.
 
-    Each worker sees its own lanes and, of the sums, those of its own stage. No worker waits for the others between batches. On
-    CUDA batches of a shape that comes again are recorded; what is observed then, and the outcome, last until the next batch.
+    Each worker sees its own lanes, and only the sums of its own stage. Workers do not wait for each other between batches. On CUDA, batches
+    of a recurring shape are captured and replayed; what is observed, and the outcome, are then valid until the next batch.
     """
     observers = {} if observe is None else {0: lambda _: observe}
     for _, batch, outcome in _walk(model, spec, part, mesh, stage, observers, tick, capture, None):
@@ -126,7 +126,7 @@ def _walk(
     capture: Capture | None,
     shards: Sequence[int] | None,
 ) -> Iterator[tuple[int, Batch, compute.BatchOutcome]]:
-    """The same for each canonical shard of a batch by itself; `shards` None: all that this worker has is one."""
+    """As `passes`, for each canonical shard of a batch separately; with `shards` None, this worker's whole part is one."""
     stage = stage or (Stage(model, *mesh.span(model.units)) if isinstance(model, Model) else model)
     order = order_for(spec, part.view, training=False)
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
@@ -143,12 +143,12 @@ def _walk(
                 if state is None or not spec.streams:
                     state = stage.start(own.lanes.shape[0], mesh.device).detach()
                 observe = observers[shard](own) if shard in observers else None
-                # What a pooled head has gathered is not among the tensors that go from one recording to the next.
+                # What a pooled head has accumulated is not among the tensors passed from one graph to the next.
                 if capture is None or (state.acc is not None and spec.streams):
                     outcome = forward.run(own, state, observe)
                 else:
                     outcome = forward.recorded(capture, own, state, observe)
-                # The next shard may be computed in the same place.
+                # The next shard may be computed in the same buffers.
                 states[shard] = outcome.state if shards is None else outcome.state.map(torch.clone)
                 yield shard, own, outcome
             if tick is not None:
@@ -167,7 +167,7 @@ def _cut(mesh: Mesh, batch: Batch, shards: Sequence[int] | None, *, pooled: bool
 
 
 class _Forward:
-    """The forward pass of a batch, through this worker's stage."""
+    """The forward pass of a batch through this worker's stage."""
 
     def __init__(self, stage: Stage | Whole, mesh: Mesh, spec: Spec, *, whole: bool) -> None:
         self.stage, self.mesh, self.spec, self.whole = stage, mesh, spec, whole
@@ -180,7 +180,7 @@ class _Forward:
         return outcome
 
     def recorded(self, capture: Capture, batch: Batch, state: State, observe: compute.Observer | None) -> compute.BatchOutcome:
-        """The same from a recording. It is observed afterwards: what an observer does is not ours to record."""
+        """The same by graph replay. Observers run afterwards: their code is not ours to capture."""
 
         def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: Lanes) -> tuple[_Seen, Lanes]:
             [own] = batches
@@ -198,13 +198,13 @@ class _Forward:
 
 
 class _Judge:
-    """Shows what the head puts out to the task's metric. A head of the user's own may put out something else: it has a loss alone."""
+    """Passes the head's outputs to the task's metric. The user's own head may output something else; then there is only a loss."""
 
     def __init__(self, meter: Metric | None) -> None:
         self.meter = meter
 
     def of(self, batch: Batch) -> compute.Observer:
-        """Sees what is put out for a batch."""
+        """An observer of the outputs for a batch."""
 
         def see(out: Tensor, target: Tensor | None) -> None:
             if self.meter is None or target is None:

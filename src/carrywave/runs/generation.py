@@ -1,4 +1,4 @@
-"""Continuing prompts with a language model: one token at a time, the carry passed along, sampling keyed by (seed, prompt, position)."""
+"""Continues prompts with a language model: one token at a time, passing the carry along; sampling is keyed by (seed, prompt, position)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from carrywave.model.model import Model
 def generate(
     model: Model, prompts: Sequence[Sequence[int]], count: int, *, temperature: float = 1.0, seed: int = 0, device: torch.device
 ) -> list[list[int]]:
-    """`count` further tokens for each prompt (each of at least one token). Temperature 0 takes the likeliest token."""
+    """Generate `count` tokens for each prompt (of at least one token). Temperature 0 picks the most likely token."""
     model.eval()
     lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
     x_TB = torch.zeros((int(lengths_B.max()), len(prompts)), dtype=torch.int64)
@@ -40,6 +40,6 @@ def _choose(logits_BV: Tensor, temperature: float, uniform_B: Tensor) -> Tensor:
     if temperature <= 0:
         return logits_BV.argmax(dim=-1)
     cumulative_BV = torch.softmax(logits_BV / temperature, dim=-1).cumsum(dim=-1)
-    # Scaled by the last sum, so that rounding never leaves a draw beyond the last token.
+    # Scaled by the total, so that rounding never puts a draw beyond the last token.
     drawn_B1 = (uniform_B.double() * cumulative_BV[:, -1])[:, None]
     return torch.searchsorted(cumulative_BV, drawn_B1, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)

@@ -1,7 +1,7 @@
-"""Files that a user named for what a command puts out: the whole of it or nothing, and never something else than what was named.
+"""Writes a command's output to a file that the user named: completely or not at all, and never to anything else.
 
-A plain file is replaced in one step, behind a symbolic link too, which stays; it keeps its permissions. What is no file (a device, a
-named pipe, `/dev/stdout`) is written into. Torch-free.
+A regular file is replaced atomically, also behind a symbolic link, which stays; it keeps its permissions. Anything else (a device, a named
+pipe, `/dev/stdout`) is written in place. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from carrywave.errors import UserError
 
 MOST_LINKS = 40
-OPEN_FILE = re.compile(r"/proc/(?:self|[0-9]+)(?:/task/[0-9]+)?/fd/([0-9]+)")  # what /dev/stdout and /dev/fd/3 lead to
+OPEN_FILE = re.compile(r"/proc/(?:self|[0-9]+)(?:/task/[0-9]+)?/fd/([0-9]+)")  # what /dev/stdout and /dev/fd/3 resolve to
 
 
 def check(path: Path | None, *, wanted: bool = False) -> None:
-    """Refuse before the work is done what could not be written after it. `wanted`: without a file, stdout is what it is done for."""
+    """Refuse before the work what could not be written after it. `wanted`: without a file the result goes to stdout, which must be open."""
     if path is None:
         if wanted and sys.stdout is None:
             raise UserError("standard output is closed, so nobody would see the result; open it, or name a file with -o")
@@ -42,8 +42,8 @@ def check(path: Path | None, *, wanted: bool = False) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Put a text where the user wanted it."""
-    data = text.encode(errors="backslashreplace")  # half of a pair of surrogates, which JSON can hold, and UTF-8 cannot
+    """Write a text to the file that the user named."""
+    data = text.encode(errors="backslashreplace")  # unpaired surrogates, which JSON can hold and UTF-8 cannot
     check(path)
     try:
         known = _known(path)
@@ -59,7 +59,7 @@ def write(path: Path, text: str) -> None:
 
 
 def _known(path: Path) -> os.stat_result | None:
-    """What stands at a path, or behind the link there; None: nothing."""
+    """The status of what is at a path, following links; None: nothing."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -69,12 +69,12 @@ def _known(path: Path) -> os.stat_result | None:
 
 
 def _target(path: Path) -> Path:
-    """The file itself, behind all links to it. A plain name stays as the user wrote it."""
+    """The file itself, behind all links to it. A path that is no link stays as the user wrote it."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _open_file(path: Path) -> int | None:
-    """The number of the open file of this process that a path stands for: opened by name, it would be written from its beginning."""
+    """The descriptor of this process that a path refers to: opened by name, its file would be written from the beginning."""
     for _ in range(MOST_LINKS):
         found = OPEN_FILE.fullmatch(os.path.join(os.path.realpath(path.parent), path.name))
         if found is not None:
@@ -100,7 +100,7 @@ def _replace(target: Path, data: bytes, mode: int | None) -> None:
 
 
 def _write_all(handle: int, data: bytes, *, sync: bool = False) -> None:
-    """Write all of it, and close."""
+    """Write all of the data, and close the descriptor."""
     try:
         while data:
             data = data[os.write(handle, data) :]

@@ -1,17 +1,17 @@
-"""Who trains a run: one process at a time, which says so in the run's folder, in `owner.json`, and shows there that it lives.
+"""Ownership of a run: one process at a time trains it, records itself in `owner.json` in the run's folder, and keeps a heartbeat there.
 
-Of several workers it is rank 0. The file names the process so that it can be told from every other one, here and elsewhere, and holds
-a count that a thread moves on. Who comes second looks:
+With several workers the owner is rank 0. The file identifies the process uniquely, across hosts too, and holds a counter that a thread
+increments. A second process checks:
 
-- On the same host the process itself is looked for, by its number and the moment it was born: while it is there it is refused, and
-  when it is gone the run is free at once, however it went.
-- A process of another host (or of another container) cannot be seen, and clocks of hosts differ, so the count is watched for up to
-  `SILENT_SECONDS` of our own clock: where it moves, the run is taken; where it stands still, it is free. Locks of the operating
-  system are not relied on, since on network file systems they may hold for one host alone; they only make a take-over orderly.
-- Workers that a launcher started again go on at once: the launcher has ended the ones before.
+- On the same host, whether the owner's process still exists, by pid and start time: while it does, the second process is refused; once it
+  is gone the run is free immediately, however the owner ended.
+- A process on another host (or in another container) is not visible, and hosts' clocks differ, so the counter is watched for up to
+  `SILENT_SECONDS` by our own clock: if it advances, the run is in use; if it does not, the run is free. Operating system locks are not
+  relied on, since on network file systems they may only work within one host; they merely serialize takeovers.
+- Workers that a launcher restarted take over immediately: the launcher has ended their predecessors.
 
-An owner that was asleep while another took the run finds a foreign name in the file, or no file where the folder was removed, and
-ends at its next write. Torch-free.
+An owner that was suspended while another process took over finds a foreign entry in the file, or no file if the folder was removed, and
+stops at its next write. Torch-free.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from carrywave.launch import launch_record
 
 FILE = launch_record.OWNER
 BEAT_SECONDS = 5.0
-SILENT_SECONDS = 60.0  # without a sign of life from another host; a count may be seen late on a network file system
+SILENT_SECONDS = 60.0  # without a heartbeat from another host; a network file system may show the counter late
 LOOK_SECONDS = 0.5
-WRITTEN_SECONDS = 1.0  # in which a file that was made is written
-SETTLE_SECONDS = 0.2  # where nothing keeps two from taking over at once, the last to write has it
-FILE_BYTES = 4096  # of the file: one length for all, so that a write in place leaves nothing of what was there
+WRITTEN_SECONDS = 1.0  # within which a newly created file is filled
+SETTLE_SECONDS = 0.2  # without a lock two processes may take over at once: after this time, the last to write has won
+FILE_BYTES = 4096  # fixed size of the file, so that a write in place leaves nothing of the old content
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that trains a run, as it stands in the file."""
+    """A process that trains a run, as recorded in the file."""
 
     host: str
-    machine: str  # an identity of the installation, where there is one
-    boot: str  # of the start of its kernel
-    space: str  # of its process numbers: those of a container are its own
+    machine: str  # id of the operating system's installation, if it has one
+    boot: str  # id of the kernel's current boot
+    space: str  # PID namespace: a container has its own
     pid: int
-    born: str  # in ticks since the start
-    token: str  # of this time that the run was taken
-    launch: tuple[str, ...] = ()  # the names of the launch that started it
+    born: str  # start time, in clock ticks since boot
+    token: str  # unique to this acquisition of the run
+    launch: tuple[str, ...] = ()  # the names of the launch that started the process
     call: int = 0
     attempt: int = 0
     beats: int = 0
 
     def encode(self) -> bytes:
-        """As it stands in the file: always as many bytes."""
+        """The content of the file, padded to its fixed size."""
         return json.dumps(asdict(self)).encode().ljust(FILE_BYTES - 1) + b"\n"
 
     def __str__(self) -> str:
@@ -65,10 +65,10 @@ class Owner:
 
 
 def read(folder: Path) -> Owner | None:
-    """Who is said to train the run; None where nobody is, or what is said cannot be read."""
+    """The recorded owner; None if there is none, or the record is unreadable."""
     try:
         if not (folder / FILE).is_file():
-            return None  # nothing, or something that would keep a reader waiting
+            return None  # nothing, or something that would block a reader
         said = json.loads((folder / FILE).read_bytes())
         found = Owner(**{field.name: said[field.name] for field in fields(Owner)})
         return replace(found, launch=tuple(map(str, found.launch)), pid=int(found.pid), beats=int(found.beats), attempt=int(found.attempt))
@@ -93,7 +93,7 @@ def this_process() -> Owner:
 
 
 class Claim:
-    """This process's hold on a run, from `take` to `release`."""
+    """This process's ownership of a run, from `take` to `release`."""
 
     def __init__(self, folder: Path, own: Owner) -> None:
         self.folder, self._own = folder, own
@@ -104,22 +104,22 @@ class Claim:
 
     @property
     def lost(self) -> bool:
-        """Whether the run is another's by now, or gone."""
+        """True if another process owns the run by now, or its folder or file is gone."""
         return self._lost is not None
 
     def check(self) -> None:
-        """Refuse to go on where the run is not this process's any more. As far as the last beat knows: it costs nothing."""
+        """Raise if this process no longer owns the run, as of the last heartbeat; this costs nothing."""
         if self._lost is not None:
             raise RunError(self._lost)
 
     def look(self) -> None:
-        """The same by a look at the file, before something large is written."""
+        """As `check`, but reads the file first; for use before something large is written."""
         if not self._over.is_set():
             self._see()
         self.check()
 
     def release(self) -> None:
-        """Let go of the run. A second call does nothing."""
+        """Give up the run. A second call does nothing."""
         if self._over.is_set():
             return
         self._over.set()
@@ -139,18 +139,18 @@ class Claim:
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
-            with suppress(OSError):  # a disk that does not answer now may do so at the next beat
+            with suppress(OSError):  # a disk that does not respond now may do so at the next beat
                 self._see()
                 if self._lost is not None:
                     return
                 self._own = replace(self._own, beats=self._own.beats + 1)
-                # Opened and closed each time: on a network file system that is when others get to see it.
+                # Opened and closed each time: on a network file system, closing makes a write visible to other hosts.
                 with (self.folder / FILE).open("r+b", buffering=0) as file:
                     file.write(self._own.encode())
 
 
 def take(folder: Path, say: Callable[[str], None] = lambda _: None) -> Claim:
-    """Become the owner of a run whose folder is there; refused where another process is."""
+    """Become the owner of a run whose folder exists; raises if another process owns it."""
     own = this_process()
     while True:
         there = _settled(folder)
@@ -161,7 +161,7 @@ def take(folder: Path, say: Callable[[str], None] = lambda _: None) -> Claim:
 
 
 def _settled(folder: Path) -> Owner | None:
-    """What the file says. One that is being written gets a moment to become whole; one that does not is nobody's, and removed."""
+    """The recorded owner. A record being written gets a moment to become complete; one that stays incomplete is nobody's, and removed."""
     deadline = time.monotonic() + WRITTEN_SECONDS
     while (found := read(folder)) is None and (folder / FILE).exists():
         if time.monotonic() > deadline:
@@ -171,11 +171,11 @@ def _settled(folder: Path) -> Owner | None:
 
 
 def _write(folder: Path, judged: Owner | None, own: Owner) -> bool:
-    """Put our name into the file; False where what stands there is not what was judged any more."""
+    """Record this process in the file; False if the file is no longer what was judged."""
     with _guarded(folder) as guarded:
         now = read(folder)
         if now is not None and (judged is None or (now.token, now.beats) != (judged.token, judged.beats)):
-            return False  # another was quicker, or it lives after all
+            return False  # another process was faster, or the owner is alive after all
         try:
             handle = os.open(folder / FILE, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if now is None else 0), 0o644)
         except (FileExistsError, FileNotFoundError):
@@ -187,7 +187,7 @@ def _write(folder: Path, judged: Owner | None, own: Owner) -> bool:
                 file.write(own.encode())
         except OSError:
             if now is None:
-                (folder / FILE).unlink(missing_ok=True)  # it says nothing
+                (folder / FILE).unlink(missing_ok=True)  # an incomplete record
             raise
     if now is not None and not guarded:
         time.sleep(SETTLE_SECONDS)
@@ -196,7 +196,7 @@ def _write(folder: Path, judged: Owner | None, own: Owner) -> bool:
 
 
 def _judge(folder: Path, there: Owner, own: Owner, say: Callable[[str], None]) -> None:
-    """Return where the one that is said to train the run does not; refuse where it does."""
+    """Return if the recorded owner no longer trains the run; raise if it does."""
     if there.call == own.call and set(there.launch) & set(own.launch) and there.attempt < own.attempt:
         return
     gone = is_gone(there, own)
@@ -207,9 +207,9 @@ def _judge(folder: Path, there: Owner, own: Owner, say: Callable[[str], None]) -
 
 
 def is_gone(there: Owner, own: Owner) -> bool | None:
-    """Whether the process of an owner has ended; None: from here that cannot be seen."""
+    """True if the process of an owner has ended; None if that cannot be seen from here."""
     if there.machine and (there.host, there.machine) == (own.host, own.machine) and there.boot != own.boot:
-        return True  # the host was started anew since
+        return True  # the host has rebooted since
     if (there.host, there.boot, there.space) != (own.host, own.boot, own.space):
         return None
     born = _born(there.pid)
@@ -220,28 +220,28 @@ def is_gone(there: Owner, own: Owner) -> bool | None:
     except ProcessLookupError:
         return True
     except OSError:
-        return None  # another user's, and hidden from us
+        return None  # another user's process, hidden from us
     if born is None:
-        return True  # what is left of a process until its parent has asked how it ended
+        return True  # a zombie, whose parent has not collected its exit status yet
     return False if there.pid == own.pid else None
 
 
 def _moves(folder: Path, there: Owner, say: Callable[[str], None]) -> bool:
-    """Whether an owner that cannot be seen shows a sign of life."""
+    """True if an owner that cannot be seen from here shows a heartbeat."""
     say(f"{folder} was last trained by {there}; waiting up to {SILENT_SECONDS:g} s for a sign of life from there")
     deadline = time.monotonic() + SILENT_SECONDS
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         now = read(folder)
         if now is None or (now.token, now.beats) != (there.token, there.beats):
-            # Released, or another has it: what is there then is judged anew. Only the same one that counts on is alive.
+            # Released, or taken by another process: `take` judges again. Only the same owner with an advancing counter is alive.
             return now is not None and now.token == there.token
     return False
 
 
 @contextmanager
 def _guarded(folder: Path) -> Iterator[bool]:
-    """One at a time where the system can see to it; tells whether it can."""
+    """Lock the folder if the file system supports it; yields whether it is locked."""
     try:
         import fcntl
     except ImportError:
@@ -258,14 +258,14 @@ def _guarded(folder: Path) -> Iterator[bool]:
             except BlockingIOError:
                 time.sleep(0.01)
             except OSError:
-                break  # this file system knows no locks
+                break  # this file system has no locks
         yield held
     finally:
         os.close(handle)
 
 
 def _born(pid: int) -> str | None:
-    """When a process was born; None where there is none, or only what is left of one; empty where the system does not tell."""
+    """The start time of a process; None if there is no such process or only a zombie; empty if the system does not tell."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if words[0] in ("Z", "X") else words[19]

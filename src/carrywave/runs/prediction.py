@@ -1,4 +1,4 @@
-"""Predictions of a trained run: a label, tags, numbers or a forecast for each sequence; a continuation for each prompt."""
+"""Predicts with a trained run: a label, tags, numbers or a forecast for each sequence; a continuation for each prompt."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from carrywave.spec.spec import BatchSpec
 from carrywave.tasks.task import Part
 from carrywave.tasks.views import Naive
 
-BY_PLACE = "series"  # the field of a forecast that says which of several series without names it is of, from 0
+BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
 Row = dict[str, Any]
-Prompt = tuple[str, str]  # how errors name it, and the text to continue
+Prompt = tuple[str, str]  # its name in errors, and the text to continue
 
 
 def predict(
@@ -54,11 +54,11 @@ def predict(
     model: nn.Module | None = None,
     note: Callable[[str], None] | None = None,
 ) -> list[Row]:
-    """Predictions for a file or an object as `fit` takes them, labels not needed; for a language model a prompt, or a list of them.
+    """Predict for a file or an object as `fit` accepts them, labels not needed; for a language model, for one prompt or a list of them.
 
-    `model` is the model of a run that was trained with modules of the user's own; its best weights are loaded into it. On the
-    workers that a launcher started, if one did, each predicts its part, and rank 0 returns all of it. What is odd about the data,
-    gaps in the times for instance, is a warning, or a line for `note`.
+    `model` is the model of a run that was trained with the user's own modules; the best weights are loaded into it. Under a launcher, each
+    worker predicts its part, and rank 0 returns all of it. Oddities in the data, such as gaps in the times, are warnings, or lines for
+    `note`.
     """
     world = join(device)
     with raise_on_all(world):
@@ -74,7 +74,7 @@ def predict(
         sequences = read_python(data, codec, spec, labelled=False)
     if world.rank == 0:
         for line in () if table is None else (*table.notes[1:], *unseen_series(table.name, table.names, codec)):
-            (note or warn)(line)  # the first, which columns are read, was said in training
+            (note or warn)(line)  # notes[0], which lists the columns read, was reported in training
     rows = predictions(saved, sequences, table)
     leave(world)
     return rows
@@ -111,17 +111,17 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
 
 
 def _show(text: str) -> None:
-    """Write to standard output: as it is for a program, as it can be shown for a person."""
+    """Write to standard output: verbatim for a program, escaped for a terminal."""
     if sys.stdout is None:
         raise UserError("standard output is closed, so nobody would see the result; open it, or name a file with -o")
     try:
         sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-    except UnicodeEncodeError:  # an encoding that does not know all letters, or half of a pair of surrogates
+    except UnicodeEncodeError:  # an encoding that lacks some characters, or an unpaired surrogate
         sys.stdout.write(text.encode(sys.stdout.encoding, errors="backslashreplace").decode(sys.stdout.encoding))
 
 
 def continuations(saved: Saved, prompts: list[Prompt], count: int, temperature: float, seed: int) -> list[Row]:
-    """Each prompt, continued."""
+    """Continue each prompt."""
     if not isinstance(saved.model, Model):
         raise RunError(
             f"a {type(saved.model.module).__name__} hands no carry from token to token; "
@@ -138,7 +138,7 @@ def continuations(saved: Saved, prompts: list[Prompt], count: int, temperature: 
 
 
 def _start(codec: Codec, text: str, where: str) -> NDArray[Any]:
-    """The tokens to go on from. A model must have read something: with an empty prompt, what a line's end is to it."""
+    """The tokens to continue from. A model must have read something: for an empty prompt, a line end."""
     if not text:
         end = codec.tokens.ids("\n")[-1:]
         if not len(end) or end[0] < 0:
@@ -151,7 +151,7 @@ def _start(codec: Codec, text: str, where: str) -> NDArray[Any]:
 
 
 def _prompts(data: Any, prompt: str | None, saved: Saved) -> list[Prompt]:
-    """The prompt itself; the lines of a file; a text, or a list of them."""
+    """The prompts: `prompt` itself, the lines of a file, a text, or a list of texts."""
     if data is None:
         return [("the prompt", prompt or "")]
     file = file_of(data, saved.spec)
@@ -166,7 +166,7 @@ def _prompts(data: Any, prompt: str | None, saved: Saved) -> list[Prompt]:
 
 
 def _texts(data: Any) -> Any:
-    """Texts by position; of a frame its column prompt or text, or the only one."""
+    """The texts in order; from a frame, its column prompt or text, or its only column."""
     if not is_frame(data):
         return as_plain(data)
     columns = dict(columns_of(data))
@@ -201,9 +201,9 @@ def _lines(path: Path) -> Iterator[Prompt]:
 
 
 def predictions(saved: Saved, data: Sequences, table: Table | None = None) -> list[Row]:
-    """One row for each sequence, in the order of the file; for a forecast one for each step ahead of the end of each series.
+    """One row for each sequence, in the order of the file; for a forecast, one for each step ahead of the end of each series.
 
-    `table` holds the series as the file gives them: their times and their scale.
+    `table` holds the series as in the file: their times and their scale.
     """
     match saved.spec.task:
         case "classification":
@@ -243,7 +243,7 @@ def _forecasts(saved: Saved, data: Sequences, table: Table) -> Iterator[Row]:
         for step in range(spec.horizon):
             row: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
             if codec.series is None and len(data) > 1:
-                row[BY_PLACE] = number  # series without names are told apart by where they stand
+                row[BY_PLACE] = number  # unnamed series are told apart by their position
             if times is not None:
                 row[str(codec.time)] = times[step]
             row["step"] = step + 1
@@ -257,10 +257,10 @@ def _forecasts(saved: Saved, data: Sequences, table: Table) -> Iterator[Row]:
 
 
 def _outputs(saved: Saved, data: Sequences) -> list[NDArray[Any]]:
-    """What the head puts out for each sequence: of its last step for a forecast, of every step for tags, else of the whole."""
+    """The head's output for each sequence: of its last step for a forecast, of every step for tags, of the whole sequence otherwise."""
     spec = saved.spec
     if spec.task == "tagging" and spec.streams:
-        # Predictions are wanted for each sequence by itself, whatever way the model was trained.
+        # Predictions are for each sequence by itself, however the model was trained.
         spec = spec.model_copy(update={"batch": BatchSpec(tokens=spec.lanes * spec.steps)})
     part = Part("input", data, saved.task.unlabelled(data))
     pieces: dict[int, list[Tensor]] = {}
@@ -272,7 +272,7 @@ def _outputs(saved: Saved, data: Sequences) -> list[NDArray[Any]]:
     for batch, _ in passes(saved.model, spec, part, mesh=saved.mesh, stage=saved.stage, observe=observe):
         if not saved.stage.has_head:
             continue
-        # A chunk of time after the other; where the head pools, what it says after the last.
+        # Chunks are concatenated over time; a pooled head's output counts after the last one.
         out = torch.cat(seen) if len(seen) > 1 and not saved.stage.pooled else seen[-1]
         seen.clear()
         out = out.float().cpu()

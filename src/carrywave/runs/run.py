@@ -1,8 +1,8 @@
-"""A `Run` is a folder: spec, plan, codec, metrics, events, weights, snapshots, logs. It is made at the first write, not before.
+"""A `Run` is a folder: spec, plan, codec, metrics, events, weights, snapshots, logs. It is created at the first write, not before.
 
-`metrics.jsonl` holds nothing that depends on the clock, so that equal runs give equal bytes; what does goes to `timing.jsonl`.
-Both are cut back to the snapshot on resume. While a run is trained its folder has one owner (`owner`), from `hold` or the first
-write to the end of the context.
+`metrics.jsonl` holds nothing that depends on the clock, so that equal runs give equal bytes; timings go to `timing.jsonl`. Both are
+truncated to the snapshot on resume. While a run is trained its folder has one owner (`owner`), from `hold` or the first write to the end of
+the context.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ MADE = (
     "tb",
     "snapshots",
     launch_record.NOTE,
-)  # before it is trained
+)  # everything a run writes, except its weights, logs and owner file
 WEIGHTS = "weights.safetensors"
 Value = float | int | str | bool | None
 
 
 class _Hashed:
-    """How long metrics.jsonl is, and its SHA-256, as far as it was written: counted on with every row, not read again."""
+    """Length and SHA-256 of metrics.jsonl as written so far: updated with every row, instead of reading the file again."""
 
     def __init__(self) -> None:
         self.num_bytes, self.digest = 0, hashlib.sha256()
 
     @classmethod
     def of(cls, path: Path, num_bytes: int | None = None) -> Self:
-        """Of what is there, or of the first of its bytes."""
+        """Of an existing file, or of its first `num_bytes` bytes."""
         found = cls()
         if path.is_file():
             with path.open("rb") as file:
@@ -68,19 +68,19 @@ class _Hashed:
         return found
 
     def add(self, data: bytes) -> None:
-        """Count what is written next."""
+        """Account for the data written next."""
         self.num_bytes += len(data)
         self.digest.update(data)
 
 
 class Run:
-    """One run's folder, and the files that are open in it."""
+    """The folder of one run, and the files that are open in it."""
 
     def __init__(self, path: Path, *, new: bool, events: bool = True, anew: bool = False) -> None:
         self.path = path
         self._anew = anew
         self._made = not new
-        self._founded: list[Path] | None = None  # folders that were not there before this run, the innermost first; None: it is no new one
+        self._founded: list[Path] | None = None  # folders that this run created, innermost first; None: it is not new
         self._with_events = events
         self._files: dict[str, IO[bytes]] = {}
         self._events: SummaryWriter | None = None
@@ -90,7 +90,7 @@ class Run:
 
     @classmethod
     def create(cls, path: Path | None, task: str, *, events: bool = True) -> Self:
-        """A new run in this folder, or in runs/TASK-NUMBER with the first number that is free. Nothing is written yet."""
+        """A new run in this folder, or in runs/TASK-NUMBER with the first free number. Nothing is written yet."""
         if path is None:
             path = next(free for number in count(1) if not (free := Path("runs") / f"{task}-{number}").exists())
         _check_name(path)
@@ -99,15 +99,15 @@ class Run:
 
     @classmethod
     def begin_anew(cls, path: Path) -> Self:
-        """A run that an earlier attempt of this launch began and left without a snapshot; what it wrote goes with the first write."""
+        """A run that an earlier attempt of this launch started and left without a snapshot; the first write removes what it wrote."""
         return cls(path, new=True, anew=True)
 
     def start_over(self) -> None:
-        """The same for a run that is opened."""
+        """The same for a run that is already open."""
         self._made, self._anew = False, True
 
     def expect_snapshot(self, init: str | None) -> None:
-        """All that a new run begins with is written; `init` are the weights that it starts from."""
+        """Record that a new run's initial files are complete and its first snapshot is pending; `init` names the weights it starts from."""
         self.make()
         with self._writing(str(self.snapshots)):
             self.snapshots.mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def began_with(self) -> dict[str, Any] | None:
-        """What `expect_snapshot` noted of a run that has had no snapshot ever since; None: it has had one, or that is not known."""
+        """What `expect_snapshot` recorded, if the run has had no snapshot since; None: it has had one, or that is not known."""
         if (self.snapshots / POINTER).exists():
             return None
         try:
@@ -126,7 +126,7 @@ class Run:
 
     @classmethod
     def open(cls, path: Path, *, events: bool = True) -> Self:
-        """A run that is already there."""
+        """An existing run."""
         _check_name(path)
         if not path.is_dir():
             raise RunError(f"{path} is no run: there is no such folder; give the folder of a run, such as runs/language-1")
@@ -145,24 +145,24 @@ class Run:
         return self.path / WEIGHTS
 
     def hold(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """Take the run for this process, to train it; refused where another does. What waits for an answer says so."""
+        """Become the owner of the run, to train it; raises if another process is. `say` is told if this has to wait."""
         if self._claim is None:
             with atomic_files.writing(str(self.path)):
                 self._claim = owner.take(self.path, say)
 
     def release(self) -> None:
-        """Let go of the run."""
+        """Give up ownership of the run."""
         if self._claim is not None:
             self._claim.release()
             self._claim = None
 
     def make(self) -> None:
-        """Make the folder, where it is not there yet, and take it; every write does so by itself."""
+        """Create the folder if it does not exist, and become its owner; every write does this by itself."""
         if self._made:
             if self._claim is not None:
                 self._claim.check()
             return
-        founded: list[Path] = []  # folders that are not there yet, the innermost first
+        founded: list[Path] = []  # folders that do not exist yet, innermost first
         if not self._anew:
             _refuse_occupied(self.path)  # another run may have taken the name since
             founded = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
@@ -183,17 +183,17 @@ class Run:
         self._made = True
 
     def write_spec(self, spec: Spec) -> None:
-        """The resolved spec, as spec.yaml."""
+        """Write the resolved spec as spec.yaml."""
         from carrywave.spec.load import dump
 
         self._write("spec.yaml", dump(spec))
 
     def write_json(self, name: str, value: Any) -> None:
-        """A small object, such as plan.json or codec.json."""
+        """Write a small object, such as plan.json or codec.json."""
         self._write(name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """An object that `write_json` wrote."""
+        """Read an object that `write_json` wrote."""
         path = self.path / name
         if path.exists() and not path.is_file():
             raise RunError(f"{path} is not a plain file; give the folder of a whole run")
@@ -205,14 +205,14 @@ class Run:
             raise RunError(f"{path} is damaged: it is not JSON; give the folder of a whole run") from error
 
     def read_object(self, name: str) -> dict[str, Any]:
-        """The same where it must be a mapping."""
+        """Read an object that must be a mapping."""
         found = self.read_json(name)
         if not isinstance(found, dict):
             raise RunError(f"{self.path / name} is damaged: it holds no mapping; give the folder of a whole run")
         return found
 
     def write_metrics(self, row: Mapping[str, Value]) -> None:
-        """Add a line to metrics.jsonl: split, epoch, step and loss first, then the rest by name; and the same to TensorBoard."""
+        """Append a line to metrics.jsonl: split, epoch, step and loss first, then the rest by name. Its floats also go to TensorBoard."""
         ordered = {key: row[key] for key in FIRST} | {key: row[key] for key in sorted(row.keys() - set(FIRST))}
         self._append(METRICS, ordered)
         if not self._with_events:
@@ -224,11 +224,11 @@ class Run:
                     events.add_scalar(f"{row['split']}/{key}", value, step)
 
     def write_timing(self, row: Mapping[str, Value]) -> None:
-        """Add a line to timing.jsonl, for all that depends on the clock."""
+        """Append a line to timing.jsonl, for everything that depends on the clock."""
         self._append(TIMING, row)
 
     def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        """Replace weights.safetensors; the spec and the codec go along in its metadata, so that the file can stand alone."""
+        """Replace weights.safetensors; its metadata holds the spec and the codec, so that the file is self-contained."""
         self.make()
         if self._claim is not None:
             self._claim.look()
@@ -238,7 +238,7 @@ class Run:
             save_weights(self.weights, parameters, {"format": "pt", **metadata})
 
     def sizes(self) -> tuple[int, int, str]:
-        """Bytes of both logs, and the SHA-256 of metrics.jsonl as this run wrote it, for the snapshot that is written next."""
+        """The sizes of both logs in bytes, and the SHA-256 of metrics.jsonl as this run wrote it, for the next snapshot."""
         with self._writing(str(self.path / "tb")):
             if self._events is not None:
                 self._events.flush()
@@ -246,7 +246,7 @@ class Run:
         return metrics.num_bytes, _size(self.path / TIMING), metrics.digest.hexdigest()
 
     def sync(self) -> None:
-        """Bring both logs to the disk, of a run that is still this process's; from any thread."""
+        """Flush both logs to disk, after checking that this process still owns the run; can be called from any thread."""
         if self._claim is not None:
             self._claim.look()
         with self._writing(str(self.path / METRICS)):
@@ -255,9 +255,9 @@ class Run:
                     atomic_files.sync_path(self.path / name)
 
     def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str | None = None, step: int | None = None) -> None:
-        """Before resuming: cut both logs back to a snapshot, and have TensorBoard forget what came after its optimizer step.
+        """Before resuming: truncate both logs to a snapshot, and have TensorBoard discard what came after its step.
 
-        `sha256`: of metrics.jsonl up to there; None where the snapshot is older than that check.
+        `sha256` is that of metrics.jsonl up to there; None if the snapshot predates this check.
         """
         present = _size(self.path / METRICS)
         if present < metrics_bytes:
@@ -270,13 +270,13 @@ class Run:
         self._hashed = None
         with self._writing(str(self.path / METRICS)):
             for name, kept in ((METRICS, metrics_bytes), (TIMING, timing_bytes)):
-                # Lost timings are no loss to the run: that file is only ever shortened.
+                # A shorter timing.jsonl is accepted: lost timings do not harm the run.
                 if _size(self.path / name) > kept:
                     os.truncate(self.path / name, kept)
         self._purge_step = None if step is None else step + 1
 
     def close(self) -> None:
-        """Close what is open; a later write opens it again."""
+        """Close all open files; a later write opens them again."""
         with self._writing(str(self.path)):
             while self._files:
                 self._files.popitem()[1].close()
@@ -297,29 +297,29 @@ class Run:
                 _remove_empty(self._founded or [])
 
     def _clear(self) -> None:
-        """Remove what an earlier attempt wrote, and nothing else that may lie there."""
+        """Remove what an earlier attempt wrote, and nothing else from the folder."""
         for entry in (self.path / name for name in (*MADE, WEIGHTS) if name not in launch_record.KEPT):
             atomic_files.remove(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
 
     def _withdraw(self, error: BaseException) -> bool:
-        """Take back a new run that was refused before it had anything to go on from: the same command can then be given again.
+        """Remove a new run that failed before it had anything to resume from, so that the same command can be given again.
 
-        What was trained is no less true because of a disk that is full: then the rows that there are stay.
+        Rows of metrics stay unless the data, the spec or the plan was wrong: a full disk, say, does not make them less true.
         """
         if self._founded is None or self.weights.is_file() or (self.snapshots / POINTER).is_file():
             return False
         if self._claim is None or self._claim.lost:
-            return False  # what is there is another's
+            return False  # the folder is another process's
         if _size(self.path / METRICS) and not isinstance(error, DataError | SpecError | PlanError):
             return False
-        with suppress(OSError):  # a folder that cannot be cleared is no reason to hide the error that led here
+        with suppress(OSError):  # a folder that cannot be cleared must not hide the original error
             for entry in (self.path / name for name in MADE):
                 atomic_files.remove(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
         return True
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        """Turns a failure of the disk into one line; of a run that is gone, or another's, that is the one."""
+        """Turn disk errors into one line; if the run is gone, or another process owns it, that is the error."""
         try:
             with atomic_files.writing(what):
                 yield
@@ -347,12 +347,12 @@ class Run:
         with self._writing(str(self.path / name)):
             written = self._metrics() if name == METRICS else None
             if name not in self._files:
-                # Unbuffered: one write a line, so what is on the disk ends with a whole line.
+                # Unbuffered: one write per line, so that the file on disk ends with a complete line.
                 self._files[name] = (self.path / name).open("ab", buffering=0)
             data = line.encode()
             if written is not None:
                 written.add(data)
-            while data:  # a disk that is nearly full takes a part of it, and refuses the rest
+            while data:  # a nearly full disk accepts a part, and refuses the rest
                 data = data[self._files[name].write(data) :]
 
     def _metrics(self) -> _Hashed:
@@ -364,7 +364,7 @@ class Run:
         if self._events is None:
             self.make()
             with warnings.catch_warnings():
-                # TensorBoard's imports warn about themselves; a user can do nothing about it.
+                # TensorBoard's imports emit warnings that a user can do nothing about.
                 warnings.simplefilter("ignore")
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -375,35 +375,35 @@ class Run:
 
 
 class NullRun(Run):
-    """A run that another worker writes: what is written to it here goes nowhere."""
+    """A run that another worker writes: anything written here is discarded."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, new=False)
 
     def make(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def expect_snapshot(self, init: str | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def write_metrics(self, row: Mapping[str, Value]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str | None = None, step: int | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _write(self, name: str, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _append(self, name: str, row: Mapping[str, Value]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _check_name(path: Path) -> None:
-    """Names go into JSON, to other workers and to TensorBoard: all of that is UTF-8."""
+    """Require a UTF-8 name: it goes into JSON, to other workers and to TensorBoard."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -413,7 +413,7 @@ def _check_name(path: Path) -> None:
 def _refuse_occupied(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file, and a run is a folder; use another {option('run')}")
-    # A process that was killed at its start may have left its name and no more.
+    # A process killed at its start may have left only its owner file.
     if not path.is_dir() or all(entry.name == owner.FILE for entry in path.iterdir()):
         return
     there = owner.read(path)
@@ -427,7 +427,7 @@ def _refuse_occupied(path: Path) -> None:
 
 
 def _hush_events() -> None:
-    """What fails in TensorBoard's thread is raised at the next write too, and said there; not beside it, with a traceback."""
+    """Suppress tracebacks of disk errors in TensorBoard's thread: the same error is raised, and reported, at the next write."""
     before = threading.excepthook
     if getattr(before, "hushes_events", False):
         return

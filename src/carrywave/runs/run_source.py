@@ -1,4 +1,4 @@
-"""What a run starts from: its folder, the snapshot that it goes on from, the weights and the codec of another run."""
+"""Determines what a run starts from: its folder, the snapshot to resume from, the weights and the codec of another run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from carrywave.runs.run import Run
 from carrywave.spec.load import load, parse, parse_yaml
 from carrywave.spec.spec import DataSpec, Spec
 
-# Of data, what a codec decides: where one is given, the spec says what it was learned by.
+# Data settings that a codec determines: if a codec is given, the spec records the ones it was built with.
 LEARNED_BY = ("tokens", "vocabulary", "min_count", "columns", "targets", "time", "series", "frequency", "standardize")
 
 
@@ -30,10 +30,10 @@ def open_folder(
     restarted: bool = False,
     hold: Callable[[str], None] | None = None,
 ) -> tuple[Run, Stored | None]:
-    """The folder of a new run, or of one to go on with, and then its last snapshot. Workers that were started again go on by themselves.
+    """The folder of a new run, or of one to resume with its last snapshot. Restarted workers resume by themselves.
 
-    A run that ended before its first snapshot is begun anew, where all that it began with is known. One to go on with is taken for
-    this process, unless it is only to be looked at; `hold` is told what that waits for.
+    A run that ended before its first snapshot is started over, if everything it began with is known. A run to resume is owned by this
+    process from here on, and `hold` is told what that waits for; with `hold` None it is only inspected.
     """
     if not resume:
         ours = launch_record.find(run, spec.task) if restarted else None
@@ -58,7 +58,7 @@ def open_folder(
 
 
 def _begins_again(folder: Run, spec: Spec, init: str | None) -> bool:
-    """Whether a run has nothing to go on from and can be made again from its beginning."""
+    """True if a run has nothing to resume from and can be started over."""
     began = folder.began_with
     if began is None:
         return False
@@ -73,7 +73,7 @@ def _begins_again(folder: Run, spec: Spec, init: str | None) -> bool:
 
 
 def refuse_python(spec: Spec, folder: Run) -> None:
-    """A run from Python cannot go on from its files alone."""
+    """Refuse to resume from files a run that was trained from Python."""
     if spec.data.train is None or folder.read_object("facts.json").get("own_model"):
         raise RunError(
             f"{folder.path} was trained from Python, on data or with modules that no file holds; "
@@ -82,7 +82,7 @@ def refuse_python(spec: Spec, folder: Run) -> None:
 
 
 def weights_file(init: str) -> Path:
-    """The weights that a run is to start from: those of another run, or a file."""
+    """The file of the weights that a run starts from: another run's, or the file itself."""
     path = Path(init)
     if path.is_dir():
         path = Run.open(path).weights
@@ -92,7 +92,7 @@ def weights_file(init: str) -> Path:
 
 
 def given_codec(init: str | None, folder: Run, snapshot: Stored | None) -> Codec | None:
-    """The codec of the weights that a run starts from, or started from before it was stopped; None: it learns its own."""
+    """The codec of the weights that a run starts from, or started from before it was stopped; None: it builds its own."""
     if init is not None:
         return _init_codec(init)
     if snapshot is not None and folder.read_object("facts.json").get("given_codec"):
@@ -101,9 +101,9 @@ def given_codec(init: str | None, folder: Run, snapshot: Stored | None) -> Codec
 
 
 def reading_of(init: str, spec: Spec) -> dict[str, Any]:
-    """How the data of the weights that a run starts from was read, where they come with a codec: that is what the spec records.
+    """How the data was read for the weights that a run starts from, if they come with a codec; the spec then records that.
 
-    A spec that asks for something else is refused, because nothing of that would be done.
+    A spec that asks for something else is refused, because it would have no effect.
     """
     path = weights_file(init)
     described = atomic_files.read_metadata(path)
@@ -113,7 +113,7 @@ def reading_of(init: str, spec: Spec) -> dict[str, Any]:
     try:
         theirs = parse(known if isinstance(known, dict) else {}).data.model_dump(mode="json", include=set(LEARNED_BY))
     except SpecError:
-        return {}  # of another version; the codec stands for itself
+        return {}  # from another version; the codec is enough
     mine = spec.data.model_dump(mode="json", include=set(LEARNED_BY))
     for name in LEARNED_BY:
         if name in spec.data.model_fields_set and mine[name] != theirs[name]:
@@ -125,7 +125,7 @@ def reading_of(init: str, spec: Spec) -> dict[str, Any]:
 
 
 def read_alike(spec: Spec, reading: Mapping[str, Any]) -> Spec:
-    """The spec with what is given of how data is read."""
+    """The spec with the given settings of how data is read."""
     if not reading:
         return spec
     data = DataSpec.model_validate({**spec.data.model_dump(mode="json"), **reading})
@@ -137,7 +137,7 @@ def _shown(value: Any) -> str:
 
 
 def _init_codec(init: str) -> Codec | None:
-    """The codec that stands with the weights, so that new data is read as the old was; None where the file has none."""
+    """The codec stored with the weights, so that new data is read like the old; None if the file has none."""
     path = weights_file(init)
     described = atomic_files.read_metadata(path)
     try:

@@ -1,4 +1,4 @@
-"""The summary before the first step: what is trained, how large it is, how it will be read and split."""
+"""Summarizes a run before its first step: what is trained, how large it is, how the data is read and the work is split."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step.precision import HALVES, parameter_dtype
 
-OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors as large as the parameters
+OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors the size of the parameters
 
 
 def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, order: Order, device: str, units: Units | None = None) -> str:
-    """A few lines of plain text. `units` are what the planner knows of the model; None for modules of the user's own."""
+    """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules."""
     parameters = sum(p.numel() for p in model.parameters())
     widest = _longest(order)
     per_epoch = order.num_steps(0)
@@ -50,7 +50,7 @@ def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, or
 
 
 def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device: str) -> tuple[str, ...]:
-    """The backend of each LSTM layer for a chunk of the first batch; none for a module of the user's own, which runs as it is."""
+    """The backend of each LSTM layer for a chunk of the first batch; empty for the user's own module, which runs as it is."""
     if isinstance(model, Whole):
         return ()
     lstm, window = model.lstm, order.window(Cursor(0, 0))
@@ -63,7 +63,7 @@ def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device:
 
 
 def _by_layer(names: tuple[str, ...]) -> str:
-    """`persistent`, or where layers differ `persistent (layers 1-2), aten (cuDNN) (layer 3)`."""
+    """`persistent`, or if layers differ `persistent (layers 1-2), aten (cuDNN) (layer 3)`."""
     if len(set(names)) == 1:
         return names[0]
     parts, after = [], 0
@@ -74,14 +74,14 @@ def _by_layer(names: tuple[str, ...]) -> str:
 
 
 def _longest(order: Order) -> int:
-    """Steps of the largest batch."""
+    """The steps of the largest batch."""
     if isinstance(order, SequenceOrder):
         return max(order.shapes(0), key=lambda shape: shape[0] * shape[1])[0]
     return order.window(Cursor(0, 0)).steps
 
 
 def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None) -> str:
-    """What a worker takes, by the planner's account, so that both say the same; of modules of the user's own, what is known."""
+    """Memory of a worker by the planner's own estimate, so that both agree; for the user's own modules, the part that is known."""
     if units is None:
         size = 8 if spec.train.precision == "fp64" else 4
         weights = parameters * size

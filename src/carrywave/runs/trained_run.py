@@ -1,4 +1,4 @@
-"""A run that has been trained, opened again: its spec, codec and best weights, to evaluate or to predict with."""
+"""Opens a trained run, with its spec, codec and best weights, to evaluate or to predict with."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from carrywave.tasks.task import POOLED, Part, Task
 
 @dataclass(frozen=True)
 class Saved:
-    """A trained model and everything that goes with it."""
+    """A trained model and everything that belongs to it."""
 
     run: Run
     spec: Spec
@@ -45,13 +45,13 @@ class Saved:
     model: Model | Whole
     mesh: Mesh
     stage: Stage | Whole
-    given_codec: bool  # of the run whose weights it was started from; otherwise it learned its own
+    given_codec: bool  # from the run whose weights it started from; otherwise it built its own
 
 
 def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = None, *, world: World | None = None) -> Saved:
-    """The best weights of a run, in the model of its spec, or in `model`, where the run was trained with modules of the user's own.
+    """The best weights of a run, in the model of its spec, or in `model` if the run was trained with the user's own modules.
 
-    With the other workers of `world`, each holds a part: cut as in training where their number allows it, else as replicas.
+    With other workers in `world`, each holds a part: stages as in training if their number allows it, else replicas.
     """
     run = Run.open(Path(path))
     spec = load(run.path / "spec.yaml")
@@ -68,7 +68,7 @@ def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = N
     world = world or World.alone(pick_device(device))
     configure(spec.train.precision)
     if model is None:
-        # The file of pretrained embeddings was needed once, at the start; the weights hold what became of them.
+        # The file of pretrained embeddings was needed only at the start; the weights hold what became of them.
         bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
         model = bare.model()
     elif not isinstance(model, Model):
@@ -87,7 +87,7 @@ def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = N
 
 
 def _plan_for(asked: PlanSpec, model: Model | Whole, workers: int) -> Plan:
-    """The run's own stages where so many workers can hold them. Nothing goes backward, so that nothing is gained by cutting lanes."""
+    """The run's own stages if this many workers can hold them. There is no backward pass, so slicing the lanes would gain nothing."""
     layers = model.lstm.num_layers if isinstance(model, Model) else 0
     if workers % asked.stages or not layers:
         asked = asked.model_copy(update={"stages": 1, "cuts": None})
@@ -98,7 +98,7 @@ def _plan_for(asked: PlanSpec, model: Model | Whole, workers: int) -> Plan:
 
 
 def codec_of(run: Run, spec: Spec) -> Codec:
-    """How the run reads its data."""
+    """The codec with which the run reads its data, checked against its spec."""
     path = run.path / "codec.json"
     try:
         codec = Codec.from_json(json.dumps(run.read_json(path.name)))
@@ -116,7 +116,7 @@ def codec_of(run: Run, spec: Spec) -> Codec:
 
 
 def _check_codec(run: Run) -> None:
-    """The weights hold a copy of the codec that they were trained with: another one would give numbers that look right."""
+    """Check the codec against the copy stored with the weights: with another one, results would be wrong but look right."""
     path = run.path / "codec.json"
     trained_with = weights_metadata(run.weights).get("codec")
     if trained_with is not None and trained_with != path.read_text("utf-8"):
@@ -124,9 +124,9 @@ def _check_codec(run: Run) -> None:
 
 
 def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
-    """What the model was shaped by, MASE's scale, and whether the model was the user's own and the codec another run's.
+    """The facts that shaped the model, MASE's scale, whether the model was the user's own, and whether the codec was another run's.
 
-    The codec must say the same.
+    The facts must agree with the codec.
     """
     path = run.path / "facts.json"
     try:
@@ -151,10 +151,9 @@ def evaluate_run(
     model: nn.Module | None = None,
     note: Callable[[str], None] | None = None,
 ) -> dict[str, object]:
-    """Loss and metrics of the best weights, on a file or an object as `fit` takes them, or on the run's own test (or else valid) file.
+    """Loss and metrics of the best weights, on a file or an object as `fit` accepts them, or on the run's own test (or else valid) file.
 
-    On the workers that a launcher started, if one did: each takes its part, and all return the same. What is odd about the data is a
-    warning, or a line for `note`.
+    Under a launcher, each worker evaluates its part, and all return the same. Oddities in the data are warnings, or lines for `note`.
     """
     world = join(device)
     with raise_on_all(world, patient=True):
@@ -169,7 +168,7 @@ def evaluate_run(
 
 
 def warn(line: str) -> None:
-    """A warning where a library should give one: at the caller of the function that calls this."""
+    """Warn as a library should: at the caller of the function that calls this."""
     warnings.warn(line, stacklevel=3)
 
 
@@ -177,7 +176,7 @@ def _part(saved: Saved, data: Any) -> Part:
     if data is not None:
         spec, codec = saved.spec, saved.task.codec
         part = saved.task.part(file_of(data, spec) or "data", read_python(data, codec, spec))
-        gaps = series_of(data, codec, spec).notes[1:] if spec.task == "forecasting" else ()  # which columns are read was said in training
+        gaps = series_of(data, codec, spec).notes[1:] if spec.task == "forecasting" else ()  # training has reported notes[0], the columns
         return replace(part, notes=(*gaps, *part.notes))
     if saved.spec.data.train is None:
         raise DataError(f"{saved.run.path} was trained on data from Python, which no file holds; give data to evaluate on")
@@ -189,10 +188,10 @@ def _part(saved: Saved, data: Any) -> Part:
 
 
 def _prepared(saved: Saved) -> Prepared:
-    """The run's own files, read as the run read them, whatever has become of its training data since."""
+    """The run's own files, read with the run's codec, even if its training data has changed since."""
     codec = saved.task.codec
     if not saved.given_codec:
-        # Learned again it is the same, as long as the data is: then all is found in the cache that training left.
+        # A rebuilt codec is the same as long as the data is; then everything is found in the cache that training left.
         with suppress(DataError):
             prepared = prepare(saved.spec)
             if prepared.codec == codec:

@@ -1,4 +1,4 @@
-"""What training tells whoever watches it: a terminal, a log file, a program, or nobody. Training decides nothing by it."""
+"""The interface by which training reports to a terminal, a log file, a program, or nobody. It never influences training."""
 
 from __future__ import annotations
 
@@ -10,67 +10,67 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Where a run stands after one step."""
+    """The position of a run after one step."""
 
     epoch: int
     epochs: int
     step: int
     steps: int  # in this epoch, or in this evaluation
-    loss: float | None  # nats a target; None where it is not known before the end, as in an evaluation
-    tokens_per_second: float  # of the phase in hand
-    waste: float  # share of padding in training, 0 … 1
+    loss: float | None  # nats per target; None if it is not known before the end, as in an evaluation
+    tokens_per_second: float  # of the current phase
+    waste: float  # fraction of padding in training, 0 … 1
     lr: float
-    eta_seconds: float | None  # of the whole run; None while it cannot be told
+    eta_seconds: float | None  # of the whole run; None while it is not known
     phase: str = "train"  # or valid, test
-    unit: str = "tokens"  # what is counted a second; steps, where they are numbers
+    unit: str = "tokens"  # what is counted per second: tokens, or steps of numeric data
 
 
 def printable(text: str) -> str:
-    """A text for a terminal: what a name, a label or a model puts out must not move the cursor, or pass for something else."""
+    """Escape text for a terminal: a name, a label or a model's output must not move the cursor, or pass for something else."""
     return "".join(each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode("ascii") for each in text)
 
 
 class Watcher(Protocol):
-    """Is told what happens, in this order: begin, then steps, evaluations and lines, then end."""
+    """Receives events in this order: begin, then steps, evaluations and lines, then end."""
 
     def begin(self, summary: str) -> None:
-        """Take the model summary, before the first step."""
+        """Receive the model summary, before the first step."""
 
     def step(self, info: StepInfo) -> None:
-        """Take one step; called after every one, so it must be cheap."""
+        """Receive the position after a step or a batch of an evaluation; called several times per second, so it must be cheap."""
 
     def evaluated(self, row: Mapping[str, object]) -> None:
-        """Take the row of one evaluation: split, epoch, step, loss and the task's metrics."""
+        """Receive the row of one evaluation: split, epoch, step, loss and the task's metrics."""
 
     def say(self, line: str) -> None:
-        """Take something a person should know, on one line."""
+        """Receive something a person should know, on one line."""
 
     def end(self, line: str) -> None:
-        """Take the last line: where the run is and what was reached."""
+        """Receive the last line: where the run is and what it reached."""
 
 
 class Silent:
-    """Nobody watches."""
+    """A watcher that ignores everything."""
 
     def begin(self, summary: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, info: StepInfo) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def evaluated(self, row: Mapping[str, object]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def say(self, line: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self, line: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Logged(Silent):
-    """Nobody watches; what a person should know goes to the logger `carrywave`, which unless told otherwise writes it to stderr."""
+    """A watcher that passes what a person should know to the logger `carrywave`, which by default writes it to stderr."""
 
     def say(self, line: str) -> None:
-        """A warning of the logger."""
+        """Log the line as a warning."""
         logging.getLogger("carrywave").warning(printable(line))

@@ -1,1 +1,1 @@
-"""From a spec to trained weights: the loop, its plan, its checkpoints and its end."""
+"""Turns a spec into trained weights: planning, the training loop, checkpoints, and how a run ends."""

@@ -1,4 +1,4 @@
-"""Between a running loop and its snapshots: when one is begun and waited for, and how a loop is restored from one."""
+"""Connects the training loop to its snapshots: when one is started and waited for, and how a loop is restored from one."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from carrywave.spec.spec import Spec
 from carrywave.train.loop import Loop
 
 AFTER_MISTAKE_SECONDS = 60.0
-AFTER_FAULT_SECONDS = 2.0  # another worker may be gone, and the launcher waits to start anew
+AFTER_FAULT_SECONDS = 2.0  # another worker may be gone, and the launcher is waiting to restart
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run is trained on."""
+    """The data a run is trained on."""
 
-    fingerprint: str  # of all that was read, and how
-    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by part, where it is a file
+    fingerprint: str  # hash of everything that was read, and of how it was read
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by part, for parts that are files
 
     def changed(self, meta: Mapping[str, Any], spec: Spec) -> list[str]:
-        """The names of the files that are not what they were at a snapshot; of all, where that is not known."""
+        """The names of the files that changed since a snapshot; of all files, if that is not known."""
         names = {part: name for part in ("train", "valid", "test") if (name := getattr(spec.data, part))}
         before = meta.get("files")
         if not isinstance(before, dict):
@@ -45,14 +45,14 @@ class Data:
 
 
 class Checkpointer:
-    """Writes the snapshots of a run. A failure to write one is said, and the run goes on; at the end of the run it is an error."""
+    """Writes the snapshots of a run. A failed write is reported and training continues; at the end of the run it is an error."""
 
     def __init__(self, world: World, folder: Run, data: Data, watch: Watcher) -> None:
         self.world, self.folder, self.data, self.watch = world, folder, data, watch
         self.writer = Writer(world, folder.snapshots)
 
     def __call__(self, loop: Loop, final: bool) -> None:
-        """Begin a snapshot of the loop as it stands between two steps; a final one is whole on the disk when this returns."""
+        """Start a snapshot of the loop between two steps; a final one is completely on disk when this returns."""
         self.settle()
         at = loop.progress
         groups = part_of(loop.trainer, loop.spec.lanes)
@@ -78,7 +78,7 @@ class Checkpointer:
             self.settle(final=True)
 
     def settle(self, *, final: bool = False) -> None:
-        """Wait for the snapshot that is being written; say, or where it was the last one raise, what kept it from being written."""
+        """Wait for the snapshot in progress; report its failure, or raise it if it was the final one or the weights are non-finite."""
         failure = self.writer.settle()
         if failure is None:
             return
@@ -87,25 +87,25 @@ class Checkpointer:
         self.watch.say(f"{str(failure).partition('; ')[0]}; the run goes on, and the snapshot before it is kept")
 
     def go_back(self, loop: Loop) -> None:
-        """Put a loop back to the last snapshot. One with bad weights that was being written is none."""
+        """Restore the loop from the last snapshot. One in progress that fails because of non-finite weights does not count."""
         with suppress(Diverged):
             self.settle()
         restore(loop, read_last(self.world, self.folder), self.data)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """When the run fails, a snapshot that is being written has a little time to become whole."""
+        """If the run fails, give the snapshot in progress a little time to complete."""
         try:
             yield
         except Exception as error:
             lost = self.writer.close(AFTER_MISTAKE_SECONDS if isinstance(error, UserError) else AFTER_FAULT_SECONDS)
-            if lost is not None:  # beside what ended the run: it goes on from an older snapshot than one would think
+            if lost is not None:  # besides the error itself: the run will resume from an older snapshot than expected
                 self.watch.say(f"{lost.partition('; ')[0]}; the snapshot before it is kept")
             raise
 
 
 def read_last(world: World, folder: Run) -> Stored:
-    """The last snapshot of a run, on every worker."""
+    """The last snapshot of a run. Collective: every rank must call it."""
     found = ""
     with raise_on_all(world, for_all_of_us=True):
         if world.rank == 0:
@@ -114,7 +114,7 @@ def read_last(world: World, folder: Run) -> Stored:
 
 
 def receive_snapshot(world: World, told: Sequence[Any]) -> Stored:
-    """A snapshot whose manifest rank 0 has read and told. Its files are shared out, and every byte of them is checked."""
+    """A snapshot whose manifest rank 0 has read and sent. Every byte of its files is verified, divided among the ranks."""
     stored = Stored(Path(told[0]), Manifest.of(told[1], Path(told[0])))
     with raise_on_all(world, for_all_of_us=True, patient=True):
         if not stored.folder.is_dir():
@@ -126,7 +126,7 @@ def receive_snapshot(world: World, told: Sequence[Any]) -> Stored:
 
 
 def restore(loop: Loop, stored: Stored, data: Data) -> None:
-    """Put a loop where a snapshot left off, and cut its logs back to it. Each worker reads its own part."""
+    """Restore a loop from a snapshot, and truncate its logs to match. Each worker reads its own part."""
     meta, trainer, world = stored.meta, loop.trainer, loop.trainer.mesh.world
     with raise_on_all(world, for_all_of_us=True, patient=True), sound():
         if meta["fingerprint"] != data.fingerprint:
@@ -140,7 +140,7 @@ def restore(loop: Loop, stored: Stored, data: Data) -> None:
         if trainer.scaler is not None:
             trainer.scaler.load(_under("scaler/", extra))
         loop.restore(meta["progress"], _under("loop/", extra))
-        noted = meta["metrics_bytes"], meta["timing_bytes"], meta.get("metrics_sha256")  # which older snapshots do not have
+        noted = meta["metrics_bytes"], meta["timing_bytes"], meta.get("metrics_sha256")  # which older snapshots lack
         loop.folder.cut_back(*noted, step=loop.progress.step)
         if world.rank == 0:
             mend_best(stored)

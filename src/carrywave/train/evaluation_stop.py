@@ -1,4 +1,4 @@
-"""Leaving an evaluation where a stop was asked for: it may take longer than whoever asked will wait. All workers leave at one batch."""
+"""Leaves an evaluation when a stop is requested, since whoever asked may not wait for it; all workers leave at the same batch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 from carrywave.launch.signals import Reason, Stop
 from carrywave.parallel.world import World, all_gather_text
 
-ASK_EVERY = 32  # batches between two questions to all workers, each a message
+ASK_EVERY = 32  # batches between two collective checks, each of which costs a message
 
 
 class Stopped(Exception):
-    """A stop was asked for during an evaluation, which is not waited for: it is made when the run goes on."""
+    """A stop was requested during an evaluation, which is abandoned and repeated when the run is resumed."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
@@ -19,7 +19,7 @@ class Stopped(Exception):
 
 
 def leave_if_asked(stop: Stop | None, world: World, done: int) -> None:
-    """To be called by all workers after each batch but the last; with None, nothing is looked at."""
+    """Raise `Stopped` if a stop was requested. Collective: every rank calls it after each batch but the last. None: never leave."""
     if stop is None or (world.size > 1 and done % ASK_EVERY):
         return
     if world.size == 1:

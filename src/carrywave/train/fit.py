@@ -1,4 +1,4 @@
-"""`train` carries out one spec, from data to weights; `fit` is the same from Python, with the user's own data and modules."""
+"""Trains one spec from data to weights: `train` from the spec's files, `fit` from Python with the user's own data and modules."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from carrywave.train.planning import PlanRequest, check_workers, plan_run
 from carrywave.train.result import Result
 from carrywave.train.run_start import Start, begin, prepare_in_turn
 
-Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or what makes one once the data is known
+Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or a function that builds one once the data is known
 
 
 CLASS_WEIGHTS = "head.weights"
@@ -75,9 +75,9 @@ def train(
     watch: Watcher | None = None,
     dry_run: bool = False,
 ) -> Result:
-    """Train what a spec describes, from its files; on the workers that a launcher started, if one did.
+    """Train what a spec describes, from its files; under a launcher, on the workers it started.
 
-    `devices` is the number of workers that a dry run is to plan for.
+    `devices` is the number of workers that a dry run plans for.
     """
     world = World.alone(pick_device(device)) if dry_run else join(device)
     with _left_at_the_end(world):
@@ -105,18 +105,18 @@ def fit(
     watch: Watcher | None = None,
     **sections: Any,
 ) -> Result:
-    """Train from Python, and leave a run as the command line does.
+    """Train from Python, and leave a run folder as the command line does.
 
-    `model` is the spec's model section (`{"hidden": 128}`, or None for its defaults); or a `Model` of the user's own modules,
-    which is trained in place; or any nn.Module with a `loss(out, target) -> (sum, count)`, given or its own, which can be
-    trained on replicas; or a function that makes one from the facts of the data (`facts.vocabulary`, `facts.labels`, …).
-    `data` is whatever `from_python` takes: files, arrays, frames, Datasets; None for the files of the spec.
+    `model` is the spec's model section (`{"hidden": 128}`, or None for its defaults); or a `Model` of the user's own modules, which is
+    trained in place; or any nn.Module with a `loss(out, target) -> (sum, count)`, its own or given as `loss`, which can be trained on
+    replicas but not split into stages; or a function that builds one of these from the facts of the data (`facts.vocabulary`,
+    `facts.labels`, …). `data` is anything that `from_python` accepts: files, arrays, frames, Datasets; None for the files of the spec.
 
-    `devices` above 1 starts as many workers on this machine, which run the calling script again up to this call; what follows
-    it runs once. Workers that die are started again, up to `restarts` times without progress; with `min_devices`, also with fewer.
-    Under torchrun it joins the workers that are there.
+    `devices` above 1 starts that many workers on this machine, which run the calling script again up to this call; the code after it runs
+    once. If a worker dies, all are restarted, up to `restarts` times without progress; with `min_devices`, also with fewer workers. Under
+    torchrun, `fit` joins the workers that torchrun started.
 
-    What else a spec holds goes into `spec`, or section by section:
+    The other sections of the spec are given in `spec`, or one by one:
     `fit({"hidden": 64}, frame, task="forecasting", data={"horizon": 24}, train={"epochs": 3})`.
     """
     heap.keep()
@@ -166,14 +166,14 @@ def fit(
 
 @contextmanager
 def _left_at_the_end(world: World) -> Iterator[None]:
-    """Leave the world when all is done. After a failure it is left as it stands: others may never come to where they would leave it."""
+    """Destroy the process group at the end, but not after a failure: the other ranks may never reach the point where they would."""
     with watched(world):
         yield
     leave(world)
 
 
 def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str) -> Result:
-    """The result of a run that workers trained."""
+    """The result of a run that worker processes trained."""
     folder = Path(told["run"])
     where = pick_device(device)
     if own is None:
@@ -199,7 +199,7 @@ def _train(
 ) -> Result:
     spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
-        settle(world.device)  # before the first weight is drawn
+        settle(world.device)  # before any weight is initialized
     with raise_on_all(world):
         task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
         parts = DataParts(
@@ -219,7 +219,7 @@ def _train(
             check_dtype(spec.train, model)
         model.to(parameter_dtype(spec.train.precision))
         if start.init is not None and world.rank == 0:
-            # Class weights follow from this run's spec and data, not from those of the run before.
+            # Class weights follow from this run's spec and data, not from those of the run the weights come from.
             take_weights(model, weights_file(start.init), start.init, ignored=CLASS_WEIGHTS)
         order = order_for(spec, parts.train.view, training=True)
     check_agreement(world, {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint} | _flat(spec))
@@ -253,7 +253,7 @@ def _train(
             at.extend(spec.train)
             watch.say(f"going on from step {at.step} (epoch {at.epoch + 1})" if loop.trains else at.over(spec.train))
         if loop.trains:
-            # Of a run that is over, what its files say is what was trained.
+            # The files of a finished run describe what was trained, so they stay as they are.
             with raise_on_all(world):
                 folder.write_spec(spec)
                 folder.write_json("plan.json", asdict(plan) | {"backends": backends(spec, model, plan, order, str(world.device))})
@@ -274,7 +274,7 @@ def _train(
 
 
 def _flat(spec: Spec) -> dict[str, str]:
-    """Every key of a spec that workers must agree on, under its full name; where files lie may differ from host to host."""
+    """Every key of a spec that workers must agree on, by its full name; file paths may differ from host to host and are left out."""
     values = spec.model_dump(mode="json")
     flat: dict[str, str] = {}
     for section, value in values.items():
@@ -288,7 +288,7 @@ def _flat(spec: Spec) -> dict[str, str]:
 def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts) -> Model | Whole:
     model: object = own
     if not isinstance(own, Model | Whole):
-        # Seeded, and apart from the caller's generator: equal calls give equal weights.
+        # Seeded, and isolated from the caller's random state: equal calls give equal weights.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.train.seed)
             model = own(facts)
@@ -323,7 +323,7 @@ def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
 
 
 def _finish(loop: Loop) -> dict[str, dict[str, float]]:
-    """Take up the best weights, and judge them on the test part. Rank 0 reads them; in the end each worker has the whole model again."""
+    """Load the best weights and evaluate them on the test part. Rank 0 reads them; in the end each worker has the whole model again."""
     trainer, world = loop.trainer, loop.trainer.mesh.world
     best: dict[str, Tensor] = {}
     with raise_on_all(world, for_all_of_us=True):
@@ -335,7 +335,7 @@ def _finish(loop: Loop) -> dict[str, dict[str, float]]:
     reached = {}
     if loop.progress.best is not None:
         reached["valid"] = dict(loop.progress.best)
-    # Also where the training was over before: its last snapshot, to which the logs were cut back, is older than the test.
+    # Also if training had already finished: its last snapshot, to which the logs were truncated, is older than the test evaluation.
     if loop.parts.test is not None:
         reached["test"] = loop.judge(loop.parts.test, weights_step=loop.progress.weights_step)
     if isinstance(trainer.model, Model) and trainer.plan.stages > 1:
@@ -345,7 +345,7 @@ def _finish(loop: Loop) -> dict[str, dict[str, float]]:
 
 def _spec_of(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:
     base: dict[str, Any]
-    # Only what was given: what is left out may still follow from elsewhere.
+    # Only fields that were set: the others may still be derived from elsewhere.
     if isinstance(spec, Spec):
         base = spec.model_dump(mode="json", exclude_unset=True)
     elif isinstance(spec, str | Path):

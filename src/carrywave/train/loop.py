@@ -1,7 +1,7 @@
 """The training loop: epochs of optimizer steps, evaluation, the best weights, snapshots, and an orderly end.
 
-Everything the loop knows is in `Progress` and in the trainer, so a snapshot of the two continues bit for bit. What depends
-on the clock goes to the watcher and to timing.jsonl only.
+All state is in `Progress`, the running sums and the trainer, so a run restored from a snapshot of them continues bit for bit. Anything that
+depends on the clock goes only to the watcher and to timing.jsonl.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from carrywave.train.loop_state import Ending, Progress
 from carrywave.train.plan_check import Comparison
 from carrywave.train.run_clock import RunClock
 
-LOOK_EVERY = 8  # steps between two looks at what a GPU has computed, where several workers train
-SMALLEST_SCALE = 2.0**-14  # an fp16 loss scale that has been halved down to this finds no gradient that is a number
+LOOK_EVERY = 8  # steps between two checks of what a GPU has computed, with several workers
+SMALLEST_SCALE = 2.0**-14  # once an fp16 loss scale has been halved to below this, gradients are non-finite at any scale
 
 Row = dict[str, Value]
 
 
 @dataclass(frozen=True)
 class DataParts:
-    """What a run reads."""
+    """The parts of the data that a run reads."""
 
     train: Part
     valid: Part | None
@@ -55,7 +55,7 @@ class DataParts:
 
 
 class Loop:
-    """One run from wherever `progress` stands to its end."""
+    """One run, from wherever `progress` is to its end."""
 
     def __init__(
         self,
@@ -75,25 +75,25 @@ class Loop:
         share = trainer.mesh.share(inputs=trainer.stage.has_encoder, targets=trainer.stage.scores)
         self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share)
         self.progress = Progress()
-        self.save, self.back = save, back  # write a snapshot, the last one or not; go on from the last one
-        self.compare = compare  # of predicted and measured step times
-        self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps; steps with bad numbers
+        self.save, self.back = save, back  # write a snapshot, final or not; restore the last one
+        self.compare = compare  # predicted against measured step times
+        self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps; non-finite steps
         self._one_bad = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=trainer.device)
-        self.cells = [0, 0]  # real and padded steps since the last row
+        self.cells = [0, 0]  # steps since the last row, without and with padding
         self.clock = RunClock()
-        self.stop: Stop | None = None  # what evaluations look at; None: they are not left
-        # Windows of varying length make epochs of varying numbers of them; otherwise one epoch tells of all.
+        self.stop: Stop | None = None  # what evaluations check; None: they are never left early
+        # Windows of varying length make the number of windows vary by epoch; otherwise one epoch stands for all.
         epochs = spec.train.epochs if spec.batch.vary else 1
         counted = sum(-(-self.order.num_steps(epoch) // spec.train.accumulate) for epoch in range(epochs))
         self.total_steps = min(counted * spec.train.epochs // epochs, spec.train.max_steps or math.inf)
 
     @property
     def trains(self) -> bool:
-        """Whether there is anything left to train."""
+        """True if there is anything left to train."""
         return self.progress.trains(self.spec.train)
 
     def run(self, stop: Stop | None = None) -> Ending:
-        """Train to the end, or until a signal asks to stop; the snapshot is written either way."""
+        """Train to the end, or until a signal asks to stop; a snapshot is written either way."""
         if stop is None:
             with Stop() as own:
                 return self.run(own)
@@ -102,9 +102,9 @@ class Loop:
         launch_record.begins_to_train()
         try:
             if train.on_nan == "back" and at.step == 0:
-                self.save(self, False)  # there is always one to go back to
+                self.save(self, False)  # so that there is always one to go back to
             if not self.trains and at.judged != at.step:
-                self._end_here()  # it was stopped in its last evaluation, or is to end before where it stands
+                self._end_here()  # it was stopped during its last evaluation, or its limit now lies before its current step
             while self.trains:
                 try:
                     self._epoch(stop)
@@ -116,7 +116,7 @@ class Loop:
                 except Diverged as error:
                     self._go_back(error)
         except Stopped as asked_meanwhile:
-            at.ending = None  # the evaluation that would have ended it is still to come
+            at.ending = None  # the evaluation that would have ended the run is still pending
             self.check()
             self.save(self, True)
             return asked_meanwhile.reason
@@ -124,17 +124,17 @@ class Loop:
         return at.ending
 
     def _end_here(self) -> None:
-        """The last evaluation of a run, by itself."""
+        """Finish a run that lacks only its last evaluation."""
         self.write_row()
         self._judge()
         self.progress.ending = self.progress.ending or "done"
         self.save(self, True)
 
     def _epoch(self, stop: Stop) -> None:
-        """Train from the cursor to the end of its epoch, then evaluate; or to where a stop is asked for."""
+        """Train from the cursor to the end of its epoch, then evaluate; return early if a stop is requested."""
         train, at = self.spec.train, self.progress
         if at.step and self._evaluation_due() and at.judged != at.step:
-            self._judge()  # the run was stopped in it
+            self._judge()  # the run was stopped during this evaluation
             self._save_if_due()
         asked = self._steps(stop) if at.ending is None else None
         finished = at.batch >= self.order.num_steps(at.epoch)
@@ -145,11 +145,11 @@ class Loop:
         if (last or not train.evaluate_every) and at.judged != at.step:
             self._judge()
         if finished:
-            # Streams start anew with the next epoch: the state of the lanes is not needed beyond it.
+            # Streams start over with the next epoch, so the carry of the lanes is not needed beyond this one.
             at.epoch, at.batch = at.epoch + 1, 0
 
     def _steps(self, stop: Stop) -> Reason | None:
-        """The optimizer steps of an epoch from the cursor on; returns why to stop, where that was asked for."""
+        """Take the optimizer steps of an epoch from the cursor on; returns the reason to stop, if that was requested."""
         train, at = self.spec.train, self.progress
         batches = self.loader.batches(Cursor(at.epoch, at.batch))
         asked: Reason | None = None
@@ -182,12 +182,12 @@ class Loop:
                 self.compare.skip(time.monotonic() - started)
 
     def _snapshot_due(self) -> bool:
-        """Within an epoch: every so many steps, and where `best` is to be one. At the end of an epoch there is one anyway."""
+        """True every `snapshot_every` steps and after a new best evaluation, within an epoch; at its end there is a snapshot anyway."""
         at, every = self.progress, self.spec.train.snapshot_every
         return at.batch < self.order.num_steps(at.epoch) and (at.best_step == at.step or bool(every and at.step % every == 0))
 
     def _groups(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:
-        """Batches for one optimizer step each; the last group of an epoch may be smaller, and none is dropped."""
+        """Group batches by optimizer step; the last group of an epoch may be smaller, and no batch is dropped."""
         group: list[Batch] = []
         for batch in batches:
             group.append(batch)
@@ -198,11 +198,11 @@ class Loop:
             yield group
 
     def _step(self, group: list[Batch], stop: Stop) -> Reason | None:
-        """One optimizer step; returns why to stop, where a worker was asked to."""
+        """Take one optimizer step; returns the reason to stop, if a worker was asked to."""
         train, at = self.spec.train, self.progress
         at.lr = rates.lr(train, at.rate, at.step, int(self.total_steps), at.epoch) * BACK_FACTOR**at.backs
         if self.spec.batch.vary:
-            # A shorter window has a smaller sum of gradients through time, so it takes a smaller step (AWD-LSTM).
+            # A shorter window has a smaller sum of gradients over time, so its learning rate is scaled down (AWD-LSTM).
             at.lr *= sum(batch.steps for batch in group) / (len(group) * self.spec.steps)
         self.trainer.set_lr(at.lr)
         if self.compare is not None:
@@ -218,8 +218,8 @@ class Loop:
         self._add(result)
         self.clock.count(real)
         alone = self.trainer.plan.workers == 1
-        # Workers look at the same steps, not by their own clocks, so that all of them leave at the same one.
-        # Where any of them has a GPU, which runs behind, none looks at every step.
+        # Workers check at the same steps, not by their own clocks, so that all of them stop at the same one. If any of them has a GPU,
+        # which runs asynchronously, none checks at every step.
         look = self.trainer.agreement.at_once or (self.clock.due() if alone else at.step % LOOK_EVERY == 0)
         if look:
             self.check()
@@ -230,19 +230,19 @@ class Loop:
         return stop.asked if alone else stop.decided(result.votes.tolist()) if look else None
 
     def _asked(self, stop: Stop) -> Reason | None:
-        """Why to stop, where any worker was asked to; all workers ask at once."""
+        """The reason to stop, if any worker was asked to. Collective: every rank must call it."""
         votes = torch.tensor(stop.votes, dtype=torch.float64, device=self.trainer.device)
         return stop.decided(self.trainer.mesh.sum_(votes).tolist())
 
     def _add(self, result: StepResult) -> None:
-        """Add one step to the sums on the device; of one with bad numbers, that it was one."""
+        """Add one step to the running sums on the device; a non-finite step is only counted."""
         one = torch.ones((), dtype=torch.float64, device=self.sums.device)
-        norm = torch.where(result.norm.isfinite(), result.norm, 0.0).double()  # a step that fp16 skips has none
+        norm = torch.where(result.norm.isfinite(), result.norm, 0.0).double()  # a step that fp16 skips has no norm
         numbers = torch.stack([result.loss_sum, result.count, norm, one, torch.zeros_like(one)])
         self.sums = self.sums + torch.where(result.finite, numbers, self._one_bad)
 
     def check(self) -> None:
-        """Look whether the loss or a gradient stopped being a number; nothing of such a step is ever saved. All workers look at once."""
+        """Check for a non-finite loss or gradient; nothing of such a step is ever saved. Collective: every rank must call it."""
         at, train, trainer = self.progress, self.spec.train, self.trainer
         seen = trainer.bad.look()
         at.skipped, at.in_a_row = at.skipped + seen.bad, seen.in_a_row
@@ -255,7 +255,7 @@ class Loop:
         skips = train.on_nan == "skip" and seen.longest > 0
         too_many = seen.longest >= MOST_IN_A_ROW
         if skips and too_many:
-            step = min(step, at.step - seen.in_a_row + 1)  # where they began, however often it was looked
+            step = min(step, at.step - seen.in_a_row + 1)  # the first of them, however many checks lie in between
         fact = f"{cause} is not a number any more at step {step} (epoch {at.shown_epoch})"
         if skips and not too_many:
             self.watch.say(f"{fact}; {'that step was' if seen.bad == 1 else f'{seen.bad} steps since then were'} skipped")
@@ -268,13 +268,13 @@ class Loop:
         )
 
     def _go_back(self, error: Diverged) -> None:
-        """Go on from the last snapshot with a lower rate, where the spec asks for it and it was not done too often. All workers do."""
+        """Continue from the last snapshot with a lower learning rate, if the spec asks for it and the limit is not reached. Collective."""
         at = self.progress
         if self.spec.train.on_nan != "back":
             raise error
         if at.backs >= MOST_BACKS:
             raise on_every_rank(Diverged(f"{error} (after going back {MOST_BACKS} times, to a rate of {at.lr:g})"))
-        # The file of the best weights stays as it is, also where they came after the snapshot.
+        # The file of the best weights stays as it is, even if it was written after the snapshot.
         backs, best = at.backs + 1, at.best
         self.back(self)
         at.backs, at.best = backs, best
@@ -282,7 +282,7 @@ class Loop:
         self.watch.say(f"{fact}; going back to step {at.step}, with the learning rate times {BACK_FACTOR**backs:g} from there on")
 
     def write_row(self) -> None:
-        """One line of metrics for the steps since the last one."""
+        """Write one row of metrics for the steps since the last one."""
         self.check()
         loss_sum, count, norm, steps, skipped = self.sums.tolist()
         if not steps:
@@ -292,7 +292,7 @@ class Loop:
             raise on_every_rank(uncounted())
         loss = loss_sum / count if count else 0.0
         waste = 1.0 - self.cells[0] / self.cells[1]
-        # Rows of an epoch's end may be of fewer steps than others: each says of how many.
+        # Rows at the end of an epoch may cover fewer steps than others, so each gives their number.
         place: Row = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
         extra: Row = {"skipped": int(skipped)} if self.spec.train.on_nan == "skip" else {}
         means: Row = {"loss": loss, "lr": at.lr, "norm": norm / steps, "waste": waste, "steps": int(steps), "targets": int(count)}
@@ -303,7 +303,7 @@ class Loop:
         self.cells = [0, 0]
 
     def _judge(self) -> None:
-        """Evaluate, let the schedule and the averaging see the result, keep the best weights, and decide on stopping."""
+        """Evaluate, pass the result to the schedule and to weight averaging, keep the best weights, and decide on early stopping."""
         at, train = self.progress, self.spec.train
         self.check()
         with self.trainer.evaluation_weights():
@@ -330,15 +330,15 @@ class Loop:
             at.ending = "early"
 
     def _write_weights(self) -> None:
-        """Rank 0 writes them; weights that are no numbers are refused, which is then everyone's end of the attempt."""
+        """Have rank 0 write the weights; non-finite weights are refused, with an error on every rank."""
         named = self.trainer.gathered(each_once=True)
-        heartbeat.rest()  # a disk may be slow
+        heartbeat.rest()  # a slow disk is no hang
         with raise_on_all(self.trainer.mesh.world, for_all_of_us=True, patient=True):
             self.folder.write_weights(named)
         heartbeat.mark()
 
     def judge(self, part: Part, *, weights_step: int | None = None) -> dict[str, float]:
-        """Evaluate the present weights on one part, and write its row; it names their step where that is not where the run stands."""
+        """Evaluate the current weights on one part and write its row, with `weights_step` if the weights are not from the current step."""
         at = self.progress
         started = time.monotonic()
         tokens = int(part.view.lengths.sum())
@@ -365,7 +365,7 @@ class Loop:
         return values
 
     def _skip(self, seconds: float) -> None:
-        """Leave other work than steps out of their times."""
+        """Exclude other work from the step times."""
         self.clock.skip(seconds)
         if self.compare is not None:
             self.compare.skip(seconds)
@@ -392,18 +392,18 @@ class Loop:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Sums in hand, for the snapshot."""
+        """The running sums, for the snapshot."""
         return {"sums": self.sums}
 
     def numbers(self) -> dict[str, Any]:
-        """Progress in hand, as plain numbers for the snapshot."""
+        """The progress as plain JSON values, for the snapshot."""
         return asdict(self.progress) | {"cells": list(self.cells)}
 
     def restore(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Go on where a snapshot left off."""
+        """Continue from a snapshot."""
         numbers = dict(numbers)
         self.cells = list(numbers.pop("cells"))
         numbers["rate"] = rates.from_json(numbers["rate"])
-        vars(self.progress).update(vars(Progress(**numbers)))  # in place: whoever holds it sees it
+        vars(self.progress).update(vars(Progress(**numbers)))  # in place, for whoever holds a reference to it
         self.trainer.bad.forget(self.progress.in_a_row)
         self.sums = tensors["sums"].to(self.sums.device)

@@ -1,4 +1,4 @@
-"""Where a run stands between two steps: all that the loop knows beside the trainer, and whether there is more to do."""
+"""The state of a run between two steps: everything the loop knows besides the trainer, and whether there is more to do."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ Ending = Literal["done", "early"] | Reason
 
 @dataclass
 class Progress:
-    """Where the run stands. All of it goes into a snapshot."""
+    """The position of a run and what it has reached. All of it goes into a snapshot."""
 
     epoch: int = 0
-    batch: int = 0  # batches done in this epoch: with the epoch, the cursor
+    batch: int = 0  # batches done in this epoch; with the epoch, the cursor
     step: int = 0  # optimizer steps done
     rate: rates.Rate = field(default_factory=rates.Rate)
     history: list[float] = field(default_factory=list)  # validation losses
     judged: int = -1  # the step of the last evaluation
     best: dict[str, float] | None = None  # metrics of the best evaluation
-    best_step: int = -1  # and its step
+    best_step: int = -1  # the step of that evaluation
     ending: Ending | None = None
     lr: float = 0.0
-    skipped: int = 0  # steps, because their numbers were bad
-    in_a_row: int = 0  # of them, up to this step
-    backs: int = 0  # times that the run went back to a snapshot because of them
+    skipped: int = 0  # steps skipped because of non-finite values
+    in_a_row: int = 0  # consecutive ones, up to this step
+    backs: int = 0  # times the run went back to a snapshot because of them
 
     @property
     def shown_epoch(self) -> int:
-        """The epoch in hand, counted from 1; between two epochs, the one that just ended."""
+        """The current epoch, counted from 1; between two epochs, the one that just ended."""
         return self.epoch + 1 if self.batch else max(self.epoch, 1)
 
     @property
     def weights_step(self) -> int:
-        """The step of the weights that are kept: of the best, or without validation of the last."""
+        """The step of the weights that are kept: the best, or without validation the last."""
         return self.best_step if self.best is not None else self.judged
 
     def trains(self, train: TrainSpec) -> bool:
-        """Whether there is anything left to train."""
+        """True if there is anything left to train."""
         return self.ending is None and not self._reached(train)
 
     def extend(self, train: TrainSpec) -> None:
-        """A run that was over goes on where it is asked for longer than it was."""
+        """Let a finished run continue if the spec now asks for more epochs or steps, or no longer stops it early."""
         longer = self.ending == "done" and not self._reached(train)
         if longer or (self.ending == "early" and not rates.stops_early(train, self.rate)):
             self.ending = None
 
     def over(self, train: TrainSpec) -> str:
-        """What to say of a run that is resumed and has nothing left to train."""
+        """The message for a resumed run that has nothing left to train."""
         if self.ending == "early":
             key, verb = f"train.early_stop={train.early_stop}", "stopped early"
         elif train.max_steps is not None and self.step >= train.max_steps:

@@ -1,7 +1,7 @@
-"""The course of the learning rate: a pure function of the spec, the position, and a small state that evaluations move on.
+"""The learning rate schedule: a pure function of the spec, the position, and a small state that evaluations update.
 
-Nothing here counts by itself: `lr` is asked for a step, `after_evaluation` returns the next state. So a resumed run, and one
-on another plan, takes the same course.
+There are no hidden counters: `lr` takes the step, and `after_evaluation` returns the next state. So a resumed run, or one with another
+plan, follows the same schedule.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from carrywave.spec.spec import TrainSpec
 
 @dataclass(frozen=True)
 class Rate:
-    """What evaluations have done to the learning rate so far."""
+    """The effect of the evaluations so far on the learning rate."""
 
-    scale: float = 1.0  # the product of plateau's reductions
-    best: float | None = None  # lowest loss of an evaluation
+    scale: float = 1.0  # the product of all plateau reductions
+    best: float | None = None  # the lowest evaluation loss
     bad_evals: int = 0  # evaluations since the best one, or since the last reduction
     since_best: int = 0  # evaluations since the best one
 
 
 def lr(spec: TrainSpec, state: Rate, step: int, total_steps: int, epoch: int) -> float:
-    """The rate of optimizer step `step` (the first is 0) of `total_steps`, in `epoch` (the first is 0).
+    """The learning rate of optimizer step `step` (from 0) of `total_steps`, in `epoch` (from 0).
 
-    Warm-up rises evenly and reaches the full rate at step `warmup`; cosine and linear would reach `min_lr` at step `total_steps`.
+    Warmup is linear and reaches the full rate at step `warmup`; cosine and linear would reach `min_lr` at step `total_steps`.
     """
     progress = min(1.0, max(0.0, (step - spec.warmup) / max(1, total_steps - spec.warmup)))
     match spec.schedule:
@@ -48,7 +48,7 @@ def lr(spec: TrainSpec, state: Rate, step: int, total_steps: int, epoch: int) ->
 
 
 def after_evaluation(spec: TrainSpec, state: Rate, loss: float) -> Rate:
-    """The state after an evaluation with this loss; a loss that is not a number is no improvement."""
+    """The state after an evaluation with this loss; NaN is no improvement."""
     if not math.isnan(loss) and (state.best is None or loss < state.best):
         return replace(state, best=loss, bad_evals=0, since_best=0)
     bad, since = state.bad_evals + 1, state.since_best + 1
@@ -58,12 +58,12 @@ def after_evaluation(spec: TrainSpec, state: Rate, loss: float) -> Rate:
 
 
 def stops_early(spec: TrainSpec, state: Rate) -> bool:
-    """Whether so many evaluations in a row were no better that training ends."""
+    """True if training ends because too many evaluations in a row brought no improvement."""
     return spec.early_stop is not None and state.since_best >= spec.early_stop
 
 
 def to_json(state: Rate) -> dict[str, Any]:
-    """The state as a snapshot keeps it."""
+    """The state as a snapshot stores it."""
     return asdict(state)
 
 

@@ -1,4 +1,4 @@
-"""All that is said before the first step, one line each: how the data was read, what the plan is, what may be a waste of time."""
+"""Notes to print before the first step, one line each: how the data was read, what the plan is, what may be a waste of time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _ours(model: Model | Whole) -> bool:
 
 
 def noted(spec: Spec, order: Order, model: Model | Whole, planned: tuple[str, ...], prepared: Prepared, parts: DataParts) -> Iterator[str]:
-    """The lines."""
+    """Yield the notes."""
     if isinstance(order, SequenceOrder) and order.oversized:
         yield f"{order.oversized} sequences are longer than batch.tokens={spec.tokens}: each is a batch of its own"
     if spec.streams and isinstance(model, Whole):

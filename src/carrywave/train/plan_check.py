@@ -1,6 +1,6 @@
-"""Predicted and measured step time side by side: over a few steps of a run, once; and where they differ much, what is off.
+"""Compares predicted with measured step time, once and over a few steps of a run; if they differ much, names the cause.
 
-All workers take part, for one step is timed task by task on each of them. Nothing of it changes what is computed.
+Collective, because one step is timed task by task on every worker. It does not affect the results.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from carrywave.plan.show.text import stage_names
 from carrywave.step.task_clock import TaskClock
 from carrywave.step.trainer import Trainer
 
-FIRST, STEPS = 5, 20  # the first steps are slower: memory is taken, kernels are chosen, steps recorded
+FIRST, STEPS = 5, 20  # skipped, then timed: first steps are slower (allocation, kernel selection, graph capture)
 FAR_OFF = 0.25
 TASKS = ("F", "B", "H", "pay")
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one worker in one step: its tasks, waiting for messages, and all else: sums over workers, the update."""
+    """Seconds of one worker in one step: its tasks, waiting for messages, and everything else (all-reduces, the update)."""
 
     work: float
     wait: float
@@ -31,21 +31,21 @@ class Spent:
 
 
 class Comparison:
-    """Goes along with the first steps of a run, and says one line after them."""
+    """Follows the first steps of a run, and reports one line after them."""
 
     def __init__(self, trainer: Trainer, prediction: Prediction | None, say: Callable[[str], None]) -> None:
         self.trainer, self.prediction, self.say = trainer, prediction, say
         self.number = 0  # steps seen
         self.begun = 0.0
-        self.seconds = 0.0  # of a step, measured
+        self.seconds = 0.0  # per step, measured
         self.ready = self.done = False
 
     def skip(self, seconds: float) -> None:
-        """Leave so many seconds of other work out."""
+        """Exclude time spent on other work."""
         self.begun += seconds
 
     def before(self) -> None:
-        """A step begins."""
+        """Call before each step."""
         if self.done:
             return
         self.number += 1
@@ -55,12 +55,12 @@ class Comparison:
         if self.number == FIRST + STEPS + 1:
             self.seconds = (clock.now() - self.begun) / STEPS
             self.ready = True
-            if self.trainer.capture is None:  # a recording has no tasks to time, and beside it there may be no room for a step without one
+            if self.trainer.capture is None:  # a captured graph has no tasks to time, and a step without it may not fit in memory
                 self.trainer.clock = clock
                 self.begun = clock.now()
 
     def after(self) -> dict[str, float] | None:
-        """A step has ended; after the last one, the figures for the log of times."""
+        """Call after each step; after the last one that is followed, returns the figures for timing.jsonl."""
         if self.done or not self.ready:
             return None
         self.done = True
@@ -80,14 +80,14 @@ def _gather(world: World, own: Spent) -> list[Spent]:
 
 
 def line(prediction: Prediction, measured: float, spent: Sequence[Spent]) -> str:
-    """What a person should know of it."""
+    """The comparison in one line."""
     off = measured / prediction.seconds - 1
     text = f"a step takes {1e3 * measured:.3g} ms, predicted were {1e3 * prediction.seconds:.3g} ms ({off:+.0%})"
     return text if abs(off) <= FAR_OFF or not spent else f"{text}: {cause(prediction, spent)}"
 
 
 def cause(prediction: Prediction, spent: Sequence[Spent]) -> str:
-    """What is furthest off: the work of a stage, a link, or what follows the tasks."""
+    """What deviates most: the work of a stage, a link, or what follows the tasks."""
     stages = len(prediction.stages)
     expected = [_expected(row) for row in prediction.timeline.rows]
     # Replicas wait for the slowest of them.
@@ -114,12 +114,12 @@ def cause(prediction: Prediction, spent: Sequence[Spent]) -> str:
 
 
 def _expected(row: Sequence[TaskSpan]) -> Spent:
-    """What a stage was to spend."""
+    """The predicted seconds of a stage."""
     work = sum(span.end - span.start for span in row if span.label in TASKS)
     return Spent(work, _waited(row), sum(span.end - span.start for span in row) - work)
 
 
 def _waited(row: Sequence[TaskSpan]) -> float:
-    """Until its last task, what a stage does not spend on tasks."""
+    """The time a stage is idle before the end of its last task."""
     tasks = [span for span in row if span.label in TASKS]
     return max((span.end for span in tasks), default=0.0) - sum(span.end - span.start for span in tasks)

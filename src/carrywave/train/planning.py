@@ -1,6 +1,7 @@
-"""`plan: auto`: rank 0 measures or reads a profile, searches, and tells the others; a run that goes on keeps the plan it has.
+"""Chooses the plan (`plan: auto`): rank 0 reads or measures a profile, searches, and tells the others; a resumed run keeps its plan.
 
-With a plan of the user's own, nothing is chosen. Where a profile is known, either is predicted, so that the log can say how near that was.
+A plan given by the user is used as it is. If a profile is known the step time is predicted either way, so that the log can compare it with
+the measured one.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.train.profiles import known_profile, profile_for
 
 Say = Callable[[str], None]
-NEAR = 0.97  # of each other's time: measurements are not nearer than that
+NEAR = 0.97  # ratio above which two step times count as equal: measurements are no more precise
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of a run; the prediction is known to rank 0 alone, and only where there is a profile."""
+    """The plan of a run. The prediction is known to rank 0 alone, and only if there is a profile."""
 
     plan: Plan
     prediction: Prediction | None
-    predicted: bool  # whether rank 0 has one
+    predicted: bool  # True if rank 0 has a prediction
     said: tuple[str, ...] = ()  # why it was chosen
 
 
@@ -48,15 +49,15 @@ class PlanRequest:
     """What a plan is made for."""
 
     spec: Spec
-    units: Units | None  # None: of the user's own modules nothing is known
+    units: Units | None  # None: nothing is known of the user's own modules
     layers: int
     pooled: bool
     workers: int
-    before: Plan | None = None  # the plan that the run has had so far
+    before: Plan | None = None  # the run's plan so far
 
 
 def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
-    """The plan that all workers follow."""
+    """The plan that all workers follow. Collective: every rank must call it."""
     told = ""
     prediction: Prediction | None = None
     with raise_on_all(world, for_all_of_us=True, patient=True):
@@ -69,14 +70,14 @@ def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
 
 def _plan(world: World, given: PlanRequest, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
     spec, workers, units = given.spec, given.workers, given.units
-    # With equal bytes on any number of replicas there is nothing to choose: every worker is one.
+    # If any number of replicas must give the same bytes there is nothing to choose: every worker is a replica.
     auto = spec.plans_itself and not spec.train.reproducible
     if auto and given.before is not None and given.before.workers == workers:
-        plan = given.before  # a run that goes on does so bit for bit
+        plan = given.before  # a resumed run continues bit for bit
     elif auto and units is not None and workers > 1:
         try:
             return _chosen(world, units, given, say)
-        except UserError as error:  # it trains all the same
+        except UserError as error:  # training works without a chosen plan
             say(f"no plan was chosen, and every worker is a replica: {error}")
             plan = _resolved(given)
     else:
@@ -86,7 +87,7 @@ def _plan(world: World, given: PlanRequest, say: Say) -> tuple[Plan, Prediction 
 
 
 def _chosen(world: World, units: Units, given: PlanRequest, say: Say) -> tuple[Plan, Prediction, list[str]]:
-    """The best plan that uses all workers."""
+    """Search for the best plan that uses all workers."""
     here, kind = _here(world, given.workers), world.device.type
     profile = _known(world, units, given.workers)
     if profile is None:
@@ -100,7 +101,7 @@ def _chosen(world: World, units: Units, given: PlanRequest, say: Say) -> tuple[P
 
 
 def _resolved(given: PlanRequest) -> Plan:
-    """The plan that the spec asks for; where it asks for none, replicas."""
+    """The plan that the spec asks for; replicas, if it asks for none."""
     spec = given.spec
     asked = fewer(spec.plan_spec, given.workers) if launch_record.with_fewer() else spec.plan_spec
     lanes = spec.lanes if spec.streams else None
@@ -108,12 +109,12 @@ def _resolved(given: PlanRequest) -> Plan:
 
 
 def _known(world: World, units: Units, workers: int) -> Profile | None:
-    """A profile that is there already."""
+    """A profile that is available without measuring."""
     return _named() or known_profile(units, device=world.device.type, workers=_here(world, workers))
 
 
 def _predicted(units: Units, world: World, plan: Plan, profile: Profile) -> Prediction | None:
-    """What a plan that nobody chose by it takes; nothing where the profile does not know its kinds of work."""
+    """The prediction for a plan that was not chosen by it; None if the profile lacks samples of its kinds of work."""
     try:
         return Predictor(units, _cluster(world, plan.workers, profile)).predict(plan)
     except PlanError:
@@ -121,7 +122,7 @@ def _predicted(units: Units, world: World, plan: Plan, profile: Profile) -> Pred
 
 
 def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
-    """That one device would do, where it would."""
+    """A note that one device would be about as fast, if it would."""
     if serial is None or serial.seconds * (1 - GAIN_PER_DOUBLING) > best.seconds:
         return []
     said = "faster than" if serial.seconds < NEAR * best.seconds else "about as fast as"
@@ -132,7 +133,7 @@ def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
 
 
 def plan_before(folder: Run) -> Plan | None:
-    """The plan of a run that is to go on; None where its file says nothing that can be used: then it is planned anew."""
+    """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
     try:
         known = folder.read_json("plan.json")
         return _of_json({name: known[name] for name in PlanSpec.model_fields})
@@ -141,16 +142,16 @@ def plan_before(folder: Run) -> Plan | None:
 
 
 def _of_json(known: Mapping[str, Any]) -> Plan:
-    """A plan from what JSON made of it, checked as a spec's is."""
+    """Parse a plan from JSON, validated like that of a spec."""
     given = PlanSpec.model_validate(known)
     replicas, cuts = given.replicas or 1, tuple(given.cuts or ())
     return Plan(replicas, given.stages, cuts, given.chunk_steps, given.slices, given.recompute, given.kernel, given.share_head)
 
 
 def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int | None:
-    """How many of this machine's GPUs a run is to have, where the user leaves that open: those that pay. None: it is not ours to say.
+    """How many of this machine's GPUs to use if the user leaves that open: as many as pay off. None: it is not ours to decide.
 
-    `before` is the folder of a run that goes on: it keeps the number that it has.
+    `before` is the folder of a run to be resumed, which keeps its number.
     """
     count = 0 if device == "cpu" else len(gpus())
     if count < 2 or not spec.plans_itself or spec.data.train is None or launched() or "TF_CONFIG" in os.environ:
@@ -171,7 +172,7 @@ def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int |
 
 
 def check_workers(plan: PlanSpec, devices: int) -> None:
-    """Refuse before workers are started what they would all refuse."""
+    """Refuse before starting workers what all of them would refuse."""
     if devices % plan.stages or (plan.replicas is not None and plan.replicas * plan.stages != devices):
         raise PlanError(
             f"devices={devices} is not plan.replicas x plan.stages ({plan.replicas or 'any number'} x {plan.stages}); change one of them"
@@ -184,12 +185,12 @@ def _named() -> Profile | None:
 
 
 def _here(world: World, workers: int) -> int:
-    """Workers of one host."""
+    """Workers per host."""
     return min(workers, world.local_size) if world.size > 1 else workers
 
 
 def _cluster(world: World, workers: int, profile: Profile) -> Cluster:
-    """The hosts of a run: as many as its workers need, each with as many as this one."""
+    """The hosts of a run: as many as its workers need, each with as many workers as this one; the last may have fewer."""
     here = _here(world, workers)
     full, rest = divmod(workers, here)
     return Cluster((Host(here, profile),) * full + ((Host(rest, profile),) if rest else ()))

@@ -1,7 +1,7 @@
-"""Finds the profile of this machine, or has it measured: kept in a file by hardware and versions, and added to where a model asks for more.
+"""Finds or measures the profile of this machine, cached in a file by hardware and versions and extended when a model needs more samples.
 
-Torch-free: what is timed is timed in processes of its own, under the conditions of workers (their number, their threads). One process
-measures at a time, for two would only time each other.
+Torch-free: timing happens in separate processes, under the conditions of real workers (their number, their threads). Only one process
+measures at a time, because two would distort each other's timings.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Row = dict[str, Any]
 Note = Callable[[str], None]
 
 MEASURED_BY = "carrywave.measure.work"
-CROWDED = 4  # workers that share a core, at most, where they are timed: more are predicted from these
-BETWEEN = "ethernet-10g"  # hosts, of which nothing is measured: as published
+CROWDED = 4  # the most workers per core that are timed together; larger counts are extrapolated
+BETWEEN = "ethernet-10g"  # the link between hosts, which is not measured: published figures
 
 
 def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: Note = lambda text: None) -> Profile:
-    """The profile of this machine, with all samples that planning this model on so many of its devices asks for."""
+    """The profile of this machine, with all samples needed to plan this model on this many of its devices; measures what is missing."""
     kind = device if device != "auto" else "cuda" if gpus() else "cpu"
     if kind == "cuda" and not gpus():
         raise PlanError("device cuda was asked for and nvidia-smi shows no GPU; use --device cpu, or a --profile of another machine")
@@ -55,7 +55,7 @@ def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: N
 
 
 def known_profile(units: Units, *, device: str, workers: int) -> Profile | None:
-    """What has been measured of this machine; None where something is missing that this model with so many workers asks for."""
+    """The profile of this machine as measured so far; None if it lacks anything this model needs with this many workers."""
     path = _path(device)
     if not path.is_file():
         return None
@@ -64,20 +64,20 @@ def known_profile(units: Units, *, device: str, workers: int) -> Profile | None:
 
 
 def crowds(kind: str, devices: int) -> list[int]:
-    """Numbers of workers that are timed at the same time."""
+    """The numbers of concurrent workers to time."""
     most = max(1, min(devices, len(gpus()) if kind == "cuda" else CROWDED * cores()))
-    return sorted({1, min(2, most), most})  # two tell of links; what lies between is taken from the nearest
+    return sorted({1, min(2, most), most})  # links are timed with two; counts in between use the nearest
 
 
 def hardware(kind: str) -> str:
-    """This machine in words: what two machines must have in common to share a profile."""
+    """A description of this machine: machines with the same one share a profile."""
     if kind == "cuda":
         return ", ".join(f"{gpus().count(name)} x {name}" for name in sorted(set(gpus())))
     return f"{_processor()} {platform.machine()}, {cores()} cores"
 
 
 def versions() -> dict[str, str]:
-    """What was timed."""
+    """The versions that were timed, and the number of threads if the user set it."""
     found = {"carrywave": __version__, "torch": metadata.version("torch")}
     if (own := _own_threads()) is not None:
         found["threads"] = str(own)
@@ -85,18 +85,18 @@ def versions() -> dict[str, str]:
 
 
 def threads(workers: int) -> int:
-    """Of each worker, as a launcher deals them out."""
+    """Threads per worker, as a launcher assigns them."""
     return _own_threads() or max(1, cores() // workers)
 
 
 def _own_threads() -> int | None:
-    """Of each worker, where the user has set them; not where the launcher has dealt them out."""
+    """Threads per worker if the user set them; None if not, or if the launcher assigned them."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) and "CARRYWAVE_THREADS_DEALT" not in os.environ else None
 
 
 def empty(kind: str) -> Profile:
-    """A profile of this machine in which nothing has been timed yet."""
+    """A profile of this machine without any timings."""
     return Profile(
         f"this machine ({kind})",
         hardware(kind),
@@ -113,7 +113,7 @@ def empty(kind: str) -> Profile:
 
 
 def read(path: Path, kind: str) -> Profile:
-    """The profile in a file; an empty one where there is none, or none that is of this machine and these versions."""
+    """The profile in a file; an empty one if there is none, or none for this machine and these versions."""
     if not path.is_file():
         return empty(kind)
     try:
@@ -125,7 +125,7 @@ def read(path: Path, kind: str) -> Profile:
 
 
 class _Missing(NamedTuple):
-    """What a profile lacks."""
+    """What a profile lacks for a model."""
 
     asks: list[Ask]
     optimizers: list[str]
@@ -133,7 +133,7 @@ class _Missing(NamedTuple):
 
     @property
     def something(self) -> bool:
-        """Whether it lacks anything."""
+        """True if it lacks anything."""
         return bool(self.asks or self.optimizers or self.links)
 
 
@@ -149,7 +149,7 @@ def _missing(profile: Profile, units: Units, workers: int, kind: str) -> _Missin
 
 
 def _measured(profile: Profile, kind: str, precision: str, workers: int, missing: _Missing) -> Profile:
-    """The profile with what so many workers found out."""
+    """The profile extended by what this many workers measured."""
     job = {
         "device": kind,
         "precision": precision,
@@ -165,7 +165,7 @@ def _measured(profile: Profile, kind: str, precision: str, workers: int, missing
 
 
 def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Profile:
-    """A profile with the rows of workers that timed the same at the same time; their mean counts."""
+    """The profile with rows from workers that timed the same calls concurrently; their times are averaged."""
     samples: dict[tuple[object, ...], list[Sample]] = defaultdict(list)
     reductions: dict[int, list[float]] = defaultdict(list)
     overheads: dict[str, list[float]] = defaultdict(list)
@@ -189,7 +189,7 @@ def merged(profile: Profile, rows: Sequence[Sequence[Row]], workers: int) -> Pro
     found = tuple(Reduction(workers, num_bytes, statistics.fmean(seconds)) for num_bytes, seconds in sorted(reductions.items()))
     sizes = {(each.workers, each.num_bytes) for each in found}
     before = tuple(each for each in profile.reductions if (each.workers, each.num_bytes) not in sizes)
-    # What was found first stands, so that predictions do not depend on what was measured later.
+    # The first measurement is kept, so that predictions do not depend on what was measured later.
     times: dict[str, Any] = {name: statistics.fmean(each) for name, each in overheads.items() if not getattr(profile.overheads, name)}
     return replace(
         profile,
@@ -221,7 +221,7 @@ def _path(kind: str) -> Path:
 
 @contextlib.contextmanager
 def _alone(path: Path, note: Note) -> Iterator[None]:
-    """One process at a time."""
+    """Hold an exclusive lock: one process measures at a time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("w")
@@ -240,15 +240,15 @@ def _alone(path: Path, note: Note) -> Iterator[None]:
 
 
 def _memory(kind: str) -> int:
-    """Bytes of a GPU, or of the machine."""
+    """Bytes of memory of one GPU, or of the machine."""
     if kind == "cuda":
         known = [int(line) for line in nvidia_smi("memory.total") if line.isdecimal()]
-        return min(known) << 20 if known else 16 << 30  # a modest one, where it is not told
+        return min(known) << 20 if known else 16 << 30  # a modest default if it is not reported
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _processor() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The processor's name, as far as the system reports it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("model name", "CPU part")):

@@ -1,4 +1,4 @@
-"""How a run ended: its folder, what was reached, and the trained model with the way to give it data."""
+"""The result of a run: its folder, its metrics, and the trained model with a way to feed it data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from carrywave.train.loop_state import Ending
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """The result of a run.
 
-    `model` has the best weights and is in evaluation mode. It reads what it was trained on: numbers that are standardised
-    (`data.standardize`), texts as token numbers. `batch` makes that of raw data, and `cw.predict(result.run, data)` goes all the way.
+    `model` has the best weights and is in evaluation mode. It reads what it was trained on: standardized numbers (`data.standardize`), or
+    text as token ids. `batch` converts raw data to that form, and `cw.predict(result.run, data)` does everything.
     """
 
     run: Path
@@ -32,7 +32,7 @@ class Result:
     task: Task  # its `codec` holds scales, vocabulary and labels
 
     def batch(self, data: Any) -> Batch:
-        """Raw data, as `cw.fit` and `cw.predict` take it, as the model reads it: scaled, or as tokens; labels are not needed.
+        """Convert raw data, as `cw.fit` and `cw.predict` accept it, to what the model reads: scaled, or as tokens; labels are not needed.
 
         `y, state = result.model(batch.inputs, lengths=batch.lengths)`; inputs are [time, sequence, …], padded, on the model's device.
         """

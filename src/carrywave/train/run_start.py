@@ -1,4 +1,4 @@
-"""The start of a run, the same on every worker: rank 0 looks at the disk and tells the others; then the data is read, once on a host."""
+"""Starts a run identically on every worker: rank 0 inspects the disk and tells the others, then each host reads the data once."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Start:
     world: World
     folder: Run
     snapshot: Stored | None
-    codec: Codec | None  # given, with the weights that it starts from
+    codec: Codec | None  # given together with initial weights
     init: str | None
     watch: Watcher
-    before: Plan | None = None  # the plan that the run has had so far; rank 0 knows it
+    before: Plan | None = None  # the run's plan so far; known to rank 0 only
 
 
 def begin(
@@ -48,13 +48,13 @@ def begin(
     from_files: bool,
     hold: bool = True,
 ) -> Start:
-    """Open the run: rank 0 looks at the disk, and tells the others what it found. One that goes on is held from here on."""
+    """Open the run: rank 0 inspects the disk and tells the others what it found. With `hold`, a resumed run is owned from here on."""
     folder: Run | None = None
     snapshot: Stored | None = None
     found = ""
     before: Plan | None = None
     launch_record.next_call()
-    # Of a launch over several hosts only some may have been told that this is another attempt.
+    # With several hosts, only some may have been told that this is a restart.
     restarted = any(int(times) for times in all_gather_text(world, str(launch_record.attempt())))
     try:
         with raise_on_all(world, for_all_of_us=True, patient=True):
@@ -88,9 +88,9 @@ def begin(
 
 
 def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
-    """Read the data into the cache on one worker of each host, then find it there on the others, who take its word for what it hashed.
+    """Read the data into the cache on one worker of each host; the others then find it there, and reuse the hashes it computed.
 
-    Returned beside it, where it was hashed: the SHA-256 of the file of each part.
+    Also returns the SHA-256 of each part's file, if it was hashed.
     """
     world = start.world
     prepared: Prepared | None = None
@@ -101,7 +101,7 @@ def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
             with raise_on_all(world, for_all_of_us=True, patient=True), hashes.knowing(alike):
                 if turn and prepared is None:
                     prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
-    assert prepared is not None  # the second turn is everyone's
+    assert prepared is not None  # in the second turn every remaining worker reads
     known = {path: digest for path, _, digest in hashed}
     names = {part: getattr(start.spec.data, part) for part in ("train", "valid", "test")}
     paths = {part: str(Path(name).absolute()) for part, name in names.items() if name is not None}

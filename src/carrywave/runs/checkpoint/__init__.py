@@ -1,1 +1,1 @@
-"""Snapshots on disk: whole or absent, checked, written in the background."""
+"""Snapshots on disk: complete or absent, verified, written in the background."""

@@ -1,7 +1,7 @@
-"""Files that are either whole or not there, and tensors in them: atomic writes, and safetensors written by hand.
+"""Writes files atomically, so that they are complete or absent, and tensors as safetensors without the library.
 
-The safetensors library writes metadata in a random order and copies every tensor first. Ours writes tensor after tensor,
-and equal content gives equal bytes. Reading is the library's, behind checks that name what is wrong with a file.
+The safetensors library writes metadata in a random order and copies every tensor first. This writer streams tensor by tensor, and equal
+content gives equal bytes. Reading uses the library, after checks that say what is wrong with a file.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-SEAL = "carrywave_sha256"  # in the metadata of a file that holds a checksum of itself
+SEAL = "carrywave_sha256"  # in the metadata of a file with a checksum of itself
 BLOCK_BYTES = 1 << 21
-MOST_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library has it
+MOST_HEADER_BYTES = 100_000_000  # of a safetensors file, the limit of its library
 
-Form = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: what is known of it before any of its bytes is read
+Form = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor, known before any of its bytes is read
 
 
 @contextmanager
 def writing(what: str, kept: str = "") -> Iterator[None]:
-    """Turns a failure of the disk into one line; `kept` says what is still there."""
+    """Turn disk errors into one line; `kept` says what is still intact."""
     try:
         yield
     except OSError as error:
@@ -55,7 +55,7 @@ def writing(what: str, kept: str = "") -> Iterator[None]:
 
 
 def sync_path(path: Path) -> None:
-    """Bring a file to the disk, or make renames within a folder last through a power failure."""
+    """Flush a file to disk, or a folder so that renames in it survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -65,8 +65,8 @@ def sync_path(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes its name only when it is whole and on the disk."""
-    # A fixed name, so that what a killed run left is overwritten and not collected.
+    """Open a file for writing that gets its name only once it is complete and on disk."""
+    # A fixed name, so that leftovers of killed runs are overwritten and do not accumulate.
     draft = path.with_name(f".{path.name}.tmp")
     try:
         with draft.open("wb") as file:
@@ -90,10 +90,10 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_tensors(
     file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, sealed: bool = False
 ) -> tuple[int, str]:
-    """Write tensors as safetensors into an open file; returns its bytes and their SHA-256.
+    """Write tensors as safetensors into an open file; returns the file's size in bytes and its SHA-256.
 
-    One copy in memory at most, of one tensor at a time. Equal tensors and metadata give equal bytes. A sealed file carries a
-    checksum of itself in its metadata, and is refused when it is read and does not fit.
+    At most one tensor at a time is copied in memory. Equal tensors and metadata give equal bytes. A sealed file carries a checksum of
+    itself in its metadata, and is refused on reading if that does not match.
     """
     names, header = lay_out({name: form_of(tensor) for name, tensor in tensors.items()})
     if metadata or sealed:
@@ -106,7 +106,7 @@ def write_tensors(
     start_of_file: tuple[bytes | memoryview, ...] = (text,)
     for piece in chain(start_of_file, _data(tensors, names)):
         for start in range(0, len(piece), BLOCK_BYTES):
-            # Written and hashed while it is in the processor's cache, and without Python's lock: training goes on beside it.
+            # Written and hashed while it is in the processor's cache, and without the GIL: training continues meanwhile.
             block = piece[start : start + BLOCK_BYTES]
             file.write(block)
             digest.update(block)
@@ -120,8 +120,8 @@ def form_of(tensor: Tensor) -> Form:
 
 
 def lay_out(forms: Mapping[str, Form]) -> tuple[list[str], dict[str, Any]]:
-    """The order in which tensors stand in a file, and the entries of its header."""
-    # Wide elements first keeps every tensor aligned, as the library's own writer does.
+    """The order of tensors in a file, and the entries of its header."""
+    # Widest elements first keeps every tensor aligned, as in the library's own writer.
     names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
     header: dict[str, Any] = {}
     end = 0
@@ -133,7 +133,7 @@ def lay_out(forms: Mapping[str, Form]) -> tuple[list[str], dict[str, Any]]:
 
 
 def header_text(header: Mapping[str, Any]) -> bytes:
-    """The first bytes of a file: the header's length, and the header."""
+    """The first bytes of a file: the length of the header, and the header."""
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -142,12 +142,12 @@ def header_text(header: Mapping[str, Any]) -> bytes:
 def _data(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[memoryview]:
     for name in names:
         flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        # Bytes as they are: NumPy has no bfloat16.
+        # As bytes, because NumPy has no bfloat16.
         yield flat.view(torch.uint8).numpy().data
 
 
 def _seal(header: Mapping[str, Any], data: Iterable[bytes | memoryview]) -> str:
-    """SHA-256 of all that a file says and holds, less the seal itself."""
+    """SHA-256 of a file's header and data, without the seal itself."""
     said = {name: {key: value for key, value in entry.items() if key != SEAL} for name, entry in header.items()}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for piece in data:
@@ -156,7 +156,7 @@ def _seal(header: Mapping[str, Any], data: Iterable[bytes | memoryview]) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; one line for a file that is anything else."""
+    """Read the tensors of a safetensors file; any other file raises a one-line error."""
     check_form(path)
     try:
         return load_file(path)
@@ -165,7 +165,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The texts that a safetensors file carries beside its tensors."""
+    """The texts in the metadata of a safetensors file."""
     check_form(path)
     try:
         with safe_open(path, "pt") as file:
@@ -175,7 +175,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def check_form(path: Path) -> None:
-    """Whether a file can be safetensors at all: there, no pickle, as long as its header says, and whole where it is sealed."""
+    """Check that a file can be safetensors: it exists, is no pickle, is as long as its header says, and matches its seal if sealed."""
     if path.exists() and not path.is_file():
         raise RunError(f"{path} is not a plain file; give the path of a safetensors file")
     try:
@@ -200,15 +200,15 @@ def check_form(path: Path) -> None:
 
 
 def refuse_pickle(path: Path, head: bytes) -> None:
-    """Refuse what torch.save writes, by the first nine bytes of a file."""
-    # A zip archive, or in its old form a bare pickle: protocol 2 and above begin with 0x80.
+    """Refuse files that torch.save wrote, recognized by their first nine bytes."""
+    # A zip archive, or in the old format a bare pickle: protocol 2 and above begin with 0x80.
     bare = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and head[8:9] != b"{"
     if head[:4] == b"PK\x03\x04" or bare:
         raise RunError(f"{path} is a pickle (torch.save), which can run code when it is read; convert it to safetensors first")
 
 
 def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:
-    """Nothing for a file without a seal, such as another program writes."""
+    """Verify the seal; a file without one, such as another program writes, passes."""
     metadata = header.get("__metadata__")
     seal = metadata.get(SEAL) if isinstance(metadata, dict) else None
     if seal is None:
@@ -220,7 +220,7 @@ def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder as far as that can be done; what is left of it is never read."""
+    """Remove a folder as far as possible; what is left of it is never read."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

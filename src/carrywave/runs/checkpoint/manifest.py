@@ -1,7 +1,7 @@
-"""The manifest of a snapshot: which files there are, what each of them holds, and their checksums.
+"""The manifest of a snapshot: its files, the tensors in each of them, and their checksums.
 
-It is read before anything else and believed in nothing: names stay within the folder, and sizes, shapes and dtypes must fit each
-other, the files on the disk and the headers within them. So a file is known to the byte before memory is taken for it.
+It is read first and never trusted: names must stay within the folder, and sizes, shapes and dtypes must match each other, the files on disk
+and the headers in them. So the exact size of a file is known before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class File:
     tensors: dict[str, Form]
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the manifest."""
+        """The entry of this file in the manifest."""
         tensors = {name: [atomic_files.DTYPES[dtype], list(shape)] for name, (dtype, shape) in self.tensors.items()}
         return {"group": self.group, "bytes": self.num_bytes, "sha256": self.sha256, "tensors": tensors}
 
     @staticmethod
     def of(said: Any) -> File:
-        """From a manifest; ValueError where it is no description of a file."""
+        """Parse an entry; KeyError, TypeError or ValueError if it does not describe a file."""
         group, num_bytes, sha256, tensors = (said[key] for key in ("group", "bytes", "sha256", "tensors"))
         if group not in GROUPS or type(num_bytes) is not int or not isinstance(sha256, str) or not isinstance(tensors, dict):
             raise ValueError("it does not say what a file holds")
         return File(group, num_bytes, sha256, {name: _form(*form) for name, form in tensors.items()})
 
     def header(self) -> tuple[list[str], bytes]:
-        """The order of its tensors, and its first bytes: what is written is a function of what it holds."""
+        """The order of the tensors, and the first bytes of the file: both follow from what it holds."""
         names, header = atomic_files.lay_out(self.tensors)
         return names, atomic_files.header_text(header)
 
     def check(self, path: Path) -> None:
-        """Whether such a file is there, as far as can be told without reading its tensors."""
+        """Check that the file is there, as far as possible without reading its tensors."""
         if path.is_symlink():
             raise RunError(f"{path} is a symbolic link, and a snapshot's files stand in its own folder; do not use this snapshot")
         if not path.is_file():
@@ -74,7 +74,7 @@ class File:
             raise RunError(f"{path} is damaged: it does not hold the tensors that the manifest names; {REMEDY}")
 
     def read(self, path: Path, wanted: Collection[str]) -> dict[str, Tensor]:
-        """The wanted of its tensors; every byte of it is checked, also of those that are not."""
+        """Read the wanted tensors; every byte of the file is verified, including the other tensors."""
         self.check(path)
         names, header = self.header()
         found: dict[str, Tensor] = {}
@@ -103,13 +103,13 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All files of a snapshot, by name, and what is said beside them."""
+    """All files of a snapshot by name, and its metadata."""
 
     files: dict[str, File]
     meta: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written, with its own checksum."""
+        """The manifest as it is written, with its own checksum."""
         said: dict[str, Any] = {
             "format": FORMAT,
             "written_by": {"carrywave": __version__, "torch": torch.__version__},
@@ -120,7 +120,7 @@ class Manifest:
 
     @staticmethod
     def of(said: Any, folder: Path) -> Manifest:
-        """From JSON, checked; the folder is named where something is wrong."""
+        """Parse and check JSON; errors name the folder."""
         path = folder / MANIFEST
         version = said.get("format") if isinstance(said, dict) else None
         if type(version) is int and version > FORMAT:
@@ -147,12 +147,12 @@ class Manifest:
         return Manifest(files, said["meta"])
 
     def forms(self, group: str) -> dict[str, Form]:
-        """What a group holds, over all its files."""
+        """The dtypes and shapes of the tensors of a group, from all its files."""
         return {name: form for file in self.files.values() if file.group == group for name, form in file.tensors.items()}
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a snapshot; its files are all there, with their sizes."""
+    """Read the manifest of a snapshot, and check that all its files are there with the right sizes and headers."""
     path = folder / MANIFEST
     if path.is_symlink():
         raise RunError(f"{path} is a symbolic link, and a snapshot's files stand in its own folder; do not use this snapshot")
@@ -162,7 +162,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} is damaged: it is not JSON; {REMEDY}") from error
     manifest = Manifest.of(said, folder)
-    if text != encode(said):  # 1e-5 and 1E-5 are one bit apart, and mean the same
+    if text != encode(said):  # one flipped bit turns 1e-5 into 1E-5, which parses to the same
         raise RunError(f"{path} is damaged: it is not as it was written; {REMEDY}")
     for name, file in manifest.files.items():
         file.check(folder / name)
@@ -170,18 +170,18 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def encode(said: Mapping[str, Any]) -> bytes:
-    """A manifest as it stands in its file."""
+    """The bytes of a manifest file."""
     return json.dumps(said, indent=1).encode()
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of what a manifest says, so that a flipped bit in it shows too."""
+    """SHA-256 of a manifest's content, so that flipped bits in it are detected too."""
     said = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def is_plain(name: object) -> bool:
-    """Whether a name is that of something in a folder, and leads nowhere else."""
+    """True if a name denotes an entry of a folder, and cannot lead elsewhere."""
     return isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
 
 
@@ -198,7 +198,7 @@ def _num_bytes(form: Form) -> int:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns what the system refuses into one line."""
+    """Turn read errors into one line."""
     try:
         yield
     except OSError as error:

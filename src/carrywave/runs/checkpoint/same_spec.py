@@ -1,4 +1,4 @@
-"""Whether a run may be resumed with a spec: what a snapshot was made with, and what of it may change."""
+"""Checks whether a run may be resumed with a spec: which settings may differ from those of the snapshot."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.spec import Spec
 
-# Of train, when a run is resumed.
+# Settings in the train section that may change when a run is resumed.
 MAY_CHANGE = ("epochs", "max_steps", "early_stop", "evaluate_every", "log_every", "keep", "snapshot_every", "on_nan")
-BATCH = ("batch.lanes", "batch.steps", "batch.tokens")  # chosen to suit the data where they are left out
+BATCH = ("batch.lanes", "batch.steps", "batch.tokens")  # chosen to fit the data if they are left out
 
 
 def spec_of(snapshot: Stored) -> Spec:
@@ -21,7 +21,7 @@ def spec_of(snapshot: Stored) -> Spec:
 
 
 def check_same(asked: Spec, spec: Spec) -> None:
-    """Refuse to resume with a spec that asks for another answer than the run's; how the work is split, and when it ends, may change."""
+    """Refuse to resume with a spec that would change the results; how the work is split, and when it ends, may change."""
     before, now = spec.model_dump(mode="json"), asked.model_dump(mode="json")
     for section in ("task", "data", "model", "batch", "train"):
         if section == "task" or not isinstance(now[section], dict):
@@ -30,7 +30,7 @@ def check_same(asked: Spec, spec: Spec) -> None:
             pairs = [(f"{section}.{name}", before[section].get(name), value) for name, value in now[section].items()]
         for name, old, new in pairs:
             if new is None and name in BATCH:
-                continue  # left out, it stays what it was
+                continue  # left out, it keeps its value
             if old != new and name.removeprefix("train.") not in MAY_CHANGE and name != "data.cache":
                 raise RunError(
                     f"the run was started with {name}={old}, not {new}; leave it as it was, or start a new run with {option('init')}"
@@ -38,7 +38,7 @@ def check_same(asked: Spec, spec: Spec) -> None:
 
 
 def with_batch_of(asked: Spec, snapshot: Stored) -> Spec:
-    """The spec with the batch of a snapshot where it names none: what was chosen to suit the data is not chosen again."""
+    """The spec with the batch settings of a snapshot where it has none: what was chosen to fit the data is not chosen again."""
     before = spec_of(snapshot).batch
     left_out = {name: getattr(before, name) for name in ("lanes", "steps", "tokens") if getattr(asked.batch, name) is None}
     return asked.model_copy(update={"batch": asked.batch.model_copy(update=left_out)})
@@ -46,7 +46,7 @@ def with_batch_of(asked: Spec, snapshot: Stored) -> Spec:
 
 @contextmanager
 def sound() -> Iterator[None]:
-    """Every byte of a snapshot was checked when it was read; what does not fit now was never written by this version."""
+    """Report malformed content as another version's: every byte of a snapshot was verified, so this version never wrote it."""
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:

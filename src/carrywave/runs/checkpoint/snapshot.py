@@ -1,9 +1,9 @@
-"""A `Snapshot` is everything a run needs to go on exactly where it was; without pickle, and never half-written.
+"""A `Snapshot` is everything a run needs to resume exactly where it was; without pickle, and never half-written.
 
-On the disk it is a folder of safetensors files and a manifest. Workers write files side by side, each its part; a file is named
-after the first tensor in it, and tensors after parameters, layers and lanes, never after ranks. All is written under a temporary
-name, published by one rename, and only then does the file `last` name it (and `best`, where its weights are the best so far). So
-whatever the moment of a crash, both name whole snapshots.
+On disk it is a folder of safetensors files and a manifest. Workers write files in parallel, each its part; a file is named after its first
+tensor, and tensors after parameters, layers and lanes, never after ranks. Everything is written under a temporary name and published by one
+rename, and only then does the file `last` name it (and `best`, if its weights are the best so far). So whenever a crash happens, both name
+complete snapshots.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.manifest import GROUPS, MANIFEST, REMEDY, File, Manifest, encode, is_plain, read_manifest
 
 POINTER, BEST = "last", "best"
-NONE_YET = ".none-yet"  # there from the start of a run to its first snapshot: what it wrote up to then can be made again
+NONE_YET = ".none-yet"  # exists from the start of a run to its first snapshot: what was written until then can be reproduced
 TEMPORARY = ".tmp-"
 
 Tensors = dict[str, Tensor]
-Groups = dict[str, Tensors]  # by what they are: parameters, optimizer, carry, extra
+Groups = dict[str, Tensors]  # by kind: parameters, optimizer, carry, extra
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run between two optimizer steps, whole."""
+    """The complete state of a run between two optimizer steps."""
 
-    parameters: Tensors  # each once: a tied one under its first name
+    parameters: Tensors  # each once: a tied parameter under its first name
     optimizer: Tensors = field(default_factory=dict)
     carry: Tensors = field(default_factory=dict)  # by layer name; lanes are the second dimension
-    extra: Tensors = field(default_factory=dict)  # loss scale, sums of metrics
+    extra: Tensors = field(default_factory=dict)  # loss scale, running sums of metrics
     meta: dict[str, Any] = field(
         default_factory=dict
-    )  # JSON: cursor, seed, rate, spec, fingerprint, history, sizes of logs; tuples come back as lists
+    )  # JSON: cursor, seed, learning rate, spec, fingerprint, history, log sizes; tuples come back as lists
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A snapshot on the disk, of which only the manifest has been read."""
+    """A snapshot on disk, of which only the manifest has been read."""
 
     folder: Path
     manifest: Manifest
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What is said beside the tensors."""
+        """The metadata of the snapshot."""
         return self.manifest.meta
 
     def told(self) -> list[Any]:
-        """As it is told to other workers, which read the files themselves."""
+        """What is sent to other workers, which read the files themselves."""
         return [str(self.folder), self.manifest.to_json()]
 
     def verify(self, share: int = 0, of: int = 1) -> None:
-        """Check every byte of a share of the files; all shares together are all of it."""
+        """Verify every byte of the files in share `share` of `of`; together, the shares are all files."""
         for name in sorted(self.manifest.files)[share::of]:
             self.manifest.files[name].read(self.folder / name, ())
 
     def read(self, group: str, names: Collection[str]) -> Tensors:
-        """Some tensors of a group, from the files that hold them; each of those is checked to the byte."""
+        """Read tensors of a group from the files that hold them, verifying every byte of those files."""
         found: Tensors = {}
         for name, file in self.manifest.files.items():
             if file.group == group and not file.tensors.keys().isdisjoint(names):
@@ -79,7 +79,7 @@ class Stored:
         return found
 
     def pieces(self, name: str) -> list[tuple[int, int, str]]:
-        """The ranges of lanes in which a tensor of the carry was written: first, one after the last, key; they are all the lanes."""
+        """The ranges of lanes in which a carry tensor was written, as (start, end, key); they cover all lanes."""
         pieces = sorted(ranges_of(self.manifest.forms("carry")).get(name, []))
         ends = [0, *(end for _, end, _ in pieces)]
         if not pieces or [start for start, _, _ in pieces] != ends[:-1]:
@@ -87,7 +87,7 @@ class Stored:
         return pieces
 
     def lanes(self, name: str, low: int = 0, high: int | None = None) -> Tensor:
-        """Lanes [low, high) of a tensor of the carry, whoever wrote them."""
+        """Lanes [low, high) of a carry tensor, whichever workers wrote them."""
         pieces = self.pieces(name)
         high = pieces[-1][1] if high is None else high
         needed = [piece for piece in pieces if piece[0] < high and piece[1] > low]
@@ -114,7 +114,7 @@ def save(folder: Path, name: str, snapshot: Snapshot, keep: int, *, best: bool =
 
 
 def load(path: Path) -> Snapshot:
-    """The whole of the last snapshot of a folder of snapshots, or of the one in this very folder; every byte is checked."""
+    """Load the last snapshot in a folder of snapshots, or the one in this very folder; every byte is verified."""
     stored = open_stored(path)
     groups = {group: stored.read(group, stored.manifest.forms(group)) for group in GROUPS if group != "carry"}
     carry = {name: stored.lanes(name) for name in ranges_of(stored.manifest.forms("carry"))}
@@ -122,7 +122,7 @@ def load(path: Path) -> Snapshot:
 
 
 def open_stored(path: Path) -> Stored:
-    """The last snapshot of a folder of snapshots, or the one in this very folder."""
+    """Open the last snapshot in a folder of snapshots, or the one in this very folder."""
     folder = path if (path / MANIFEST).is_file() else last(path)
     return Stored(folder, read_manifest(folder))
 
@@ -138,7 +138,7 @@ def last(folder: Path) -> Path:
 
 
 def write_part(draft: Path, groups: Mapping[str, Tensors]) -> dict[str, File]:
-    """Write one worker's part into the draft of a snapshot, on the disk when this returns: one file a group, described."""
+    """Write one worker's part into the draft of a snapshot, one file per group, synced to disk; returns their manifest entries."""
     if (bad := not_finite(groups.get("parameters", {}))) is not None:
         raise Diverged(f"parameter {bad} is not finite, so no snapshot is written; lower train.lr or set train.clip, and resume")
     files: dict[str, File] = {}
@@ -154,7 +154,7 @@ def write_part(draft: Path, groups: Mapping[str, Tensors]) -> dict[str, File]:
 
 
 def publish(draft: Path, name: str, manifest: Manifest, keep: int, *, best: bool = False) -> Path:
-    """Make a draft whose files are all on the disk a snapshot: whole, named by `last`, one of at most `keep`; returns its folder."""
+    """Turn a draft whose files are all on disk into a snapshot: complete, named by `last`, one of at most `keep`; returns its folder."""
     folder = draft.parent
     atomic_files.write_bytes(draft / MANIFEST, encode(manifest.to_json()))
     target = _free(folder, name)
@@ -175,7 +175,7 @@ def publish(draft: Path, name: str, manifest: Manifest, keep: int, *, best: bool
 
 
 def mend_best(stored: Stored) -> None:
-    """Have `best` name the snapshot that a run goes on from, if that is the best one: a crash may have come before it was written."""
+    """Point `best` to the snapshot that a run resumes from, if that is the best one: a crash may have come before it was written."""
     folder = stored.folder.parent
     at = stored.meta["progress"]
     if at["best_step"] == at["step"] and pointed(folder, POINTER) == stored.folder.name and pointed(folder, BEST) != stored.folder.name:
@@ -183,7 +183,7 @@ def mend_best(stored: Stored) -> None:
 
 
 def save_weights(path: Path, parameters: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write weights alone, as one safetensors file, atomically."""
+    """Write only the weights, as one safetensors file, atomically."""
     if (bad := not_finite(parameters)) is not None:
         raise Diverged(f"parameter {bad} is not finite, so {path} is not written; lower train.lr or set train.clip")
     with atomic_files.writing(str(path)):
@@ -193,7 +193,7 @@ def save_weights(path: Path, parameters: Mapping[str, Tensor], metadata: Mapping
 
 
 def load_weights(path: Path, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignored: str | None = None) -> Tensors:
-    """Weights from a safetensors file that holds exactly the expected names, shapes and dtypes; one name may be ignored."""
+    """Load weights from a safetensors file that holds exactly the expected names, shapes and dtypes; it may also hold `ignored`."""
     given = atomic_files.read_tensors(path)
     remedy = "use the weights of a model with the same spec"
     for name, (shape, dtype) in expected.items():
@@ -213,7 +213,7 @@ def load_weights(path: Path, expected: Mapping[str, tuple[tuple[int, ...], torch
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor with an element that is NaN or infinite."""
+    """The name of the first tensor with a NaN or infinite element; None if all are finite."""
     floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     if not floats:
         return None
@@ -223,12 +223,12 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def ranged(name: str, low: int, high: int) -> str:
-    """The key of lanes [low, high) of a tensor of the carry."""
+    """The key of lanes [low, high) of a carry tensor."""
     return f"{name}/{low}-{high}"
 
 
 def ranges_of(keys: Iterable[str]) -> dict[str, list[tuple[int, int, str]]]:
-    """The tensors of the carry, by name, with the ranges of lanes in which they are kept: first, one after the last, key."""
+    """The carry tensors by name, with the ranges of lanes in which they are stored, as (start, end, key)."""
     found: dict[str, list[tuple[int, int, str]]] = {}
     for key in keys:
         name, _, lanes = key.rpartition("/")
@@ -238,7 +238,7 @@ def ranges_of(keys: Iterable[str]) -> dict[str, list[tuple[int, int, str]]]:
 
 
 def pointed(folder: Path, pointer: str) -> str | None:
-    """What `last` or `best` names, where it is a plain name."""
+    """What `last` or `best` names; None if that is missing or no plain name."""
     try:
         name = (folder / pointer).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -247,7 +247,7 @@ def pointed(folder: Path, pointer: str) -> str | None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a run that was killed while it wrote has left. Nobody may be writing a snapshot into this folder."""
+    """Remove what a run that was killed while writing has left. Nobody may be writing a snapshot into this folder."""
     for left in folder.glob(f"{TEMPORARY}*"):
         atomic_files.remove(left)
 
@@ -257,7 +257,7 @@ def _point(folder: Path, pointer: str, name: str) -> None:
 
 
 def _slug(name: str) -> str:
-    """A name for a file; with a checksum where the name itself cannot be one."""
+    """A file name; with a hash if the name itself cannot be one."""
     plain = name.replace("/", "-")
     if re.fullmatch(r"[A-Za-z0-9._-]{1,100}", plain):
         return plain
@@ -265,7 +265,7 @@ def _slug(name: str) -> str:
 
 
 def _free(folder: Path, name: str) -> Path:
-    """A folder name that is not taken. What stands there without being pointed to was left by a crash, and gives way."""
+    """A folder name that is not taken. A folder that neither `last` nor `best` names was left by a crash, and is removed."""
     target, number = folder / name, 1
     while target.exists():
         if target.name not in (pointed(folder, POINTER), pointed(folder, BEST)):
@@ -277,14 +277,14 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def _prune(folder: Path, current: str, keep: int) -> None:
-    """Remove the oldest snapshots beyond `keep`; those that `last` and `best` name are never among them."""
+    """Remove the oldest snapshots beyond `keep`, never those that `last` and `best` name."""
     spared = {current, pointed(folder, POINTER), pointed(folder, BEST)}
     others = [
         entry.name
         for entry in folder.iterdir()
         if entry.name not in spared and not entry.name.startswith(".") and not entry.is_symlink() and (entry / MANIFEST).is_file()
     ]
-    # By the steps in their names, since clocks may jump. Those after the present step are of a past that the run has left.
+    # By the steps in their names, since clocks may jump. Those beyond the current step are from before the run went back, and go first.
     now = _steps(current)
     others.sort(key=lambda name: (_steps(name) <= now, _steps(name)), reverse=True)
     for name in others[max(0, keep - 1) :]:
@@ -292,7 +292,7 @@ def _prune(folder: Path, current: str, keep: int) -> None:
 
 
 def _retire(path: Path) -> None:
-    """Remove a snapshot; what a crash leaves of it has the name of a draft, and is swept up."""
+    """Remove a snapshot, renamed to a draft first: what a crash leaves of it is then swept up."""
     gone = path.with_name(f"{TEMPORARY}{path.name}-gone")
     atomic_files.remove(gone)
     with suppress(OSError):
@@ -305,7 +305,7 @@ def _steps(name: str) -> tuple[list[int], str]:
 
 
 def weights_metadata(path: Path) -> dict[str, str]:
-    """What stands beside the tensors of a weights file; nothing where there is no such file, or none that can be read."""
+    """The metadata of a weights file; empty if the file is missing or unreadable."""
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})

@@ -1,6 +1,6 @@
-"""What of a trainer each worker writes into a snapshot, and takes up from one.
+"""Selects the part of a trainer's state that each worker writes into a snapshot, and restores it from one.
 
-Replicas hold the same parameters and optimizer, so each writes a share of them, about equal in bytes; what several stages hold is
+Replicas hold the same parameters and optimizer state, so each writes a share of them, about equal in bytes; what several stages hold is
 written by the first of them. Each worker writes the carry of its own layers and lanes.
 """
 
@@ -25,7 +25,7 @@ from carrywave.step.worker_setup import tensors_of
 
 
 def part_of(trainer: Trainer, lanes: int) -> Groups:
-    """What this worker writes of a snapshot: its share of the parameters and of the optimizer, and the carry that it holds."""
+    """This worker's part of a snapshot: its share of the parameters and the optimizer state, and the carry that it holds."""
     own = _owned(trainer)
     parameters = {name: tensor for name, tensor in trainer.parameters().items() if name in own}
     state = optimizers.state_tensors(trainer.optimizer, [(name, p) for name, p in trainer.named if name in own])
@@ -37,7 +37,7 @@ def part_of(trainer: Trainer, lanes: int) -> Groups:
 
 
 def _owned(trainer: Trainer) -> Collection[str]:
-    """The tensors that this stage is the first to hold."""
+    """The names of the tensors that this stage is the first to hold."""
     model, plan = trainer.model, trainer.plan
     if not isinstance(model, Model):
         return trainer.parameters().keys()
@@ -51,7 +51,7 @@ def _owned(trainer: Trainer) -> Collection[str]:
 
 
 def _dealt(groups: Groups, index: int, of: int) -> Groups:
-    """One of several shares, about equal in bytes. A function of names and sizes alone: all who hold the same deal alike."""
+    """One of several shares, about equal in bytes. Depends only on names and sizes, so that all holders of the same tensors agree."""
     items = [(tensor.nbytes, group, name) for group, tensors in groups.items() for name, tensor in tensors.items()]
     loads = [0] * of
     mine: set[tuple[str, str]] = set()
@@ -64,9 +64,9 @@ def _dealt(groups: Groups, index: int, of: int) -> Groups:
 
 
 def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
-    """Give a trainer its part of a snapshot: the parameters, the optimizer's state and the carry that it holds."""
+    """Load a trainer's part of a snapshot: the parameters, the optimizer state and the carry that it holds."""
     own = trainer.parameters()
-    # All that the manifest tells is checked before anything is read.
+    # Everything in the manifest is checked before any tensor is read.
     check_forms(own, stored.manifest.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys())
     state_names = _own_state_names(trainer, stored)
     trainer.state = own_state(stored, trainer, lanes)
@@ -75,7 +75,7 @@ def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
 
 
 def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:
-    """The optimizer's tensors that this worker takes up: all but those of parameters that other workers hold. None is too large."""
+    """The optimizer tensors that this worker loads: all but those of parameters on other workers. Refuses any that is too large."""
     held = {name: p.numel() for name, p in trainer.named}
     elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
     found: list[str] = []
@@ -93,7 +93,7 @@ def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:
 
 
 def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
-    """This worker's lanes and layers of the carry in a snapshot."""
+    """This worker's lanes and layers of the carry in a snapshot; None if it has no carry."""
     forms = stored.manifest.forms("carry")
     if not forms:
         return None
@@ -111,7 +111,7 @@ def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
 
 
 def check_forms(own: Mapping[str, Tensor], given: Mapping[str, Form], where: str, *, whole: Collection[str]) -> None:
-    """Refuse tensors of other names, shapes or dtypes than a model has. `whole`: the names of the model of which `own` is a part."""
+    """Refuse tensors whose names, shapes or dtypes are not the model's. `whole`: the names in the whole model, of which `own` is a part."""
     for name, tensor in own.items():
         if name not in given:
             raise RunError(f"{where} has no {name}; it is from another model: use the spec it was made with")
@@ -123,7 +123,7 @@ def check_forms(own: Mapping[str, Tensor], given: Mapping[str, Form], where: str
 
 
 def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str, *, whole: Collection[str] | None = None) -> None:
-    """Copy tensors by name; names and shapes must agree. `whole`: the names of a model of which `own` is a part."""
+    """Copy tensors by name; names, shapes and dtypes must match. `whole`: the names in the whole model, of which `own` is a part."""
     forms = {name: form_of(tensor) for name, tensor in given.items()}
     check_forms(own, forms, where, whole=given.keys() if whole is None else whole)
     for name, tensor in own.items():
@@ -131,12 +131,12 @@ def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str
 
 
 def take_weights(model: nn.Module, path: Path, where: str, *, ignored: str | None = None) -> None:
-    """Load a weights file into a model; one tensor may be left out, as the model has it."""
+    """Load a weights file into a model; the tensor `ignored` keeps its value."""
     own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
     load_parameters(own, read_weights(model, path, ignored=ignored), where)
 
 
 def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a weights file, checked against the whole of a model, also where some of it is held by another worker."""
+    """The tensors of a weights file, checked against the whole model, including what other workers hold."""
     own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
     return load_weights(path, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}, ignored)

@@ -1,11 +1,11 @@
-"""Snapshots written in the background, by all workers side by side, while training goes on.
+"""Writes snapshots in the background, on all workers in parallel, while training continues.
 
-`begin` copies what a snapshot holds, into memory that is kept for the next one, and a thread writes the copy. No message is sent
-from there: every worker's thread leaves a report beside its files, and that of rank 0 waits for all reports, looks whether the
-files are there, writes the manifest and publishes. How it went is agreed on in `settle`, which all workers call at the same step:
-before the next snapshot, or at the end. So at most one snapshot is being written at a time, and a second one waits for it.
+`begin` copies the content of a snapshot into buffers that are reused for the next one, and a thread writes the copy. The thread sends no
+messages: every worker's thread leaves a report beside its files, and that of rank 0 waits for all reports, checks that the files are there,
+writes the manifest and publishes. The workers agree on the outcome in `settle`, which all call at the same step: before the next snapshot,
+or at the end. So at most one snapshot is in progress at a time, and a second one waits for it.
 
-A worker that dies leaves a draft, which the next start sweeps up; the snapshot before it stands.
+A worker that dies leaves a draft, which the next start removes; the previous snapshot remains valid.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from carrywave.runs.checkpoint.manifest import File, Manifest
 from carrywave.runs.checkpoint.snapshot import TEMPORARY, Groups, publish, sweep, write_part
 
 POLL_SECONDS = 0.02
-SEEN_SECONDS = 3.0  # in which a file that another host has written must be seen here
+SEEN_SECONDS = 3.0  # within which a file written by another host must be visible here
 
-Failure = tuple[str, str]  # class of the error, and its message
+Failure = tuple[str, str]  # class and message of an error
 
 
 @dataclass
 class _Job:
-    """One snapshot that is being written."""
+    """One snapshot in progress."""
 
     target: Path
     draft: Path
     groups: Groups  # this worker's part, copied
-    ready: Any  # the CUDA event after which the copies are whole; None: they are
-    meta: dict[str, Any] | None  # on rank 0
+    ready: Any  # the CUDA event after which the copies are complete; None: they already are
+    meta: dict[str, Any] | None  # on rank 0 only
     keep: int
     best: bool
-    before: Callable[[], None]  # to be done before it is published
-    written: threading.Event = field(default_factory=threading.Event)  # this worker's part, or its failure
-    given_up: threading.Event = field(default_factory=threading.Event)  # another worker's part will not come
+    before: Callable[[], None]  # called before it is published
+    written: threading.Event = field(default_factory=threading.Event)  # this worker's part is written, or has failed
+    given_up: threading.Event = field(default_factory=threading.Event)  # another worker's part will never arrive
     part_failure: Failure | None = None
-    failure: Failure | None = None  # of the whole, as rank 0 knows it
+    failure: Failure | None = None  # of the whole snapshot, known to rank 0
     thread: threading.Thread | None = None
 
 
@@ -63,14 +63,14 @@ class Writer:
 
     def __init__(self, world: World, folder: Path) -> None:
         self.world, self.folder = world, folder
-        self.held_seconds = 0.0  # for which training stood still
+        self.held_seconds = 0.0  # for which training was blocked
         self._job: _Job | None = None
         self._memory: dict[tuple[str, str], Tensor] = {}
         self._stream: Any = None
         self._token = ""
 
     def meet(self) -> None:
-        """Sweep up what was left, and see that all workers have the same folder before their eyes."""
+        """Remove leftovers, and check that all workers see the same folder. Collective: every rank must call it."""
         token = secrets.token_hex(4)
         mark = self.folder / f"{TEMPORARY}meeting-{token}"
         if self.world.rank == 0 and self.folder.is_dir():
@@ -103,26 +103,26 @@ class Writer:
         best: bool = False,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy this worker's part of a snapshot, and have it written. The one before must be settled."""
+        """Copy this worker's part of a snapshot, and start writing it. The previous one must be settled."""
         started = time.perf_counter()
         assert self._job is None
         copied, ready = self._copy(groups)
         draft = self.folder / f"{TEMPORARY}{name}-{self._token}"
         job = _Job(self.folder / name, draft, copied, ready, None if meta is None else json.loads(json.dumps(meta)), keep, best, before)
-        # A daemon: a process that has to end does not wait for the disk. What it leaves is a draft.
+        # A daemon: a process that has to exit does not wait for the disk. It leaves a draft.
         job.thread = threading.Thread(target=self._write, args=(job,), name="carrywave-snapshot", daemon=True)
         self._job = job
         job.thread.start()
         self.held_seconds += time.perf_counter() - started
 
     def settle(self) -> UserError | None:
-        """Wait for the snapshot that is being written, if any; returns why it failed, the same on every worker."""
+        """Wait for the snapshot in progress, if any; returns why it failed, the same on every worker. Collective."""
         started = time.perf_counter()
         job, self._job = self._job, None
         if job is None or job.thread is None:
             return None
         if job.thread.is_alive():
-            heartbeat.rest()  # a disk may be slow: that no step is taken meanwhile is no hang
+            heartbeat.rest()  # a slow disk is no hang, though no step is taken meanwhile
         with raise_on_all(self.world, patient=True):
             job.written.wait()
         said = [json.loads(text) for text in all_gather_text(self.world, json.dumps(job.part_failure))]
@@ -132,17 +132,17 @@ class Writer:
         with raise_on_all(self.world, patient=True):
             job.thread.join()
             if self.world.rank == 0 and (failed or job.failure):
-                sweep(self.folder)  # also what a worker has begun after the draft was removed
+                sweep(self.folder)  # including what a worker created after the draft was removed
         failure = json.loads(all_gather_text(self.world, json.dumps(job.failure))[0])
         if failed:
-            # What a worker says of its own part is closer to the cause than that rank 0 missed it.
+            # A worker's own report is closer to the cause than rank 0 missing its files.
             rank, (kind, message) = failed[0]
             failure = kind, message if self.world.size == 1 or len(failed) == self.world.size else f"rank {rank}: {message}"
         self.held_seconds += time.perf_counter() - started
         return None if failure is None else on_every_rank(getattr(errors, failure[0], RunError)(failure[1]))
 
     def close(self, seconds: float) -> str | None:
-        """After a failure of the run: give the snapshot that is being written so long to become whole. Returns why it did not."""
+        """After the run failed: give the snapshot in progress this long to complete. Returns the reason if it failed."""
         if self._job is None or self._job.thread is None:
             return None
         self._job.thread.join(seconds)
@@ -150,7 +150,7 @@ class Writer:
         return None if failure is None else failure[1]
 
     def _copy(self, groups: Mapping[str, Mapping[str, Tensor]]) -> tuple[Groups, Any]:
-        """The tensors in host memory, as they are at this point of the device's work; the event after which they are there."""
+        """Copy the tensors to host memory as of this point in the device's work; also returns the event that completes the copies."""
         tensors = {(group, name): tensor.detach() for group, named in groups.items() for name, tensor in named.items()}
         on_device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         if on_device is not None and self._stream is None:
@@ -158,7 +158,7 @@ class Writer:
         for key, tensor in tensors.items():
             room = self._memory.get(key)
             if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-                # Pinned: only then does a copy from the device run beside its work.
+                # Pinned: only then does a copy from the device overlap with its work.
                 self._memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._memory = {key: room for key, room in self._memory.items() if key in tensors}
         copied: Groups = {group: {name: self._memory[group, name] for name in named} for group, named in groups.items()}
@@ -172,19 +172,19 @@ class Writer:
             for key, tensor in tensors.items():
                 self._memory[key].copy_(tensor, non_blocking=True)
             ready = self._stream.record_event()
-        # The next step changes what is being copied: the device waits for the copy, the host does not.
+        # The next step modifies what is being copied: the device waits for the copy, the host does not.
         work.wait_event(ready)
         return copied, ready
 
-    # In the background
+    # In the background thread
 
     def _write(self, job: _Job) -> None:
-        """A worker's part; on rank 0, then the whole."""
+        """Write this worker's part; on rank 0, then complete and publish the snapshot."""
         files: dict[str, File] = {}
         try:
             if job.ready is not None:
                 job.ready.synchronize()
-            self.folder.mkdir(exist_ok=True)  # within the run's folder, which is not made again where it was removed
+            self.folder.mkdir(exist_ok=True)  # within the run's folder, which is not created again if it was removed
             job.draft.mkdir(exist_ok=True)
             files = write_part(job.draft, job.groups)
             if self.world.rank > 0:
@@ -194,17 +194,17 @@ class Writer:
         job.written.set()
         if self.world.rank > 0:
             if job.part_failure is not None:
-                with suppress(OSError):  # where there is no room for a report either, `settle` tells
+                with suppress(OSError):  # if there is no room for a report either, `settle` reports it
                     self._report(job, {"failure": job.part_failure})
             return
         try:
-            # Also where its own part failed: the draft is not to be removed while others write into it.
+            # Even if its own part failed: the draft must not be removed while others write into it.
             if self._complete(job, files) and job.part_failure is None:
                 job.before()
                 publish(job.draft, job.target.name, Manifest(files, job.meta or {}), job.keep, best=job.best)
         except Exception as error:
             job.failure = _failure(job.target, error)
-        atomic_files.remove(job.draft)  # nothing, where it was published
+        atomic_files.remove(job.draft)  # does nothing if it was published
 
     def _report(self, job: _Job, said: Any) -> None:
         report = _report_of(job.draft, self.world.rank)
@@ -213,7 +213,7 @@ class Writer:
         os.replace(part, report)
 
     def _complete(self, job: _Job, files: dict[str, File]) -> bool:
-        """Wait until no other worker writes any more, and add their parts to the files; False where one of them is not there."""
+        """Wait until every other worker has reported, and add their files to `files`; False if a part is missing."""
         waiting = list(range(1, self.world.size))
         whole = True
         while waiting:
@@ -243,7 +243,7 @@ def _report_of(draft: Path, rank: int) -> Path:
 
 
 def _failure(target: Path, error: Exception) -> Failure:
-    """One line for what went wrong, in a form that travels as text."""
+    """What went wrong as a class and one line, so that it can be sent as text."""
     if isinstance(error, UserError):
         return type(error).__name__, str(error)
     reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
@@ -252,7 +252,7 @@ def _failure(target: Path, error: Exception) -> Failure:
 
 
 def _seen(path: Path) -> bool:
-    """Whether a path is there. A network file system may take a while to show what another host has made."""
+    """True if a path exists. A network file system may take a while to show what another host has created."""
     deadline = time.monotonic() + SEEN_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
