@@ -153,6 +153,10 @@ def test_the_gpus_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert profiles.hardware("cuda") == "2 x NVIDIA A, 1 x NVIDIA B"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     assert hardware.gpus() == ["NVIDIA B", "NVIDIA A"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,7,0")
+    assert hardware.gpus() == ["NVIDIA B"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,-1,0")
+    assert hardware.gpus() == ["NVIDIA A"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-123")
     assert len(hardware.gpus()) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

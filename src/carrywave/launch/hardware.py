@@ -19,9 +19,14 @@ def gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return names
-    wanted = [one.strip() for one in visible.split(",") if one.strip() not in ("", "-1")]
-    # An index selects its GPU; any other entry (a UUID) counts as one GPU, with the name of the first.
-    return [names[int(one)] if one.isdecimal() and int(one) < len(names) else names[0] for one in wanted] if names else []
+    found: list[str] = []
+    for entry in (each.strip() for each in visible.split(",")):
+        # CUDA ignores everything from the first invalid entry on.
+        if not names or entry in ("", "-1") or (entry.isdecimal() and int(entry) >= len(names)):
+            break
+        # An index selects its GPU; any other entry (a UUID) counts as one GPU, with the name of the first.
+        found.append(names[int(entry)] if entry.isdecimal() else names[0])
+    return found
 
 
 @lru_cache(maxsize=8)

@@ -85,9 +85,8 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
         _check_weights(trainer, state["weights"])
         carry = _own_carry(trainer, state["carry"])
         if not trainer.own_optimizer and len(state["groups"]) != len(trainer.optimizer.param_groups):
-            raise RunError(
-                f"the state is of an optimizer with {len(state['groups'])} groups, and the spec's has one; give that of this spec"
-            )
+            many = len(state["groups"])
+            raise RunError(f"the state is of an optimizer with {many} groups, and that of a spec has one; give the state of such a trainer")
         if trainer.scaler is not None:
             trainer.scaler.check(state["scaler"])
     with raise_on_all(world):
