@@ -47,11 +47,11 @@ def step():  # one of the training, and time for it to be heard of
 def snapshot(number):
     folder = here / "run" / "snapshots"
     folder.mkdir(parents=True, exist_ok=True)
-    causes.tell_run(here / "run")
+    exit_reports.tell_run(here / "run")
     (folder / "last").write_text(f"step-{number:08d}\\n")
 
 def fail(kind, code, message):
-    causes.leave(causes.folder(), kind, code, message, ValueError(message), with_trace=kind == "fault")
+    exit_reports.leave(exit_reports.folder(), kind, code, message, ValueError(message), with_trace=kind == "fault")
     sys.exit(code)
 
 heartbeat.start()
@@ -160,7 +160,7 @@ def test_going_on_with_fewer(launch: Callable[..., Launched], tmp_path: Path) ->
     text = """
 if place == 1:
     die()
-if begun.with_fewer():
+if launch_record.with_fewer():
     words = [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "CARRYWAVE_PLACE")]
     (here / f"there-{rank}").write_text(" ".join(words))
 else:
@@ -317,7 +317,7 @@ TWICE = """
     def dying(self, *batches):
         global steps
         steps += 1
-        if steps == 8 and os.environ["RANK"] == "0" and begun.attempt() == 0:
+        if steps == 8 and os.environ["RANK"] == "0" and launch_record.attempt() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return update(self, *batches)
 
@@ -403,7 +403,7 @@ def test_a_script_is_started_again(folder: Path, python: Run, write: Write) -> N
     from carrywave.launch import launch_record
     from carrywave.step.trainer import Trainer
 
-    if os.environ.get("RANK") == "1" and begun.attempt() == 0:
+    if os.environ.get("RANK") == "1" and launch_record.attempt() == 0:
         Trainer.update = lambda self, *batches: os.kill(os.getpid(), signal.SIGKILL)
     run = cw.fit({"hidden": 8}, None, task="language", data={"train": "text.txt", "tokens": "char"}, devices=2, device="cpu",
                  batch={"lanes": 4, "steps": 8}, train={"max_steps": 4})

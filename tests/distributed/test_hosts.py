@@ -23,10 +23,10 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 SAY = """
     import json, os
     from pathlib import Path
-    from carrywave.parallel.world import exchange, join, leave
+    from carrywave.parallel.world import all_gather_text, join, leave
 
     world = join("cpu")
-    said = [[world.rank, world.size, world.local_rank, world.local_size], exchange(world, os.uname().nodename)]
+    said = [[world.rank, world.size, world.local_rank, world.local_size], all_gather_text(world, os.uname().nodename)]
     leave(world)
     Path(f"{world.rank}.json").write_text(json.dumps(said))
 """

@@ -140,12 +140,12 @@ FAILS = """
 import typer
 from carrywave.cli.exits import with_exit_codes
 from carrywave.errors import DataError
-from carrywave.parallel.world import exchange, join, together
+from carrywave.parallel.world import all_gather_text, join, raise_on_all
 
 @with_exit_codes
 def main(how):
     world = join("cpu")
-    exchange(world, "")
+    all_gather_text(world, "")
     if how == "orphaned" and rank == world.size - 1:
         os.kill(os.getppid(), signal.SIGKILL)
     if rank == 1:
@@ -156,14 +156,14 @@ def main(how):
         if how == "mistake":
             raise DataError("train.txt is empty; write something into it")
     if how == "together":
-        with together(world):
+        with raise_on_all(world):
             if rank == 1:
                 raise DataError("train.txt is empty; write something into it")
     if how == "orphaned":
         Path(f"there-{rank}").touch()
         signal.signal(signal.SIGTERM, lambda *_: (Path(f"stopped-{rank}").touch(), sys.exit(75)))
         time.sleep(60)
-    exchange(world, "")
+    all_gather_text(world, "")
 
 try:
     main(sys.argv[1])
@@ -213,19 +213,19 @@ def say(line):
     os.write(1, (line + "\\n").encode())  # at once: several processes write
 
 def fit(name, devices=1):
-    told = again.begin()
+    told = script_workers.begin()
     if told is not None:
         return told
-    with again.working():
+    with script_workers.working():
         result = {"name": name, "words": sys.argv[1:]}
-        if devices > 1 and not again.is_script_worker():
-            return again.relaunch(devices)
+        if devices > 1 and not script_workers.is_script_worker():
+            return script_workers.relaunch(devices)
         say(f"work {name} {os.environ.get('RANK', 'alone')}")
         if name == "bad":
             raise DataError("no; do")
-        if again.is_script_worker():
-            again.finish(result)
-        again.remember(result)
+        if script_workers.is_script_worker():
+            script_workers.finish(result)
+        script_workers.remember(result)
         return result
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ TALK = """
     import json, os, sys
     from pathlib import Path
     from carrywave.errors import DataError, PlanError, UserError
-    from carrywave.parallel.world import exchange, join, leave, same, together
+    from carrywave.parallel.world import all_gather_text, check_agreement, join, leave, raise_on_all
 
     def caught(block):
         try:
@@ -30,7 +30,7 @@ TALK = """
             return [type(error).__name__, str(error), error.told_by]
 
     def fail(*ranks, alike=True):
-        with together(world):
+        with raise_on_all(world):
             if world.rank in ranks:
                 raise DataError("no; do" if alike else f"no {world.rank}")
 
@@ -47,15 +47,15 @@ TALK = """
     world = join("cpu")
     said = {
         "world": [world.rank, world.size, world.local_rank, world.local_size, str(world.device), world.backend],
-        "exchange": exchange(world, "é" * world.rank),
-        "empty": exchange(world, ""),
+        "exchange": all_gather_text(world, "é" * world.rank),
+        "empty": all_gather_text(world, ""),
         "none": caught(fail),
         "one": caught(lambda: fail(1)),
         "all": caught(lambda: fail(0, 1, 2)),
         "differing": caught(lambda: fail(0, 1, 2, alike=False)),
-        "same": caught(lambda: same(world, {"version": "1", "data": "x"})),
-        "other": caught(lambda: same(world, {"version": "1", "data": "x" * (1 + 99 * (world.rank == 1))})),
-        "extra": caught(lambda: same(world, {"version": "1"} | ({"lr": "2"} if world.rank else {}))),
+        "same": caught(lambda: check_agreement(world, {"version": "1", "data": "x"})),
+        "other": caught(lambda: check_agreement(world, {"version": "1", "data": "x" * (1 + 99 * (world.rank == 1))})),
+        "extra": caught(lambda: check_agreement(world, {"version": "1"} | ({"lr": "2"} if world.rank else {}))),
         "listening": listening() if sys.platform == "linux" else None,
         "threads": os.environ.get("OMP_NUM_THREADS"),
     }
@@ -64,7 +64,7 @@ TALK = """
     leave(world)
     leave(world)
     again = join("cpu")  # and here it is made anew
-    said["again"] = exchange(again, str(again.rank))
+    said["again"] = all_gather_text(again, str(again.rank))
     leave(again)
     Path(f"{world.rank}.json").write_text(json.dumps(said))
 """

@@ -98,7 +98,7 @@ import torch
 from torch.distributed import TCPStore
 from carrywave.parallel.startup import native_logs
 
-with quiet.silent():
+with native_logs.silent():
     try:
         TCPStore("127.0.0.1", 1, None, False, datetime.timedelta(seconds=0.1), wait_for_workers=False)
     except RuntimeError:

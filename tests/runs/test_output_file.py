@@ -94,7 +94,7 @@ def test_standard_output_by_name_goes_on_where_it_is(tmp_path: Path) -> None:
     file = tmp_path / "out"
     file.write_text("before\n")
     (tmp_path / "link").symlink_to("/proc/self/fd/1")
-    code = "import sys; from pathlib import Path; from carrywave.train import output; output.write(Path(sys.argv[1]), 'row\\n')"
+    code = "import sys; from pathlib import Path; from carrywave.runs import output_file; output_file.write(Path(sys.argv[1]), 'row\\n')"
     for path in ("/proc/self/fd/1", str(tmp_path / "link")):
         with file.open("ab") as out:
             subprocess.run([sys.executable, "-c", code, path], stdout=out, check=True)
