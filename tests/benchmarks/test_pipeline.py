@@ -55,6 +55,7 @@ def test_the_table_relates_loops_to_serial_and_peers(timed: list[dict[str, Any]]
     assert sorted(filter(None, others)) == ["peak_share <= 0.4", "peak_share <= 0.6"]
 
 
+@pytest.mark.slow
 def test_memory_counts_the_stage_of_a_worker() -> None:
     case = Case(layers=4, hidden=256, lanes=4, steps=16, vocabulary=2000)
     job = {"what": "memory", "case": asdict(case), "variant": asdict(Variant("wavefront", chunks=4)), "lstm": "cw.LSTM"}

@@ -10,6 +10,7 @@ from carrywave.benchmarks import replicas
 from carrywave.benchmarks._workers import start
 
 
+@pytest.mark.slow
 def test_all_loops_train_on_as_many_real_tokens() -> None:
     """Workers refuse to time a loop whose losses are not one worker's, so all of them have passed that here."""
     lengths = replicas.Lengths(hidden=8, longest=40, tokens=128, sequences=24)

@@ -7,6 +7,7 @@ import pytest
 from carrywave.benchmarks import snapshot
 
 
+@pytest.mark.slow
 def test_it_runs_and_snapshots_are_whole() -> None:
     [row] = snapshot.run(quick=True)
     assert tuple(row) == snapshot.COLUMNS

@@ -94,6 +94,7 @@ OWN_LOOP = """
 """
 
 
+@pytest.mark.slow
 def test_trainers_leave_nothing_behind_and_who_has_gone_is_named(write: Write, tmp_path: Path) -> None:
     ended = workers(write("own.py", OWN_LOOP), tmp_path, 3)
     assert [code for code, _ in ended] == [1, 1, 1]

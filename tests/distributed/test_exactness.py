@@ -34,7 +34,7 @@ def ordered() -> Iterator[Crew]:
         yield workers
 
 
-@pytest.mark.parametrize(("workers", "examples"), [(1, 15), (2, 15), (3, 10), (4, 15)])
+@pytest.mark.parametrize(("workers", "examples"), [(1, 10), (2, 10), (3, 8), (4, 10)])
 def test_any_plan_gives_the_answer_of_one_device(workers: int, examples: int, crew: Crew) -> None:
     check_drawn(workers, examples, crew)
 

@@ -36,6 +36,7 @@ def profiles(tmp_path: Path) -> dict[str, str]:
     return {name: str(tmp_path / f"{name}.json") for name in made}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_workers_follow_the_plan_of_rank_0(profiles: dict[str, str], python: Run, tmp_path: Path) -> None:
     words = ("data.train=text.txt", "data.tokens=char", "--device", "cpu", "--devices", "2", "--run", "run")

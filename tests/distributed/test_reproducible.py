@@ -223,6 +223,7 @@ def tensors(run: Path) -> list[str]:
     return [weights, hashlib.sha256((run / "metrics.jsonl").read_bytes()).hexdigest()]
 
 
+@pytest.mark.slow
 def test_whole_runs_are_equal_to_the_byte(carrywave: Carrywave, tmp_path: Path) -> None:
     said = [carrywave("regression.yaml", "--devices", str(devices), "--run", f"on-{devices}").stdout for devices in (1, 2)]
     assert files(tmp_path / "on-1") == files(tmp_path / "on-2")

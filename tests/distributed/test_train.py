@@ -99,7 +99,7 @@ SHARED: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("workers", PLANS)
+@pytest.mark.parametrize("workers", [pytest.param(workers, marks=pytest.mark.slow) if workers > 2 else workers for workers in PLANS])
 def test_a_run_on_any_plan_is_the_run_on_one_worker(folder: Path, workers: int) -> None:
     kinds = {"language": language, "classification": classification}
     jobs = [
