@@ -97,5 +97,7 @@ def test_an_end_as_an_error() -> None:
         Ended(2, "no; do", "OutOfMemoryError").check()
     with pytest.raises(RuntimeError, match=r"(?s)worker 1: ValueError.*Traceback"):
         Ended(1, "worker 1: ValueError", trace="Traceback").check()
+    with pytest.raises(RuntimeError, match=r"^the workers ended with exit code 143, and none of them said why$"):
+        Ended(143).check()
     with pytest.raises(KeyboardInterrupt):
         Ended(130).check()

@@ -68,6 +68,10 @@ def test_a_closed_terminal_asks_once_and_never_harder(clock: list[float]) -> Non
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGHUP)  # systemd sends both
         assert asked.asked == "terminated"
+    with Stop() as asked:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGHUP)  # the terminal is closed after Ctrl-C
+        assert asked.asked == "interrupted"
 
 
 @pytest.mark.usefixtures("_before")

@@ -159,7 +159,8 @@ def test_a_run_that_fails_waits_a_while_for_its_snapshot(writer: Writer, monkeyp
         begin(writer, torch.zeros(3))
         if ends:
             begun[0].set()
-        writer.close(0.05 if not ends else 30)
+        said = writer.close(0.05 if not ends else 30)
+        assert said == (None if ends else "a snapshot was not whole 0.05 s after the run had failed")
         assert (writer.folder / "last").exists() == there
         begun[0].set()
         writer.settle()

@@ -60,7 +60,8 @@ class Ended:
             raise KeyboardInterrupt(self.message or "interrupted")
         if self.code not in (0, STOPPED):
             more = "" if self.logs is None else f"; full logs: {self.logs}"
-            raise RuntimeError(f"{self.message}{more}\n{self.trace}".rstrip())
+            said = self.message or f"the workers ended with exit code {self.code}, and none of them said why"
+            raise RuntimeError(f"{said}{more}\n{self.trace}".rstrip())
 
 
 def tell_run(path: Path) -> None:

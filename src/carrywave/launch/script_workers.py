@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
 from carrywave.launch import exit_reports
-from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, Ended
+from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
 from carrywave.launch.launcher import RESTARTS, start
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup import environment
@@ -68,7 +68,10 @@ def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None 
         earlier, result = Path(name) / "earlier.json", Path(name) / "result.json"
         earlier.write_text(json.dumps(_results[:-1]), encoding="utf-8")
         variables = {CALL: str(len(_results) - 1), EARLIER: str(earlier), RESULT: str(result)}
-        start(command, devices, environment=variables, restarts=restarts, min_devices=min_devices).check()
+        ended = start(command, devices, environment=variables, restarts=restarts, min_devices=min_devices)
+        ended.check()
+        if ended.code == STOPPED and not result.exists():
+            raise WorkerError("the workers were asked to stop before they took a step; the run is where it was, call fit with resume=True")
         if not result.exists():
             raise WorkerError(
                 "the workers ended before they came to this call of fit; call it at the top of the script, under no condition"

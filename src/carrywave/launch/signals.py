@@ -85,12 +85,13 @@ class Stop:
             self._first = number, now
             self.asked = _REASONS[number]
             if number == signal.SIGINT:
-                self._restore()
+                # A second Ctrl-C leaves at once; a terminal that closes afterwards does not.
+                self._restore(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         elif number != signal.SIGHUP and (number != self._first[0] or now - self._first[1] > ECHO_SECONDS):
             self._restore()
             signal.raise_signal(number)
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._before = {}
+    def _restore(self, *numbers: int) -> None:
+        """Put back the handlers of these signals; of all of them if none is named."""
+        for number in [each for each in self._before if not numbers or each in numbers]:
+            signal.signal(number, self._before.pop(number))  # type: ignore[arg-type]

@@ -146,6 +146,8 @@ class Writer:
         if self._job is None or self._job.thread is None:
             return None
         self._job.thread.join(seconds)
+        if self._job.thread.is_alive():
+            return f"a snapshot was not whole {seconds:g} s after the run had failed"
         failure = self._job.part_failure or self._job.failure
         return None if failure is None else failure[1]
 
