@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,15 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
         if case.startswith("one lane"):
             batches = [replace(batch(number, 1), fresh=torch.ones(1, dtype=torch.bool), goes_on=False)]
         if rank == 1 and number == 2:
-            alter(case, trainer, net, batches)
+            with suppress(ValueError):
+                alter(case, trainer, net, batches)
         elif case.endswith("evaluation") and number == 2:
             trainer.evaluate([batch(0), batch(8)])
-        losses.append(float(trainer.step(*batches)))
+        try:
+            losses.append(float(trainer.step(*batches)))
+        except ValueError:
+            if case != "own hook raises":
+                raise
         if case.endswith("goes on") and number == 2:
             state = trainer.state_dict()
             assert bool(state) == (rank == 0)
@@ -114,12 +120,20 @@ def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]
             batches[0].targets[3, 1] = (batches[0].targets[3, 1] + 1) % CLASSES
         case "another number":
             batches.append(batch(3))
-        case "raises":
+        case "own hook raises":
+
+            def hook(*args: Any) -> None:
+                raise ValueError("mine")
+
+            trainer.optimizer.register_step_pre_hook(hook)
+        case "raises" | "raises in an evaluation":
 
             def fails(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
                 raise ValueError("mine")
 
             net.head.loss = fails  # type: ignore[method-assign]
+            if case == "raises in an evaluation":
+                trainer.evaluate([batch(0), batch(8)])
         case "another rate":
             trainer.set_lr(0.5)
         case "another buffer":

@@ -85,10 +85,14 @@ def test_workers_that_are_not_given_the_same_say_so(plan: str, tmp_path: Path) -
 
 def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(tmp_path: Path) -> None:
     """The others lose contact at once; new trainers of all workers go on."""
-    first, second = told_by_workers("2 stages", ["raises", "plain"], tmp_path)
+    first, second = told_by_workers("2 stages", ["raises", "raises in an evaluation", "own hook raises", "plain"], tmp_path)
     assert second[0]["error"].startswith("ValueError: mine")
     assert first[0]["error"].startswith("ContactLost: contact with rank 1")
-    assert first[1]["losses"] == second[1]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
+    halfway = "WorkerError: rank 1 was given nothing, for its last step ended halfway, rank 0"
+    for each in (first, second):
+        assert each[1]["error"].startswith(f"{halfway} a batch of (6, 4) to evaluate")
+        assert each[2]["error"].startswith(f"{halfway} 1 batches of (6, 4)")
+    assert first[3]["losses"] == second[3]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
 
 
 @pytest.mark.slow

@@ -59,6 +59,14 @@ def test_a_part_in_eval_stays_so_after_an_evaluation() -> None:
     assert apart(*weights) == 0.0
 
 
+def test_gathered_weights_stay_what_they_were() -> None:
+    trainer = cw.Trainer(net(), {"lr": 0.05})
+    kept = trainer.gathered()
+    before = copy.deepcopy(kept)
+    trainer.step(batch())
+    assert all(torch.equal(kept[name], before[name]) for name in kept)
+
+
 def test_a_trainer_is_not_copied() -> None:
     with pytest.raises(UserError, match=r"a trainer cannot be copied; make another over copy\.deepcopy\(model\)"):
         copy.deepcopy(cw.Trainer(net(), {}))

@@ -37,7 +37,11 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: compute.Obser
             for shard in own_shards:
                 part = own if cut is None else cut.part(shard)
                 if part is not None:
-                    outcome = _forward(trainer, part, states.get(shard), observe)
+                    try:
+                        outcome = _forward(trainer, part, states.get(shard), observe)
+                    except BaseException as error:
+                        trainer.broke_off(error)
+                        raise
                     sums[shard] += torch.stack([outcome.loss_sum, outcome.count])
                     states[shard] = outcome.state
     loss_sum, count = tree(mesh.sum_(sums).unbind(), torch.add).tolist()

@@ -164,10 +164,7 @@ class Trainer:
         if not self.model.training:
             self.model.train()
         if self._broken:
-            raise WorkerError(
-                "an earlier step of this trainer ended halfway, so that its stages no longer agree; make a new Trainer on all workers, and "
-                "give it what trainer.state_dict() returned before"
-            )
+            self.check_unbroken()
         check_batches(batches, self.model, keep_state=self.keep_state)
         check_surroundings(self.spec, self.device)
         if self._followed.changed():
@@ -191,9 +188,7 @@ class Trainer:
                 result, left = self._recorded(own, keys, state)
         except BaseException as error:
             self.uncounted, self.lanes = stood  # so that the step can be retried with the same randomness
-            if self.mesh.links is not None and getattr(error, "told_by", None) is None:
-                self._broken = True
-                self.mesh.hang_up()
+            self.broke_off(error)
             raise
         if left is not None:
             self.state = unflatten(left)
@@ -206,9 +201,22 @@ class Trainer:
         All workers are given the same whole batches. Lanes have a carry that passes from batch to batch, separate from the one in training.
         `observe(out, targets)` is called with the head's output for this worker's lanes, on the workers that hold the head.
         """
+        self.check_unbroken()
         self.agreement.settle()
         with self.evaluation_weights():
             return mean_loss(self, batches, observe)
+
+    def broke_off(self, error: BaseException) -> None:
+        """Note that a step or an evaluation ended halfway on this worker: other stages are not left waiting for its messages."""
+        if self.mesh.links is not None and getattr(error, "told_by", None) is None:
+            self._broken = True
+            self.mesh.hang_up()
+
+    def check_unbroken(self) -> None:
+        """Reject what would put parts of different steps together. Collective: every rank must call it."""
+        self.agreement.unbroken(broken=self._broken)
+        if self._broken:  # on every rank
+            raise _halfway()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Not supported: a trainer is bound to the parameters that it trains."""
@@ -514,8 +522,19 @@ class Trainer:
 
         `each_once`: list a tied weight under its first name only, as in files.
         """
+        self.check_unbroken()
         weights = trainer_state.whole_weights(self)
-        return weights if each_once else trainer_state.under_all_names(self.model, weights)
+        if each_once:
+            return weights
+        # Copies: what rank 0 holds itself would go on being trained, and what it received would not.
+        return trainer_state.under_all_names(self.model, {name: tensor.clone() for name, tensor in weights.items()})
+
+
+def _halfway() -> WorkerError:
+    return WorkerError(
+        "an earlier step of this trainer ended halfway, so that its stages no longer agree; make a new Trainer on all workers, and "
+        "give it what trainer.state_dict() returned before"
+    )
 
 
 def _lanes(state: State, otherwise: int) -> int:

@@ -46,6 +46,7 @@ def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
 
 def state_dict(trainer: Trainer) -> dict[str, Any]:
     """On rank 0, the state in host memory; empty on other ranks. Collective: every rank must call it."""
+    trainer.check_unbroken()
     trainer.agreement.settle()
     world = trainer.mesh.world
     weights = whole_weights(trainer)

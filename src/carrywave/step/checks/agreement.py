@@ -86,10 +86,18 @@ class Agreement:
                 self._on_device += [_sum_of(t, weighted=True) for t in (batch.inputs, batch.targets) if t is not None and t.is_cuda]
         self._given = StepInputs(f"{len(batches)} batches of {where}" if own else f"{len(batches)} batches", _settings(optimizer), contents)
         if own and (not self._steps or self.mesh.plan.stages > 1):
-            numbers = [*self._given.numbers, 0]
-            rows = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(self.mesh.world.size)]
-            dist.all_gather(rows, torch.tensor(numbers, dtype=torch.int64))
-            self._compare(torch.stack(rows).tolist(), self._given, self._steps)
+            self._gather(self._given)
+
+    def unbroken(self, *, broken: bool) -> None:
+        """In a pipeline: raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
+        if self.mesh.plan.stages > 1:
+            self._gather(StepInputs("nothing, for its last step ended halfway" if broken else "no batch", "", 0))
+
+    def _gather(self, given: StepInputs) -> None:
+        """Compare a row of every rank. All calls that begin with a comparison send rows of one form, so that any two of them can meet."""
+        rows = [torch.zeros(len(REMEDIES), dtype=torch.int64) for _ in range(self.mesh.world.size)]
+        dist.all_gather(rows, torch.tensor([*given.numbers, 0], dtype=torch.int64))
+        self._compare(torch.stack(rows).tolist(), given, self._steps)
 
     def same_batch(self, batch: Batch | None) -> None:
         """Compare the next batch to evaluate (None: there are no more) before anything is computed. Collective: every rank must call it."""
@@ -97,10 +105,7 @@ class Agreement:
             return
         what = "no further batch to evaluate" if batch is None else f"a batch of {tuple(batch.inputs.shape[:2])} to evaluate"
         contents = 0 if batch is None or batch.whole is not None else _checksum(batch, 0, self._steps)
-        given = StepInputs(what, "", contents)
-        rows = [torch.zeros(len(REMEDIES), dtype=torch.int64) for _ in range(self.mesh.world.size)]
-        dist.all_gather(rows, torch.tensor([*given.numbers, 0], dtype=torch.int64))
-        self._compare(torch.stack(rows).tolist(), given, self._steps)
+        self._gather(StepInputs(what, "", contents))
 
     def marks(self) -> Tensor:
         """This worker's row of checksums."""
