@@ -51,6 +51,20 @@ def test_an_entry_is_built_once_and_memory_mapped(tmp_path: Path) -> None:
     assert sum(name.startswith("a") for name in names) == 1  # shared once, and what no part uses is dropped
 
 
+def test_an_entry_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.fetch(tmp_path, "k", build)
+    failures = [errno.EMFILE, errno.EACCES]
+
+    def fails(path: Path) -> str:
+        raise OSError(failures.pop(0), "no")
+
+    monkeypatch.setattr(cache.hashes, "sha256", fails)
+    with pytest.raises(OSError, match="no"):
+        cache.fetch(tmp_path, "k", refuse)
+    with pytest.raises(DataError, match=rf"the cache {tmp_path}/k cannot be read \(Permission denied\); set \$CARRYWAVE_CACHE"):
+        cache.fetch(tmp_path, "k", refuse)
+
+
 @pytest.mark.parametrize("name", ["a0.npy", "trainlabels.npy", "content.json", "manifest.json"])
 @pytest.mark.parametrize("place", [0, -1])
 def test_one_flipped_bit_is_noticed(tmp_path: Path, name: str, place: int) -> None:
