@@ -193,6 +193,19 @@ def test_a_table_is_opened_again_in_the_format_that_is_set(tmp_path: Path) -> No
     assert table_of_file(str(tmp_path / "a.dat"), codec, asked).ahead(0, 1) == ["2024-01-31"]
 
 
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+def test_gaps_of_one_more_table_are_told_also_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_bytes: int) -> None:
+    monkeypatch.setattr(prepare_module, "SMALL_BYTES", small_bytes)
+    days = [f"2024-01-{day:02d},{day}.0\n" for day in range(1, 31)]
+    (tmp_path / "a.csv").write_text("ds,y\n" + "".join(days))
+    (tmp_path / "b.csv").write_text("ds,y\n" + "".join(days[:9] + days[10:]))
+    asked = spec(tmp_path, "forecasting", train="a.csv", horizon=1)
+    codec = prepare(asked).codec
+    for _ in range(2):
+        [said] = read(str(tmp_path / "b.csv"), codec, asked).notes
+        assert "1 row is missing in column ds (frequency D), between 2024-01-09 and 2024-01-11 (row 10)" in said
+
+
 def test_plain_lines_can_be_predicted_from(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n')
     asked = spec(tmp_path, "classification", train="a.jsonl")

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import sys
+from pathlib import Path
 from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parent))
+from _schedules import GENERATORS
+
 from carrywave.errors import PlanError
 from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, lines, outgoing, prove, spell, with_messages
-from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, gpipe, peak, sequential, serial, wavefront
-
-Generator = Callable[[int, list[int], bool], Schedule]
-
-GENERATORS: dict[str, Generator] = {
-    "serial": lambda stages, counts, backward: serial(counts, backward=backward),
-    # Forward only, the stages take one slice after the other.
-    "sequential": lambda stages, counts, backward: sequential(stages, counts if backward else counts[:1], backward=backward),
-    "gpipe": lambda stages, counts, backward: gpipe(stages, len(counts), backward=backward),
-    "wavefront": lambda stages, counts, backward: wavefront(stages, counts, backward=backward),
-    "head shared": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, share_head=True),
-}
+from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, peak, sequential, serial, wavefront
 
 
 def program(*rows: str, schedule: Schedule) -> Program:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parent))
+from _schedules import GENERATORS
+
 from carrywave.errors import PlanError
 from carrywave.plan.schedule.messages import Program, ProgramStep, prove, spell, with_messages
-from carrywave.plan.schedule.schedule import Schedule, gpipe, sequential, serial, wavefront
+from carrywave.plan.schedule.schedule import Schedule, wavefront
 from carrywave.plan.schedule.serial_messages import prove_in_order
 
-Generator = Callable[[int, list[int], bool], Schedule]
-
-GENERATORS: dict[str, Generator] = {
-    "serial": lambda stages, counts, backward: serial(counts, backward=backward),
-    "sequential": lambda stages, counts, backward: sequential(stages, counts if backward else counts[:1], backward=backward),
-    "gpipe": lambda stages, counts, backward: gpipe(stages, len(counts), backward=backward),
-    "wavefront": lambda stages, counts, backward: wavefront(stages, counts, backward=backward),
-    "head shared": lambda stages, counts, backward: wavefront(stages, counts, backward=backward, share_head=True),
-}
 CASES = {
     "name": st.sampled_from(sorted(GENERATORS)),
     "stages": st.integers(1, 6),

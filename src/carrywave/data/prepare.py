@@ -103,15 +103,16 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     _check_format(source, spec, labelled=labelled)
 
     def build(new: NewArray) -> cache.Entry:
-        return cache.Entry({part: _encode(source, codec, spec, new, labelled=labelled, part=part)}, codec)
+        found = _encode(source, codec, spec, new, labelled=labelled, part=part)
+        return cache.Entry({part: found}, codec, found.notes)
 
     file = [source.digest(), source.format, source.tabs, source.compression]
     key = _hash(["read", cache.FORMAT, file, codec.to_json(), spec.streams, spec.data.horizon, labelled, part])
     if source.path is None or source.path.stat().st_size <= SMALL_BYTES:
-        found = build(MemoryAppender).parts[part]
+        entry = build(MemoryAppender)
     else:
-        found = cache.fetch(cache.folder(spec.data.cache), key, build).parts[part]
-    return replace(found, fingerprint=f"{key}:{part}")
+        entry = cache.fetch(cache.folder(spec.data.cache), key, build)
+    return replace(entry.parts[part], notes=entry.notes, fingerprint=f"{key}:{part}")
 
 
 def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:

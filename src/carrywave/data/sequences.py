@@ -26,6 +26,7 @@ class Sequences:
     tags: NDArray[Any] | None = None  # for each row: [rows] int64, -100 for no tag
     warm: Ints | None = None  # [n] number of leading rows that only warm up the carry
     names: tuple[str, ...] | None = None  # one per sequence, if sequences are named (series)
+    notes: tuple[str, ...] = ()  # what a person should know of how a separate file or object was read
     fingerprint: str = ""  # hash of content and reading; equal for equal data
 
     def __len__(self) -> int:

@@ -24,7 +24,7 @@ from carrywave.spec.spec import Spec
 from carrywave.step import compute
 from carrywave.step.graphs.capture import Capture, Lanes
 from carrywave.step.micro_batches import flatten, unflatten
-from carrywave.step.reproducible.shards import Cut, own_shards, settle
+from carrywave.step.reproducible.shards import own_shards, parts_of, settle
 from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part, Task
 
@@ -138,7 +138,7 @@ def _walk(
     total = order.num_steps(0)
     with mode(model, training=False):
         for batch in loader.batches(Cursor(0, 0)):
-            for shard, own in _cut(mesh, batch, shards, pooled=model.pooled):
+            for shard, own in parts_of(mesh, batch, shards, pooled=model.pooled):
                 state = states.get(shard)
                 if state is None or not spec.streams:
                     state = stage.start(own.lanes.shape[0], mesh.device).detach()
@@ -153,17 +153,6 @@ def _walk(
                 yield shard, own, outcome
             if tick is not None:
                 tick(batch.step + 1, total)
-
-
-def _cut(mesh: Mesh, batch: Batch, shards: Sequence[int] | None, *, pooled: bool) -> Iterator[tuple[int, Batch]]:
-    """This worker's part of a batch, by shard."""
-    if shards is None:
-        yield 0, batch
-        return
-    cut = Cut(mesh, batch, pooled=pooled)
-    for shard in shards:
-        if (own := cut.part(shard)) is not None:
-            yield shard, own
 
 
 class _Forward:

@@ -14,7 +14,7 @@ from torch import nn
 
 from carrywave.data.codec import Codec
 from carrywave.data.prepare import Prepared, prepare
-from carrywave.data.python_inputs import file_of, read_python, series_of
+from carrywave.data.python_inputs import file_of, read_python
 from carrywave.errors import DataError, RunError, option
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
@@ -174,10 +174,9 @@ def warn(line: str) -> None:
 
 def _part(saved: Saved, data: Any) -> Part:
     if data is not None:
-        spec, codec = saved.spec, saved.task.codec
-        part = saved.task.part(file_of(data, spec) or "data", read_python(data, codec, spec))
-        gaps = series_of(data, codec, spec).notes[1:] if spec.task == "forecasting" else ()  # training has reported notes[0], the columns
-        return replace(part, notes=(*gaps, *part.notes))
+        given = read_python(data, saved.task.codec, saved.spec)
+        part = saved.task.part(file_of(data, saved.spec) or "data", given)
+        return replace(part, notes=(*given.notes, *part.notes))
     if saved.spec.data.train is None:
         raise DataError(f"{saved.run.path} was trained on data from Python, which no file holds; give data to evaluate on")
     prepared = _prepared(saved)

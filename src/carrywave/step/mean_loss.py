@@ -14,7 +14,7 @@ from carrywave.model.state import State
 from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.step import compute
 from carrywave.step.checks.arguments import check_batches
-from carrywave.step.reproducible.shards import Cut
+from carrywave.step.reproducible.shards import parts_of
 
 if TYPE_CHECKING:
     from carrywave.step.trainer import Trainer
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: compute.Observer | None) -> float:
     """The mean loss over the real targets of all batches; the same on every worker."""
     model, mesh = trainer.model, trainer.mesh
-    own_shards = (0,) if trainer.shards is None else trainer.shards.own
-    sums = torch.zeros(1 if trainer.shards is None else SHARDS, 2, dtype=torch.float64, device=mesh.device)
+    shards = None if trainer.shards is None else trainer.shards.own
+    sums = torch.zeros(1 if shards is None else SHARDS, 2, dtype=torch.float64, device=mesh.device)
     states: dict[int, State] = {}
     with mode(model, training=False):
         for batch in _alike(trainer, [batches] if isinstance(batches, Batch) else batches):
@@ -33,17 +33,14 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: compute.Obser
             own = trainer.own_part(batch, scores=trainer.stage.has_head)
             # With `reproducible`, each shard of the lanes runs separately and shards are summed in a fixed order: the same bits for any
             # number of replicas.
-            cut = None if trainer.shards is None else Cut(mesh, own, pooled=model.pooled)
-            for shard in own_shards:
-                part = own if cut is None else cut.part(shard)
-                if part is not None:
-                    try:
-                        outcome = _forward(trainer, part, states.get(shard), observe)
-                    except BaseException as error:
-                        trainer.broke_off(error)
-                        raise
-                    sums[shard] += torch.stack([outcome.loss_sum, outcome.count])
-                    states[shard] = outcome.state
+            for shard, part in parts_of(mesh, own, shards, pooled=model.pooled):
+                try:
+                    outcome = _forward(trainer, part, states.get(shard), observe)
+                except BaseException as error:
+                    trainer.broke_off(error)
+                    raise
+                sums[shard] += torch.stack([outcome.loss_sum, outcome.count])
+                states[shard] = outcome.state
     loss_sum, count = tree(mesh.sum_(sums).unbind(), torch.add).tolist()
     if not count:
         raise UserError("the batches hold no target to judge by; give some with targets")

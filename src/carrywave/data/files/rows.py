@@ -44,16 +44,44 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class JsonRows:
-    """One JSON object per line; blank lines are skipped."""
+class _FileRows:
+    """Rows of one file."""
 
     source: Source
-    join: bool = True
 
     @property
     def name(self) -> str:
         """The file name."""
         return self.source.name
+
+
+@dataclass(frozen=True)
+class _Lines(_FileRows):
+    """Rows that are lines; blank ones do not count."""
+
+    def count(self) -> int:
+        """Count the non-blank lines."""
+        return sum(1 for _, line in self.source.lines() if line.strip())
+
+    def where(self, number: int) -> str:
+        """Return file and line number."""
+        return f"{self.name}:{number}"
+
+
+@dataclass(frozen=True)
+class _TableRows(_FileRows):
+    """Rows of a table."""
+
+    def where(self, number: int) -> str:
+        """Return file and row number."""
+        return f"{self.name}: row {number}"
+
+
+@dataclass(frozen=True)
+class JsonRows(_Lines):
+    """One JSON object per line; blank lines are skipped."""
+
+    join: bool = True
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         for number, line in self.source.lines():
@@ -75,26 +103,12 @@ class JsonRows:
             )
         return row
 
-    def count(self) -> int:
-        """Count the non-blank lines."""
-        return sum(1 for _, line in self.source.lines() if line.strip())
-
-    def where(self, number: int) -> str:
-        """Return file and line number."""
-        return f"{self.name}:{number}"
-
 
 @dataclass(frozen=True)
-class LineRows:
+class LineRows(_Lines):
     """Each non-blank line of a text file is a row with the field `text`."""
 
-    source: Source
     join: bool = False
-
-    @property
-    def name(self) -> str:
-        """The file name."""
-        return self.source.name
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         for number, line in self.source.lines():
@@ -106,26 +120,12 @@ class LineRows:
                         f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; {to_utf8(self.name)}"
                     ) from error
 
-    def count(self) -> int:
-        """Count the non-blank lines."""
-        return sum(1 for _, line in self.source.lines() if line.strip())
-
-    def where(self, number: int) -> str:
-        """Return file and line number."""
-        return f"{self.name}:{number}"
-
 
 @dataclass(frozen=True)
-class ParquetRows:
+class ParquetRows(_TableRows):
     """Rows of a Parquet file."""
 
-    source: Source
     join: bool = True
-
-    @property
-    def name(self) -> str:
-        """The file name."""
-        return self.source.name
 
     def _open(self) -> Any:
         return self.source.guard(lambda: pa_parquet.ParquetFile(self.source.path, memory_map=True))
@@ -139,23 +139,13 @@ class ParquetRows:
         with self._open() as file:
             return int(file.metadata.num_rows)
 
-    def where(self, number: int) -> str:
-        """Return file and row number."""
-        return f"{self.name}: row {number}"
-
 
 @dataclass(frozen=True)
-class CsvRows:
+class CsvRows(_TableRows):
     """Rows of a CSV file; the columns text and label stay strings."""
 
-    source: Source
     numeric_label: bool
     join: bool = True
-
-    @property
-    def name(self) -> str:
-        """The file name."""
-        return self.source.name
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         # Read both columns as strings: inferring types from the first block would turn "007" into 7 and could be wrong for the next.
@@ -192,10 +182,6 @@ class CsvRows:
     def count(self) -> int:
         """Count the rows."""
         return sum(1 for _ in self)
-
-    def where(self, number: int) -> str:
-        """Return file and row number."""
-        return f"{self.name}: row {number}"
 
 
 def _batches(batches: Iterator[Any], source: Source) -> Iterator[tuple[int, Row]]:

@@ -190,7 +190,8 @@ def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, la
     """Read a separate table with the codec of the training data."""
     if labelled:
         check(whole(table), table, part, spec.data.horizon)
-    return sequences(encode(table, codec, new), whole(table), table)
+    notes = table.notes[1:]  # which columns are read was reported in training
+    return replace(sequences(encode(table, codec, new), whole(table), table), notes=notes)
 
 
 def from_rows(rows: Rows) -> Table:

@@ -6,7 +6,7 @@ Each shard is computed separately from its own memory, so that what a kernel see
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -51,6 +51,17 @@ class Cut:
         """The state of a shard's lanes, out of the state of all this worker's lanes."""
         low, high = self.span(shard)
         return [_own(tensor[:, low:high]) for tensor in state]
+
+
+def parts_of(mesh: Mesh, batch: Batch, shards: Sequence[int] | None, *, pooled: bool) -> Iterator[tuple[int, Batch]]:
+    """This worker's part of a batch, by shard; as a single part, number 0, if `shards` is None."""
+    if shards is None:
+        yield 0, batch
+        return
+    cut = Cut(mesh, batch, pooled=pooled)
+    for shard in shards:
+        if (own := cut.part(shard)) is not None:
+            yield shard, own
 
 
 def _own(tensor: Tensor) -> Tensor:
