@@ -86,7 +86,11 @@ def test_rounding_does_not_stop_a_loop() -> None:
 
 
 def test_of_a_micro_batch_pipeline_the_best_count_stays() -> None:
-    times = {Variant("torch GPipe", slices=2): 3.0, Variant("torch GPipe", slices=4): 2.0, Variant("wavefront", chunks=4): 1.0}
+    times = {
+        Variant("torch GPipe", micro_batches=2): 3.0,
+        Variant("torch GPipe", micro_batches=4): 2.0,
+        Variant("wavefront", chunks=4): 1.0,
+    }
     times |= {Variant("wavefront", chunks=8): 2.0}
     assert pipeline._best_of_families(times) == list(times)[1:]
 
@@ -101,7 +105,12 @@ def test_cuts_leave_the_slowest_stage_least() -> None:
 
 def test_what_is_tried_fits_the_case() -> None:
     tried = pipeline.variants_of(Case(8, 512, 16, 64, 2000), 8)
-    assert [each.chunks for each in tried if each.family == "wavefront" and each.slices == 1 and not each.share_head] == [4, 8, 16, 8]
+    assert [each.chunks for each in tried if each.family == "wavefront" and each.micro_batches == 1 and not each.share_head] == [
+        4,
+        8,
+        16,
+        8,
+    ]
     assert [each.chunks for each in tried if each.share_head] == [4, 8, 16]
-    assert [each.slices for each in tried if each.family == "torch 1F1B"] == [8]
-    assert all(16 % each.slices == 0 for each in tried)
+    assert [each.micro_batches for each in tried if each.family == "torch 1F1B"] == [8]
+    assert all(16 % each.micro_batches == 0 for each in tried)

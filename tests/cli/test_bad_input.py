@@ -281,7 +281,7 @@ SPEC: dict[str, tuple[list[str], str]] = {
         "plan.replicas=1 x plan.stages=2 needs 2 workers, 1 are running; use --devices 2, or "
         "set plan.replicas and plan.stages so that their product is 1",
     ),
-    "slices": (["plan.slices=5"], "batch.lanes=4 cannot be shared by 1 replicas x 5 slices; use batch.lanes >= 5"),
+    "micro_batches": (["plan.micro_batches=5"], "batch.lanes=4 cannot be shared by 1 replicas x 5 micro-batches; use batch.lanes >= 5"),
     "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] must be 0 rising unit numbers"),
     "bidirectional": (["model.bidirectional=true"], "model.bidirectional needs whole separate sequences"),
     "tie": (

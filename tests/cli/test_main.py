@@ -204,9 +204,22 @@ def test_train_hands_everything_on(install: Install, tmp_path: Path) -> None:
     install("carrywave.train.fit", train=train)
     spec, rows = tmp_path / "spec.yaml", tmp_path / "rows.json"
     spec.write_text("model: {hidden: 8}\n")
-    words = ["train", str(spec), "train.lr=3e-4", "--run", "r", "--init", "w", "--device", "cpu", "--json", str(rows), "plan.slices=2"]
+    words = [
+        "train",
+        str(spec),
+        "train.lr=3e-4",
+        "--run",
+        "r",
+        "--init",
+        "w",
+        "--device",
+        "cpu",
+        "--json",
+        str(rows),
+        "plan.micro_batches=2",
+    ]
     assert call(*words) == (0, "summary\nvalid epoch 1 step 5: loss 0.5000  mase nan\ndone\n", "")
-    assert seen.pop("spec") == load(spec, ["train.lr=3e-4", "plan.slices=2"])
+    assert seen.pop("spec") == load(spec, ["train.lr=3e-4", "plan.micro_batches=2"])
     assert seen == {"run": Path("r"), "resume": False, "init": "w", "device": "cpu", "dry_run": False}
     assert json.loads(rows.read_text()) == [{"split": "valid", "epoch": 1, "step": 5, "loss": 0.5, "mase": None}]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json", "spec.yaml"]

@@ -25,7 +25,7 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
     stages = workers // replicas
     task = draw(st.sampled_from(TASKS))
     layers = draw(st.integers(max(1, stages - 2), 4))
-    slices = draw(st.integers(1, 3))
+    micro_batches = draw(st.integers(1, 3))
     chance = st.booleans()
     model = draw(_models(task, layers))
     regular = draw(st.sampled_from([(0.0, 0.0), (0.6, 0.4), (0.0, 0.5), (0.3, 0.0)]))
@@ -33,7 +33,7 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
         "seed": draw(st.integers(0, 10_000)),
         "task": task,
         "model": model,
-        "groups": draw(_streams(replicas * slices) if task in ("language", "forecasting") else _sequences()),
+        "groups": draw(_streams(replicas * micro_batches) if task in ("language", "forecasting") else _sequences()),
         "train": {
             **OPTIMIZERS[draw(st.sampled_from(optimizers))],
             "clip": draw(st.sampled_from([None, 0.1, 1.0])),
@@ -47,7 +47,7 @@ def cases(draw: st.DrawFn, workers: int, *, precision: str = "fp64", optimizers:
             "stages": stages,
             "cuts": sorted(draw(st.permutations(range(1, layers + 2)))[: stages - 1]),
             "chunk_steps": draw(st.none() | st.integers(1, 5)),
-            "slices": slices,
+            "micro_batches": micro_batches,
             "recompute": draw(chance),
             "share_head": task in STEPWISE and draw(chance),
         },
@@ -117,7 +117,7 @@ def _streams(draw: st.DrawFn, least: int) -> list[list[dict[str, Any]]]:
 
 @st.composite
 def _sequences(draw: st.DrawFn) -> list[list[dict[str, Any]]]:
-    """Batches of separate sequences: any number of lanes, also fewer than there are replicas or slices."""
+    """Batches of separate sequences: any number of lanes, also fewer than there are replicas or micro-batches."""
     groups = []
     for number in range(STEPS):
         group = []

@@ -47,7 +47,16 @@ def a_case(**fields: Any) -> Case:
 
 
 def a_plan(**fields: Any) -> dict[str, Any]:
-    return {"replicas": 1, "stages": 1, "cuts": [], "chunk_steps": None, "slices": 1, "recompute": False, "share_head": False, **fields}
+    return {
+        "replicas": 1,
+        "stages": 1,
+        "cuts": [],
+        "chunk_steps": None,
+        "micro_batches": 1,
+        "recompute": False,
+        "share_head": False,
+        **fields,
+    }
 
 
 def sequences(**fields: Any) -> Case:
@@ -68,11 +77,11 @@ def windows_of_64(**fields: Any) -> Case:
 
 SHARED = {
     "head shared": a_plan(stages=2, cuts=[2], chunk_steps=2, share_head=True),
-    "head shared by replicas": a_plan(replicas=2, stages=2, cuts=[3], chunk_steps=2, slices=2, share_head=True),
+    "head shared by replicas": a_plan(replicas=2, stages=2, cuts=[3], chunk_steps=2, micro_batches=2, share_head=True),
     "head shared by three": a_plan(stages=3, cuts=[1, 2], chunk_steps=1, share_head=True),
 }
 PLANS = {
     "replicas": a_plan(replicas=2),
     "stages": a_plan(stages=2, cuts=[2], chunk_steps=2),
-    "both": a_plan(replicas=2, stages=2, cuts=[3], chunk_steps=2, slices=2),
+    "both": a_plan(replicas=2, stages=2, cuts=[3], chunk_steps=2, micro_batches=2),
 }

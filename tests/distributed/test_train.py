@@ -85,7 +85,11 @@ def assert_same_run(run: Path, serial: Path) -> None:
 
 
 PLANS: dict[int, list[dict[str, Any]]] = {
-    2: [{"replicas": 2}, {"stages": 2, "chunk_steps": 2}, {"stages": 2, "cuts": [4], "slices": 2, "chunk_steps": 3, "recompute": True}],
+    2: [
+        {"replicas": 2},
+        {"stages": 2, "chunk_steps": 2},
+        {"stages": 2, "cuts": [4], "micro_batches": 2, "chunk_steps": 3, "recompute": True},
+    ],
     4: [{"replicas": 2, "stages": 2, "chunk_steps": 3}, {"stages": 4}, {"replicas": 4}],
 }
 
@@ -94,7 +98,7 @@ SHARED: dict[int, list[dict[str, Any]]] = {
     2: [{"stages": 2, "chunk_steps": 2, "share_head": True}],
     4: [
         {"replicas": 2, "stages": 2, "chunk_steps": 3, "share_head": True},
-        {"stages": 4, "chunk_steps": 2, "slices": 2, "share_head": True},
+        {"stages": 4, "chunk_steps": 2, "micro_batches": 2, "share_head": True},
     ],
 }
 
@@ -108,7 +112,7 @@ def test_a_run_on_any_plan_is_the_run_on_one_worker(folder: Path, workers: int) 
         for number, plan in enumerate([*PLANS[workers], *(SHARED[workers] if kind == "language" else [])])
     ]
     jobs.append(
-        {"run": f"both-{workers}", "spec": classification(folder, {"stages": 2, "slices": 2, "chunk_steps": 2}, bidirectional=True)}
+        {"run": f"both-{workers}", "spec": classification(folder, {"stages": 2, "micro_batches": 2, "chunk_steps": 2}, bidirectional=True)}
     )
     told = carry_out(folder, workers, jobs, f"plans-{workers}")
     assert all(each == told[0] for each in told[1:])  # every worker knows how it ended
@@ -172,7 +176,7 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
     jobs = [
         {"run": "bad", "spec": language(folder, {"stages": 7})},
         {"run": "bad", "spec": language(folder, {"replicas": 1})},
-        {"run": "bad", "spec": language(folder, {"replicas": 3, "slices": 2})},
+        {"run": "bad", "spec": language(folder, {"replicas": 3, "micro_batches": 2})},
         {"run": "bad", "spec": classification(folder, {"stages": 3, "share_head": True})},
         {"run": "bad", "spec": language(folder) | {"data": {"train": str(folder / "nothing.txt")}}},
         {"run": "language", "spec": language(folder)},
@@ -187,7 +191,7 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
     expected = [
         "PlanError: plan.stages=7, but the model has 5 units (encoder, 3 layers, head); use plan.stages <= 5",
         "PlanError: plan.replicas=1 x plan.stages=1 needs 1 workers, 3 are running",
-        "PlanError: batch.lanes=5 cannot be shared by 3 replicas x 2 slices; use batch.lanes >= 6",
+        "PlanError: batch.lanes=5 cannot be shared by 3 replicas x 2 micro-batches; use batch.lanes >= 6",
         "PlanError: plan.share_head=true deals out the scores of single steps, and the head of this model scores whole sequences; leave",
         "DataError: data.train",
         "RunError: ",

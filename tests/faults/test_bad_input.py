@@ -51,7 +51,10 @@ CASES: dict[str, tuple[Job, str]] = {
     "14 nan lr": ({"train.lr": NAN}, "train.lr is nan, which is not finite; use a number > 0"),
     "14 negative lr": ({"train.lr": -1}, "train.lr is -1; use a number > 0"),
     "15 stages": ({"plan": {"stages": 5}}, "plan.stages=5, but the model has 4 units .*; use plan.stages <= 4"),
-    "16 lanes": ({"plan": {"replicas": 2, "slices": 5}}, "batch.lanes=8 cannot be shared by 2 replicas x 5 slices; use batch.lanes >= 10"),
+    "16 lanes": (
+        {"plan": {"replicas": 2, "micro_batches": 5}},
+        "batch.lanes=8 cannot be shared by 2 replicas x 5 micro-batches; use batch.lanes >= 10",
+    ),
     "17 workers": ({"plan": {"replicas": 3}}, "plan.replicas=3 x plan.stages=1 needs 3 workers, 2 are running; use devices=3"),
     "27 pickle": ({"init": "weights.pt"}, r"weights.pt is a pickle \(torch.save\), which can run code when it is read; convert"),
     "32 specs differ": ({"other": {"train.lr": 0.5}}, "rank 1 has train.lr 0.5, rank 0 has 0.001; start every worker with the same"),

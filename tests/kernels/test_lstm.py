@@ -1,4 +1,4 @@
-"""The contract over several layers: keyed dropout, norms, chunks of time, slices of lanes, and dtypes."""
+"""The contract over several layers: keyed dropout, norms, chunks of time, micro-batches of lanes, and dtypes."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def step(model: Model, x: Tensor, target: Tensor, lengths: Tensor, cut: int, lan
 
 @given(cut=st.integers(1, 7), lane=st.integers(1, 3))
 @settings(max_examples=8)
-def test_language_chunks_and_slices_add_up(cut: int, lane: int) -> None:
+def test_language_chunks_and_micro_batches_add_up(cut: int, lane: int) -> None:
     model = language()
     lengths, lanes = torch.tensor([7, 3, 0, 6]), torch.tensor([4, 9, 1, 0])
     x = torch.randint(11, (7, 4), generator=torch.Generator().manual_seed(0))

@@ -211,7 +211,7 @@ def settings_of(draw: st.DrawFn) -> tuple[int, Plan, list[tuple[int, list[int]]]
         stages=stages,
         cuts=tuple(sorted(draw(st.permutations(range(1, layers + 2)))[: stages - 1])),
         chunk_steps=draw(st.none() | st.integers(1, 4)),
-        slices=draw(st.integers(1, 3)),
+        micro_batches=draw(st.integers(1, 3)),
         recompute=draw(st.booleans()),
         share_head=draw(st.booleans()),
     )

@@ -1,4 +1,4 @@
-"""Every way to make a schedule, by name: (stages, chunks of each slice, whether it goes backward)."""
+"""Every way to make a schedule, by name: (stages, chunks of each micro-batch, whether it goes backward)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Generator = Callable[[int, list[int], bool], Schedule]
 
 GENERATORS: dict[str, Generator] = {
     "serial": lambda stages, counts, backward: serial(counts, backward=backward),
-    # Forward only, the stages take one slice after the other.
+    # Forward only, the stages take one micro-batch after the other.
     "sequential": lambda stages, counts, backward: sequential(stages, counts if backward else counts[:1], backward=backward),
     "gpipe": lambda stages, counts, backward: gpipe(stages, len(counts), backward=backward),
     "wavefront": lambda stages, counts, backward: wavefront(stages, counts, backward=backward),

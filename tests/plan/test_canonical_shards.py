@@ -52,9 +52,9 @@ def test_other_numbers_of_replicas_are_refused(replicas: int) -> None:
         check(Plan(replicas=replicas))
 
 
-def test_slices_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"train\.reproducible=true .*plan\.slices=2 .*; leave plan\.slices out$"):
-        check(Plan(slices=2))
+def test_micro_batches_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"train\.reproducible=true .*plan\.micro_batches=2 .*; leave plan\.micro_batches out$"):
+        check(Plan(micro_batches=2))
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)

@@ -65,7 +65,7 @@ def test_a_unit_that_no_device_holds_is_named_and_more_devices_are_not_offered()
 
 
 def test_batches_that_must_be_smaller_are_told_how_much() -> None:
-    """Where time is not cut, lanes are what is left to save, and slices have a lane each at least."""
+    """Where time is not cut, lanes are what is left to save, and micro-batches have a lane each at least."""
 
     def both_ways(tokens: int) -> Units:
         spec = {"task": "tagging", "model": {"hidden": 512, "layers": 4, "bidirectional": True}, "batch": {"tokens": tokens}}

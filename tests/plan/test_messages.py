@@ -53,7 +53,7 @@ def test_receives_are_posted_ahead() -> None:
     ]
 
 
-def test_a_stage_in_turn_hands_on_whole_slices() -> None:
+def test_a_stage_in_turn_hands_on_whole_micro_batches() -> None:
     assert rows(spell(with_messages(sequential(2, 2), ahead=0))) == [
         "F0 F1 F0> F1> <B1 <B0 B1 B0",
         "<F0 <F1 F0 F1 B1 B0 B1> B0>",
@@ -113,7 +113,7 @@ def test_open_receives_are_bounded(name: str, stages: int, counts: list[int], ba
                 if each.kind == "receive":
                     waiting.append(each.task)
                 if each.kind == "run" and each.task in waiting:
-                    # A sender is never further ahead than by what it holds, or by a whole slice that it hands on in turn. What is
+                    # A sender is never further ahead than by what it holds, or by a whole micro-batch that it hands on in turn. What is
                     # scored, and its gradient, belong to a chunk that the last stage holds.
                     holder = line.sender if abs(line.sender - stage) == 1 and line.phase == each.task.phase != "H" else stages - 1
                     holder = stages - 1 if stage == stages - 1 and line.phase == "B" else holder

@@ -71,7 +71,7 @@ def test_a_cut_that_does_not_fit_names_the_stage_and_what_it_lacks() -> None:
         partition(4, 2, lambda s, a, b: 1.0, lambda s, a, b: sum(sizes[a:b]), [6 << 30, 6 << 30])
     assert str(error.value) == (
         "no way to cut 4 units into 2 stages fits: at best stage 0 (the encoder to layer 1) is 1 GiB over the 6 GiB of its device; "
-        "use more stages (up to 4), plan.recompute or plan.slices, or devices with more memory"
+        "use more stages (up to 4), plan.recompute or plan.micro_batches, or devices with more memory"
     )
 
 

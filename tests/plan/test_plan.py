@@ -36,7 +36,7 @@ def test_even_cuts_share_the_layers() -> None:
 def test_several_stages_work_in_chunks_unless_asked_otherwise() -> None:
     assert resolve(PlanSpec(stages=2), layers=4, workers=2, lanes=None).chunk_steps == 16
     assert resolve(PlanSpec(stages=2, chunk_steps=5), layers=4, workers=2, lanes=None).chunk_steps == 5
-    assert resolve(PlanSpec(stages=2, slices=2), layers=4, workers=2, lanes=None).chunk_steps is None
+    assert resolve(PlanSpec(stages=2, micro_batches=2), layers=4, workers=2, lanes=None).chunk_steps is None
 
 
 def test_a_head_is_shared_by_several_stages_alone() -> None:
@@ -58,7 +58,7 @@ def test_a_plan_made_by_hand_is_cut_evenly() -> None:
     [
         (PlanSpec(replicas=2), 1, None, "needs 2 workers, 1 are running"),
         (PlanSpec(stages=5), 5, None, "the model has 4 units"),
-        (PlanSpec(slices=4), 1, 3, "batch.lanes=3 cannot be shared by 1 replicas x 4 slices"),
+        (PlanSpec(micro_batches=4), 1, 3, "batch.lanes=3 cannot be shared by 1 replicas x 4 micro-batches"),
         (PlanSpec(stages=2, cuts=(9,)), 2, None, r"plan.cuts=\[9\] must be 1 rising"),
     ],
 )

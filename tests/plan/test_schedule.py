@@ -55,13 +55,13 @@ def test_chunks_come_back_in_reverse() -> None:
     assert show(serial(chunks=3)) == "F0 F1 F2 B2 B1 B0"
 
 
-def test_a_slice_ends_before_the_next_starts() -> None:
-    assert show(serial(chunks=2, slices=2)) == "F0a F1a B1a B0a F0b F1b B1b B0b"
+def test_a_micro_batch_ends_before_the_next_starts() -> None:
+    assert show(serial(chunks=2, micro_batches=2)) == "F0a F1a B1a B0a F0b F1b B1b B0b"
 
 
-def test_slices_may_differ_in_chunks() -> None:
+def test_micro_batches_may_differ_in_chunks() -> None:
     assert show(serial([2, 1])) == "F0a F1a B1a B0a F0b B0b"
-    assert serial([2, 1]).slices == 2
+    assert serial([2, 1]).micro_batches == 2
 
 
 def test_evaluation_has_no_backward() -> None:
@@ -72,7 +72,7 @@ def test_evaluation_has_no_backward() -> None:
     assert show(sequential(2, 2, backward=False)) == picture("F0 F1 .  .", ".  .  F0 F1")
 
 
-def test_wavefront_of_one_slice() -> None:
+def test_wavefront_of_one_micro_batch() -> None:
     assert show(wavefront(stages=2, chunks=4)) == picture(
         "F0 F1 F2 F3 .  .  B3 B2 B1 B0",
         ".  F0 F1 F2 F3 B3 B2 B1 B0 .",
@@ -84,21 +84,21 @@ def test_wavefront_of_one_slice() -> None:
     )
 
 
-def test_wavefront_of_slices_fills_the_wait_with_the_next_slice() -> None:
-    assert show(wavefront(stages=2, chunks=4, slices=2)) == picture(
+def test_wavefront_of_micro_batches_fills_the_wait_with_the_next_micro_batch() -> None:
+    assert show(wavefront(stages=2, chunks=4, micro_batches=2)) == picture(
         "F0a F1a F2a F3a F0b F1b F2b B3a B2a B1a B0a F3b .   .   B3b B2b B1b B0b",
         ".   F0a F1a F2a F3a B3a B2a B1a B0a F0b F1b F2b F3b B3b B2b B1b B0b .",
     )
 
 
 def test_wavefront_of_one_chunk_is_one_forward_one_backward() -> None:
-    assert show(wavefront(stages=2, chunks=1, slices=3)) == picture(
+    assert show(wavefront(stages=2, chunks=1, micro_batches=3)) == picture(
         "F0a F0b .   B0a F0c B0b .   B0c",
         ".   F0a B0a F0b B0b F0c B0c .",
     )
 
 
-def test_wavefront_of_unequal_slices() -> None:
+def test_wavefront_of_unequal_micro_batches() -> None:
     assert show(wavefront(2, [1, 3])) == picture(
         "F0a F0b F1b F2b B0a .   .   B2b B1b B0b",
         ".   F0a B0a F0b F1b F2b B2b B1b B0b .",
@@ -118,7 +118,7 @@ def test_a_shared_head_fills_the_wait_before_the_first_backward() -> None:
     )
 
 
-def test_a_shared_head_of_several_slices() -> None:
+def test_a_shared_head_of_several_micro_batches() -> None:
     assert show(wavefront(3, 2, 2, share_head=True)) == picture(
         "F0a F1a F0b F1b H0a .   .   B1a B0a .   .   .   B1b B0b",
         ".   F0a F1a F0b F1b .   B1a B0a H0b .   .   B1b B0b .",
@@ -171,14 +171,14 @@ def test_what_a_task_reads_is_what_another_gives(stages: int, counts: list[int],
 
 
 def test_gpipe_comes_back_in_reverse() -> None:
-    assert show(gpipe(stages=2, slices=3)) == picture(
+    assert show(gpipe(stages=2, micro_batches=3)) == picture(
         "F0a F0b F0c .   .   B0c B0b B0a",
         ".   F0a F0b F0c B0c B0b B0a .",
     )
 
 
 def test_sequential_has_one_stage_at_work() -> None:
-    assert show(sequential(stages=2, chunks=2, slices=2)) == picture(
+    assert show(sequential(stages=2, chunks=2, micro_batches=2)) == picture(
         "F0a F1a .   .   .   .   B1a B0a F0b F1b .   .   .   .   B1b B0b",
         ".   .   F0a F1a B1a B0a .   .   .   .   F0b F1b B1b B0b .   .",
     )
@@ -196,25 +196,25 @@ def test_a_wavefront_of_one_stage_is_serial(counts: list[int]) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 6))
-def test_no_order_is_faster_than_the_wavefront(stages: int, chunks: int, slices: int) -> None:
+def test_no_order_is_faster_than_the_wavefront(stages: int, chunks: int, micro_batches: int) -> None:
     # The first stage has all its work to do; its first forward goes to the last stage, and its last backward comes from there.
-    assert end(wavefront(stages, chunks, slices)) == 3 * chunks * slices + 3 * (stages - 1)
+    assert end(wavefront(stages, chunks, micro_batches)) == 3 * chunks * micro_batches + 3 * (stages - 1)
 
 
 @given(st.integers(1, 6), COUNTS)
-def test_a_stage_holds_one_slice_and_what_fills_its_wait(stages: int, counts: list[int]) -> None:
+def test_a_stage_holds_one_micro_batch_and_what_fills_its_wait(stages: int, counts: list[int]) -> None:
     held = peak(wavefront(stages, counts))
     assert held[-1] == max(counts)
     assert all(count <= max(counts) + 3 * (stages - 1 - stage) for stage, count in enumerate(held))
 
 
 @given(st.integers(1, 5), COUNTS, st.booleans())
-def test_slices_go_in_order_both_ways(stages: int, counts: list[int], backward: bool) -> None:
+def test_micro_batches_go_in_order_both_ways(stages: int, counts: list[int], backward: bool) -> None:
     for row in wavefront(stages, counts, backward=backward).stages:
-        assert [(task.slice, task.chunk) for task in row if task.phase == "F"] == sorted(
+        assert [(task.micro_batch, task.chunk) for task in row if task.phase == "F"] == sorted(
             (s, c) for s, n in enumerate(counts) for c in range(n)
         )
-        back = [(task.slice, -task.chunk) for task in row if task.phase == "B"]
+        back = [(task.micro_batch, -task.chunk) for task in row if task.phase == "B"]
         assert back == (sorted((s, -c) for s, n in enumerate(counts) for c in range(n)) if backward else [])
 
 
@@ -230,7 +230,7 @@ def test_peaks() -> None:
 def test_bubbles() -> None:
     assert bubble(serial(3)) == 0
     assert bubble(sequential(4, 2)) == pytest.approx(3 / 4)
-    assert bubble(gpipe(2, 3)) == pytest.approx(1 / 4)  # (stages - 1) / (slices + stages - 1)
+    assert bubble(gpipe(2, 3)) == pytest.approx(1 / 4)  # (stages - 1) / (micro-batches + stages - 1)
     assert bubble(wavefront(2, 3)) == pytest.approx(1 / 4)
     assert bubble(wavefront(2, 3, backward=False), forward=5) == pytest.approx(1 / 4)
     assert bubble(wavefront(2, 1, 2), forward=1, backward=1) == pytest.approx(1 / 3)
@@ -257,7 +257,7 @@ def test_what_a_task_needs() -> None:
     assert needs(StageTask("B", 1, 3), shared) == [StageTask("F", 1, 3), StageTask("H", 1, 3)]
 
 
-def test_many_slices_stay_distinct() -> None:
+def test_many_micro_batches_stay_distinct() -> None:
     names = show(serial(1, 1000)).split()
     assert " ".join(names[2 * part] for part in (0, 25, 26, 27, 51, 52, 701, 702)) == "F0a F0z F0aa F0ab F0az F0ba F0zz F0aaa"
     assert len(set(names)) == 2000
@@ -294,7 +294,7 @@ UP, BACK = StageTask("F", 1, 0), StageTask("B", 1, 0)
             "F0b is missing from stage 1",
         ),
         (
-            # Stage 0 wants slice a back first, stage 1 gives it b first but only once stage 0 has sent it.
+            # Stage 0 wants micro-batch a back first, stage 1 gives it b first but only once stage 0 has sent it.
             Schedule(
                 (
                     (StageTask("F", 0, 0, 0), StageTask("B", 0, 0, 0), StageTask("F", 0, 0, 1), StageTask("B", 0, 0, 1)),
@@ -314,7 +314,7 @@ def test_a_broken_schedule_is_refused_by_the_task(schedule: Schedule, message: s
 def test_impossible_numbers_are_refused() -> None:
     for wrong in (
         lambda: serial(chunks=0),
-        lambda: serial(slices=0),
+        lambda: serial(micro_batches=0),
         lambda: serial([]),
         lambda: wavefront(2, [3, 0]),
         lambda: gpipe(2, 0),
@@ -323,9 +323,9 @@ def test_impossible_numbers_are_refused() -> None:
             wrong()
     with pytest.raises(PlanError, match="at least one stage, got 0"):
         wavefront(0, 1)
-    with pytest.raises(PlanError, match="2 numbers of chunks cannot describe 3 slices"):
+    with pytest.raises(PlanError, match="2 numbers of chunks cannot describe 3 micro-batches"):
         wavefront(2, [1, 2], 3)
-    with pytest.raises(PlanError, match="one slice forward at a time"):
+    with pytest.raises(PlanError, match="one micro-batch forward at a time"):
         sequential(2, 1, 2, backward=False)
 
 

@@ -23,7 +23,7 @@ from carrywave.plan.search.partition import NoFit, all_cuts
 from carrywave.plan.search.predictor import Predictor
 from carrywave.plan.search.scaling import scale
 from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, price, search
-from carrywave.plan.search.space import CHUNKS, SLICES
+from carrywave.plan.search.space import CHUNKS, MICRO_BATCHES
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import PlanSpec, Spec
 
@@ -54,9 +54,9 @@ def everything(units: Units, cluster: Cluster) -> list[Plan]:
     found = []
     for stages, replicas in product(range(1, len(units) + 1), range(1, cluster.devices + 1)):
         if stages * replicas <= cluster.devices and replicas <= units.lanes:
-            slices = [each for each in SLICES if each * replicas <= units.lanes]
+            micro_batches = [each for each in MICRO_BATCHES if each * replicas <= units.lanes]
             for cuts, each, parts, recompute, share in product(
-                all_cuts(len(units), stages), chunk_steps, slices, (False, True), (False, True) if stages > 1 else (False,)
+                all_cuts(len(units), stages), chunk_steps, micro_batches, (False, True), (False, True) if stages > 1 else (False,)
             ):
                 found.append(Plan(replicas, stages, cuts, each, parts, recompute, share_head=share))
     return found
@@ -144,7 +144,7 @@ def test_the_choice_is_never_slower_than_one_device_and_can_be_carried_out(case:
         stages=plan.stages,
         cuts=plan.cuts or None,
         chunk_steps=plan.chunk_steps,
-        slices=plan.slices,
+        micro_batches=plan.micro_batches,
         share_head=plan.share_head,
     )
     found = resolve(asked, layers=units.layers, workers=plan.workers, lanes=units.lanes)
@@ -175,12 +175,12 @@ def test_more_memory_is_never_slower_and_less_ends_in_a_refusal() -> None:
     assert "over the 205 MiB of the largest device" in refused[-1]
 
 
-def test_memory_that_is_short_is_saved_by_recomputation_or_slices() -> None:
+def test_memory_that_is_short_is_saved_by_recomputation_or_micro_batches() -> None:
     units = units_of(batch={"lanes": 64, "steps": 512})
     plain = Predictor(units, Cluster.uniform(machine(), 1)).memories(Plan())[0]
     short = machine(memory_bytes=plain.total - plain.activations // 3)
     found = search(units, Cluster.uniform(short, 1))
-    assert found.best.plan.recompute or found.best.plan.slices > 1
+    assert found.best.plan.recompute or found.best.plan.micro_batches > 1
     assert found.serial == found.best
     assert found.best.stages[0].memory.total <= short.memory_bytes
 
@@ -263,10 +263,12 @@ def test_layers_that_read_both_ways_are_not_cut_in_time_and_pooled_heads_not_sha
     assert all(plan.chunk_steps is None and not plan.share_head for plan in (choice.best.plan, *(rival.plan for rival in choice.rivals)))
 
 
-def test_a_reproducible_run_has_one_two_four_or_eight_replicas_and_no_slices() -> None:
+def test_a_reproducible_run_has_one_two_four_or_eight_replicas_and_no_micro_batches() -> None:
     units = units_of(train={"reproducible": True}, batch={"lanes": 60, "steps": 32})
     choice = search(units, Cluster.uniform(machine(), 6))
-    assert all(plan.replicas in (1, 2, 4, 8) and plan.slices == 1 for plan in (choice.best.plan, *(rival.plan for rival in choice.rivals)))
+    assert all(
+        plan.replicas in (1, 2, 4, 8) and plan.micro_batches == 1 for plan in (choice.best.plan, *(rival.plan for rival in choice.rivals))
+    )
 
 
 def test_a_gradient_sum_is_hidden_behind_backward_only_where_it_can_be() -> None:
@@ -331,5 +333,5 @@ def test_plans_in_words() -> None:
     assert describe(Plan()) == "1 device"
     assert (
         describe(Plan(4, 2, (), 16, 2, True, share_head=True))
-        == "4 replicas x 2 stages, chunks of 16 steps, 2 slices, recompute, the head shared"
+        == "4 replicas x 2 stages, chunks of 16 steps, 2 micro-batches, recompute, the head shared"
     )

@@ -43,9 +43,9 @@ def units_of(vocabulary: int = 4096, **parts: object) -> Units:
     return Units.of(Spec.model_validate(spec), DataFacts(vocabulary=vocabulary))
 
 
-def timeline(stages: int, chunks: int, *, slices: int = 1, pay: float = 0.0) -> Timeline:
+def timeline(stages: int, chunks: int, *, micro_batches: int = 1, pay: float = 0.0) -> Timeline:
     """A forward takes a second, a backward two; then a second of update."""
-    program = with_messages(wavefront(stages, chunks, slices))
+    program = with_messages(wavefront(stages, chunks, micro_batches))
 
     def paid(task: StageTask) -> float:
         return pay if task.phase == "B" and task.chunk == 0 else 0.0

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrywave.errors import PlanError
-from carrywave.plan.cost.memory import loads, most_held, one_slice
+from carrywave.plan.cost.memory import loads, most_held, one_micro_batch
 from carrywave.plan.cost.profile import Link
 from carrywave.plan.cost.simulation import TaskTimes, simulate
 from carrywave.plan.schedule.messages import Program, ProgramStep, with_messages
@@ -107,7 +107,7 @@ def test_what_stages_hold_is_what_the_schedule_says(stages: int, chunks: list[in
                     owed = 0 if task.chunk == 0 or not put_off else owed + 1
             assert max(held + weight * owed for held, owed in load.pairs) == pytest.approx(worst)
     if len(chunks) == 1:
-        assert all(set(load.pairs) == set(one_slice(chunks[0], put_off=put_off).pairs) for load in found)
+        assert all(set(load.pairs) == set(one_micro_batch(chunks[0], put_off=put_off).pairs) for load in found)
     elif len(set(chunks)) == 1:
         for stage, load in enumerate(found):
             [(held, owed)] = most_held(chunks[0], len(chunks), stages - 1 - stage, put_off=put_off).pairs

@@ -87,12 +87,12 @@ def test_batches_of_sequences_stand_for_equal_parts_of_all_steps() -> None:
     assert one.shapes == (BatchShape(1, 1000),)
 
 
-def test_slices_share_lanes_as_the_runtime_does_and_shards_take_their_place() -> None:
+def test_micro_batches_share_lanes_as_the_runtime_does_and_shards_take_their_place() -> None:
     units, _ = build(hidden=8, layers=2)
-    assert units.slices(Plan(slices=3), 10) == [3, 3, 4]
-    assert units.slices(Plan(slices=3), 2) == [1, 1]
+    assert units.micro_batches(Plan(micro_batches=3), 10) == [3, 3, 4]
+    assert units.micro_batches(Plan(micro_batches=3), 2) == [1, 1]
     fixed = Units.of(Spec.model_validate({"train": {"reproducible": True}}), DataFacts(vocabulary=5))
-    assert fixed.slices(Plan(replicas=2), 16) == [4, 4, 4, 4]
+    assert fixed.micro_batches(Plan(replicas=2), 16) == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize(

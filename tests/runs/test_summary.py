@@ -74,7 +74,7 @@ def test_what_was_asked_for_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert backends(spec(), model(), Plan(kernel="manual"), ORDER, "cpu") == ("reference",) * 3
 
 
-def test_lanes_are_those_of_one_worker_and_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_are_those_of_one_worker_and_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def refusal(x: torch.Tensor, layer: object) -> str:
@@ -82,7 +82,7 @@ def test_lanes_are_those_of_one_worker_and_slice(monkeypatch: pytest.MonkeyPatch
         return ""
 
     monkeypatch.setattr(persistent, "refusal", refusal)
-    plan = Plan(replicas=3, slices=2, chunk_steps=48, kernel="persistent")
+    plan = Plan(replicas=3, micro_batches=2, chunk_steps=48, kernel="persistent")
     assert backends(spec(precision="bf16"), model(), plan, ORDER, "cpu") == ("persistent",) * 3
     assert seen == [(48, 2, 8), (48, 2, 16), (48, 2, 16)]
 

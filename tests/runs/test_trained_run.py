@@ -13,7 +13,7 @@ import carrywave as cw
 from carrywave.errors import DataError, RunError, SpecError
 from carrywave.runs.run import Run
 from carrywave.runs.run_source import refuse_python
-from carrywave.spec.load import parse
+from carrywave.spec.load import load, load_own, parse, with_new_names
 from carrywave.train.fit import train
 
 pandas = pytest.importorskip("pandas")
@@ -141,3 +141,15 @@ def test_what_a_person_should_know_is_logged_from_python_too(tmp_path: Path, cap
     said = "\n".join(record.message for record in caplog.records)
     assert "color" in said
     assert "missing" in said
+
+
+def test_a_run_of_an_older_version_is_read_and_resumed_under_the_new_names_of_keys(trained: Path) -> None:
+    spec = trained / "run" / "spec.yaml"
+    text = spec.read_text()
+    spec.write_text(text.replace("plan: auto\n", "plan:\n  replicas: 1\n  stages: 1\n  slices: 2\n"))
+    assert spec.read_text() != text
+    assert cw.evaluate(trained / "run", device="cpu")["loss"] > 0
+    assert load_own(spec).plan_spec.micro_batches == 2
+    with pytest.raises(SpecError, match=r"^plan\.slices is now called plan\.micro_batches; use that name$"):
+        load(spec)
+    assert with_new_names({"plan": "auto"}) == {"plan": "auto"}

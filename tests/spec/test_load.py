@@ -124,6 +124,7 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         # keys
         ("model.hiden=3", "unknown key model.hiden; did you mean model.hidden?"),
         ("modle.hiden=3", "unknown key modle.hiden; did you mean model.hidden?"),
+        ("plan.slices=2", "plan.slices is now called plan.micro_batches; use that name"),
         ("model.lr=3", "unknown key model.lr; did you mean train.lr?"),
         ("lr=3", "unknown key lr; did you mean train.lr?"),
         ("tokens=3", "unknown key tokens; did you mean data.tokens or batch.tokens?"),
@@ -167,7 +168,7 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         ("plan.stages=0", "plan.stages is 0; use a whole number >= 1"),
         (
             "plan=fast",
-            'plan is "fast"; use auto, or a section with replicas, stages, chunk_steps, slices, cuts, recompute, kernel, share_head',
+            'plan is "fast"; use auto, or a section with replicas, stages, chunk_steps, micro_batches, cuts, recompute, kernel, share_head',
         ),
         ("batch=3", "batch is 3; use a section with lanes, steps, vary, tokens, eval_lanes"),
         # what fields say of each other

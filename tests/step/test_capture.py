@@ -75,7 +75,7 @@ def test_streams(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) ->
 
 
 @pytest.mark.parametrize("options", [{"learned_carry": True}, {"weight_drop": 0.4, "locked": True}, {"layer_norm": True}])
-@pytest.mark.parametrize("plan", [Plan.serial(), Plan(chunk_steps=5, slices=2), Plan(chunk_steps=5, recompute=True)])
+@pytest.mark.parametrize("plan", [Plan.serial(), Plan(chunk_steps=5, micro_batches=2), Plan(chunk_steps=5, recompute=True)])
 def test_options_and_plans(monkeypatch: pytest.MonkeyPatch, options: dict[str, object], plan: Plan) -> None:
     """Short windows between long ones, and evaluation between steps: recorded and unrecorded steps hand the carry to each other."""
     long = stream_batches()

@@ -170,9 +170,9 @@ def test_groups_of_windows_give_the_bits_of_unrecorded_steps(train: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("plan", "options"), [(Plan(chunk_steps=2, slices=2), {"learned_carry": True}), (Plan(chunk_steps=2, recompute=True), {})]
+    ("plan", "options"), [(Plan(chunk_steps=2, micro_batches=2), {"learned_carry": True}), (Plan(chunk_steps=2, recompute=True), {})]
 )
-def test_chunks_and_slices(plan: Plan, options: dict[str, Any]) -> None:
+def test_chunks_and_micro_batches(plan: Plan, options: dict[str, Any]) -> None:
     """Chunks put their weight gradients off; a window of one chunk does not, whatever else is in its step."""
     recorded, plain = pair(lambda: language(**options), keep_state=True, plan=plan, precision="fp64")
     for trainer in (recorded, plain):

@@ -18,7 +18,7 @@ from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
-from carrywave.plan.cost.memory import Split, one_slice, stage_memory
+from carrywave.plan.cost.memory import Split, one_micro_batch, stage_memory
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import StageTask
@@ -85,7 +85,7 @@ def plain(model: Model, batch: Batch) -> dict[str, Tensor]:
 plans = st.builds(
     Plan,
     chunk_steps=st.one_of(st.none(), st.integers(1, 9)),
-    slices=st.integers(1, 3),
+    micro_batches=st.integers(1, 3),
     recompute=st.booleans(),
 )
 
@@ -111,7 +111,7 @@ def test_options_survive_chunks(options: dict[str, object]) -> None:
     model = Model(Embedding(VOCABULARY, WIDTH), lstm, Softmax(width, VOCABULARY)).double().train()
     batch = batch_of(9, [9, 4, 0, 7], pooled=False)
     expected = plain(model, batch)
-    outcome, gradients = outcome_of(model, batch, Plan(chunk_steps=2, slices=2))
+    outcome, gradients = outcome_of(model, batch, Plan(chunk_steps=2, micro_batches=2))
     torch.testing.assert_close(outcome.loss_sum, expected.pop("loss"), **TOLERANCE)
     for name in expected:
         torch.testing.assert_close(gradients[name], expected[name], msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE)
@@ -196,7 +196,7 @@ def test_recomputation_keeps_what_the_planner_counts(chunk_steps: int, monkeypat
     plan, steps, lanes = Plan(chunk_steps=chunk_steps, recompute=True), 16, 3
     chunks = steps // chunk_steps
     split = Split(lanes, chunk_steps, steps, lanes, put_off=False, recompute=True, share_head=False, reduced=False)
-    planned = stage_memory(units, 0, len(units), one_slice(chunks, put_off=False), split)
+    planned = stage_memory(units, 0, len(units), one_micro_batch(chunks, put_off=False), split)
     seen: list[int] = []
     backward = compute._Run._backward
 

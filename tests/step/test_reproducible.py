@@ -200,7 +200,7 @@ def test_only_shards_have_a_cost() -> None:
 
 def test_a_plan_that_cannot_be_the_same_is_refused() -> None:
     with pytest.raises(PlanError, match=r"train\.reproducible"):
-        Trainer(language(), {"reproducible": True}, mesh=Mesh.alone(CPU, Plan(slices=2)))
+        Trainer(language(), {"reproducible": True}, mesh=Mesh.alone(CPU, Plan(micro_batches=2)))
 
 
 class Listening(Silent):

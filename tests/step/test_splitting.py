@@ -20,7 +20,7 @@ from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.step.checks.splitting import check_splits
 
 STEPS, LANES, FEATURES, WIDTH, CLASSES = 9, 4, 3, 6, 5
-CHUNKS, SLICES, SERIAL = {"chunk_steps": 4}, {"slices": 2}, {}
+CHUNKS, MICRO_BATCHES, SERIAL = {"chunk_steps": 4}, {"micro_batches": 2}, {}
 
 
 class Head(nn.Module):
@@ -148,12 +148,12 @@ def test_what_mixes_steps_is_refused_with_chunks_and_warned_of_without(encoder: 
         step(model(encoder), SERIAL)
 
 
-def test_what_mixes_lanes_is_refused_with_slices_alone() -> None:
+def test_what_mixes_lanes_is_refused_with_micro_batches_alone() -> None:
     def centred(self: Any, x: Tensor) -> Tensor:
         return x - x.mean(1, keepdim=True)
 
     words = r"encoder \(Each\) gives another result for a lane"
-    refused(model(Each(centred)), SLICES, words)
+    refused(model(Each(centred)), MICRO_BATCHES, words)
     for plan in (SERIAL, CHUNKS):
         with pytest.warns(UserWarning, match=words):
             step(model(Each(centred)), plan)
@@ -174,7 +174,7 @@ def test_what_mixes_lanes_is_refused_with_slices_alone() -> None:
     ],
 )
 def test_what_draws_or_remembers_is_refused_on_every_split(encoder: nn.Module, words: str) -> None:
-    for plan in (CHUNKS, SLICES, {"recompute": True}):
+    for plan in (CHUNKS, MICRO_BATCHES, {"recompute": True}):
         refused(model(encoder), plan, words)
     with pytest.warns(UserWarning, match=words):
         step(model(encoder), SERIAL)
@@ -192,7 +192,7 @@ def embedding(**options: Any) -> nn.Module:
     ],
 )
 def test_embeddings_that_look_at_the_batch(options: dict[str, Any], words: str) -> None:
-    for plan in (CHUNKS, SLICES):
+    for plan in (CHUNKS, MICRO_BATCHES):
         refused(model(embedding(**options)), plan, words, batch(tokens=True))
     with pytest.warns(UserWarning, match=words):
         step(model(embedding(**options)), SERIAL, batch(tokens=True))
@@ -233,7 +233,7 @@ class Mean(Head):
     ],
 )
 def test_a_loss_that_does_not_add_up(head: nn.Module, words: str) -> None:
-    for plan in (CHUNKS, SLICES):
+    for plan in (CHUNKS, MICRO_BATCHES):
         refused(model(nn.Linear(FEATURES, FEATURES), head), plan, words)
     with pytest.warns(UserWarning, match=words):
         step(model(nn.Linear(FEATURES, FEATURES), head), SERIAL)
@@ -266,7 +266,7 @@ class Largest(nn.Module):
 
 def test_a_head_that_pools_chunk_by_chunk() -> None:
     step(model(Numbers(FEATURES), Largest(bad=False)), CHUNKS, batch(pooled=True))
-    step(model(Numbers(FEATURES), Largest(bad=False)), SLICES, batch(pooled=True))
+    step(model(Numbers(FEATURES), Largest(bad=False)), MICRO_BATCHES, batch(pooled=True))
     refused(
         model(Numbers(FEATURES), Largest(bad=True)), CHUNKS, r"head(\.out)? \((Largest|Linear)\) gives another result", batch(pooled=True)
     )
@@ -286,7 +286,7 @@ class PerFrame(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("plan", [SERIAL, CHUNKS, SLICES, {"recompute": True, "chunk_steps": 4}])
+@pytest.mark.parametrize("plan", [SERIAL, CHUNKS, MICRO_BATCHES, {"recompute": True, "chunk_steps": 4}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_good_modules_pass_and_are_left_as_they_were(plan: dict[str, int], precision: str) -> None:
     class Tall(Head):
@@ -396,8 +396,8 @@ def tags(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_models_of_one_piece() -> None:
-    step(Tagger(mixed=False), SLICES, loss=tags)
-    refused(Tagger(mixed=True), SLICES, r"module(\.read)? \((Tagger|GRU)\) gives another result for a lane", loss=tags)
+    step(Tagger(mixed=False), MICRO_BATCHES, loss=tags)
+    refused(Tagger(mixed=True), MICRO_BATCHES, r"module(\.read)? \((Tagger|GRU)\) gives another result for a lane", loss=tags)
     with pytest.warns(UserWarning, match="this plan does not cut it"):
         step(Tagger(mixed=True), SERIAL, loss=tags)
 

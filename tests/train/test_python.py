@@ -264,7 +264,7 @@ def test_a_head_that_puts_out_something_else_has_no_metrics(tmp_path: Path) -> N
     assert set(cw.fit(own(Odd), (STEPS, TAGS), run=tmp_path / "run", **options("tagging")).metrics["valid"]) == {"loss"}
 
 
-@pytest.mark.parametrize("plan", [{"chunk_steps": 2, "slices": 2}, cw.Plan(chunk_steps=2, slices=2)])
+@pytest.mark.parametrize("plan", [{"chunk_steps": 2, "micro_batches": 2}, cw.Plan(chunk_steps=2, micro_batches=2)])
 def test_a_pooled_head_of_ones_own_on_any_plan(plan: Any, tmp_path: Path) -> None:
     exact = options("classification") | {"train": {**ONCE, "precision": "fp64"}}
     whole, cut = (

@@ -4,10 +4,10 @@ All variants run in the same worker processes, one thread each, with the same mo
 
 - serial: one worker with one thread, ours and plain PyTorch; speed-up and efficiency are relative to the faster one;
 - sequential: stages one after another; round-robin: layers assigned to workers in turn, the whole batch sent at every layer;
-- gpipe: slices of the lanes (ours), and torch.distributed.pipelining's GPipe and 1F1B, each with the best number of micro-batches;
+- gpipe: micro-batches of the lanes (ours), and torch.distributed.pipelining's GPipe and 1F1B, each with the best number of micro-batches;
 - DDP: data parallel with the same global batch, an equal share of the lanes on every worker;
 - DDP and torch's pipelines run twice: with the fastest LSTM, which may be ours, and with nn.LSTM, which most programs use;
-- wavefront: with several numbers of chunks, with the head's work shared by all workers, with slices as well (1F1B), and with
+- wavefront: with several numbers of chunks, with the head's work shared by all workers, with micro-batches as well (1F1B), and with
   recomputation.
 
 A loop is timed only if its losses over the first steps match the serial ones. Peak memory is a worker's high-water mark above its level
@@ -82,7 +82,7 @@ class Variant:
     """One way to split a step: the method, and the number of parts."""
 
     family: str
-    slices: int = 1  # parts of the lanes: micro-batches
+    micro_batches: int = 1  # parts of the lanes: micro-batches
     chunks: int = 1  # parts of the window
     recompute: bool = False
     share_head: bool = False
@@ -90,7 +90,7 @@ class Variant:
     @property
     def name(self) -> str:
         """The name shown in the table."""
-        parts = [f"{self.slices} slices"] if self.slices > 1 else []
+        parts = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
         ending = (" recompute" if self.recompute else "") + (", head shared" if self.share_head else "")
         return self.family + (f" {' x '.join(parts)}" if parts else "") + ending
@@ -154,12 +154,12 @@ def variants_of(case: Case, size: int, *, quick: bool = False) -> list[Variant]:
         Variant("DDP"),
         Variant(f"DDP{TORCH}"),
     ]
-    found += [Variant("gpipe", slices=count) for count in micro if count > 1]
+    found += [Variant("gpipe", micro_batches=count) for count in micro if count > 1]
     for kind in ("", TORCH):
-        found += [Variant(f"torch GPipe{kind}", slices=count) for count in micro]
-        found += [Variant(f"torch 1F1B{kind}", slices=count) for count in micro if count >= size]
+        found += [Variant(f"torch GPipe{kind}", micro_batches=count) for count in micro]
+        found += [Variant(f"torch 1F1B{kind}", micro_batches=count) for count in micro if count >= size]
     found += [Variant("wavefront", chunks=count, share_head=shared) for count in chunks for shared in (False, True)]
-    return [*found, Variant("wavefront", slices=4, chunks=4), Variant("wavefront", chunks=best, recompute=True)]
+    return [*found, Variant("wavefront", micro_batches=4, chunks=4), Variant("wavefront", chunks=best, recompute=True)]
 
 
 # In a worker
@@ -225,7 +225,7 @@ def loop_of(variant: Variant, case: Case, crew: TimedWorkers, lstm: str) -> Time
         case "DDP":
             return peers.DataParallel(case, lstm, crew.rank, crew.size)
         case "torch GPipe" | "torch 1F1B":
-            return peers.TorchPipeline(case, lstm, crew.rank, crew.size, variant.family.split()[1], variant.slices)
+            return peers.TorchPipeline(case, lstm, crew.rank, crew.size, variant.family.split()[1], variant.micro_batches)
         case _:
             plan = plan_of(variant, case, crew.size)
             return Ours(case, plan, Mesh(crew.world, plan), SCHEDULERS[variant.family])
@@ -238,7 +238,7 @@ def plan_of(variant: Variant, case: Case, stages: int) -> Plan:
         stages=stages,
         cuts=balanced_cuts(case, stages, share_head=variant.share_head),
         chunk_steps=chunk_steps,
-        slices=variant.slices,
+        micro_batches=variant.micro_batches,
         recompute=variant.recompute,
         share_head=variant.share_head,
     )
@@ -256,7 +256,7 @@ def bubble_of(variant: Variant, stages: int) -> float | None:
     if variant.family not in SCHEDULERS:
         return None
     options = {"share_head": True} if variant.share_head else {}
-    return schedules.bubble(SCHEDULERS[variant.family](stages, (variant.chunks,) * variant.slices, **options))
+    return schedules.bubble(SCHEDULERS[variant.family](stages, (variant.chunks,) * variant.micro_batches, **options))
 
 
 class Ours:
@@ -396,5 +396,5 @@ def targets_of(case: Case, size: int, variant: Variant, *, best: bool) -> list[s
     if best and size == 8 and (case.layers, case.hidden) == (8, 512):
         wanted += ["over_pipelining >= 3.0", "over_ddp >= 1.8", "speedup >= 4.5 (stretch)"]
     if size == 2 and variant.family == "wavefront" and not variant.share_head:
-        wanted.append("peak_share <= 0.4" if variant.slices > 1 else "peak_share <= 0.6")
+        wanted.append("peak_share <= 0.4" if variant.micro_batches > 1 else "peak_share <= 0.6")
     return wanted

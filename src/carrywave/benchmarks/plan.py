@@ -164,7 +164,7 @@ def _timed(case: Case, wanted: list[Plan], workers: int, quick: bool) -> list[Ro
 
 def _bare(plan: Plan) -> tuple[object, ...]:
     """The fields that determine the work; equal for equivalent plans."""
-    return plan.replicas, plan.stages, plan.chunk_steps, plan.slices, plan.recompute, plan.shares_head, plan.cuts
+    return plan.replicas, plan.stages, plan.chunk_steps, plan.micro_batches, plan.recompute, plan.shares_head, plan.cuts
 
 
 def _shown(name: str, value: object) -> object:

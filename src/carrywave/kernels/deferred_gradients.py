@@ -1,4 +1,4 @@
-"""Deferred weight gradients: one matrix product over all time chunks of a slice, instead of one per chunk.
+"""Deferred weight gradients: one matrix product over all time chunks of a micro-batch, instead of one per chunk.
 
 Backward through a chunk has two parts. The gradient of its input is needed at once, by the previous chunk and stage; the gradients of
 the weights are not. Deferred to the end, the second part is one large product that accumulates directly into the gradient, where many

@@ -1,7 +1,7 @@
 """Heads: one result per step (`Softmax`, `Forecast`) or one per sequence (`PooledSoftmax`, `PooledNumbers`).
 
 Every head has `forward(y) -> out`, `score(out, target) -> (loss sum, count)`, and `loss(y, target)`, which does both. Losses are sums, not
-means: replicas, chunks and slices hold different numbers of targets, and the division happens once. A missing target (-100 among
+means: replicas, chunks and micro-batches hold different numbers of targets, and the division happens once. A missing target (-100 among
 integers, a non-finite number among floats) adds nothing to the sum, the count or the gradient. Losses are in float32 or wider.
 
 A pooled head reads sequences that may arrive in several time chunks: `start` makes an accumulator, `pool` adds each chunk's outputs

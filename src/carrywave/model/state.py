@@ -32,7 +32,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """One time chunk of one slice of lanes."""
+    """One time chunk of one micro-batch of lanes."""
 
     lengths: Tensor | None = None  # [B] real steps of each lane in this chunk; None: every step is real
     fresh: Tensor | None = None  # [B] bool, lanes that start a new sequence with this chunk; None: no lane does

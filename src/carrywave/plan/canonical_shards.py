@@ -28,10 +28,10 @@ def check(plan: Plan) -> None:
             f"train.reproducible=true deals out {SHARDS} shards of the lanes, and {plan.replicas} replicas cannot share them evenly; "
             "use 1, 2, 4 or 8 replicas"
         )
-    if plan.slices > 1:
+    if plan.micro_batches > 1:
         raise PlanError(
-            f"train.reproducible=true cuts the lanes into {SHARDS} shards, and plan.slices={plan.slices} would cut them again; "
-            "leave plan.slices out"
+            f"train.reproducible=true cuts the lanes into {SHARDS} shards, and plan.micro_batches={plan.micro_batches} would cut them "
+            "again; leave plan.micro_batches out"
         )
 
 

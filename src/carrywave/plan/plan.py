@@ -15,7 +15,7 @@ CHUNK_STEPS = 16  # default steps per chunk when there are several stages; short
 
 @dataclass(frozen=True)
 class Plan:
-    """Replicas × stages, where the units are cut into stages, and how a batch is cut in time (chunks) and lanes (slices).
+    """Replicas × stages, where the units are cut into stages, and how a batch is cut in time (chunks) and lanes (micro-batches).
 
     Units are the encoder, each LSTM layer, and the head, in this order. `cuts` holds the first unit of every stage but the
     first; if empty, layers are divided evenly.
@@ -25,14 +25,14 @@ class Plan:
     stages: int = 1
     cuts: tuple[int, ...] = ()
     chunk_steps: int | None = None  # None: the whole window is one chunk
-    slices: int = 1
+    micro_batches: int = 1
     recompute: bool = False
     kernel: str = "auto"
     share_head: bool = False  # distribute the head's work over all stages instead of leaving it to the last one
 
     @staticmethod
     def serial() -> Plan:
-        """One device, one chunk, one slice."""
+        """One device, one chunk, one micro-batch."""
         return Plan()
 
     @property
@@ -73,16 +73,16 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, po
             f"plan.replicas={replicas} x plan.stages={asked.stages} needs {replicas * asked.stages} workers, {workers} are running; "
             f"use {option('devices', replicas * asked.stages)}, or set plan.replicas and plan.stages so that their product is {workers}"
         )
-    if lanes is not None and lanes < replicas * asked.slices:
+    if lanes is not None and lanes < replicas * asked.micro_batches:
         raise PlanError(
-            f"batch.lanes={lanes} cannot be shared by {replicas} replicas x {asked.slices} slices; "
-            f"use batch.lanes >= {replicas * asked.slices}"
+            f"batch.lanes={lanes} cannot be shared by {replicas} replicas x {asked.micro_batches} micro-batches; "
+            f"use batch.lanes >= {replicas * asked.micro_batches}"
         )
     chunk_steps = asked.chunk_steps
-    if chunk_steps is None and asked.stages > 1 and asked.slices == 1:
+    if chunk_steps is None and asked.stages > 1 and asked.micro_batches == 1:
         chunk_steps = CHUNK_STEPS
     cuts = asked.cuts if asked.cuts is not None else even_cuts(units, asked.stages)
-    plan = Plan(replicas, asked.stages, tuple(cuts), chunk_steps, asked.slices, asked.recompute, asked.kernel, asked.share_head)
+    plan = Plan(replicas, asked.stages, tuple(cuts), chunk_steps, asked.micro_batches, asked.recompute, asked.kernel, asked.share_head)
     plan.edges(units)
     check_head(plan, pooled=pooled)
     return plan

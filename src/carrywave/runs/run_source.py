@@ -14,7 +14,7 @@ from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.same_spec import check_same
 from carrywave.runs.checkpoint.snapshot import Stored, open_stored
 from carrywave.runs.run import Run
-from carrywave.spec.load import load, parse, parse_yaml
+from carrywave.spec.load import load_own, parse, parse_yaml
 from carrywave.spec.spec import DataSpec, Spec
 
 # Data settings that a codec determines: if a codec is given, the spec records the ones it was built with.
@@ -68,7 +68,7 @@ def _begins_again(folder: Run, spec: Spec, init: str | None) -> bool:
             f"{folder.path} was started from {given} and ended before its first snapshot; "
             f"remove the folder, and start it again as it was started, or use another {option('run')}"
         )
-    check_same(spec, load(folder.path / "spec.yaml"))
+    check_same(spec, load_own(folder.path / "spec.yaml"))
     return True
 
 

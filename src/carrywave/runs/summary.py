@@ -44,8 +44,10 @@ def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, or
     if names:
         lines.append(f"kernels   {_by_layer(names)}")
     chunks = 1 if model.reads_whole else plan.chunks(widest)
-    if chunks * plan.slices <= 12 and chunks * plan.slices * plan.stages > 1:
-        lines += [f"          {row}" for row in show(wavefront(plan.stages, chunks, plan.slices, share_head=plan.share_head)).splitlines()]
+    if chunks * plan.micro_batches <= 12 and chunks * plan.micro_batches * plan.stages > 1:
+        lines += [
+            f"          {row}" for row in show(wavefront(plan.stages, chunks, plan.micro_batches, share_head=plan.share_head)).splitlines()
+        ]
     return "\n".join(lines)
 
 
@@ -55,7 +57,7 @@ def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device:
         return ()
     lstm, window = model.lstm, order.window(Cursor(0, 0))
     steps = window.steps if plan.chunk_steps is None or model.reads_whole else min(window.steps, plan.chunk_steps)
-    lanes = -(-len(window.length) // (SHARDS if spec.train.reproducible else plan.replicas * plan.slices))
+    lanes = -(-len(window.length) // (SHARDS if spec.train.reproducible else plan.replicas * plan.micro_batches))
     asked = lstm.kernel if plan.kernel == "auto" else plan.kernel
     one = torch.empty((), dtype=HALVES.get(spec.train.precision, parameter_dtype(spec.train.precision)), device=device)
     widths = (lstm.input_size, *(lstm.outputs(layer) for layer in range(lstm.num_layers - 1)))
@@ -138,7 +140,7 @@ def _plan(plan: Plan) -> str:
         return "serial (one device, one chunk)"
     parts = [f"{_count(plan.replicas, 'replica')} x {_count(plan.stages, 'stage')}"]
     parts += [f"chunks of {_count(plan.chunk_steps, 'step')}" if plan.chunk_steps else "one chunk"]
-    parts += [_count(plan.slices, "slice"), "recomputation" if plan.recompute else "no recomputation"]
+    parts += [_count(plan.micro_batches, "micro-batch"), "recomputation" if plan.recompute else "no recomputation"]
     return ", ".join([*parts, *(["head shared"] if plan.shares_head else [])])
 
 
@@ -147,5 +149,5 @@ def _batches(count: int) -> str:
 
 
 def _count(count: int, noun: str) -> str:
-    """`1 feature`, `2 features`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    """`1 feature`, `2 features`, `2 micro-batches`."""
+    return f"{count:,} {noun}{('es' if noun.endswith('ch') else 's') * (count != 1)}"

@@ -28,7 +28,7 @@ from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.evaluation import evaluate
 from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.load import load
+from carrywave.spec.load import load_own
 from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.step.precision import configure, parameter_dtype
 from carrywave.tasks.changes import Changes
@@ -54,7 +54,7 @@ def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = N
     With other workers in `world`, each holds a part: stages as in training if their number allows it, else replicas.
     """
     run = Run.open(Path(path))
-    spec = load(run.path / "spec.yaml")
+    spec = load_own(run.path / "spec.yaml")
     codec = codec_of(run, spec)
     facts, scale, own_model, given_codec = facts_of(run, codec)
     if not run.weights.is_file():
@@ -92,7 +92,7 @@ def _plan_for(asked: PlanSpec, model: Model | Whole, workers: int) -> Plan:
     if workers % asked.stages or not layers:
         asked = asked.model_copy(update={"stages": 1, "cuts": None})
     plan = resolve(
-        asked.model_copy(update={"replicas": None, "slices": 1, "share_head": False}), layers=layers, workers=workers, lanes=None
+        asked.model_copy(update={"replicas": None, "micro_batches": 1, "share_head": False}), layers=layers, workers=workers, lanes=None
     )
     return plan if plan.stages > 1 else replace(plan, chunk_steps=None)
 

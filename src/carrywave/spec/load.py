@@ -34,6 +34,7 @@ DATA_FILES = {
     **dict.fromkeys((".jsonl", ".ndjson"), "task=classification "),
 }
 COMPRESSED = (".gz", ".zst")
+RENAMED = {"plan.slices": "plan.micro_batches"}  # old name: new name
 YAML_TAG = "tag:yaml.org,2002:"
 NUMBER = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
@@ -48,6 +49,21 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
     for override in overrides:
         _override(tree, override)
     return parse(tree)
+
+
+def load_own(path: Path) -> Spec:
+    """Read a spec that a run has written. If an older version wrote it, keys that were renamed since are read under their new names."""
+    return parse(with_new_names(_read(path)))
+
+
+def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with renamed keys under their new names."""
+    found = dict(tree)
+    for old, new in RENAMED.items():
+        section, _, name = old.rpartition(".")
+        if isinstance(values := found.get(section), Mapping) and name in values:
+            found[section] = {new.rpartition(".")[2] if key == name else key: value for key, value in values.items()}
+    return found
 
 
 def parse(values: Mapping[str, Any]) -> Spec:
@@ -251,6 +267,8 @@ def _unknown(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _suggest(dotted: str) -> str:
     """The message for an unknown key, with the closest known key."""
+    if dotted in RENAMED:
+        return f"{dotted} is now called {RENAMED[dotted]}; use that name"
     section, _, last = dotted.rpartition(".")
     known = list(keys())
     beside = [name for name in known if name.rpartition(".")[0] == section] or [name for name in known if "." not in name]

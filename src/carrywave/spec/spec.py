@@ -231,9 +231,9 @@ class PlanSpec(Section):
     replicas: Positive | None = Field(None, description="copies that share the lanes; workers ÷ stages if left out")
     stages: Positive = Field(1, description="parts of the layers, one after the other")
     chunk_steps: Positive | None = Field(
-        None, description="steps of a time chunk; if left out the whole window, or 16 where there are several stages and one slice"
+        None, description="steps of a time chunk; if left out the whole window, or 16 where there are several stages and one micro-batch"
     )
-    slices: Positive = Field(1, description="parts of the lanes that follow each other through the stages")
+    micro_batches: Positive = Field(1, description="parts of the lanes that follow each other through the stages")
     cuts: tuple[Positive, ...] | None = Field(
         None, description="first unit of each stage after the first; encoder is unit 0, head the last"
     )

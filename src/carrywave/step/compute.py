@@ -1,4 +1,4 @@
-"""Executes a `Program` on the batches of one optimizer step: forward and backward of each time chunk of each slice of lanes.
+"""Executes a `Program` on the batches of one optimizer step: forward and backward of each time chunk of each micro-batch of lanes.
 
 Every chunk has its own autograd graph. What a chunk passes to the next (the carry, and a pooled head's accumulator) is detached in the
 forward pass, and its gradient is passed back explicitly in the backward pass. Activations travel between stages over the links, and their
@@ -35,12 +35,12 @@ from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing, with_messages
 from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, wavefront
 from carrywave.step.gradients import Reducer
-from carrywave.step.micro_batches import flatten, join_states, slices_of, split_lanes, split_state
+from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, split_lanes, split_state
 from carrywave.step.precision import HALVES, autocast
 from carrywave.step.task_clock import Arrived, TaskClock
 
 Observer = Callable[[Tensor, Tensor | None], None]  # the head's output, and the targets
-Scheduler = Callable[..., Schedule]  # (stages, chunks of each slice, backward=, and share_head=True if requested) -> Schedule
+Scheduler = Callable[..., Schedule]  # (stages, chunks of each micro-batch, backward=, and share_head=True if requested) -> Schedule
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: b
 
 
 def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
-    """The program of a step over these batches, cached because shapes recur. A batch with few lanes has fewer slices.
+    """The program of a step over these batches, cached because shapes recur. A batch with few lanes has fewer micro-batches.
 
     `whole`: time is not cut, because bidirectional layers need the whole window at once.
     """
     chunks: list[int] = []
     for batch in batches:
-        chunks += [1 if whole else plan.chunks(batch.steps)] * slices_of(plan, batch)
+        chunks += [1 if whole else plan.chunks(batch.steps)] * micro_batches_of(plan, batch)
     return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, scheduler)
 
 
@@ -128,16 +128,16 @@ class _Run:
             program = program.in_order
         self.stage, self.plan, self.program, self.jobs, self.links = stage, plan, program, jobs, links
         self.place, self.reducer, self.clock = place, reducer, clock
-        self.batches: list[Batch] = []  # by slice
-        self.owner: list[int] = []  # the job of each slice
-        self.first: list[int] = []  # the first slice of each job
-        self.states: list[State | None] = []  # current state of each slice; None: not started
+        self.batches: list[Batch] = []  # by micro-batch
+        self.owner: list[int] = []  # the job of each micro-batch
+        self.first: list[int] = []  # the first micro-batch of each job
+        self.states: list[State | None] = []  # current state of each micro-batch; None: not started
         for number, job in enumerate(jobs):
-            lanes, slices = job.batch.lanes.shape[0], slices_of(plan, job.batch)
+            lanes, micro_batches = job.batch.lanes.shape[0], micro_batches_of(plan, job.batch)
             self.first.append(len(self.batches))
-            self.owner += [number] * slices
-            self.batches += split_lanes(job.batch, slices, pooled=stage.pooled)
-            self.states += [None] * slices if job.state is None else split_state(job.state, slices, lanes)
+            self.owner += [number] * micro_batches
+            self.batches += split_lanes(job.batch, micro_batches, pooled=stage.pooled)
+            self.states += [None] * micro_batches if job.state is None else split_state(job.state, micro_batches, lanes)
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.arriving: dict[StageTask, Pending] = {}
         self.leaving: dict[StageTask, Tensor] = {}
@@ -152,7 +152,7 @@ class _Run:
         self.last_backward = backwards[-1] if backwards else None
         # Autograd graphs are needed only if the program has a backward pass.
         self.backward = bool(backwards)
-        # If a slice has several chunks, its weight gradients are deferred to its end. What they need stays in memory until then, which
+        # With several chunks in a micro-batch, weight gradients are deferred to its end. What they need stays in memory until then, which
         # recomputation is meant to avoid.
         put_off = self.backward and max(program.schedule.chunks) > 1 and not plan.recompute
         self.deferred = Deferred() if put_off else None
@@ -200,7 +200,7 @@ class _Run:
         return nullcontext() if self.clock is None else self.clock.lap(label, task)
 
     def _pay(self, done: StageTask | None) -> None:
-        """Compute the weight gradients pending after this task: the layers' at the end of a slice, the head's as said in `__init__`."""
+        """Compute the weight gradients pending after this task: the layers' at the end of a micro-batch, the head's as in `__init__`."""
         if done is None:
             return
         if done.phase == "H" and not self.last_stage and self.owed_to_head is not None:
@@ -213,7 +213,7 @@ class _Run:
 
     def _receive(self, task: StageTask) -> None:
         first, end = self._span(task)
-        lanes = self.batches[task.slice].lanes.shape[0]
+        lanes = self.batches[task.micro_batch].lanes.shape[0]
         line = cast(Channel, incoming(task, self.program.schedule))
         if task.phase == "H" or (task.phase == "B" and self.last_stage):
             width = self.stage.width_head
@@ -227,18 +227,18 @@ class _Run:
             x = self.arriving.pop(task).wait().requires_grad_(self.backward)
         else:
             first, end = self._span(task)
-            x = self.batches[task.slice].inputs[first:end]
+            x = self.batches[task.micro_batch].inputs[first:end]
         if self.backward and task.chunk > 0:
             entered = entered.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
         with torch.set_grad_enabled(self.backward and not self.plan.recompute), self._cast(task):
             y, left, root, sums = self._compute(task, x, entered)
-        self.sums[self.owner[task.slice]] += sums
-        self.states[task.slice] = left.detach()
+        self.sums[self.owner[task.micro_batch]] += sums
+        self.states[task.micro_batch] = left.detach()
         if not self.last_stage or self.share_head:
             self._hand_on(task, y.detach().contiguous())
         if self.backward:
             again = self.plan.recompute
-            self.kept[task.chunk, task.slice] = _Kept(x, entered) if again else _Kept(x, entered, y, left, root)
+            self.kept[task.chunk, task.micro_batch] = _Kept(x, entered) if again else _Kept(x, entered, y, left, root)
 
     def _hand_on(self, task: StageTask, tensor: Tensor) -> None:
         """Queue a tensor for another stage, or keep it if the last stage scores its own chunk."""
@@ -253,7 +253,7 @@ class _Run:
 
     def _score(self, task: StageTask) -> None:
         """Run forward and backward of the head on a chunk, and pass back the gradient of its input."""
-        batch, job = self.batches[task.slice], self.jobs[self.owner[task.slice]]
+        batch, job = self.batches[task.micro_batch], self.jobs[self.owner[task.micro_batch]]
         first, end = self._span(task)
         y = self._take(task, "F").requires_grad_()
         if batch.targets is not None and not batch.idle:
@@ -262,20 +262,20 @@ class _Run:
                     loss_sum, count = self.stage.loss(y, State(()), batch.targets[first:end], self._chunk(task))
                 if loss_sum.requires_grad:
                     deferred_gradients.backward([loss_sum], [None if job.scale is None else job.scale.to(loss_sum.dtype)])
-            self.sums[self.owner[task.slice], :2] += torch.stack([loss_sum.detach().double(), count.detach().double()])
+            self.sums[self.owner[task.micro_batch], :2] += torch.stack([loss_sum.detach().double(), count.detach().double()])
         self._hand_on(task, torch.zeros_like(y) if y.grad is None else y.grad.contiguous())
 
     def _entered(self, task: StageTask) -> State:
-        """The state of the slice before this task. A slice that has not started takes that of the same lanes after the previous job."""
-        state = self.states[task.slice]
+        """The state of the micro-batch before this task. One that has not started takes that of the same lanes after the previous job."""
+        state = self.states[task.micro_batch]
         if state is None:
-            job = self.owner[task.slice]
-            state = cast(State, self.states[self.first[job - 1] + task.slice - self.first[job]])
+            job = self.owner[task.micro_batch]
+            state = cast(State, self.states[self.first[job - 1] + task.micro_batch - self.first[job]])
         # The penalty on changes of the output (`beta`) does not span windows.
         return state if task.chunk > 0 else state._replace(tail=None)
 
     def _backward(self, task: StageTask) -> None:
-        kept = self.kept.pop((task.chunk, task.slice))
+        kept = self.kept.pop((task.chunk, task.micro_batch))
         if self.plan.recompute:
             with torch.enable_grad(), self._cast(task):
                 y, left, root, _ = self._compute(task, kept.x, kept.entered)
@@ -283,7 +283,7 @@ class _Run:
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         if kept.root is not None and kept.root.requires_grad:
-            scale = self.jobs[self.owner[task.slice]].scale
+            scale = self.jobs[self.owner[task.micro_batch]].scale
             roots.append(kept.root)
             gradients.append(scale.to(kept.root.dtype) if scale is not None else None)
         if not self.last_stage or self.share_head:
@@ -291,7 +291,7 @@ class _Run:
             if kept.y is not None and kept.y.requires_grad:
                 roots.append(kept.y)
                 gradients.append(gradient)
-        handed = self.handed_back.pop(task.slice, None)
+        handed = self.handed_back.pop(task.micro_batch, None)
         if handed is not None and kept.left is not None:
             for tensor, gradient_or_none in zip(flatten(kept.left), handed, strict=True):
                 if gradient_or_none is not None and tensor.requires_grad:
@@ -302,38 +302,38 @@ class _Run:
         if roots:
             deferred_gradients.backward(roots, gradients)
         if task.chunk > 0:
-            self.handed_back[task.slice] = [tensor.grad for tensor in flatten(kept.entered)]
+            self.handed_back[task.micro_batch] = [tensor.grad for tensor in flatten(kept.entered)]
         if self.place > 0:
             self.leaving[task] = torch.zeros_like(kept.x) if kept.x.grad is None else kept.x.grad.contiguous()
 
     def _cast(self, task: StageTask) -> AbstractContextManager[object]:
-        return autocast(self.jobs[self.owner[task.slice]].precision, self.batches[task.slice].lengths.device)
+        return autocast(self.jobs[self.owner[task.micro_batch]].precision, self.batches[task.micro_batch].lengths.device)
 
     def _span(self, task: StageTask) -> tuple[int, int]:
         """The half-open range of steps of a chunk."""
-        steps = self.batches[task.slice].steps
-        size = steps if self.program.schedule.chunks[task.slice] == 1 else cast(int, self.plan.chunk_steps)
+        steps = self.batches[task.micro_batch].steps
+        size = steps if self.program.schedule.chunks[task.micro_batch] == 1 else cast(int, self.plan.chunk_steps)
         return task.chunk * size, min((task.chunk + 1) * size, steps)
 
     def _chunk(self, task: StageTask) -> Chunk:
         """The position of a chunk: its lengths, fresh lanes, lane numbers, first step and random key."""
-        batch = self.batches[task.slice]
+        batch = self.batches[task.micro_batch]
         first, end = self._span(task)
         lengths = (batch.lengths - first).clamp(0, end - first)
         fresh = batch.fresh if task.chunk == 0 else torch.zeros_like(batch.fresh)
         full = batch.real == batch.steps * batch.lanes.shape[0]
-        return Chunk(lengths, fresh, batch.lanes, first, self.jobs[self.owner[task.slice]].key, full)
+        return Chunk(lengths, fresh, batch.lanes, first, self.jobs[self.owner[task.micro_batch]].key, full)
 
     def _compute(self, task: StageTask, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor]:
         """Run forward of one chunk; returns the output for the next stage, the final state, the root to differentiate, and the sums."""
-        batch, job, chunk = self.batches[task.slice], self.jobs[self.owner[task.slice]], self._chunk(task)
+        batch, job, chunk = self.batches[task.micro_batch], self.jobs[self.owner[task.micro_batch]], self._chunk(task)
         y, raw, left = self.stage(x, entered, chunk)
         loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
         root: Tensor | None = None
         if not self.stage.has_head:
             # The next layer computes in this dtype anyway, so sending a wider one would gain nothing.
             return y.to(self.dtype), left, None, torch.stack([loss_sum, count, penalty])
-        pooled, last = self.stage.pooled, task.chunk == self.program.schedule.chunks[task.slice] - 1
+        pooled, last = self.stage.pooled, task.chunk == self.program.schedule.chunks[task.micro_batch] - 1
         if (last or not pooled) and not self.share_head:
             first, end = self._span(task)
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]

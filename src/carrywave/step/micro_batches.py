@@ -1,4 +1,4 @@
-"""Cuts a batch and the state of its lanes into slices of lanes, and joins states again. Pure functions."""
+"""Cuts a batch and the state of its lanes into micro-batches of lanes, and joins states again. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from carrywave.model.state import State
 from carrywave.plan.plan import Plan
 
 
-def bounds(lanes: int, slices: int) -> list[tuple[int, int]]:
-    """The half-open range of lanes of each slice, split the way lanes are split among replicas."""
-    return [Share(part, slices).bounds(lanes) for part in range(slices)]
+def bounds(lanes: int, micro_batches: int) -> list[tuple[int, int]]:
+    """The half-open range of lanes of each micro-batch, split the way lanes are split among replicas."""
+    return [Share(part, micro_batches).bounds(lanes) for part in range(micro_batches)]
 
 
-def slices_of(plan: Plan, batch: Batch) -> int:
-    """The number of slices a batch is cut into: never more than it has lanes."""
-    return min(plan.slices, batch.lanes.shape[0])
+def micro_batches_of(plan: Plan, batch: Batch) -> int:
+    """The number of micro-batches a batch is cut into: never more than it has lanes."""
+    return min(plan.micro_batches, batch.lanes.shape[0])
 
 
-def split_lanes(batch: Batch, slices: int, *, pooled: bool) -> list[Batch]:
-    """Cut a batch into slices of its lanes."""
-    return [batch.take(low, high, pooled=pooled) for low, high in bounds(batch.lanes.shape[0], slices)]
+def split_lanes(batch: Batch, micro_batches: int, *, pooled: bool) -> list[Batch]:
+    """Cut a batch into micro-batches of its lanes."""
+    return [batch.take(low, high, pooled=pooled) for low, high in bounds(batch.lanes.shape[0], micro_batches)]
 
 
-def split_state(state: State, slices: int, lanes: int) -> list[State]:
-    """The state of each slice of the lanes."""
-    if slices == 1:
+def split_state(state: State, micro_batches: int, lanes: int) -> list[State]:
+    """The state of each micro-batch of the lanes."""
+    if micro_batches == 1:
         return [state]
     return [
         State(
             tuple(Carry(carry.h[:, low:high], carry.c[:, low:high]) for carry in state.carries),
             None if state.acc is None else tuple(tensor[low:high] for tensor in state.acc),
         )
-        for low, high in bounds(lanes, slices)
+        for low, high in bounds(lanes, micro_batches)
     ]
 
 
 def join_states(states: Sequence[State]) -> State:
-    """The state of all lanes, from the states of their slices."""
+    """The state of all lanes, from the states of their micro-batches."""
     if len(states) == 1:
         return states[0]
     carries = tuple(

@@ -340,15 +340,15 @@ class Trainer:
         return batch if batch.lengths.device == self.device else batch.to(self.device)
 
     def _check_lanes(self, batches: Sequence[Batch]) -> None:
-        """Refuse a change in the number of lanes unless all are fresh. With several workers, each replica and slice needs a lane."""
+        """Refuse a change in the number of lanes unless all are fresh. With several workers, each replica and micro-batch needs a lane."""
         before = self.lanes
-        least = self.plan.replicas * self.plan.slices
+        least = self.plan.replicas * self.plan.micro_batches
         for batch in batches:
             lanes = batch.cells[1] // batch.steps
             if lanes < least and self.plan.workers > 1:
                 raise PlanError(
-                    f"{lanes} lanes that keep their state cannot be shared by {self.plan.replicas} replicas x {self.plan.slices} slices; "
-                    f"use at least {least} lanes"
+                    f"{lanes} lanes that keep their state cannot be shared by {self.plan.replicas} replicas x "
+                    f"{self.plan.micro_batches} micro-batches; use at least {least} lanes"
                 )
             if before is not None and lanes != before and not bool(batch.fresh.all()):
                 raise UserError(f"a batch goes on with {lanes} lanes after one of {before}; keep the lanes, or make all of them fresh")

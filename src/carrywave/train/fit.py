@@ -39,7 +39,7 @@ from carrywave.runs.trained_run import codec_of, facts_of, open_run
 from carrywave.runs.watcher import Logged, Silent, Watcher
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.load import load, parse
+from carrywave.spec.load import load, load_own, parse
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_dtype
 from carrywave.step.precision import parameter_dtype
@@ -180,7 +180,7 @@ def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str) ->
         opened = open_run(folder, device)
         return Result(folder, told["ending"], told["metrics"], opened.model, opened.task)
     saved = Run.open(folder)
-    spec = load(folder / "spec.yaml")
+    spec = load_own(folder / "spec.yaml")
     codec = codec_of(saved, spec)
     facts, scale, _, _ = facts_of(saved, codec)
     model = _own_model(own, spec, facts)

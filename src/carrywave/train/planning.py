@@ -27,6 +27,7 @@ from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, search
 from carrywave.runs.run import Run
+from carrywave.spec.load import with_new_names
 from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.train.profiles import known_profile, profile_for
 
@@ -135,7 +136,7 @@ def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
 def plan_before(folder: Run) -> Plan | None:
     """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
     try:
-        known = folder.read_json("plan.json")
+        known = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
         return _of_json({name: known[name] for name in PlanSpec.model_fields})
     except (RunError, ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -145,7 +146,7 @@ def _of_json(known: Mapping[str, Any]) -> Plan:
     """Parse a plan from JSON, validated like that of a spec."""
     given = PlanSpec.model_validate(known)
     replicas, cuts = given.replicas or 1, tuple(given.cuts or ())
-    return Plan(replicas, given.stages, cuts, given.chunk_steps, given.slices, given.recompute, given.kernel, given.share_head)
+    return Plan(replicas, given.stages, cuts, given.chunk_steps, given.micro_batches, given.recompute, given.kernel, given.share_head)
 
 
 def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int | None:

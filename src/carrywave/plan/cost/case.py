@@ -90,7 +90,7 @@ class PlanCase(Footprint):
         return found
 
     def pay(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
-        """Seconds of a slice's deferred weight gradients, including a shared head's for the `scored` chunks that the last stage scored."""
+        """Seconds of a micro-batch's deferred weight gradients, including a shared head's for the `scored` chunks of the last stage."""
         if not self.put_off:
             return 0.0
         last = self.last_unit(last, self.chunks - 1)
@@ -158,12 +158,12 @@ class PlanCase(Footprint):
         last = self.plan.stages - 1
         span = self.spans(edges)
         known: dict[tuple[str, int, int, bool], float] = {}
-        own: dict[int, int] = {}  # for each slice, the number of chunks that the last stage scores itself
+        own: dict[int, int] = {}  # for each micro-batch, the number of chunks that the last stage scores itself
         for (_, part), stage in program.program.schedule.scorers.items():
             own[part] = own.get(part, 0) + (stage == last)
 
         def run(task: StageTask) -> float:
-            lanes = self.lanes[task.slice]
+            lanes = self.lanes[task.micro_batch]
             key = task.phase, task.stage, lanes, task.chunk == self.chunks - 1
             if key not in known:
                 if task.phase == "H":
@@ -176,14 +176,16 @@ class PlanCase(Footprint):
         def pay(task: StageTask) -> float:
             if task.phase != "B" or task.chunk:
                 return 0.0
-            return self.pay(task.stage, *span[task.stage], self.lanes[task.slice], own.get(task.slice, 0) if task.stage == last else 0)
+            return self.pay(
+                task.stage, *span[task.stage], self.lanes[task.micro_batch], own.get(task.micro_batch, 0) if task.stage == last else 0
+            )
 
         def num_bytes(task: StageTask) -> int:
             # A forward sends the next stage's input, a backward the gradient of its own input. A shared head's messages, both ways,
             # have the size of the head's input.
             shared = task.phase == "H" or (task.phase == "F" and task.stage == last)
             unit = len(self.units) - 1 if shared else edges[task.stage + 1] if task.phase == "F" else edges[task.stage]
-            return self.num_bytes(unit, self.lanes[task.slice], task.chunk)
+            return self.num_bytes(unit, self.lanes[task.micro_batch], task.chunk)
 
         def link(line: Channel) -> Link:
             return self.link(line.sender, line.receiver)

@@ -1,11 +1,11 @@
-"""Computes the memory of a plan on one batch shape from its slices, chunks and load. Needs no times, so no profile."""
+"""Computes the memory of a plan on one batch shape from its micro-batches, chunks and load. Needs no times, so no profile."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from itertools import pairwise
 
-from carrywave.plan.cost.memory import Load, Memory, Split, most_held, one_slice, stage_memory
+from carrywave.plan.cost.memory import Load, Memory, Split, most_held, one_micro_batch, stage_memory
 from carrywave.plan.cost.programs import loads_of
 from carrywave.plan.cost.units import BatchShape, Units
 from carrywave.plan.plan import Plan
@@ -17,7 +17,7 @@ class Footprint:
     def __init__(self, plan: Plan, shape: BatchShape, units: Units) -> None:
         self.plan, self.shape, self.units = plan, shape, units
         lanes = max(1, -(-shape.lanes // plan.replicas))
-        self.lanes = units.slices(plan, lanes) * units.accumulate
+        self.lanes = units.micro_batches(plan, lanes) * units.accumulate
         self.chunk_steps = shape.steps if units.whole or plan.chunk_steps is None else min(plan.chunk_steps, shape.steps)
         self.chunks = -(-shape.steps // self.chunk_steps)
         self.counts = (self.chunks,) * len(self.lanes)
@@ -28,13 +28,13 @@ class Footprint:
     def most_held(self, stage: int) -> Load:
         """An upper bound on a stage's load, without building a schedule."""
         if self.plan.stages == 1 or len(self.counts) == 1:
-            return one_slice(self.chunks, put_off=self.put_off)
+            return one_micro_batch(self.chunks, put_off=self.put_off)
         return most_held(self.chunks, len(self.counts), self.plan.stages - 1 - stage, put_off=self.put_off)
 
     def memory(self, stage: int, first: int, last: int, load: Load | None = None) -> Memory:
         """Bytes of units [first, last) as this stage, with the given load or, by default, that of the schedule."""
         if load is None:
-            # A single stage runs batches and slices one after another and holds one at a time.
+            # A single stage runs batches and micro-batches one after another and holds one at a time.
             counts = self.counts if self.plan.stages > 1 else self.counts[:1]
             load = loads_of(self.plan.stages, counts, self.share_head, self.put_off)[stage]
         first, last = self.units.alike(first, last)

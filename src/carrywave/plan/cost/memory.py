@@ -40,20 +40,20 @@ class Load:
         return max(held for held, _ in self.pairs)
 
 
-def one_slice(chunks: int, *, put_off: bool) -> Load:
-    """The load with a single slice: every stage runs all chunks forward and then backward, whatever its position."""
+def one_micro_batch(chunks: int, *, put_off: bool) -> Load:
+    """The load with a single micro-batch: every stage runs all chunks forward and then backward, whatever its position."""
     return Load(((chunks, 0), (1, chunks - 1)) if put_off and chunks > 1 else ((chunks, 0),))
 
 
-def most_held(chunks: int, slices: int, distance: int, *, put_off: bool) -> Load:
+def most_held(chunks: int, micro_batches: int, distance: int, *, put_off: bool) -> Load:
     """An upper bound on the load of a stage `distance` stages before the last, from the wavefront's limits on chunks in flight."""
-    held = min(chunks * slices, chunks + extra(chunks, distance))
+    held = min(chunks * micro_batches, chunks + extra(chunks, distance))
     return Load(((held, chunks - 1 if put_off else 0),))
 
 
 def loads(schedule: Schedule, *, put_off: bool) -> tuple[Load, ...]:
     """The load of each stage. A chunk is in flight from its forward to the end of its backward, then its weight gradients are pending
-    until its slice's backward is complete.
+    until its micro-batch's backward is complete.
     """
     found = []
     for tasks in schedule.stages:
@@ -89,7 +89,7 @@ def _inside(one: tuple[int, int], middle: tuple[int, int], other: tuple[int, int
 class Split:
     """The properties of a plan that memory depends on, apart from the cuts."""
 
-    lanes: int  # in the largest slice
+    lanes: int  # in the largest micro-batch
     steps: int  # per chunk
     window: int  # steps in the whole window
     all_lanes: int  # of the replica
@@ -107,7 +107,7 @@ def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) 
     chunk = split.lanes * split.steps
     flight = (entering if split.recompute else entering + kept) * chunk * e
     activations = max(held * flight + debts * owed * chunk * e for held, debts in load.pairs)
-    # The running chunk's temporaries; deferred gradients instead need a second copy of the largest unit's pending rows, over the slice.
+    # The running chunk's temporaries; deferred gradients instead need a second copy of the largest unit's pending rows, over all chunks.
     workspace = (work + (kept if split.recompute else 0)) * chunk * e
     if split.put_off:
         workspace = max(workspace, owing * split.lanes * split.window * e)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
-from carrywave.plan.cost.memory import Load, loads, one_slice
+from carrywave.plan.cost.memory import Load, loads, one_micro_batch
 from carrywave.plan.cost.simulation import Compiled
 from carrywave.plan.schedule.messages import with_messages
 from carrywave.plan.schedule.schedule import wavefront
@@ -21,7 +21,7 @@ def program_of(stages: int, chunks: tuple[int, ...], share_head: bool) -> Compil
 def loads_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bool) -> tuple[Load, ...]:
     """The chunks that each stage holds at once."""
     if len(chunks) == 1:
-        return (one_slice(chunks[0], put_off=put_off),) * stages
+        return (one_micro_batch(chunks[0], put_off=put_off),) * stages
     return loads(wavefront(stages, chunks, share_head=share_head), put_off=put_off)
 
 

@@ -149,9 +149,9 @@ class Units:
             return self.units[head].parameters + self.tied, tuple(range(last + 1))
         return (self.tied, (0, last)) if self.tied else (0, ())
 
-    def slices(self, plan: Plan, lanes: int) -> list[int]:
-        """Lanes in each slice of a replica with `lanes` lanes; in a reproducible run the slices are its shards."""
-        parts = SHARDS // plan.replicas if self.reproducible and plan.replicas in REPLICAS else plan.slices
+    def micro_batches(self, plan: Plan, lanes: int) -> list[int]:
+        """Lanes in each micro-batch of a replica with `lanes` lanes; in a reproducible run the micro-batches are its shards."""
+        parts = SHARDS // plan.replicas if self.reproducible and plan.replicas in REPLICAS else plan.micro_batches
         parts = min(parts, lanes)
         return [lanes * (part + 1) // parts - lanes * part // parts for part in range(parts)]
 

@@ -70,7 +70,7 @@ class Program:
 
 
 def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
-    """The schedule with a send right after each run (for `in_turn` schedules, after the last run of a slice), and with receives
+    """The schedule with a send right after each run (for `in_turn` schedules, after the last run of a micro-batch), and with receives
     posted ahead of the runs that need them.
 
     All tasks are put in one global order, by start time. Before a run, a stage has posted the receives of all messages whose
@@ -132,7 +132,7 @@ def _steps(schedule: Schedule, stage: int, turns: dict[StageTask, int], ahead: i
         steps.append(ProgramStep("run", task))
         if outgoing(task, schedule) is not None:
             held.append(task)
-        if not schedule.in_turn or task.chunk == (schedule.chunks[task.slice] - 1 if task.phase == "F" else 0):
+        if not schedule.in_turn or task.chunk == (schedule.chunks[task.micro_batch] - 1 if task.phase == "F" else 0):
             steps += [ProgramStep("send", each) for each in held]
             held.clear()
     return tuple(steps)
@@ -142,8 +142,8 @@ def _in_order(schedule: Schedule, stage: int, turns: dict[StageTask, int]) -> tu
     """The steps of a stage with its messages in the global send order."""
 
     def sent(task: StageTask) -> tuple[int, int]:
-        """Sort key for when a task's output is sent: after the task itself or, for `in_turn`, after the last task of its slice."""
-        last = task._replace(chunk=schedule.chunks[task.slice] - 1 if task.phase == "F" else 0) if schedule.in_turn else task
+        """Sort key for when a task's output is sent: after the task itself or, for `in_turn`, after the last task of its micro-batch."""
+        last = task._replace(chunk=schedule.chunks[task.micro_batch] - 1 if task.phase == "F" else 0) if schedule.in_turn else task
         return turns[last], turns[task]
 
     inbox = sorted((sent(task), reading) for messages in _inboxes(schedule, stage) for task, reading in messages)

@@ -1,8 +1,8 @@
 """A schedule is data: for each stage, the tuple of its tasks in order. The runtime interprets it and makes no decisions.
 
-A chunk is a part of the window's steps. A slice is a part of the lanes, or a whole batch of an accumulation group, so slices
+A chunk is a part of the window's steps. A micro-batch is a part of the lanes, or a whole batch of an accumulation group, so micro-batches
 may differ in their number of chunks. `show` prints a schedule as a picture with one row per stage and one column per unit of
-time, every task taking one unit: `F2` is the forward of chunk 2, `B2` its backward, `.` idle time. With several slices a
+time, every task taking one unit: `F2` is the forward of chunk 2, `B2` its backward, `.` idle time. With several micro-batches a
 letter is added: `F2b`. If the head is shared, `H2` is its forward and backward for chunk 2, on whichever stage has time for it.
 """
 
@@ -26,12 +26,12 @@ FORWARD, BACKWARD, HEAD = 1, 2, 2
 
 
 class StageTask(NamedTuple):
-    """The forward (F) or backward (B) of one chunk of one slice on one stage; or, for a shared head, its forward and backward (H)."""
+    """The forward (F) or backward (B) of one chunk of one micro-batch on one stage; or, for a shared head, its forward and backward (H)."""
 
     phase: Phase
     stage: int
     chunk: int
-    slice: int = 0
+    micro_batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Schedule:
     """The tasks of each stage, in execution order."""
 
     stages: tuple[tuple[StageTask, ...], ...]
-    chunks: tuple[int, ...]  # number of chunks in each slice
-    in_turn: bool = False  # a stage passes a slice on only after finishing all of its chunks
+    chunks: tuple[int, ...]  # number of chunks in each micro-batch
+    in_turn: bool = False  # a stage passes a micro-batch on only after finishing all of its chunks
 
     @property
-    def slices(self) -> int:
+    def micro_batches(self) -> int:
         return len(self.chunks)
 
     @property
@@ -53,47 +53,48 @@ class Schedule:
 
     @cached_property
     def scorers(self) -> dict[tuple[int, int], int]:
-        """Maps (chunk, slice) to the stage that runs the shared head on it; empty if not shared: the last stage runs it for all."""
-        return {(task.chunk, task.slice): task.stage for tasks in self.stages for task in tasks if task.phase == "H"}
+        """Maps (chunk, micro-batch) to the stage that runs the shared head on it; empty if not shared: the last stage runs it for all."""
+        return {(task.chunk, task.micro_batch): task.stage for tasks in self.stages for task in tasks if task.phase == "H"}
 
 
-def serial(chunks: int | Sequence[int] = 1, slices: int = 1, *, backward: bool = True) -> Schedule:
-    """One stage: each slice runs forward through its chunks, then backward in reverse order, before the next slice starts."""
-    counts = _counts(1, chunks, slices)
-    return Schedule((_slice_by_slice(0, counts, backward),), counts)
+def serial(chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True) -> Schedule:
+    """One stage: each micro-batch runs forward through its chunks, then backward in reverse order, before the next micro-batch starts."""
+    counts = _counts(1, chunks, micro_batches)
+    return Schedule((_one_by_one(0, counts, backward),), counts)
 
 
-def sequential(stages: int, chunks: int | Sequence[int] = 1, slices: int = 1, *, backward: bool = True) -> Schedule:
-    """Naive model parallelism: stages run one after the other, a whole slice at a time, so only one works at any moment."""
-    counts = _counts(stages, chunks, slices)
+def sequential(stages: int, chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True) -> Schedule:
+    """Naive model parallelism: stages run one after the other, a whole micro-batch at a time, so only one works at any moment."""
+    counts = _counts(stages, chunks, micro_batches)
     if not backward and len(counts) > 1:
         raise PlanError(
-            "stages one after the other take one slice forward at a time, since nothing comes back to hold the next; use slices=1"
+            "stages one after the other take one micro-batch forward at a time, since nothing comes back to hold the next; "
+            "use micro_batches=1"
         )
-    return Schedule(tuple(_slice_by_slice(stage, counts, backward) for stage in range(stages)), counts, in_turn=True)
+    return Schedule(tuple(_one_by_one(stage, counts, backward) for stage in range(stages)), counts, in_turn=True)
 
 
-def gpipe(stages: int, slices: int, *, backward: bool = True) -> Schedule:
-    """GPipe: slices are pipelined without cutting time; all forwards, then all backwards in reverse order."""
-    counts = _counts(stages, 1, slices)
+def gpipe(stages: int, micro_batches: int, *, backward: bool = True) -> Schedule:
+    """GPipe: micro-batches are pipelined without cutting time; all forwards, then all backwards in reverse order."""
+    counts = _counts(stages, 1, micro_batches)
     rows = []
     for stage in range(stages):
-        row = [StageTask("F", stage, 0, part) for part in range(slices)]
+        row = [StageTask("F", stage, 0, part) for part in range(micro_batches)]
         rows.append((*row, *(task._replace(phase="B") for task in reversed(row))) if backward else tuple(row))
     return Schedule(tuple(rows), counts)
 
 
 def wavefront(
-    stages: int, chunks: int | Sequence[int], slices: int = 1, *, backward: bool = True, share_head: bool = False, head: float = HEAD
+    stages: int, chunks: int | Sequence[int], micro_batches: int = 1, *, backward: bool = True, share_head: bool = False, head: float = HEAD
 ) -> Schedule:
-    """Chunks are pipelined: stages work on different chunks, and a slice's backward starts once its last chunk has passed the
-    last stage. Several slices interleave one forward, one backward (1F1B), so a stage holds little more than one slice.
+    """Chunks are pipelined: stages work on different chunks, and a micro-batch's backward starts once its last chunk has passed the
+    last stage. Several micro-batches interleave one forward, one backward (1F1B), so a stage holds little more than one micro-batch.
 
     `share_head`: the head's work on a chunk (H) goes to a stage that would otherwise be idle, so that the last stage has no
     more to do than the others; `head` is its duration relative to a forward. It has no effect with one stage, or in evaluation,
     where there is no idle time to fill.
     """
-    counts = _counts(stages, chunks, slices)
+    counts = _counts(stages, chunks, micro_batches)
     if not backward:
         return Schedule(
             tuple(tuple(StageTask("F", stage, chunk, part) for chunk, part in _forwards(counts)) for stage in range(stages)), counts
@@ -110,7 +111,7 @@ def _greedy(stages: int, counts: tuple[int, ...], head: float | None) -> tuple[t
     """
     forwards = _forwards(counts)
     backwards = [(chunk, part) for part, count in enumerate(counts) for chunk in reversed(range(count))]
-    # The last stage may start the n-th backward once whole[n] forwards are done: all those up to the end of its slice.
+    # The last stage may start the n-th backward once whole[n] forwards are done: all those up to the end of its micro-batch.
     whole = [end for end, count in zip(accumulate(counts), counts, strict=True) for _ in range(count)]
     last, total = stages - 1, len(forwards)
     limits = [max(counts) + extra(max(counts), last - stage) for stage in range(stages)]
@@ -154,25 +155,25 @@ def _greedy(stages: int, counts: tuple[int, ...], head: float | None) -> tuple[t
 
 
 def extra(chunks: int, distance: int) -> int:
-    """How many chunks beyond one slice a stage may hold when it is `distance` stages before the last.
+    """How many chunks beyond one micro-batch a stage may hold when it is `distance` stages before the last.
 
-    Between the last forward of a slice and its first backward, such a stage has 3 * distance units of time to fill: for each
-    later stage, one on the way forward and two on the way back. Forwards of later slices fill them. If slices are shorter than
+    Between the last forward of a micro-batch and its first backward, such a stage has 3 * distance units of time to fill: for each
+    later stage, one on the way forward and two on the way back. Forwards of later micro-batches fill them. If these are shorter than
     that, their backwards take part of the time: with one chunk each, 3 units hold one forward and one backward. With these
-    limits, equal slices finish 3 * (stages - 1) units after the time one stage needs for its own tasks, which is optimal.
+    limits, equal micro-batches finish 3 * (stages - 1) units after the time one stage needs for its own tasks, which is optimal.
     """
     return min(3, chunks) * distance
 
 
-def _counts(stages: int, chunks: int | Sequence[int], slices: int) -> tuple[int, ...]:
-    """The number of chunks in each slice, given as one number for all slices or one for each."""
-    counts = (chunks,) * slices if isinstance(chunks, int) else tuple(chunks)
+def _counts(stages: int, chunks: int | Sequence[int], micro_batches: int) -> tuple[int, ...]:
+    """The number of chunks in each micro-batch, given as one number for all micro-batches or one for each."""
+    counts = (chunks,) * micro_batches if isinstance(chunks, int) else tuple(chunks)
     if stages < 1:
         raise PlanError(f"a schedule needs at least one stage, got {stages}; use 1 or more")
     if not counts or min(counts) < 1:
-        raise PlanError(f"a schedule needs at least one chunk and one slice, got {chunks} and {slices}; use 1 or more")
-    if slices not in (1, len(counts)):
-        raise PlanError(f"{len(counts)} numbers of chunks cannot describe {slices} slices; leave slices out")
+        raise PlanError(f"a schedule needs at least one chunk and one micro-batch, got {chunks} and {micro_batches}; use 1 or more")
+    if micro_batches not in (1, len(counts)):
+        raise PlanError(f"{len(counts)} numbers of chunks cannot describe {micro_batches} micro-batches; leave micro-batches out")
     return counts
 
 
@@ -180,7 +181,7 @@ def _forwards(counts: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(chunk, part) for part, count in enumerate(counts) for chunk in range(count)]
 
 
-def _slice_by_slice(stage: int, counts: tuple[int, ...], backward: bool) -> tuple[StageTask, ...]:
+def _one_by_one(stage: int, counts: tuple[int, ...], backward: bool) -> tuple[StageTask, ...]:
     tasks: list[StageTask] = []
     for part, count in enumerate(counts):
         row = [StageTask("F", stage, chunk, part) for chunk in range(count)]
@@ -235,15 +236,15 @@ def needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
     other = source(task, schedule)
     if other is None:
         return own_needs(task, schedule)
-    if schedule.in_turn:  # wait for the last chunk the neighbour computes: it passes on whole slices
-        other = other._replace(chunk=schedule.chunks[task.slice] - 1 if task.phase == "F" else 0)
+    if schedule.in_turn:  # wait for the last chunk the neighbour computes: it passes on whole micro-batches
+        other = other._replace(chunk=schedule.chunks[task.micro_batch] - 1 if task.phase == "F" else 0)
     return [other, *own_needs(task, schedule)]
 
 
 def check(schedule: Schedule) -> None:
     """Reject a schedule in which a task is missing, duplicated or on the wrong stage."""
     if not schedule.stages or not schedule.chunks:
-        raise PlanError("a schedule without stages or slices has nothing to run; give it at least one of each")
+        raise PlanError("a schedule without stages or micro-batches has nothing to run; give it at least one of each")
     phases: tuple[Phase, ...] = ("F", "B") if schedule.backward else ("F",)
     heads: list[StageTask] = []
     for stage, tasks in enumerate(schedule.stages):
@@ -263,7 +264,7 @@ def check(schedule: Schedule) -> None:
 
 def _check_heads(schedule: Schedule, heads: Sequence[StageTask]) -> None:
     """Check that a shared head scores each chunk exactly once, on any stage."""
-    found = Counter((task.chunk, task.slice) for task in heads)
+    found = Counter((task.chunk, task.micro_batch) for task in heads)
     last = len(schedule.stages) - 1
     for place in _forwards(schedule.chunks) if heads else []:
         if (times := found.pop(place, 0)) != 1:
@@ -323,7 +324,7 @@ def bubble(schedule: Schedule, *, forward: float = FORWARD, backward: float = BA
 
 def name(task: StageTask, schedule: Schedule) -> str:
     """A task as the picture shows it."""
-    return f"{task.phase}{task.chunk}" + (_letters(task.slice) if schedule.slices > 1 else "")
+    return f"{task.phase}{task.chunk}" + (_letters(task.micro_batch) if schedule.micro_batches > 1 else "")
 
 
 def _letters(part: int) -> str:

@@ -16,7 +16,7 @@ OfUnits = Callable[[int, int, int], float]  # (stage, first unit, last unit + 1)
 
 
 def shared_out(case: PlanCase) -> float:
-    """Seconds of a step if all its work were divided evenly over the stages; chunks and slices only add to that."""
+    """Seconds of a step if all its work were divided evenly over the stages; chunks and micro-batches only add to that."""
     return _with_rest(case, _all_units(case, case.busy, 2 * sum(case.counts)) / case.plan.stages)
 
 
@@ -97,7 +97,7 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
         all_work += work + pays[stage]
         waits += lead + max(0.0, back - pays[stage])
         if case.share_head:
-            # Chunks differ little, and slices by one lane at most: use the fewest lanes and the cheaper chunk, to stay a lower bound.
+            # Chunks differ little, and micro-batches by at most one lane: the fewest lanes and the cheaper chunk keep it a lower bound.
             scores = (case.score(stage, min(case.lanes), chunk) for chunk in (0, case.chunks - 1))
             work += scored_by(stages, case.counts)[stage] * min(scores)
         own.append(lead + work)
@@ -118,9 +118,9 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
 
 
 def _wave(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
-    """When each stage finishes a single slice: all chunks forward, then all backward. This is the critical path through a grid of stages
-    and chunks in which all chunks but the last are equal: it follows one stage, the slowest, and crosses to the last chunk where that is
-    latest.
+    """When each stage finishes a single micro-batch: all chunks forward, then all backward. This is the critical path through a grid of
+    stages and chunks in which all chunks but the last are equal: it follows one stage, the slowest, and crosses to the last chunk where
+    that is latest.
     """
     stages, span, lanes, last = case.plan.stages, case.spans(edges), case.lanes[0], case.chunks - 1
     send = case.overheads.message_seconds

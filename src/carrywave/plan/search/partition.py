@@ -60,7 +60,7 @@ def no_fit(units: int, stages: int, num_bytes: BytesOf, limits: Sequence[int]) -
     remedy = (
         "a device with more memory, or a smaller model, is the only way"
         if last - first == 1
-        else f"use more stages (up to {units}), plan.recompute or plan.slices, or devices with more memory"
+        else f"use more stages (up to {units}), plan.recompute or plan.micro_batches, or devices with more memory"
     )
     return NoFit(
         f"no way to cut {units} units into {stages} stage{'s' if stages > 1 else ''} fits: at best {lack}",

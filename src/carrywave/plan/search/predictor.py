@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from carrywave.plan.cost.case import PlanCase
 from carrywave.plan.cost.cluster import Cluster, Placed
-from carrywave.plan.cost.memory import Memory, one_slice
+from carrywave.plan.cost.memory import Memory, one_micro_batch
 from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.simulation import Timeline
 from carrywave.plan.cost.stage_costs import Costs
@@ -62,7 +62,7 @@ class Predictor:
 
     def cases(self, plan: Plan) -> tuple[PlanCase, ...]:
         """The plan on each batch shape; independent of the cuts."""
-        key = plan.replicas, plan.stages, plan.chunk_steps, plan.slices, plan.recompute, plan.share_head
+        key = plan.replicas, plan.stages, plan.chunk_steps, plan.micro_batches, plan.recompute, plan.share_head
         found = self._cases.get(key)
         if found is None:
             found = self._cases[key] = tuple(
@@ -158,10 +158,10 @@ class Predictor:
         return rough or all(memory.total <= limit for memory, limit in zip(self.memories(plan), limits, strict=True))
 
     def may_fit(self, plan: Plan) -> bool:
-        """Necessary condition for fitting: all memory, divided evenly over the stages, fits. Every stage holds at least one slice."""
+        """Necessary condition for fitting: all memory, divided evenly over the stages, fits. Every stage holds at least one micro-batch."""
         room = sum(self.limits(plan))
         for case in self.cases(plan):
-            whole = case.memory(0, 0, len(self.units), one_slice(case.chunks, put_off=case.put_off))
+            whole = case.memory(0, 0, len(self.units), one_micro_batch(case.chunks, put_off=case.put_off))
             if whole.total - whole.workspace > room:
                 return False
         return True

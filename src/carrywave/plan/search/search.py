@@ -1,4 +1,4 @@
-"""Finds the best plan for a spec on a cluster: over replicas, stages, cuts, chunks, slices, recomputation and a shared head.
+"""Finds the best plan for a spec on a cluster: over replicas, stages, cuts, chunks, micro-batches, recomputation and a shared head.
 
 This is a best-first branch and bound: every plan has a lower bound on its time, and only plans that could still win are examined more
 closely, first with their cuts, then in the simulator. The result is that of simulating everything `space` lists, to within a tolerance,
@@ -28,7 +28,7 @@ from carrywave.plan.plan import Plan, even_cuts
 from carrywave.plan.search.memory_advice import explained
 from carrywave.plan.search.partition import NoFit, all_cuts, partition, say, span
 from carrywave.plan.search.predictor import Prediction, Predictor
-from carrywave.plan.search.space import ALL_STAGES, SLICES, Space
+from carrywave.plan.search.space import ALL_STAGES, MICRO_BATCHES, Space
 
 GAIN_PER_DOUBLING = 0.05  # fraction of the time that doubling the devices must save to be worth it
 TOLERANCE = 0.01  # how much slower than the best the plan found may be
@@ -110,8 +110,8 @@ def describe(plan: Plan) -> str:
         parts = [" x ".join(parts)]
     if plan.chunk_steps is not None:
         parts.append(f"chunks of {plan.chunk_steps} steps")
-    if plan.slices > 1:
-        parts.append(f"{plan.slices} slices")
+    if plan.micro_batches > 1:
+        parts.append(f"{plan.micro_batches} micro-batches")
     parts += ["recompute"] * plan.recompute + ["the head shared"] * plan.shares_head
     return ", ".join(parts)
 
@@ -142,7 +142,7 @@ class Search:
         heap: list[tuple[float, int, Level, Plan]] = []  # lower bound on the score, tie-break, level, plan
         best: Prediction | None = None
         limit, simulated = math.inf, 0
-        cut: Counter[tuple[bool, bool]] = Counter()  # by (several stages, several slices): bounds are less tight with slices
+        cut: Counter[tuple[bool, bool]] = Counter()  # by (several stages, several micro-batches): bounds are less tight with micro-batches
 
         def push(plan: Plan, seconds: float, level: Level) -> None:
             score = _score(seconds, plan, gain)
@@ -159,14 +159,14 @@ class Search:
                 for each in self.space.plans(plan):
                     push(each, self._least(each), "uncut")
             elif level == "uncut":
-                sort = plan.stages > 1, plan.slices > 1
+                sort = plan.stages > 1, plan.micro_batches > 1
                 if cut[sort] >= most_cut:
                     continue
                 for cuts in self._cuts(plan):
                     whole = replace(plan, cuts=cuts)
                     push(whole, self._bound(whole), "cut")
                     cut[sort] += 1
-                if not self.cuts[plan] and not plan.recompute and plan.slices <= SLICES[-1]:
+                if not self.cuts[plan] and not plan.recompute and plan.micro_batches <= MICRO_BATCHES[-1]:
                     for each in self.space.leaner(plan):
                         push(each, self._least(each), "uncut")
             else:
@@ -211,7 +211,7 @@ class Search:
         return self.cuts[plan]
 
     def variants(self, plan: Plan) -> list[Prediction]:
-        """The chosen plan with one thing changed, if that fits: chunk size, even cuts, the head shared or not, two slices."""
+        """The chosen plan with one thing changed, if that fits: chunk size, even cuts, the head shared or not, two micro-batches."""
         steps = sorted(each for each in self.space.chunk_steps() if each is not None)
         near: list[Plan] = []
         if plan.stages > 1:
@@ -219,7 +219,9 @@ class Search:
             near += [replace(plan, chunk_steps=each) for each in (*steps[max(0, at - 1) : at], *steps[at + 1 : at + 2])]
             near.append(replace(plan, cuts=even_cuts(len(self.units), plan.stages)))
             near += [replace(plan, share_head=not plan.share_head)] * (not self.units.pooled)
-            near += [replace(plan, slices=2)] * (plan.slices == 1 and 2 in self.space.slices(plan.replicas, SLICES))
+            near += [replace(plan, micro_batches=2)] * (
+                plan.micro_batches == 1 and 2 in self.space.micro_batches(plan.replicas, MICRO_BATCHES)
+            )
         return [self._predict(each) for each in near if each != plan and self.predictor.fits(each)]
 
     def chosen(self) -> Prediction:

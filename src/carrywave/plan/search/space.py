@@ -1,4 +1,4 @@
-"""Enumerates the plans for a model on a cluster: numbers of replicas, stages, slices and chunks. It knows no times and no bytes."""
+"""Enumerates the plans for a model on a cluster: numbers of replicas, stages, micro-batches and chunks. It knows no times and no bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from carrywave.plan.plan import Plan
 
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of chunks per window that are tried
 LEAST_CHUNK_STEPS = 2
-SLICES = (1, 2)  # more slices cost more than the idle time they fill, unless time cannot be cut or memory is short
-MORE_SLICES = (4, 8, 16)
+MICRO_BATCHES = (1, 2)  # more micro-batches cost more than the idle time they fill, unless time cannot be cut or memory is short
+MORE_MICRO_BATCHES = (4, 8, 16)
 ALL_STAGES = 16  # every number of stages is tried up to this, only some beyond
 
 # Up to MOST_NUMBERS candidate numbers of replicas are all tried; of more, only those at least a factor of APART apart.
@@ -59,11 +59,11 @@ class Space:
             return [replicas for replicas in found if replicas in REPLICAS]
         return _thinned(found)
 
-    def slices(self, replicas: int, numbers: Sequence[int]) -> list[int]:
-        """Those of `numbers` that leave at least one lane for every slice of every replica."""
+    def micro_batches(self, replicas: int, numbers: Sequence[int]) -> list[int]:
+        """Those of `numbers` that leave at least one lane for every micro-batch of every replica."""
         if self.units.reproducible:
             return [1]
-        return [slices for slices in numbers if slices == 1 or replicas * slices <= self.most_lanes]
+        return [micro_batches for micro_batches in numbers if micro_batches == 1 or replicas * micro_batches <= self.most_lanes]
 
     def chunk_steps(self) -> list[int | None]:
         """Chunk sizes to try: the whole window (None), then parts of it, longest first."""
@@ -78,29 +78,29 @@ class Space:
         if group.stages == 1:
             yield group
             return
-        for slices in self.slices(group.replicas, SLICES + MORE_SLICES * self.units.whole):
+        for micro_batches in self.micro_batches(group.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES * self.units.whole):
             for steps in self.chunk_steps():
                 for share_head in (False,) if self.units.pooled else (False, True):
-                    yield replace(group, chunk_steps=steps, slices=slices, share_head=share_head)
+                    yield replace(group, chunk_steps=steps, micro_batches=micro_batches, share_head=share_head)
 
     def leaner(self, plan: Plan) -> Iterator[Plan]:
-        """Variants that need less memory than a plan that does not fit: recomputation, more slices, and on one stage also chunks.
+        """Variants that need less memory than a plan that does not fit: recomputation, more micro-batches, and on one stage also chunks.
 
-        On one stage, slices and chunks have no other benefit.
+        On one stage, micro-batches and chunks have no other benefit.
         """
         if plan.stages > 1:
             yield replace(plan, recompute=True)
-            if plan.slices == SLICES[-1] and not self.units.whole:
-                for slices in self.slices(plan.replicas, MORE_SLICES):
-                    yield replace(plan, slices=slices)
-                    yield replace(plan, slices=slices, recompute=True)
+            if plan.micro_batches == MICRO_BATCHES[-1] and not self.units.whole:
+                for micro_batches in self.micro_batches(plan.replicas, MORE_MICRO_BATCHES):
+                    yield replace(plan, micro_batches=micro_batches)
+                    yield replace(plan, micro_batches=micro_batches, recompute=True)
         elif plan == Plan(plan.replicas):
-            for slices in self.slices(plan.replicas, SLICES + MORE_SLICES):
-                if slices > 1:
-                    yield replace(plan, slices=slices)
+            for micro_batches in self.micro_batches(plan.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES):
+                if micro_batches > 1:
+                    yield replace(plan, micro_batches=micro_batches)
                 for steps in self.chunk_steps():
                     if steps is not None:
-                        yield replace(plan, slices=slices, chunk_steps=steps, recompute=True)
+                        yield replace(plan, micro_batches=micro_batches, chunk_steps=steps, recompute=True)
 
     def leanest(self) -> Iterator[Plan]:
         """For each number of stages, the plain plan, then those that need the least memory."""
@@ -109,8 +109,8 @@ class Space:
             replicas = self.replicas(stages)
             for number in sorted({*replicas[:1], *replicas[-1:]}):
                 yield Plan(number, stages)
-                slices = self.slices(number, SLICES + MORE_SLICES)
-                for parts in sorted({1, slices[-1]}):
+                micro_batches = self.micro_batches(number, MICRO_BATCHES + MORE_MICRO_BATCHES)
+                for parts in sorted({1, micro_batches[-1]}):
                     for each in {steps[0]: None, steps[-1]: None}:
                         yield Plan(number, stages, (), each, parts, recompute=True)
 

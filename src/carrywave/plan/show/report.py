@@ -21,12 +21,12 @@ def section(plan: Plan, units: Units) -> dict[str, Any]:
     chunk_steps = plan.chunk_steps
     if plan.stages > 1:
         found["cuts"] = list(plan.edges(len(units))[1:-1])
-        if chunk_steps is None and plan.slices == 1 and not units.whole:
+        if chunk_steps is None and plan.micro_batches == 1 and not units.whole:
             chunk_steps = max(shape.steps for shape in units.shapes)  # if omitted, `resolve` would cut the window into chunks
     if chunk_steps is not None:
         found["chunk_steps"] = chunk_steps
-    if plan.slices > 1:
-        found["slices"] = plan.slices
+    if plan.micro_batches > 1:
+        found["micro_batches"] = plan.micro_batches
     found |= {name: True for name in ("recompute", "share_head") if getattr(plan, name)}
     return found if plan.kernel == "auto" else found | {"kernel": plan.kernel}
 

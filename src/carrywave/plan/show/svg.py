@@ -80,10 +80,10 @@ def _row(name: str, spans: Sequence[TaskSpan], top: int, scale: float, seconds: 
         f'<rect class="track" x="{left}" y="{top}" width="{seconds * scale:.2f}" height="{ROW}"/>',
     ]
     chunks = 1 + max((span.task.chunk for span in spans if span.task is not None), default=0)
-    slices = 1 + max((span.task.slice for span in spans if span.task is not None), default=0)
+    micro_batches = 1 + max((span.task.micro_batch for span in spans if span.task is not None), default=0)
     for span in spans:
         x, width = left + span.start * scale, (span.end - span.start) * scale
-        said = _said(span, slices)
+        said = _said(span, micro_batches)
         when = f"{seconds_text(span.start)} to {seconds_text(span.end)}"
         shade = "" if span.task is None or span.label == "pay" else f' fill-opacity="{_shade(span.task.chunk, chunks):.2f}"'
         # Leave a hairline gap between neighbours if there is room for one.
@@ -97,10 +97,10 @@ def _row(name: str, spans: Sequence[TaskSpan], top: int, scale: float, seconds: 
     return parts
 
 
-def _said(span: TaskSpan, slices: int) -> str:
+def _said(span: TaskSpan, micro_batches: int) -> str:
     if span.task is None or span.label == "pay":
         return _NAMES[span.label]
-    return f"{span.label}{span.task.chunk}" + (chr(ord("a") + span.task.slice % 26) if slices > 1 else "")
+    return f"{span.label}{span.task.chunk}" + (chr(ord("a") + span.task.micro_batch % 26) if micro_batches > 1 else "")
 
 
 def _shade(chunk: int, chunks: int) -> float:

@@ -91,7 +91,7 @@ def _row(spans: Sequence[TaskSpan], seconds: float, columns: int) -> str:
     for span in spans:
         letters = _LETTERS[span.label]
         # Alternate upper and lower case between neighbouring chunks to show where each ends.
-        letter = letters[(span.task.chunk + span.task.slice) % len(letters)] if span.task is not None else letters
+        letter = letters[(span.task.chunk + span.task.micro_batch) % len(letters)] if span.task is not None else letters
         for column in range(int(span.start / each), min(columns, math.ceil(span.end / each))):
             overlap = min(span.end, (column + 1) * each) - max(span.start, column * each)
             times[column][letter] = times[column].get(letter, 0.0) + overlap

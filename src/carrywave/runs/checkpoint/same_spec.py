@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint.snapshot import Stored
+from carrywave.spec.load import with_new_names
 from carrywave.spec.spec import Spec
 
 # Settings in the train section that may change when a run is resumed.
@@ -17,7 +18,7 @@ BATCH = ("batch.lanes", "batch.steps", "batch.tokens")  # chosen to fit the data
 def spec_of(snapshot: Stored) -> Spec:
     """The spec that a snapshot was made with."""
     with sound():
-        return Spec.model_validate(snapshot.meta["spec"])
+        return Spec.model_validate(with_new_names(snapshot.meta["spec"]))
 
 
 def check_same(asked: Spec, spec: Spec) -> None:

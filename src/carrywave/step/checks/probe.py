@@ -1,8 +1,8 @@
 """Runs a user's module on a few lanes and steps, once whole and once in parts, and reports where the results differ.
 
-The parts are cut along time (like chunks) or lanes (like replicas and slices). Outputs, loss, count and gradients must concatenate or add
-up to the whole. One call must leave nothing behind for the next: no changed buffers or attributes, no draws from a generator that is not
-keyed.
+The parts are cut along time (like chunks) or lanes (like replicas and micro-batches). Outputs, loss, count and gradients must concatenate
+or add up to the whole. One call must leave nothing behind for the next: no changed buffers or attributes, no draws from a generator that
+is not keyed.
 
 The probe leaves no trace. While it runs, parameters and buffers are copies, in float64 where the module's code allows it, so that rounding
 is not mistaken for a difference; attributes and generators are restored afterwards.

@@ -35,7 +35,7 @@ STEPWISE: frozenset[type[nn.Module]] = frozenset(
 )
 
 _STEP_BY_STEP = "make it work step by step, or leave plan.stages and plan.chunk_steps out"
-_LANE_BY_LANE = "make it work lane by lane, or train on one device without slices"
+_LANE_BY_LANE = "make it work lane by lane, or train on one device without micro-batches"
 
 
 def stepwise(module: nn.Module) -> bool:
@@ -75,7 +75,7 @@ def check_splits(stage: Stage | Whole, plan: Plan, batch: Batch, key: Tensor, me
     cut: set[Axis] = set()
     if plan.chunk_steps is not None and not (isinstance(stage, Whole) or stage.lstm.bidirectional):
         cut.add("time")
-    if plan.replicas * plan.slices > 1 or shards:
+    if plan.replicas * plan.micro_batches > 1 or shards:
         cut.add("lanes")
     # A module that draws random numbers or keeps state also breaks if it is run twice, or apart from the rest of the model.
     split = bool(cut) or plan.recompute or plan.stages > 1
