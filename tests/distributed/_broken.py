@@ -15,7 +15,7 @@ from carrywave.data.batch import Batch
 from carrywave.kernels import random
 from carrywave.model import heads
 from carrywave.model.lstm import LSTM
-from carrywave.step import compute, trainer, worker_setup
+from carrywave.step import executor, trainer, worker_setup
 from carrywave.step.trainer import Trainer
 
 
@@ -31,21 +31,21 @@ def broken(name: str | None, rank: int) -> Iterator[None]:
 
 def _mean_of_means(rank: int) -> Any:
     """Every worker divides the loss of each batch by the number of targets that it has itself, and the means are averaged."""
-    run = compute.run
+    run = executor.run
 
-    def local(job: compute.Job) -> float:
+    def local(job: executor.Job) -> float:
         targets = job.batch.targets
         assert targets is not None
         real = targets.isfinite().sum() if targets.is_floating_point() else (targets != heads.IGNORED).sum()
         return max(1.0, float(real))
 
-    def wrong(stage: Any, plan: Any, program: Any, jobs: Any, *others: Any, **named: Any) -> list[compute.BatchOutcome]:
+    def wrong(stage: Any, plan: Any, program: Any, jobs: Any, *others: Any, **named: Any) -> list[executor.BatchOutcome]:
         jobs = [replace(job, scale=torch.tensor(1.0 / local(job), dtype=torch.float64)) for job in jobs]
         outcomes = run(stage, plan, program, jobs, *others, **named)
         one = torch.ones((), dtype=torch.float64)
         return [replace(each, loss_sum=each.loss_sum / local(job), count=one) for each, job in zip(outcomes, jobs, strict=True)]
 
-    return mock.patch.object(compute, "run", wrong)
+    return mock.patch.object(executor, "run", wrong)
 
 
 def _last_padded_step(rank: int) -> Any:
@@ -104,13 +104,13 @@ def _local_lanes(rank: int) -> Any:
 
 def _carry_gradient_dropped(rank: int) -> Any:
     """Back-propagation through time ends at every chunk."""
-    backward = compute._Run._backward
+    backward = executor._Run._backward
 
     def wrong(self: Any, task: Any) -> None:
         self.handed_back.clear()
         backward(self, task)
 
-    return mock.patch.object(compute._Run, "_backward", wrong)
+    return mock.patch.object(executor._Run, "_backward", wrong)
 
 
 def _tied_not_summed(rank: int) -> Any:
@@ -126,26 +126,26 @@ def _head_not_summed(rank: int) -> Any:
 
 def _score_not_returned(rank: int) -> Any:
     """What another stage found out about a chunk is not told to the last one."""
-    score = compute._Run._score
+    score = executor._Run._score
 
     def wrong(self: Any, task: Any) -> None:
         score(self, task)
         if task in self.leaving:
             self.leaving[task].zero_()
 
-    return mock.patch.object(compute._Run, "_score", wrong)
+    return mock.patch.object(executor._Run, "_score", wrong)
 
 
 def _summed_twice(rank: int) -> Any:
     """Gradients that were reduced already are reduced once more."""
-    finish = worker_setup.Reducer.finish
+    reduce = worker_setup.AllReduce.reduce
 
     def wrong(self: Any) -> None:
-        finish(self)
+        reduce(self)
         for bucket in self.buckets:
             torch.distributed.all_reduce(bucket.flat, group=bucket.group)
 
-    return mock.patch.object(worker_setup.Reducer, "finish", wrong)
+    return mock.patch.object(worker_setup.AllReduce, "reduce", wrong)
 
 
 MISTAKES: dict[str, Callable[[int], Any]] = {

@@ -34,7 +34,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.step import worker_setup
-from carrywave.step.gradients import Reducer
+from carrywave.step.all_reduce import AllReduce
 
 
 class Worker:
@@ -58,7 +58,7 @@ class Worker:
         if line["meeting"] != self.meeting:
             self._meet(line["meeting"], plan.workers)
         options = {} if case.get("bucket_bytes") is None else {"bucket_bytes": case["bucket_bytes"]}
-        with broken(case.get("broken"), self.rank), mock.patch.object(worker_setup, "Reducer", functools.partial(Reducer, **options)):
+        with broken(case.get("broken"), self.rank), mock.patch.object(worker_setup, "AllReduce", functools.partial(AllReduce, **options)):
             return train(case, self._mesh(plan))
 
     def _meet(self, path: str, size: int) -> None:

@@ -64,7 +64,7 @@ def weights(one: Trainer) -> dict[str, Tensor]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_recorded_step_is_skipped_on_the_device(precision: str, optimizer: str, accumulate: int) -> None:
     both = [trainer(precision=precision, optimizer=optimizer) for _ in range(2)]
-    both[1].record(None)
+    both[1].capture = None
     finite: list[list[bool]] = [[], []]
     for number in range(12):
         for one, seen in zip(both, finite, strict=True):
@@ -77,9 +77,9 @@ def test_a_recorded_step_is_skipped_on_the_device(precision: str, optimizer: str
     assert sum(both[0].capture.replays.values()) >= 12 - 2
     for one, seen in zip(both, finite, strict=True):
         assert seen == [number != BAD for number in range(12)]
-        found = one.bad.look()
+        found = one.nonfinite.look()
         assert (found.ago, found.bad, found.longest, found.in_a_row) == (11 - BAD, 1, 1, 0)
-        assert one.bad.cause(found, weights=True) == "the output that lstm.l0 computes on rank 0"
+        assert one.nonfinite.cause(found, weights=True) == "the output that lstm.l0 computes on rank 0"
         assert one.state is not None
         assert all(bool(part.isfinite().all()) for carry in one.state.carries for part in carry)
     # The same work in the same order, from a recording or not.

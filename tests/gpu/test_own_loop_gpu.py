@@ -37,7 +37,7 @@ def trained(*, record: bool, steps: int = 10, keys: dict[str, Any] | None = None
     net = model()
     trainer = cw.Trainer(net, keys or {"lr": 0.01, "clip": 0.5, "weight_decay": 0.1}, device="cuda")
     if not record:
-        trainer.record(None)
+        trainer.capture = None
     losses = []
     for number in range(steps):
         net.head.requires_grad_(number > 2)

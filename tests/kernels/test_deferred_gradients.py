@@ -39,12 +39,12 @@ def test_linear_and_embedding_over_chunks(before: bool) -> None:
     with deferring(owed):
         for part in (slice(2, 4), slice(0, 2)):
             deferred_gradients.backward([loss(part, True)], [None])
-            assert owed.owes(weight)
-            assert owed.owes(table)
-            assert not owed.owes(bias)
-    owed.pay(whole.append)
+            assert owed.pending(weight)
+            assert owed.pending(table)
+            assert not owed.pending(bias)
+    owed.flush(whole.append)
     assert [id(each) for each in whole] == [id(weight), id(table)]  # in the order of backward, each once
-    assert not owed.owes(weight)
+    assert not owed.pending(weight)
     for each, wanted in zip((weight, bias, table), expected, strict=True):
         assert wanted is not None
         assert_close(each.grad, wanted + 1.0 if before else wanted, **TOLERANCE)
@@ -57,7 +57,7 @@ def test_a_tied_weight_is_paid_once() -> None:
     owed, whole = Deferred(), []
     with deferring(owed):
         deferred_gradients.backward([deferred_gradients.linear(deferred_gradients.embedding(index, table), table).square().sum()], [None])
-    owed.pay(whole.append)
+    owed.flush(whole.append)
     assert len(whole) == 1
     assert_close(table.grad, expected, **TOLERANCE)
 
@@ -80,7 +80,7 @@ def test_the_layer_over_chunks() -> None:
         second, last = manual.layer(x[4:], middle, (weights,), (lengths - 4).clamp(min=0))
         deferred_gradients.backward([first.square().sum() + second.square().sum() + last.c.sum()], [None])
     assert weights.w_ih.grad is None
-    owed.pay()
+    owed.flush()
     for each, wanted in zip(named, expected, strict=True):
         assert each is not None
         assert_close(each.grad, wanted, **TOLERANCE)
@@ -91,6 +91,6 @@ def test_what_was_made_of_a_weight_goes_through_autograd() -> None:
     owed = Deferred()
     with deferring(owed):
         deferred_gradients.backward([deferred_gradients.linear(x, weight * 2.0).sum()], [None])
-    assert not owed.owes(weight)
+    assert not owed.pending(weight)
     assert weight.grad is not None
     assert_close(weight.grad, 2.0 * x.sum(0).expand(5, 3), **TOLERANCE)

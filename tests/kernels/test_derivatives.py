@@ -172,10 +172,10 @@ def test_a_put_off_gradient_is_no_hidden_part_of_one_that_a_loss_asks_for() -> N
         owed = Deferred()
         with deferring(owed):
             total = loss(again, deferred_gradients.embedding, deferred_gradients.linear, manual.layer)
-            assert not any(owed.owes(each) for each in leaves)
+            assert not any(owed.pending(each) for each in leaves)
             deferred_gradients.backward([total], [None])
-            assert all(owed.owes(each) for each in leaves)
-        owed.pay()
+            assert all(owed.pending(each) for each in leaves)
+        owed.flush()
         torch.testing.assert_close([each.grad for each in leaves], list(expected), **TOLERANCE)
         for each in leaves:
             each.grad = None

@@ -29,7 +29,7 @@ from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program, ProgramStep
 from carrywave.plan.schedule.schedule import Phase
-from carrywave.step.compute import Job, program_for, run
+from carrywave.step.executor import Job, program_for, run
 
 VOCABULARY, WIDTH, CLASSES = 7, 4, 3
 

@@ -31,7 +31,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
 from carrywave.runs.evaluation import passes
 from carrywave.spec.load import parse
-from carrywave.step.gradients import Reduced, Reducer
+from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.graphs.capture import Capture, Lanes
 from carrywave.step.micro_batches import flatten
 from carrywave.step.optim.optimizer import NTASGD
@@ -73,7 +73,7 @@ def pair(model: Any, *, keep_state: bool, plan: Plan | None = None, **train: Any
     """A trainer that records, and one that does not."""
     spec = parse({"train": {"clip": 0.5, "precision": "fp32", **train}}).train
     both = tuple(Trainer(model(), spec, plan=plan, device="cpu", keep_state=keep_state) for _ in range(2))
-    both[0].record(Capture(CPU))
+    both[0].capture = Capture(CPU)
     return both  # type: ignore[return-value]
 
 
@@ -199,8 +199,8 @@ def test_an_encoder_of_the_users_own_and_a_step_that_is_no_number() -> None:
             assert bool(trainer.update(*batches).finite) == (number != 3)
     same(recorded, plain)
     assert counted(recorded, "update") == 4
-    assert torch.equal(recorded.bad.kept, plain.bad.kept)
-    assert recorded.bad.look().said == (recorded.bad.units.forward(0),)
+    assert torch.equal(recorded.nonfinite.kept, plain.nonfinite.kept)
+    assert recorded.nonfinite.look().said == (recorded.nonfinite.units.forward(0),)
 
 
 def test_other_lanes_within_a_step() -> None:
@@ -305,7 +305,7 @@ def test_averaging_begins_between_recorded_steps(several: int) -> None:
     kind = "step" if several == 1 else "update"
     replays = []
     for trainer in (recorded, plain):
-        trainer.guards_weights = False  # on the CPU that reads a flag, which a recording must not
+        trainer.engine.update.guards_weights = False  # on the CPU that reads a flag, which a recording must not
         assert isinstance(trainer.optimizer, NTASGD)
         for group in trainer.optimizer.param_groups:
             group["lr"] = torch.tensor(1.0)  # as on CUDA
@@ -351,9 +351,9 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, plain = pair(language, keep_state=True)
     log: list[str] = []
-    plain_begin, plain_reduce = Reducer.begin, dist.all_reduce
+    plain_begin, plain_reduce = AllReduce.begin, dist.all_reduce
 
-    def begin(self: Reducer) -> None:
+    def begin(self: AllReduce) -> None:
         log.append("begin")
         plain_begin(self)
 
@@ -362,11 +362,11 @@ def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGr
         tensor.mul_(2.0)  # as if another worker had the same
         return plain_reduce(tensor, **options)
 
-    monkeypatch.setattr(Reducer, "begin", begin)
+    monkeypatch.setattr(AllReduce, "begin", begin)
     monkeypatch.setattr(dist, "all_reduce", reduce)
     for trainer in (recorded, plain):
-        trainer.reducer = Reducer([Reduced(alone, [p for _, p in trainer.named])])
-        trainer.record(trainer.capture)
+        own = [p for _, p in trainer.named]
+        trainer.engine.gradients = trainer.engine.update.gradients = AllReduce(own, own, [Reduced(alone, own)])
         log.clear()
         for number in range(4):
             before = counted(recorded, "batch")

@@ -28,7 +28,7 @@ from carrywave.runs.checkpoint.snapshot import load
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.step.nonfinite import MOST_BACKS, MOST_IN_A_ROW, BadNumbers, ComputeOrder, mended
+from carrywave.step.nonfinite import MOST_BACKS, MOST_IN_A_ROW, NonfiniteRecord, ComputeOrder, mended
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.trainer import Trainer
 from carrywave.train.fit import train
@@ -96,9 +96,9 @@ def test_the_first_bad_layer_is_named_and_nothing_is_changed(how: str, words: st
         before = bits(trainer)
         results += [trainer.update(batch(2))]
     assert [bool(result.finite) for result in results] == [True, True, False]
-    seen = trainer.bad.look()
+    seen = trainer.nonfinite.look()
     assert (seen.ago, seen.bad, seen.longest, seen.in_a_row) == (0, 1, 1, 1)
-    assert trainer.bad.cause(seen, weights=True) == words
+    assert trainer.nonfinite.cause(seen, weights=True) == words
     if not how.startswith(("encoder", "lstm", "head")):
         assert_same(bits(trainer), before)
 
@@ -109,10 +109,10 @@ def test_an_encoder_of_the_users_own_is_named() -> None:
     for number in range(3):
         encoder.broken = number == 1
         trainer.update(batch(number))
-    seen = trainer.bad.look()
+    seen = trainer.nonfinite.look()
     # The step after it reads the carry that was left, so that it is as bad.
     assert (seen.ago, seen.bad) == (1, 2)
-    assert trainer.bad.cause(seen, weights=True) == "the output that encoder computes on rank 0"
+    assert trainer.nonfinite.cause(seen, weights=True) == "the output that encoder computes on rank 0"
     assert not encoder._forward_hooks  # nothing of ours stays in what is theirs
 
 
@@ -133,13 +133,13 @@ def test_of_a_module_of_one_piece_the_parameter_is_named() -> None:
     trainer = Trainer(net, {"lr": 0.1})
     x_TBI, y_TB = torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(1)), torch.ones(3, 2)
     trainer.update(Batch.of(x_TBI, y_TB))
-    assert trainer.bad.look().ago is None
+    assert trainer.nonfinite.look().ago is None
     hook = net.low.weight.register_hook(lambda grad: grad * math.inf)  # type: ignore[no-untyped-call]
     trainer.update(Batch.of(x_TBI, y_TB))
     hook.remove()
-    assert trainer.bad.cause(trainer.bad.look(), weights=True) == "the gradient of low.weight on rank 0"
+    assert trainer.nonfinite.cause(trainer.nonfinite.look(), weights=True) == "the gradient of low.weight on rank 0"
     trainer.update(Batch.of(x_TBI, y_TB * math.nan))
-    assert trainer.bad.cause(trainer.bad.look(), weights=True) == "the loss that Net computes on rank 0"
+    assert trainer.nonfinite.cause(trainer.nonfinite.look(), weights=True) == "the loss that Net computes on rank 0"
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -211,17 +211,17 @@ def test_bad_lanes_are_mended_layer_by_layer(data: st.DataObject) -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.booleans()), max_size=40))
 def test_what_is_kept_on_the_device_is_a_plain_count(course: list[tuple[bool, int, bool]]) -> None:
     model = a_model()
-    bad = BadNumbers(model, Stage(model), list(model.named_parameters()), World.alone(torch.device("cpu")))
+    record = NonfiniteRecord(model, Stage(model), list(model.named_parameters()), World.alone(torch.device("cpu")))
     in_a_row = longest = count = 0
     first: tuple[int, int] | None = None
     for step, (finite, said, looks) in enumerate(course):
-        bad.note(torch.tensor(finite), torch.tensor([float(said)], dtype=torch.float64))
+        record.note(torch.tensor(finite), torch.tensor([float(said)], dtype=torch.float64))
         in_a_row = 0 if finite else in_a_row + 1
         count += not finite
         longest = max(longest, in_a_row) if not finite else longest
         first = (step, said) if first is None and not finite else first
         if looks:
-            seen = bad.look()
+            seen = record.look()
             assert (seen.bad, seen.longest, seen.in_a_row) == (count, longest, in_a_row)
             assert seen.ago == (None if first is None else step - first[0])
             assert seen.said == (() if first is None else (first[1],))

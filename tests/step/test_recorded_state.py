@@ -19,7 +19,7 @@ import carrywave as cw
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads import Softmax
 from carrywave.plan.plan import Plan
-from carrywave.step.gradients import Reduced, Reducer
+from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.graphs.recorded_state import Watch, ours
 
@@ -61,7 +61,7 @@ def pair(head: Callable[[], nn.Module] | None = None, *, strict: bool = True) ->
     """One that records and one that does not."""
     spec = {"optimizer": "adamw", "lr": 0.01, "clip": 0.5}
     both = tuple(cw.Trainer(model(None if head is None else head()), spec, device="cpu") for _ in range(2))
-    both[0].record(Capture(CPU, watch=Watch(both[0].model, both[0].optimizer, strict=strict)))
+    both[0].capture = Capture(CPU, watch=Watch(both[0].model, both[0].optimizer, strict=strict))
     return both  # type: ignore[return-value]
 
 
@@ -185,7 +185,8 @@ def test_modules_of_the_users_own_are_recorded_only_when_asked(monkeypatch: pyte
     monkeypatch.delenv("CARRYWAVE_CAPTURE", raising=False)
     summed = model()
     assert ours(summed)
-    Reducer([Reduced(None, list(summed.parameters()))])  # type: ignore[arg-type]
+    own = list(summed.parameters())
+    AllReduce(own, own, [Reduced(None, own)])  # type: ignore[arg-type]
     assert ours(summed)  # its hooks are ours
     assert Capture.of(CUDA, Plan.serial(), model()) is not None
     for own in (model(Head()), model(type("Mine", (Softmax,), {"__module__": "mine"})(6, 5))):

@@ -106,7 +106,7 @@ def test_shards_give_the_answer_of_the_whole() -> None:
 def test_recordings_give_the_same_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     recorded, plain = trainer_of(precision=precision), trainer_of(precision=precision)
-    recorded.record(capture := Capture(CPU))
+    recorded.capture = capture = Capture(CPU)
     for number, batches in enumerate(STEPS * 2):
         if number == len(STEPS):
             cost(recorded, batches[0])  # which records, too

@@ -20,7 +20,7 @@ from carrywave.data.order import Cursor, Window
 from carrywave.data.view import View
 from carrywave.plan.canonical_shards import SHARDS, shards_of, tree
 from carrywave.plan.plan import Plan
-from carrywave.step.reproducible.fixed_tree import Branch, Tree
+from carrywave.step.reproducible.fixed_tree import Branch, FixedTree
 from carrywave.step.reproducible.shards import Cut, own_shards, settle
 
 CPU = torch.device("cpu")
@@ -93,14 +93,19 @@ def test_replicas_that_cannot_share_them_have_none() -> None:
 
 def given_to_a_tree(parameters: list[nn.Parameter], grads: list[list[Tensor | None] | None]) -> list[Tensor]:
     """The sums of a tree of one worker. Twice: the second time buffers are used again."""
-    summed = Tree([Branch(parameters[:1], ()), Branch(parameters[1:], ())])
+    summed = FixedTree(parameters, parameters, [Branch(parameters[:1], ()), Branch(parameters[1:], ())])
     for _ in range(2):
         summed.begin()
         for shard in grads:
-            for parameter, grad in zip(parameters, shard or [None] * len(parameters), strict=True):
+            if shard is None:
+                summed.skip()
+                continue
+            summed.open(1)
+            for parameter, grad in zip(parameters, shard, strict=True):
                 parameter.grad = None if grad is None else grad.clone()
-            summed.give(empty=shard is None)
-        summed.finish()
+            summed.note(summed.collect())
+            summed.close()
+        summed.reduce()
         found = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
     return found
 
@@ -146,13 +151,15 @@ def test_the_order_shows() -> None:
 
 def test_no_more_than_three_sums_are_held() -> None:
     parameter = nn.Parameter(torch.zeros(4))
-    summed = Tree([Branch([parameter], ())])
+    summed = FixedTree([parameter], [parameter], [Branch([parameter], ())])
     for _ in range(3):
         summed.begin()
         for _ in range(SHARDS):
+            summed.open(1)
             parameter.grad = torch.ones(4)
-            summed.give()
-        summed.finish()
+            summed.note(summed.collect())
+            summed.close()
+        summed.reduce()
     assert len(summed._free) + 1 == 3
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [8.0] * 4

@@ -28,8 +28,9 @@ from carrywave.runs.evaluation import evaluate
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.step import compute
-from carrywave.step.trainer import StepResult, Trainer
+from carrywave.step import executor
+from carrywave.step.trainer import Trainer
+from carrywave.step.update import StepResult
 from carrywave.train import loop as loops
 from carrywave.train.fit import train
 
@@ -156,16 +157,16 @@ def test_evaluation_has_lanes_of_its_own(
 ) -> None:
     lanes: dict[str, set[int]] = {"train": set(), "valid": set()}
     targets = {"train": 0, "valid": 0}
-    plain = compute.run
+    plain = executor.run
 
-    def run(stage: Stage, plan: Plan, program: Program, jobs: list[compute.Job], *others: Any, **how: Any) -> list[compute.BatchOutcome]:
+    def run(stage: Stage, plan: Plan, program: Program, jobs: list[executor.Job], *others: Any, **how: Any) -> list[executor.BatchOutcome]:
         phase = "train" if program.schedule.backward else "valid"
         lanes[phase] |= {job.batch.lanes.shape[0] for job in jobs}
         outcomes = plain(stage, plan, program, jobs, *others, **how)
         targets[phase] += sum(int(outcome.count) for outcome in outcomes)
         return outcomes
 
-    monkeypatch.setattr(compute, "run", run)
+    monkeypatch.setattr(executor, "run", run)
     train(language(text, {"eval_lanes": asked}, epochs=1), run=tmp_path / "run", device="cpu")
     assert lanes == {"train": {LANES}, "valid": {expected}}
     # However it is cut, all of it is judged.

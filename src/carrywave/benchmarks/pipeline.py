@@ -266,7 +266,7 @@ class Ours:
         train = {"optimizer": "adam", "lr": peers.LR, "clip": peers.CLIP}
         self.trainer = Trainer(case.model(), train, plan=plan, mesh=mesh or Mesh.alone(peers.CPU, plan), keep_state=False)
         if scheduler is not None:
-            self.trainer.scheduler = scheduler
+            self.trainer.compute.scheduler = scheduler
         self.batches = [Batch.of(x_TB, target_TB) for x_TB, target_TB in case.batches()]
 
     def step(self, number: int) -> Tensor:

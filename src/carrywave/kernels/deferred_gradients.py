@@ -44,7 +44,7 @@ class Deferred:
 
     def __init__(self) -> None:
         self.open = False  # True during the backward pass of a step, when gradients may be deferred
-        self._owed: dict[int, _Put] = {}
+        self._puts: dict[int, _Put] = {}
 
     def product(self, weight_GI: Tensor, grads_NG: Tensor, inputs_NI: Tensor) -> None:
         """Defer adding `grads.T @ inputs` to a weight's gradient."""
@@ -54,16 +54,16 @@ class Deferred:
         """Defer adding, to each row of a weight's gradient, the sum of the gradients that have its index."""
         self._to(weight_VE).rows.append((grads_NE, index_N))
 
-    def owes(self, weight: Tensor) -> bool:
+    def pending(self, weight: Tensor) -> bool:
         """True if a weight's gradient is still incomplete."""
-        return id(weight) in self._owed
+        return id(weight) in self._puts
 
     @torch.no_grad()
-    def pay(self, ready: Ready | None = None) -> None:
+    def flush(self, ready: Ready | None = None) -> None:
         """Add everything pending to the weights' gradients, and call `ready` with each weight as its gradient is complete."""
         joined: tuple[tuple[int, ...], Tensor] | None = None  # the last concatenation: both weights of a layer have the same gradients
-        while self._owed:
-            put = self._owed.pop(next(iter(self._owed)))
+        while self._puts:
+            put = self._puts.pop(next(iter(self._puts)))
             if put.products:
                 parts, inputs = zip(*put.products, strict=True)
                 names = tuple(id(part) for part in parts)
@@ -83,7 +83,7 @@ class Deferred:
                 ready(put.weight)
 
     def _to(self, weight: Tensor) -> _Put:
-        return self._owed.setdefault(id(weight), _Put(weight))
+        return self._puts.setdefault(id(weight), _Put(weight))
 
 
 _CURRENT: contextvars.ContextVar[Deferred | None] = contextvars.ContextVar("carrywave_deferred", default=None)

@@ -29,7 +29,7 @@ from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import Ask
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel
-from carrywave.step import compute
+from carrywave.step import executor
 from carrywave.step.precision import HALVES, autocast, configure, parameter_dtype
 from carrywave.step.task_clock import Arrived, TaskClock
 
@@ -96,9 +96,9 @@ class Rig:
         for parameter in self.parameters:
             parameter.grad = None
         plan = Plan(1, STAGES, self.cuts, None if chunks == 1 else -(-self.ask.steps // chunks))
-        job = compute.Job(self.batch, self.stage.start(self.ask.lanes, self.device), self.key, precision=self.ask.precision)
-        program = compute.program_for(plan, [self.batch], backward=True)
-        compute.run(self.stage, plan, program, [job], self.echo, place=self.place, clock=clock)
+        job = executor.Job(self.batch, self.stage.start(self.ask.lanes, self.device), self.key, precision=self.ask.precision)
+        program = executor.program_for(plan, [self.batch], backward=True)
+        executor.run(self.stage, plan, program, [job], self.echo, place=self.place, clock=clock)
 
     def forward(self) -> Tensor:
         """Run the forward of one chunk alone, with autograd recording for backward."""

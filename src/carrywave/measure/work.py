@@ -83,7 +83,7 @@ def _update(device: torch.device, name: str, parameters: int, layers: int, preci
     found = []
     for number in range(UPDATES + 1):
         together()
-        trainer.clock = clock = TaskClock(device)
+        trainer.compute.clock = clock = TaskClock(device)
         begin = clock.now()
         trainer.step(batch)
         took = clock.now() - begin - clock.seconds()

@@ -21,14 +21,14 @@ from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.spec.spec import Spec
-from carrywave.step import compute
+from carrywave.step import executor
 from carrywave.step.graphs.capture import Capture, Lanes
 from carrywave.step.micro_batches import flatten, unflatten
 from carrywave.step.reproducible.shards import own_shards, parts_of, settle
 from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part, Task
 
-_Seen = tuple[compute.BatchOutcome, list[tuple[Tensor, Tensor | None]]]
+_Seen = tuple[executor.BatchOutcome, list[tuple[Tensor, Tensor | None]]]
 
 
 def order_for(spec: Spec, view: View, *, training: bool) -> Order:
@@ -101,10 +101,10 @@ def passes(
     *,
     mesh: Mesh,
     stage: Stage | Whole | None = None,
-    observe: compute.Observer | None = None,
+    observe: executor.Observer | None = None,
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
-) -> Iterator[tuple[Batch, compute.BatchOutcome]]:
+) -> Iterator[tuple[Batch, executor.BatchOutcome]]:
     """One pass over a part without gradients, batch by batch, with the carry of streams kept.
 
     Each worker sees its own lanes, and only the sums of its own stage. Workers do not wait for each other between batches. On CUDA, batches
@@ -121,11 +121,11 @@ def _walk(
     part: Part,
     mesh: Mesh,
     stage: Stage | Whole | None,
-    observers: Mapping[int, Callable[[Batch], compute.Observer]],
+    observers: Mapping[int, Callable[[Batch], executor.Observer]],
     tick: Callable[[int, int], None] | None,
     capture: Capture | None,
     shards: Sequence[int] | None,
-) -> Iterator[tuple[int, Batch, compute.BatchOutcome]]:
+) -> Iterator[tuple[int, Batch, executor.BatchOutcome]]:
     """As `passes`, for each canonical shard of a batch separately; with `shards` None, this worker's whole part is one."""
     stage = stage or (Stage(model, *mesh.span(model.units)) if isinstance(model, Model) else model)
     order = order_for(spec, part.view, training=False)
@@ -162,13 +162,13 @@ class _Forward:
         self.stage, self.mesh, self.spec, self.whole = stage, mesh, spec, whole
 
     @torch.no_grad()
-    def run(self, batch: Batch, state: State, observe: compute.Observer | None) -> compute.BatchOutcome:
-        program = compute.program_for(self.mesh.plan, [batch], backward=False, whole=self.whole)
-        job = compute.Job(batch, state, precision=self.spec.train.precision, observe=observe)
-        [outcome] = compute.run(self.stage, self.mesh.plan, program, [job], self.mesh.links, place=self.mesh.stage)
+    def run(self, batch: Batch, state: State, observe: executor.Observer | None) -> executor.BatchOutcome:
+        program = executor.program_for(self.mesh.plan, [batch], backward=False, whole=self.whole)
+        job = executor.Job(batch, state, precision=self.spec.train.precision, observe=observe)
+        [outcome] = executor.run(self.stage, self.mesh.plan, program, [job], self.mesh.links, place=self.mesh.stage)
         return outcome
 
-    def recorded(self, capture: Capture, batch: Batch, state: State, observe: compute.Observer | None) -> compute.BatchOutcome:
+    def recorded(self, capture: Capture, batch: Batch, state: State, observe: executor.Observer | None) -> executor.BatchOutcome:
         """The same by graph replay. Observers run afterwards: their code is not ours to capture."""
 
         def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: Lanes) -> tuple[_Seen, Lanes]:
@@ -192,7 +192,7 @@ class _Judge:
     def __init__(self, meter: Metric | None) -> None:
         self.meter = meter
 
-    def of(self, batch: Batch) -> compute.Observer:
+    def of(self, batch: Batch) -> executor.Observer:
         """An observer of the outputs for a batch."""
 
         def see(out: Tensor, target: Tensor | None) -> None:

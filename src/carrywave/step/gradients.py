@@ -1,222 +1,133 @@
-"""Processes gradients between backward and update: all-reduce, one division, global norm, clipping.
+"""Where the gradients of a step are collected, and how they are summed over workers. `Gradients` itself sums nothing: there is one worker.
 
-Nothing here reads a value on the host, so a step can run ahead of the device or be captured. Gradients are reduced as sums. The norm is
-computed as a sum of squares and a root, so that stages can add up their squares. Division by the global count and clipping are combined
-into one factor.
+One step is `begin`, then for each shard of the lanes (one, unless the run is reproducible) `open`, the backward passes and `close`, then
+`reduce`. After every backward pass, `collect` moves its gradients to where they are kept and returns which parameters it has reached.
+When a captured pass is replayed, torch's own bookkeeping does not run; `note` repeats it.
+
+Gradients that are summed over workers, and those that outlive a captured graph, lie in flat buffers at fixed addresses, and the parameters'
+`.grad` are views of them. A shard with a single backward pass has its fresh gradients copied there; with several, the buffer is zeroed
+first and autograd adds to it in place. On an H200, copying 20 million gradients takes 45 µs, and zeroing and adding 98 µs. Without either,
+a single pass that nothing separates from its update leaves its gradients where autograd put them.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-BUCKET_BYTES = 8 << 20
+from carrywave.step.norms import by_dtype
 
-
-@torch.no_grad()
-def norms(grads: Sequence[Tensor]) -> Tensor:
-    """The norm of each gradient, ordered by dtype as in `by_dtype`; in float64, so that squares do not overflow."""
-    found = [
-        torch.stack(list(torch._foreach_norm(part, 2, torch.promote_types(part[0].dtype, torch.float32)))).to(torch.float64)
-        for part in by_dtype(grads)
-    ]
-    return found[0] if len(found) == 1 else torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+Flags = tuple[bool, ...]  # one for each trained parameter
 
 
-def norm_squared(grads: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements, as a float64 scalar that is additive over stages."""
-    return norms(grads).square().sum()
+class FlatBuffers:
+    """One contiguous buffer for each part, parameters of one dtype, and a view for each of them; views start at multiples of `aligned`."""
+
+    def __init__(self, parts: Sequence[Sequence[nn.Parameter]], *, aligned: int = 1) -> None:
+        self.parts = parts
+        self.flats: list[Tensor] = []
+        self.views: list[Tensor] = []  # in the order of `parts`
+        for part in self.parts:
+            sizes = [-(-p.numel() // aligned) * aligned for p in part]
+            flat = torch.zeros(sum(sizes), dtype=part[0].dtype, device=part[0].device)
+            self.flats.append(flat)
+            # `.data`: views with version counters of their own, which tell whether a backward pass has added to a gradient.
+            self.views += [piece[: p.numel()].view_as(p).data for p, piece in zip(part, torch.split(flat, sizes), strict=True)]
+
+    @property
+    def by_id(self) -> dict[int, Tensor]:
+        """The views by the ids of their parameters."""
+        return {id(p): view for p, view in zip((p for part in self.parts for p in part), self.views, strict=True)}
 
 
-def norm_of_mean(squared: Tensor, count: Tensor) -> Tensor:
-    """The gradient norm of the mean loss, from the squared gradient norm of the summed loss; zero if there are no targets."""
-    return squared.sqrt() / torch.where(count > 0, count, torch.inf)
+class Gradients:
+    """The gradients of one worker. `held` are all parameters on it, trained or not."""
 
+    sums = False  # True if gradients are summed over workers, or over shards
 
-def factor(norm: Tensor, count: Tensor, limit: float | None) -> Tensor:
-    """The factor for a summed gradient: one over the count, reduced further if the norm of the mean exceeds the limit."""
-    # Dividing by infinity turns a finite gradient into zero and a non-finite one into NaN, so that it still shows.
-    mean = 1.0 / torch.where(count > 0, count, torch.inf)
-    # The epsilon is that of torch.nn.utils.clip_grad_norm_, so that both clip by the same factor.
-    return mean if limit is None else mean * (limit / (norm + 1e-6)).clamp(max=1.0)
+    def __init__(self, trained: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> None:
+        self.trained, self.held = list(trained), list(held)
+        self.given = [False] * len(self.trained)  # which parameters the passes since `open` have reached
+        self.unreached: set[int] = set()  # ids of those that no pass of the step reached on this worker; on others one may have
+        self.local: dict[int, Tensor] = {}  # norms of some gradients before they were summed, by the parameter's id
+        self._views: dict[int, Tensor] = {}  # where gradients are collected, by the parameter's id; allocated on first use
+        self._flats: list[Tensor] = []
+        self._versions: list[int] | None = None  # of the gradients after the last pass, if passes add to them in place
+        self._static = False
 
-
-@torch.no_grad()
-def scale_(grads: Sequence[Tensor], by: Tensor) -> None:
-    """Multiply all gradients by one factor."""
-    for part in by_dtype(grads):
-        torch._foreach_mul_(part, by.to(part[0].device, part[0].dtype))
-
-
-def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by dtype, as foreach operations need it to fuse them; keeps the order within a group."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    return list(groups.values())
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """Parameters whose gradients are all-reduced over one process group."""
-
-    group: dist.ProcessGroup
-    parameters: Sequence[nn.Parameter]
-    early: bool = True  # may start while backward is still running
-
-
-class _Bucket:
-    """A gradient bucket: consecutive gradients in one buffer, all-reduced together."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, parameters: list[nn.Parameter], early: bool, local: dict[int, Tensor | None], unreached: set[int]
-    ) -> None:
-        self.group, self.parameters, self.early, self.local, self.unreached = group, parameters, early, local, unreached
-        first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        pieces = torch.split(self.flat, [p.numel() for p in parameters])
-        self.views = [piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)]
-        self.missing: dict[int, tuple[nn.Parameter, Tensor]] = {}  # not yet copied into the buffer, with their views into it
-        self.work: dist.Work | None = None
-        self.started = False
-
-    def take(self, parameter: Tensor) -> None:
-        """Copy a final gradient into the buffer, or zeros if the parameter was not used on this worker."""
-        found = self.missing.pop(id(parameter), None)
-        if found is None:
-            return
-        parameter, view = found
-        if id(parameter) in self.local:
-            self.local[id(parameter)] = parameter.grad
-        if parameter.grad is None:
-            self.unreached.add(id(parameter))
-            view.zero_()
-        else:
-            view.copy_(parameter.grad)
-        parameter.grad = view
-
-
-class Reducer:
-    """All-reduces gradients while backward is still running: bucket by bucket, each as soon as its last gradient is final.
-
-    The layout follows from the order of the parameters alone, and the buckets of a group start in the same order on every worker, so
-    results repeat bit for bit from run to run. Gradients are copied into the buckets when they are final and stay there as views: one copy
-    is cheaper than accumulating into a zeroed buffer.
-
-    `watched` are small parameters whose local gradients, from before the all-reduce, are kept in `local`, by the parameter's id.
-    `unreached` are the ids of parameters that backward did not reach on this worker; it may have reached them on others.
-    """
-
-    def __init__(self, wanted: Sequence[Reduced], bucket_bytes: int = BUCKET_BYTES, *, watched: Sequence[nn.Parameter] = ()) -> None:
-        self.buckets: list[_Bucket] = []
-        self.local: dict[int, Tensor | None] = {id(p): None for p in watched}
-        self.unreached: set[int] = set()
-        self._armed = False
-        self._owed: Callable[[Tensor], bool] = _nothing
-        for each in wanted:
-            # Backward reaches the last layers first.
-            for run in _runs(list(reversed(each.parameters)), bucket_bytes):
-                self.buckets.append(_Bucket(each.group, run, each.early, self.local, self.unreached))
-        self._of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
-        hook = _weakly(self)
-        handles = [
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for bucket in self.buckets
-            for parameter in bucket.parameters
-        ]
-        # The parameters are the user's and outlive this object, so its hooks are removed with it.
-        weakref.finalize(self, _remove, handles).atexit = False
+    @property
+    def adds(self) -> bool:
+        """True if backward passes add to gradients in place; otherwise there is one pass, whose gradients are fresh."""
+        return self._versions is not None
 
     def begin(self) -> None:
-        """Call before the first backward of an optimizer step, when there are no gradients."""
-        self._armed = False
-        self.unreached.clear()
-        for bucket in self.buckets:
-            bucket.work, bucket.started = None, False
-            bucket.missing = {id(p): (p, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)}
-        self.local.update(dict.fromkeys(self.local))
+        """Start an optimizer step."""
 
-    def reduces(self, parameter: Tensor) -> bool:
-        """True if this gradient is all-reduced."""
-        return id(parameter) in self._of
+    def open(self, passes: int, *, static: bool = False) -> None:
+        """Start a shard with this many backward passes. `static`: its gradients must have fixed addresses."""
+        self.given = [False] * len(self.trained)
+        for parameter in self.held:  # including those that the user's optimizer does not hold
+            parameter.grad = None
+        self._versions = None
+        self._static = static or passes > 1
+        if self._static:
+            self._allocate()
+        if passes > 1:
+            torch._foreach_zero_(self._flats)
+            for parameter in self.trained:
+                parameter.grad = self._views[id(parameter)]
+            self._versions = self._now()
 
-    def arm(self, owed: Callable[[Tensor], bool] | None = None) -> None:
-        """Call before the last backward: from then on a gradient is final when it arrives, unless part of it is still pending (`owed`)."""
-        self._armed, self._owed = True, owed or _nothing
-
-    def finish(self) -> None:
-        """Call after the last backward: start the remaining buckets, and wait for all of them."""
-        self._armed = False
-        for bucket in self.buckets:
-            self._start(bucket)
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
-
-    def _added(self, parameter: Tensor) -> None:
-        """Post-accumulate hook; torch calls it even if it had nothing to add."""
-        if self._armed and not self._owed(parameter):
-            self.ready(parameter)
+    def arm(self, pending: Callable[[Tensor], bool] | None = None) -> None:
+        """Before the last backward of a step: its gradients are final, except where part of one is still `pending`."""
 
     def ready(self, parameter: Tensor) -> None:
-        """Mark a gradient as final, and start every bucket that is now complete, in order."""
-        if id(parameter) not in self._of:
-            return
-        self._of[id(parameter)].take(parameter)
-        for bucket in self.buckets:
-            if bucket.started:
-                continue
-            if bucket.missing or not bucket.early:
-                return
-            self._start(bucket)
+        """A gradient that was pending is final."""
 
-    def _start(self, bucket: _Bucket) -> None:
-        if not bucket.started:
-            bucket.started = True
-            for parameter, _ in list(bucket.missing.values()):
-                bucket.take(parameter)
-            bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+    def collect(self) -> Flags:
+        """After a backward pass, move new gradients to their place; returns which parameters the pass has reached."""
+        if self.adds:
+            before, self._versions = self._versions, self._now()
+            if any(p.grad is not self._views[id(p)] for p in self.trained):
+                raise RuntimeError("a gradient was replaced during backward, instead of being added to")
+            return tuple(new != old for new, old in zip(self._versions, before, strict=True))
+        reached = tuple(p.grad is not None for p in self.trained)
+        if self._static:
+            fresh = [p for p in self.trained if p.grad is not None and p.grad is not self._views[id(p)]]
+            for part in by_dtype(fresh):
+                torch._foreach_copy_([self._views[id(p)] for p in part], [p.grad for p in part])  # type: ignore[misc]
+            for parameter in fresh:
+                parameter.grad = self._views[id(parameter)]
+        return reached
 
+    def note(self, reached: Flags) -> None:
+        """Take over what `collect` returned, perhaps from the time when a pass was captured that has now been replayed."""
+        self.given = [old or new for old, new in zip(self.given, reached, strict=True)]
+        if self._static:
+            for parameter, given in zip(self.trained, self.given, strict=True):
+                parameter.grad = self._views[id(parameter)] if given else parameter.grad
 
-def _weakly(reducer: Reducer) -> Callable[[Tensor], None]:
-    """A hook that does not keep the reducer alive."""
-    found = weakref.ref(reducer)
+    def close(self) -> None:
+        """The gradients of a shard are complete."""
 
-    def added(parameter: Tensor) -> None:
-        reducer = found()
-        if reducer is not None:
-            reducer._added(parameter)
+    def reduce(self) -> None:
+        """The gradients of the step are complete: sum them over workers. One that no pass has reached is removed, as torch would."""
+        for parameter, given in zip(self.trained, self.given, strict=True):
+            if not given:
+                parameter.grad = None
 
-    added.is_ours = True  # type: ignore[attr-defined]  # tells it apart from a user's hooks on the parameter
-    return added
+    def reduces(self, parameter: Tensor) -> bool:
+        """True if this gradient is summed over workers."""
+        return False
 
+    def _allocate(self) -> None:
+        missing = [p for p in self.trained if id(p) not in self._views]
+        if missing:
+            buffers = FlatBuffers(by_dtype(missing))
+            self._flats += buffers.flats
+            self._views |= buffers.by_id
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _nothing(parameter: Tensor) -> bool:
-    return False
-
-
-def _runs(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Group neighbouring parameters of the same dtype up to `bucket_bytes`; a larger parameter gets its own group."""
-    runs: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in parameters:
-        wide = parameter.numel() * parameter.element_size()
-        if runs and runs[-1][0].dtype == parameter.dtype and size + wide <= bucket_bytes:
-            runs[-1].append(parameter)
-            size += wide
-        else:
-            runs.append([parameter])
-            size = wide
-    return runs
+    def _now(self) -> list[int]:
+        return [self._views[id(p)]._version for p in self.trained]

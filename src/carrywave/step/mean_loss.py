@@ -12,7 +12,7 @@ from carrywave.errors import UserError
 from carrywave.model.modes import mode
 from carrywave.model.state import State
 from carrywave.plan.canonical_shards import SHARDS, tree
-from carrywave.step import compute
+from carrywave.step import executor
 from carrywave.step.checks.arguments import check_batches
 from carrywave.step.reproducible.shards import parts_of
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: compute.Observer | None) -> float:
+def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: executor.Observer | None) -> float:
     """The mean loss over the real targets of all batches; the same on every worker."""
     model, mesh = trainer.model, trainer.mesh
-    shards = None if trainer.shards is None else trainer.shards.own
+    shards = trainer.engine.shards
     sums = torch.zeros(1 if shards is None else SHARDS, 2, dtype=torch.float64, device=mesh.device)
     states: dict[int, State] = {}
     with mode(model, training=False):
@@ -47,13 +47,13 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: compute.Obser
     return float(loss_sum / count)
 
 
-def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: compute.Observer | None) -> compute.BatchOutcome:
+def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: executor.Observer | None) -> executor.BatchOutcome:
     stage, mesh, lanes = trainer.stage, trainer.mesh, batch.lanes.shape[0]
     if state is None or not trainer.keep_state or (state.carries and state.carries[0].h.shape[1] != lanes):
         state = stage.start(lanes, mesh.device).detach()
-    program = compute.program_for(mesh.plan, [batch], backward=False, whole=trainer.model.reads_whole)
-    job = compute.Job(batch, state, precision=trainer.spec.precision, observe=observe)
-    [outcome] = compute.run(stage, mesh.plan, program, [job], mesh.links, place=mesh.stage)
+    program = executor.program_for(mesh.plan, [batch], backward=False, whole=trainer.model.reads_whole)
+    job = executor.Job(batch, state, precision=trainer.spec.precision, observe=observe)
+    [outcome] = executor.run(stage, mesh.plan, program, [job], mesh.links, place=mesh.stage)
     return outcome
 
 

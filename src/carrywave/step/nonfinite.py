@@ -14,7 +14,7 @@ earliest in the order of computation:
 A gradient summed over replicas is non-finite on all of them afterwards, so one small gradient of each unit is inspected before the sum.
 
 The optimizer is told through its `found_inf`, and leaves parameters and its own state unchanged, whatever `train.on_nan` says
-(except where `Trainer.guards_weights` is False).
+(except where `Update.guards_weights` is False).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from carrywave.model.opaque_model import Whole
 from carrywave.model.parameter_placement import unit_of
 from carrywave.model.stage import Stage
 from carrywave.parallel.world import World, all_gather_text
-from carrywave.step.compute import BatchOutcome
-from carrywave.step.gradients import Reducer, by_dtype, norms
-from carrywave.step.reproducible.fixed_tree import Tree
+from carrywave.step.gradients import Gradients
+from carrywave.step.norms import norm_of_each
+from carrywave.step.stats import backward_slots
 
 MOST_IN_A_ROW = 10  # consecutive skipped steps before the run stops
 MOST_BACKS = 3  # returns to the last snapshot before the run stops
@@ -81,7 +81,7 @@ class ComputeOrder:
 
 @dataclass(frozen=True)
 class Seen:
-    """What `BadNumbers.look` found in the steps since the previous look."""
+    """What `NonfiniteRecord.look` found in the steps since the previous look."""
 
     ago: int | None = None  # how many steps before the last step the first bad one was; None: all were good
     said: tuple[int, ...] = ()  # each rank's code for the first bad step
@@ -90,18 +90,22 @@ class Seen:
     in_a_row: int = 0  # consecutive bad steps up to the last one
 
 
-class BadNumbers:
-    """Watches the steps of one worker. Its record is a single tensor on the device, which a captured step updates in place."""
+class NonfiniteRecord:
+    """Watches the steps of one worker. The record is a single tensor on the device, which a captured step updates in place."""
 
     def __init__(self, model: Model | Whole, stage: Stage | Whole, named: Sequence[tuple[str, nn.Parameter]], world: World) -> None:
-        self.units = ComputeOrder.in_model(model)
-        self.stage, self.world, self.named = stage, world, list(named)
-        self.unit = {id(p): self.units.of[name] for name, p in named}
+        self.units = units = ComputeOrder.in_model(model)
+        self.world, self.named = world, list(named)
+        self.unit = {id(p): units.of[name] for name, p in named}
         # Number of steps; consecutive bad steps; then, since the last look: most consecutive bad steps, number of bad steps, first bad step
         # (counted from 1; 0: none); then each rank's code for that first bad step.
         self.kept = torch.zeros(5 + world.size, dtype=torch.float64, device=world.device)
-        self._numbers: dict[tuple[int, ...], Tensor] = {}
-        self.entered: list[Tensor] = []
+        loss = units.forward(len(units.names) - 1)
+        outputs = {"loss": [loss], "count": [loss], "encoded": [units.forward(0)]}
+        outputs["carries"] = [units.forward(layer + 1) for layer in stage.layers for _ in "hc"]
+        # The code for each number that a backward pass reports. The penalty has none: it is computed from outputs that have.
+        self._codes = [code for name in backward_slots(len(stage.layers)).shapes for code in outputs.get(name, [0])]
+        self._on_device: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def watched(self) -> list[nn.Parameter]:
@@ -111,71 +115,36 @@ class BadNumbers:
             found.setdefault(self.unit[id(parameter)], parameter)
         return [parameter for parameter in found.values() if parameter.numel() <= SMALL]
 
-    @contextmanager
-    def encoding(self) -> Iterator[None]:
-        """Inside this context, the output of a user-defined encoder is inspected. Ours only return their input or rows of their weights."""
-        self.entered = []
-        encoder = getattr(self.stage, "encoder", None)
-        if not isinstance(encoder, nn.Module) or isinstance(encoder, Embedding | Numbers | torch.jit.ScriptModule):
-            yield
-            return
-
-        def look(module: nn.Module, args: Any, out: Any) -> None:
-            if isinstance(out, Tensor) and out.is_floating_point():
-                self.entered += sizes([out.detach()])
-
-        handle = encoder.register_forward_hook(look)
-        try:
-            yield
-        finally:
-            handle.remove()
-
     @torch.no_grad()
-    def say(
-        self,
-        counted: Sequence[Tensor],
-        norms_of_grads: Tensor,
-        outcomes: Sequence[BatchOutcome],
-        score: Tensor,
-        reducer: Reducer | Tree | None,
-    ) -> Tensor:
-        """This worker's code for its step, as a float64 scalar. `counted` are parameters, `score` is its own loss and count."""
-        units, last = self.units, len(self.units.names) - 1
-        numbers = [units.backward(self.unit[id(p)], summed=reducer is not None and reducer.reduces(p)) for p in counted]
-        numbers += [units.forward(last)] * score.numel()
+    def code(self, counted: Sequence[Tensor], norms: Tensor, passes: Tensor, gradients: Gradients) -> Tensor:
+        """This worker's code for its step, as a float64 scalar: from the norms of its gradients, by parameter (`counted`), and from the
+        sum of what its backward passes reported.
+        """
+        units = self.units
+        local = [(self.unit[id(p)], norm) for _, p in self.named if (norm := gradients.local.get(id(p))) is not None]
+        codes = [units.backward(self.unit[id(p)], summed=gradients.reduces(p)) for p in counted]
+        codes += self._codes + [units.backward(unit) for unit, _ in local]
         # Squared norms: with float64 gradients a square may overflow where the norm does not, and then the global norm is infinite too.
-        values = [norms_of_grads.square(), score]
-        looked: list[tuple[int, Tensor]] = []
-        if reducer is not None:
-            before = ((units.backward(self.unit[id(p)]), reducer.local.get(id(p))) for _, p in self.named)
-            looked += [(number, grad) for number, grad in before if grad is not None]
-        for outcome in outcomes:
-            pairs = zip(self.stage.layers, outcome.state.carries, strict=True)
-            looked += [(units.forward(layer + 1), part) for layer, carry in pairs for part in carry]
-        looked += [(units.forward(0), norm) for norm in self.entered]
-        if looked:
-            values.append(torch.stack(sizes([tensor for _, tensor in looked])))
-            numbers += [number for number, _ in looked]
-        all_of_them = torch.cat(values)
+        values = torch.cat([norms.square(), passes, *([torch.stack([norm for _, norm in local])] if local else [])])
         # x − x is NaN, hence != 0, when x is NaN or infinite.
-        bad = all_of_them - all_of_them != 0
-        return (bad * self._on_device(tuple(numbers))).amax()
+        bad = values - values != 0
+        return (bad * self._tensor(tuple(codes))).amax()
 
-    def _on_device(self, numbers: tuple[int, ...]) -> Tensor:
+    def _tensor(self, codes: tuple[int, ...]) -> Tensor:
         """The codes as a tensor, cached because a step being captured cannot copy from the host."""
-        if numbers not in self._numbers:
-            self._numbers[numbers] = torch.tensor(numbers, dtype=torch.float64, device=self.world.device)
-        return self._numbers[numbers]
+        if codes not in self._on_device:
+            self._on_device[codes] = torch.tensor(codes, dtype=torch.float64, device=self.world.device)
+        return self._on_device[codes]
 
     @torch.no_grad()
-    def note(self, finite: Tensor, said: Tensor) -> None:
+    def note(self, finite: Tensor, codes: Tensor) -> None:
         """Count a step, and keep all workers' codes for the first bad one."""
         bad = (~finite).to(torch.float64)
         steps, in_a_row, longest, bad_steps = self.kept[:4].unbind()
         in_a_row = (in_a_row + 1) * bad
         counts = torch.stack([steps + 1, in_a_row, torch.maximum(longest, in_a_row), bad_steps + bad])
         is_first = bad * (self.kept[4] == 0) > 0
-        first = torch.where(is_first, torch.cat([counts[:1], said]), self.kept[4:])
+        first = torch.where(is_first, torch.cat([counts[:1], codes]), self.kept[4:])
         self.kept.copy_(torch.cat([counts, first]))
 
     def look(self) -> Seen:
@@ -214,12 +183,26 @@ class BadNumbers:
         return min(bad)[1] if bad else ""
 
 
-@torch.no_grad()
-def sizes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A float64 scalar for each tensor that is finite if all of its elements are; zero for an empty tensor."""
-    groups = by_dtype(tensors)
-    found = dict(zip((id(tensor) for group in groups for tensor in group), norms(tensors).unbind(), strict=True))
-    return [found[id(tensor)] for tensor in tensors]
+@contextmanager
+def watched_encoder(stage: Stage | Whole) -> Iterator[list[Tensor]]:
+    """Inside this context, the norms of a user-defined encoder's outputs are added to the list. Ours need no watching: they only return
+    their input, or rows of their weights.
+    """
+    norms: list[Tensor] = []
+    encoder = getattr(stage, "encoder", None)
+    if not isinstance(encoder, nn.Module) or isinstance(encoder, Embedding | Numbers | torch.jit.ScriptModule):
+        yield norms
+        return
+
+    def look(module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor) and out.is_floating_point():
+            norms.extend(norm_of_each([out.detach()]).unbind())
+
+    handle = encoder.register_forward_hook(look)
+    try:
+        yield norms
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -26,9 +25,8 @@ from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.schedule import wavefront
 from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
-from carrywave.step import compute, gradients, trainer_state
+from carrywave.step import trainer_state
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.arguments import (
     check_batches,
@@ -40,37 +38,24 @@ from carrywave.step.checks.arguments import (
     uncounted,
 )
 from carrywave.step.checks.hooks import Hooks
-from carrywave.step.checks.reached import Reach
 from carrywave.step.checks.separable import check_separable
 from carrywave.step.checks.splitting import check_splits
 from carrywave.step.checks.trainable import Followed
-from carrywave.step.gradients import Reducer
-from carrywave.step.graphs.capture import Capture, Lanes, RecordedParts
+from carrywave.step.compute import Compute
+from carrywave.step.engine import Engine
+from carrywave.step.executor import Observer
+from carrywave.step.graphs.capture import Capture
 from carrywave.step.mean_loss import mean_loss
 from carrywave.step.micro_batches import flatten, unflatten
-from carrywave.step.nonfinite import mended, sizes
+from carrywave.step.nonfinite import NonfiniteRecord, mended
 from carrywave.step.optim import optimizer as optimizers
-from carrywave.step.optim.loss_scaler import Scaler, step_unless
+from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.precision import configure
-from carrywave.step.reproducible.shard_backward import Shards
 from carrywave.step.reproducible.shards import settle
-from carrywave.step.step_stats import Sums
-from carrywave.step.task_clock import TaskClock
-from carrywave.step.worker_setup import mesh_of, own_optimizer, take_hold, take_place, tensors_of
+from carrywave.step.update import StepResult, Votes
+from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, take_hold, tensors_of, trained
 
 Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Sums of one optimizer step over all workers, still on the device."""
-
-    loss_sum: Tensor
-    count: Tensor
-    norm: Tensor  # gradient norm before clipping
-    finite: Tensor  # bool: loss and gradient are finite (an overflow that the fp16 scaler skips counts as finite)
-    votes: Tensor  # [2]: how many workers had been asked to stop, as in `Trainer.votes`
-    sound: Tensor  # [2] bool: `finite`; and False if a non-zero loss has no targets to divide by
 
 
 class Trainer:
@@ -117,7 +102,7 @@ class Trainer:
         self.held = take_hold(self.model, self.mesh, self.spec)
         self.stage = self.held.stage
         self.keep_state = not whole if keep_state is None else keep_state
-        self._take_place()
+        self.named = trained(self.held)
         self.own_optimizer = optimizer is not None
         if optimizer is None:
             self.optimizer = optimizers.build(self.spec, self.named, self.device)
@@ -132,19 +117,20 @@ class Trainer:
         self.state: State | None = None
         self.lanes: int | None = None  # number of lanes whose state is kept, over all workers
         self.uncounted = 0  # batches so far without a step number of their own
-        self.scheduler: compute.Scheduler = wavefront
-        self.votes = (0.0, 0.0)  # this worker's, for the next step: stop as on Ctrl-C, stop as on SIGTERM
-        self.clock: TaskClock | None = None  # if set, times the tasks of each step; such steps are not captured
+        self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
+        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks of each step, and such steps are not captured.
+        scale = None if self.scaler is None else self.scaler.scale
+        self.compute = Compute(self.stage, self.mesh, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
         self.agreement = Agreement(self.mesh, self.held.parameters, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.plan)
+        self.engine = self._engine()
         self._followed = Followed(self.model, self.mesh.world)
-        self._hooked = False  # True if there are hooks that a captured step would not call
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
         self._broken = False  # True if a step failed midway here, and other stages were left without its messages
         self._probed = False  # True once the user's modules were checked to be safe to split
         known = optimizer is None and self.spec.precision != "fp64"
-        self.record(Capture.of(self.device, self.plan, self.model, self.optimizer) if known else None)
+        self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer) if known else None
 
     def step(self, *batches: Batch) -> Tensor:
         """Take one optimizer step over these batches (several are accumulated); returns the mean loss over their real targets.
@@ -176,7 +162,7 @@ class Trainer:
             self._check_lanes(batches)
         own = [self.own_part(batch) for batch in batches]
         if not self._probed:
-            check_splits(self.stage, self.plan, own[0], keys[0], self.mesh, shards=self.shards is not None)
+            check_splits(self.stage, self.plan, own[0], keys[0], self.mesh, shards=self.engine.shards is not None)
             self._probed = True
         if self.keep_state:
             lanes = own[0].lanes.shape[0]
@@ -185,7 +171,8 @@ class Trainer:
         state = flatten(self.state) if self.keep_state and self.state is not None else None
         try:
             with self._audit(), self.hooks.put_off():
-                result, left = self._recorded(own, keys, state)
+                plainly = self.compute.clock is not None or self.hooks.there(self.optimizer)
+                result, left = self.engine.step(own, keys, state, self.votes, None if plainly else self.capture)
         except BaseException as error:
             self.uncounted, self.lanes = stood  # so that the step can be retried with the same randomness
             self.broke_off(error)
@@ -195,7 +182,7 @@ class Trainer:
         return result
 
     @lost_contact.kept
-    def evaluate(self, batches: Iterable[Batch], observe: compute.Observer | None = None) -> float:
+    def evaluate(self, batches: Iterable[Batch], observe: Observer | None = None) -> float:
         """The mean loss over the real targets of these batches, without dropout or gradients; the same on every worker.
 
         All workers are given the same whole batches. Lanes have a carry that passes from batch to batch, separate from the one in training.
@@ -232,26 +219,33 @@ class Trainer:
         """Resume from a state. Collective: every rank must call it; the state given on rank 0 is loaded on all."""
         trainer_state.load_state_dict(self, state)
 
-    def _take_place(self) -> None:
-        """Set up what is trained, according to the current `requires_grad` flags."""
-        place = take_place(self.model, self.mesh, self.spec, self.held)
-        self.named, self._counted, self.reducer, self._tree = place.named, place.counted, place.reducer, place.tree
-        self.bad = place.bad
-        names = [name for name, _ in self.model.named_parameters()]
-        several = self.mesh.world.size > 1
-        summed = place.reducer or place.tree if several else None
-        self._reach = Reach(names, self.held.parameters, summed, self.device, several=several)
-        self.shards: Shards | None = None
-        if self._tree is not None:
-            self.shards = Shards(self.mesh, self._tree, self.bad, self.backward, self.anew, pooled=self.model.pooled)
+    @property
+    def nonfinite(self) -> NonfiniteRecord:
+        """The record of non-finite steps."""
+        return self.engine.update.nonfinite
+
+    def _engine(self) -> Engine:
+        """The engine for the parameters that are trained now. Collective: every rank must call it."""
+        return engine_of(
+            self.model,
+            self.held,
+            self.named,
+            self.compute,
+            self.optimizer,
+            self.scaler,
+            agreement=self.agreement,
+            hooks=self.hooks,
+            guards_weights=self.guards_weights,
+        )
 
     def _follow(self) -> None:
         """Switch to the new set of trained parameters."""
         for parameter in self.held.parameters.values():
             parameter.grad = None  # otherwise the optimizer would keep using the last one
-        kept = self.bad.kept
-        self._take_place()
-        self.bad.kept.copy_(kept)
+        kept = self.nonfinite.kept
+        self.named = trained(self.held)
+        self.engine = self._engine()
+        self.nonfinite.kept.copy_(kept)
         if not self.own_optimizer:
             optimizers.enlarge(self.optimizer, self.named)
         self._audited = False
@@ -275,7 +269,6 @@ class Trainer:
         """Discard captured graphs, because tensors that they read have been replaced."""
         if self.capture is not None:
             self.capture.forget()
-        self.record(self.capture)
 
     def _look(self, result: StepResult) -> None:
         """Raise if a step had non-finite numbers: this step, or with a GPU the previous one. All workers check the same step."""
@@ -289,46 +282,17 @@ class Trainer:
         if finite:
             return
         self._sound = None
-        seen = self.bad.look()
-        cause = self.bad.cause(seen, weights=self.guards_weights)
+        seen = self.nonfinite.look()
+        cause = self.nonfinite.cause(seen, weights=self.guards_weights)
         if self.state is not None and self.state.carries:
             left = flatten(self.state)
-            self.state = unflatten(mended(left, self.anew(left[0].shape[1])))
+            self.state = unflatten(mended(left, self.compute.start(left[0].shape[1])))
         raise on_every_rank(
             Diverged(
                 f"{cause} is not a number any more; lower the learning rate, or set clip; the weights are as they were before that step "
                 "(on_nan=skip goes on without it)"
             )
         )
-
-    def record(self, capture: Capture | None) -> None:
-        """From here on, replay steps from `capture`; with None, capture nothing."""
-        self.capture = capture
-        parameters = [parameter for _, parameter in self.named]
-        self._parts: RecordedParts[StepResult] | None = None
-        if capture is not None:
-            self._parts = RecordedParts(
-                capture, parameters, self._one, lambda parts: self._update(self._outcomes(parts)), enter=self._enter, reducer=self.reducer
-            )
-        self._restarts = 0  # NT-ASGD restarts that the captured graphs reflect
-
-    def _recorded(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[StepResult, Lanes]:
-        """Run the step, replaying captured graphs where possible."""
-        self._hooked = self.hooks.there(self.optimizer)
-        if self.capture is not None and isinstance(self.optimizer, optimizers.NTASGD) and self.optimizer.restarts != self._restarts:
-            # A step with averaging differs from one without, and a restarted average is in different tensors.
-            self.capture.forget()
-            self._restarts = self.optimizer.restarts
-        if self.shards is not None and self._tree is not None:
-            outcomes, left = self.shards(batches, keys, state)
-            self._tree.finish()
-            return self._update([each for several in outcomes.values() for each in several], outcomes), self._mended(left)
-        if self.capture is None or self._parts is None or self.clock is not None or self._hooked:
-            return self._step(batches, [key.to(self.device) for key in keys], state)
-        if len(batches) == 1 and self.reducer is None:
-            return self.capture("step", self._step, batches, keys, state)
-        result, left = self._parts(batches, keys, state)
-        return result, self._mended(left)
 
     def own_part(self, batch: Batch, *, scores: bool | None = None) -> Batch:
         """This worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: whether it reads the targets."""
@@ -361,140 +325,6 @@ class Trainer:
             return batch.step
         self.uncounted += 1
         return self.uncounted - 1
-
-    def _step(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[StepResult, Lanes]:
-        """The step as a function of tensors alone: nothing is read on the host, so it can be captured."""
-        if self.reducer is not None:
-            self.reducer.begin()
-        outcomes, state = self._backward(batches, keys, state)
-        if self.reducer is not None:
-            self.reducer.finish()
-        return self._update(outcomes), self._mended(state)
-
-    def backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[compute.BatchOutcome], Lanes]:
-        """Run forward and backward of these lanes, replaying captured graphs where possible; `.grad` then holds their gradients alone."""
-        if self._parts is None or self.clock is not None or self._hooked:
-            return self._backward(batches, keys, state)
-        found, _, left = self._parts.batches(batches, keys, state)
-        return self._outcomes(found), left
-
-    def _backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[compute.BatchOutcome], Lanes]:
-        for parameter in self.held.parameters.values():  # including those that the user's optimizer does not hold
-            parameter.grad = None
-        outcomes: list[compute.BatchOutcome] = []
-        # A pipeline takes all batches at once, so that they follow each other through its stages. Otherwise each batch is run separately,
-        # as it is when they are captured one by one.
-        size = len(batches) if self.plan.stages > 1 else 1
-        with self.bad.encoding():
-            for first in range(0, len(batches), size):
-                several = slice(first, first + size)
-                state = self._enter(batches, first, state)
-                outcomes += self._run(batches[several], keys[several], state, self.reducer if several.stop == len(batches) else None)
-                state = flatten(outcomes[-1].state) if self.keep_state else None
-        return outcomes, state
-
-    def _update(
-        self, outcomes: Sequence[compute.BatchOutcome], by_shard: Mapping[int, Sequence[compute.BatchOutcome]] | None = None
-    ) -> StepResult:
-        """Divide and clip the gradients, and step the optimizer."""
-        grads = [p.grad for _, p in self.named if p.grad is not None]
-        overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
-        sums = self._sums(outcomes, overflow, by_shard)
-        self.agreement.after(sums.marks)
-        self._reach.forget(sums.reached)
-        loss_sum, count = sums.score.unbind()
-        norm = gradients.norm_of_mean(sums.squared, count)
-        gradients.scale_(grads, gradients.factor(norm, count, self.spec.clip))
-        # If any worker overflowed, all skip the step.
-        overflowed = sums.overflow > 0
-        finite = (torch.isfinite(norm) | overflowed if self.scaler is not None else torch.isfinite(norm)) & torch.isfinite(loss_sum)
-        self.hooks.call()
-        if self.scaler is not None:
-            self.scaler.found_inf.copy_(overflowed | ~finite)
-            self.scaler.step(self.optimizer)
-        elif self.guards_weights:
-            step_unless((~finite).to(torch.float32), self.optimizer)
-        else:
-            self.optimizer.step()
-        self.bad.note(finite, sums.said)
-        sound = torch.stack([finite, (count > 0) | (loss_sum == 0) | ~finite])
-        return StepResult(loss_sum, count, norm, finite, sums.votes, sound)
-
-    def _mended(self, left: Lanes) -> Lanes:
-        return mended(left, self.anew(left[0].shape[1])) if left and self.spec.on_nan == "skip" else left
-
-    def anew(self, lanes: int) -> list[Tensor]:
-        """The initial state of this many lanes."""
-        return flatten(self.stage.start(lanes, self.device).detach())
-
-    def _enter(self, batches: Sequence[Batch], number: int, state: Lanes) -> Lanes:
-        """The state before a batch of the step: what the previous one left, or the initial state if the number of lanes changed."""
-        lanes = batches[number].lanes.shape[0]
-        if not self.keep_state or not number or lanes == batches[number - 1].lanes.shape[0]:
-            return state
-        return self.anew(lanes)
-
-    def _one(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[Tensor, Lanes]:
-        """Run forward and backward of one batch, accumulating gradients; returns everything the update needs from it in one tensor.
-
-        The tensor's shape does not depend on the batch's: carries and encoder outputs enter as norms, which show whether they are finite.
-        """
-        with self.bad.encoding():
-            [outcome] = self._run(batches, keys, state, None)
-        norms = sizes([part for carry in outcome.state.carries for part in carry])
-        if self.bad.entered:
-            norms.append(torch.stack(self.bad.entered).amax().double())
-        numbers = [outcome.loss_sum, outcome.count, outcome.penalty, *norms]
-        return torch.stack(numbers), flatten(outcome.state) if self.keep_state else None
-
-    def _outcomes(self, parts: Sequence[Tensor]) -> list[compute.BatchOutcome]:
-        """Rebuild the outcomes from what `_one` returned for each batch."""
-        end = 3 + 2 * len(self.stage.layers)  # end of the carries' norms
-        self.bad.entered = [norm for part in parts for norm in part[end:].unbind()]
-        return [compute.BatchOutcome(part[0], part[1], part[2], unflatten(part[3:end].unbind())) for part in parts]
-
-    def _run(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes, reducer: Reducer | None) -> list[compute.BatchOutcome]:
-        jobs: list[compute.Job] = []
-        scale = None if self.scaler is None else self.scaler.scale
-        for batch, key in zip(batches, keys, strict=True):
-            lanes = batch.lanes.shape[0]
-            before = None if not jobs else jobs[-1].batch.lanes.shape[0]
-            entered: State | None = None
-            if not self.keep_state or (before is not None and before != lanes):
-                entered = self.stage.start(lanes, self.device)
-            elif before is None:
-                entered = unflatten(state or [])
-            jobs.append(compute.Job(batch, entered, key.to(self.device), scale, self.spec.alpha, self.spec.beta, self.spec.precision))
-        program = compute.program_for(self.plan, batches, backward=True, whole=self.model.reads_whole, scheduler=self.scheduler)
-        return compute.run(
-            self.stage,
-            self.plan,
-            program,
-            jobs,
-            self.mesh.links,
-            place=self.mesh.stage,
-            reducer=reducer,
-            clock=self.clock,
-        )
-
-    def _sums(
-        self,
-        outcomes: Sequence[compute.BatchOutcome],
-        overflow: Tensor | None,
-        by_shard: Mapping[int, Sequence[compute.BatchOutcome]] | None,
-    ) -> Sums:
-        """Loss, count, squared gradient norm, overflow, votes, and each worker's code for non-finite numbers, over all workers."""
-        counted = [p for p in self._counted if p.grad is not None]
-        norms = gradients.norms([p.grad for p in counted if p.grad is not None]).to(self.device)
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        score = _score(outcomes) if outcomes else torch.stack([zero, zero])
-        said = self.bad.say(counted, norms, outcomes, score, self.reducer or self._tree)
-        votes = torch.stack([zero + vote for vote in self.votes])
-        overflowed = zero if overflow is None else overflow.double()
-        own = Sums(score, norms.square().sum(), overflowed, votes, said, self.agreement.marks(), self._reach.own())
-        if by_shard is None:
-            return own.over(self.mesh)
-        return own.over_shards(self.mesh, {shard: _score(several) for shard, several in by_shard.items()})
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate for the next step."""
@@ -540,12 +370,3 @@ def _halfway() -> WorkerError:
 def _lanes(state: State, otherwise: int) -> int:
     """The number of lanes of a state; `otherwise` if the stage has no layers and so no carry."""
     return state.carries[0].h.shape[1] if state.carries else otherwise
-
-
-def _score(outcomes: Sequence[compute.BatchOutcome]) -> Tensor:
-    """Total loss and count of several batches."""
-    return torch.stack([_sum([getattr(outcome, name) for outcome in outcomes]) for name in ("loss_sum", "count")])
-
-
-def _sum(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()

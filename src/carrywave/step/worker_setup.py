@@ -23,12 +23,22 @@ from carrywave.plan import canonical_shards
 from carrywave.plan.plan import Plan, check_head, resolve
 from carrywave.spec.load import parse
 from carrywave.spec.spec import PlanSpec, TrainSpec
-from carrywave.step import gradients
-from carrywave.step.gradients import Reduced, Reducer
-from carrywave.step.nonfinite import BadNumbers
+from carrywave.step.all_reduce import AllReduce, Reduced
+from carrywave.step.checks.agreement import Agreement
+from carrywave.step.checks.hooks import Hooks
+from carrywave.step.checks.reached import Reach
+from carrywave.step.compute import Compute
+from carrywave.step.engine import Engine
+from carrywave.step.gradients import Gradients
+from carrywave.step.nonfinite import NonfiniteRecord
+from carrywave.step.norms import by_dtype
+from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.precision import parameter_dtype
 from carrywave.step.reproducible import fixed_tree
-from carrywave.step.reproducible.fixed_tree import Branch, Tree
+from carrywave.step.reproducible.fixed_tree import Branch, FixedTree
+from carrywave.step.update import Update
+
+Named = Sequence[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -37,17 +47,6 @@ class HeldStage:
 
     stage: Stage | Whole
     parameters: dict[str, nn.Parameter]  # by name
-
-
-@dataclass(frozen=True)
-class WorkerSetup:
-    """The parameters that one worker trains, and how their gradients are combined with other workers'."""
-
-    named: list[tuple[str, nn.Parameter]]  # the parameters it trains
-    counted: list[Tensor]  # parameters that this worker counts in the global norm, grouped by dtype
-    bad: BadNumbers
-    reducer: Reducer | None  # None: nothing is all-reduced, or the tree does it
-    tree: Tree | None  # for a reproducible run
 
 
 def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Whole, device: torch.device | str | None) -> Mesh:
@@ -99,27 +98,57 @@ def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
     return HeldStage(stage, {name: p for name, p in held.items() if isinstance(p, nn.Parameter)})
 
 
-def take_place(model: Model | Whole, mesh: Mesh, spec: TrainSpec, held: HeldStage) -> WorkerSetup:
-    """Set up what is trained, as `requires_grad` says now, and the reductions it needs. Collective: every rank must call it."""
+def trained(held: HeldStage) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that this worker trains, as `requires_grad` says now."""
+    return [(name, p) for name, p in held.parameters.items() if p.requires_grad]
+
+
+def engine_of(
+    model: Model | Whole,
+    held: HeldStage,
+    named: Named,
+    compute: Compute,
+    optimizer: torch.optim.Optimizer,
+    scaler: Scaler | None,
+    *,
+    agreement: Agreement,
+    hooks: Hooks,
+    guards_weights: bool,
+) -> Engine:
+    """The engine that trains these parameters. Collective: every rank must call it."""
+    mesh, spec = compute.mesh, compute.spec
     tied: list[Shared] = []
     if isinstance(model, Model):
         tied = shared(model, mesh.plan.edges(model.units)[1:-1], share_head=mesh.plan.shares_head)
-    named = [(name, p) for name, p in held.parameters.items() if p.requires_grad]
-    mine = [each for each in tied if mesh.stage in each.stages]
-    elsewhere = {each.name for each in mine if each.stages[0] != mesh.stage}
+    elsewhere = {each.name for each in tied if mesh.stage in each.stages and each.stages[0] != mesh.stage}
     # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once.
     counted = [p for name, p in named if name not in elsewhere] if mesh.replica == 0 else []
-    bad = BadNumbers(model, held.stage, named, mesh.world)
-    return WorkerSetup(
+    nonfinite = NonfiniteRecord(model, held.stage, named, mesh.world)
+    gradients = (_fixed_tree if spec.reproducible else _all_reduce)(mesh, named, list(held.parameters.values()), tied, nonfinite.watched)
+    names = [name for name, _ in model.named_parameters()]
+    update = Update(
+        mesh,
         named,
-        [p for group in gradients.by_dtype(counted) for p in group],
-        bad,
-        None if spec.reproducible else _reducer(mesh, named, tied, bad),
-        _tree(mesh, named, tied, bad) if spec.reproducible else None,
+        [p for group in by_dtype(counted) for p in group],
+        optimizer,
+        scaler,
+        gradients=gradients,
+        passes=compute.slots,
+        nonfinite=nonfinite,
+        agreement=agreement,
+        reach=Reach(names, held.parameters, gradients, mesh.device, several=mesh.world.size > 1),
+        hooks=hooks,
+        clip=spec.clip,
+        guards_weights=guards_weights,
+        reproducible=spec.reproducible,
     )
+    shards = canonical_shards.shards_of(mesh.replica, mesh.plan.replicas) if spec.reproducible else None
+    return Engine(compute, gradients, update, shards=shards, pooled=model.pooled, resets=spec.on_nan == "skip")
 
 
-def _reducer(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[Shared], bad: BadNumbers) -> Reducer | None:
+def _all_reduce(
+    mesh: Mesh, named: Named, held: Sequence[nn.Parameter], tied: Sequence[Shared], watched: Sequence[nn.Parameter]
+) -> Gradients:
     names = {each.name for each in tied}
     wanted: list[Reduced] = []
     group = mesh.replicas_of([mesh.stage])
@@ -134,10 +163,13 @@ def _reducer(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequen
             # Not early, to avoid a deadlock: the other stages reach it only after messages that this one has yet to send.
             wanted.append(Reduced(group, [own[each.name] for each in tied if each.stages == stages], early=False))
     wanted = [each for each in wanted if each.parameters]
-    return Reducer(wanted, watched=bad.watched) if wanted else None
+    parameters = [p for _, p in named]
+    return AllReduce(parameters, held, wanted, watched=watched) if wanted else Gradients(parameters, held)
 
 
-def _tree(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[Shared], bad: BadNumbers) -> Tree:
+def _fixed_tree(
+    mesh: Mesh, named: Named, held: Sequence[nn.Parameter], tied: Sequence[Shared], watched: Sequence[nn.Parameter]
+) -> FixedTree:
     names = {each.name for each in tied}
     pairs = fixed_tree.pairs_of(mesh)
     branches = [Branch([p for name, p in named if name not in names], pairs)]
@@ -147,7 +179,7 @@ def _tree(mesh: Mesh, named: Sequence[tuple[str, nn.Parameter]], tied: Sequence[
         if mesh.stage in stages:
             # Reduce over replicas first, like the other parameters, so that each stage's part does not depend on the number of replicas.
             branches.append(Branch([own[each.name] for each in tied if each.stages == stages], pairs, group))
-    return Tree(branches, watched=bad.watched)
+    return FixedTree([p for _, p in named], held, branches, watched=watched)
 
 
 def _check_whole(model: nn.Module, world: World) -> None:

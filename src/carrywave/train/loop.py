@@ -31,7 +31,8 @@ from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import uncounted
 from carrywave.step.nonfinite import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW
 from carrywave.step.optim import optimizer as optimizers
-from carrywave.step.trainer import StepResult, Trainer
+from carrywave.step.trainer import Trainer
+from carrywave.step.update import StepResult
 from carrywave.tasks.task import Part, Task
 from carrywave.train import lr_schedule as rates
 from carrywave.train.evaluation_stop import Stopped, leave_if_asked
@@ -244,10 +245,10 @@ class Loop:
     def check(self) -> None:
         """Check for a non-finite loss or gradient; nothing of such a step is ever saved. Collective: every rank must call it."""
         at, train, trainer = self.progress, self.spec.train, self.trainer
-        seen = trainer.bad.look()
+        seen = trainer.nonfinite.look()
         at.skipped, at.in_a_row = at.skipped + seen.bad, seen.in_a_row
         if seen.ago is not None:
-            cause, step = trainer.bad.cause(seen, weights=trainer.guards_weights), at.step - seen.ago
+            cause, step = trainer.nonfinite.cause(seen, weights=trainer.guards_weights), at.step - seen.ago
         elif trainer.scaler is not None and float(trainer.scaler.scale) < SMALLEST_SCALE:
             cause, step = "the loss or its gradient", at.step
         else:
@@ -405,5 +406,5 @@ class Loop:
         self.cells = list(numbers.pop("cells"))
         numbers["rate"] = rates.from_json(numbers["rate"])
         vars(self.progress).update(vars(Progress(**numbers)))  # in place, for whoever holds a reference to it
-        self.trainer.bad.forget(self.progress.in_a_row)
+        self.trainer.nonfinite.forget(self.progress.in_a_row)
         self.sums = tensors["sums"].to(self.sums.device)

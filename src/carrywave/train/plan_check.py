@@ -56,7 +56,7 @@ class Comparison:
             self.seconds = (clock.now() - self.begun) / STEPS
             self.ready = True
             if self.trainer.capture is None:  # a captured graph has no tasks to time, and a step without it may not fit in memory
-                self.trainer.clock = clock
+                self.trainer.compute.clock = clock
                 self.begun = clock.now()
 
     def after(self) -> dict[str, float] | None:
@@ -64,7 +64,7 @@ class Comparison:
         if self.done or not self.ready:
             return None
         self.done = True
-        clock, self.trainer.clock = self.trainer.clock, None
+        clock, self.trainer.compute.clock = self.trainer.compute.clock, None
         spent: list[Spent] = []
         if clock is not None:
             total, work, wait = clock.now() - self.begun, clock.seconds(*TASKS), clock.seconds("wait")

@@ -11,25 +11,29 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from carrywave.step.gradients import Reducer
-from carrywave.step.reproducible.fixed_tree import Tree
+from carrywave.step.gradients import Gradients
 
 
 class Reach:
     """One worker's view: `names` are all parameters of the model, `held` those on this worker."""
 
     def __init__(
-        self, names: Sequence[str], held: Mapping[str, nn.Parameter], summed: Reducer | Tree | None, device: torch.device, *, several: bool
+        self, names: Sequence[str], held: Mapping[str, nn.Parameter], gradients: Gradients, device: torch.device, *, several: bool
     ) -> None:
-        self.names, self.held, self.summed, self.device = names, held, summed, device
+        self.names, self.held, self.gradients, self.device = names, held, gradients, device
         self.several = several  # True with several workers: all must send the same number of flags, even a stage with no parameters
         self._made: dict[tuple[bool, ...], Tensor] = {}  # few distinct patterns occur, so they are cached
+
+    @property
+    def count(self) -> int:
+        """The number of flags; none with a single worker."""
+        return len(self.names) if self.several else 0
 
     def own(self) -> Tensor:
         """A 0/1 flag per parameter: did backward reach it on this worker? Empty with a single worker."""
         if not self.several:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
-        missing = self.summed.unreached if self.summed is not None else ()
+        missing = self.gradients.unreached
         pattern = tuple(name in self.held and id(self.held[name]) not in missing for name in self.names)
         if pattern not in self._made:
             self._made[pattern] = torch.tensor(pattern, dtype=torch.float64).to(self.device)
@@ -39,9 +43,9 @@ class Reach:
         """Remove gradients that no worker produced. `reached` is the sum of all workers' `own`; it is read on the host only if backward
         missed a parameter on this worker, which is rare.
         """
-        if self.summed is None or not self.summed.unreached:
+        if not self.several or not self.gradients.unreached:
             return
         for name, count in zip(self.names, reached.tolist(), strict=True):
             parameter = self.held.get(name)
-            if not count and parameter is not None and id(parameter) in self.summed.unreached:
+            if not count and parameter is not None and id(parameter) in self.gradients.unreached:
                 parameter.grad = None

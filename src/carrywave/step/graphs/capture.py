@@ -8,8 +8,8 @@ tracks the values baked into a graph, and a separate graph is captured for each 
 The first step of a shape runs normally (libraries initialize themselves in it); the second is captured. Graphs share one memory pool: they
 run one after another, and whatever outlives a step (the lanes' state) is copied out of the pool.
 
-A step over one batch is one graph. A step over several batches is one graph per batch shape plus one for the update (`RecordedParts`): the
-same combination of shapes hardly ever recurs, but the individual shapes do.
+Graphs know nothing of what they hold. Work of different kinds is captured separately, and several pieces of work can make up a step: the
+same combination of batch shapes hardly ever recurs, but the individual shapes do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from carrywave.data.batch import Batch
 from carrywave.plan.plan import Plan
-from carrywave.step.gradients import Reducer
 from carrywave.step.graphs.recorded_state import Watch, ours
 
 MOST_SHAPES = 64  # graphs kept per kind of work; about as many shapes as an epoch of bucketed sequences has
@@ -146,75 +145,6 @@ class Capture:
         if len(known.recorded) > self.most:
             known.recorded.popitem(last=False)
         return recorded
-
-
-class RecordedParts(Generic[Result]):
-    """An optimizer step as several graphs: forward and backward of each batch, then the update.
-
-    Gradient buffers keep their addresses from step to step, are zeroed when a step starts, and every batch accumulates into them in place.
-    With several workers, the all-reduce runs uncaptured after the batches, and so does the update, which contains a collective too.
-    """
-
-    def __init__(
-        self,
-        capture: Capture,
-        parameters: Sequence[nn.Parameter],
-        run: Step[Tensor],
-        update: Callable[[Sequence[Tensor]], Result],
-        *,
-        enter: Callable[[Sequence[Batch], int, Lanes], Lanes],
-        reducer: Reducer | None,
-    ) -> None:
-        self.capture, self.parameters, self.run, self.update, self.enter, self.reducer = capture, parameters, run, update, enter, reducer
-        self.grads: list[Tensor] = []  # allocated on first use
-
-    def __call__(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[Result, Lanes]:
-        """Run one step; its result is valid until the next one."""
-        found, given, state = self.batches(batches, keys, state)
-        for parameter, has_one in zip(self.parameters, given, strict=True):
-            if not has_one:
-                parameter.grad = None  # as in an uncaptured step: the optimizer then leaves the parameter alone
-        if self.reducer is not None:
-            self.reducer.begin()
-            self.reducer.finish()
-            return self.update(found), state
-
-        result, _ = self.capture("update", self._update, [], found, None, under=tuple(given))
-        return result, state
-
-    def batches(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[list[Tensor], list[bool], Lanes]:
-        """Run forward and backward of each batch, starting from zero gradients.
-
-        Returns what the update needs from each batch, which parameters received a gradient, and the lanes' state.
-        """
-        self._begin()
-        found: list[Tensor] = []
-        given = [False] * len(self.parameters)
-        for number, (batch, key) in enumerate(zip(batches, keys, strict=True)):
-            state = self.enter(batches, number, state)
-            (numbers, reached), state = self.capture("batch", self._batch, [batch], [key], state)
-            found.append(numbers.clone())  # the next batch of this shape overwrites it
-            given = [old or new for old, new in zip(given, reached, strict=True)]
-        return found, given, state
-
-    def _begin(self) -> None:
-        self.grads = self.grads or [torch.zeros_like(parameter) for parameter in self.parameters]
-        if self.grads:
-            torch._foreach_zero_(self.grads)
-        for parameter, grad in zip(self.parameters, self.grads, strict=True):
-            parameter.grad = grad
-
-    def _batch(self, batches: Sequence[Batch], keys: Sequence[Tensor], state: Lanes) -> tuple[tuple[Tensor, list[bool]], Lanes]:
-        """Run one batch; returns what the update needs from it, and which gradients it has added to."""
-        before = [grad._version for grad in self.grads]
-        numbers, left = self.run(batches, keys, state)
-        for parameter, grad in zip(self.parameters, self.grads, strict=True):
-            if parameter.grad is not grad:
-                raise RuntimeError("a gradient has left its place during backward")
-        return (numbers, [grad._version != old for grad, old in zip(self.grads, before, strict=True)]), left
-
-    def _update(self, batches: Sequence[Batch], found: Sequence[Tensor], state: Lanes) -> tuple[Result, Lanes]:
-        return self.update(found), None
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from carrywave.parallel import process_groups
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import partners
-from carrywave.step.gradients import by_dtype
+from carrywave.step.gradients import FlatBuffers, Gradients
+from carrywave.step.norms import by_dtype, norm_of_each
 
 ALIGNED = 64  # elements; parameters start at multiples of it
 
@@ -59,17 +60,8 @@ def group_of(mesh: Mesh, stages: Sequence[int]) -> dist.ProcessGroup | None:
     return own
 
 
-class _Sum:
-    """A sum of gradients, with those of the same branch and dtype in one contiguous buffer."""
-
-    def __init__(self, parts: Sequence[Sequence[nn.Parameter]]) -> None:
-        self.flats: list[Tensor] = []
-        self.views: list[Tensor] = []
-        for parameters in parts:
-            sizes = [-(-p.numel() // ALIGNED) * ALIGNED for p in parameters]
-            flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-            self.flats.append(flat)
-            self.views += [piece[: p.numel()].view_as(p) for p, piece in zip(parameters, torch.split(flat, sizes), strict=True)]
+class _Sum(FlatBuffers):
+    """A sum of gradients; those of the same branch and dtype are contiguous."""
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
         """Overwrite the sum with these gradients; a missing one counts as zero."""
@@ -89,51 +81,61 @@ class _Sum:
             torch._foreach_add_(views, given)
 
 
-class Tree:
-    """Replaces a `Reducer` where the bits must not depend on the number of replicas.
+class FixedTree(Gradients):
+    """Sums the gradients of shards where the bits must not depend on the number of replicas. Every shard is opened and closed in turn.
 
-    `watched` are small parameters whose gradients from before the sum over workers are kept in `local`, by the parameter's id.
+    `watched` are small parameters, the norms of whose gradients before the sum over workers go to `local`.
     """
 
-    def __init__(self, branches: Sequence[Branch], *, watched: Sequence[nn.Parameter] = ()) -> None:
-        self.branches = [branch for branch in branches if branch.parameters]
-        self._parts = [(branch, part) for branch in self.branches for part in by_dtype(branch.parameters)]
-        self.parameters: list[nn.Parameter] = [p for _, part in self._parts for p in part]  # type: ignore[misc]
-        summed = {id(p) for branch in self.branches for p in branch.parameters if branch.pairs or branch.stages is not None}
-        self._summed = summed
-        self.local: dict[int, Tensor | None] = {id(p): None for p in watched if id(p) in summed}
-        self.unreached: set[int] = set()  # ids of parameters that backward reached in no shard of this worker; on other workers it may have
+    sums = True
+
+    def __init__(
+        self,
+        trained: Sequence[nn.Parameter],
+        held: Sequence[nn.Parameter],
+        branches: Sequence[Branch],
+        *,
+        watched: Sequence[nn.Parameter] = (),
+    ) -> None:
+        super().__init__(trained, held)
+        self._parts = [(branch, part) for branch in branches for part in by_dtype(branch.parameters)]
+        self.parameters = [p for _, part in self._parts for p in part]
+        self._summed = {id(p) for branch in branches for p in branch.parameters if branch.pairs or branch.stages is not None}
+        self._watched = [p for p in watched if id(p) in self._summed]
         self._free: list[_Sum] = []
         self._stack: list[_Sum | None] = []  # None: sum of empty shards
-        self._given = 0
+        self._closed = 0
         self._root: _Sum | None = None
 
     def reduces(self, parameter: Tensor) -> bool:
-        """True if this gradient is all-reduced."""
         return id(parameter) in self._summed
 
     def begin(self) -> None:
-        """Start an optimizer step; call before its first shard."""
         self._free += [each for each in (*self._stack, self._root) if each is not None]
-        self._stack, self._given, self._root = [], 0, None
+        self._stack, self._closed, self._root = [], 0, None
         self.unreached = {id(p) for p in self.parameters}
 
+    def close(self) -> None:
+        self._add([p.grad for p in self.parameters])
+
+    def skip(self) -> None:
+        """Count a shard without lanes."""
+        self._add(None)
+
     @torch.no_grad()
-    def give(self, *, empty: bool = False) -> None:
-        """Add the next shard, whose gradients are in the parameters' `.grad`, or which is `empty`."""
-        grads = [p.grad for p in self.parameters]
-        if not empty:
+    def _add(self, grads: Sequence[Tensor | None] | None) -> None:
+        if grads is not None:
             self.unreached -= {id(p) for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
-        odd = self._given % 2 == 1
+        odd = self._closed % 2 == 1
         before = self._stack[-1] if odd else None
         new: _Sum | None = None
-        if before is not None and not empty:
+        if before is not None and grads is not None:
             before.add(grads)
-        elif not empty:
+        elif grads is not None:
             new = self._buffer()
             new.take(grads)
         self._stack.append(new)
-        number, self._given = self._given, self._given + 1
+        number, self._closed = self._closed, self._closed + 1
         while number % 2:
             right, left = self._stack.pop(), self._stack.pop()
             if left is not None and right is not None:
@@ -143,8 +145,7 @@ class Tree:
             number //= 2
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """After the last shard, all-reduce over the workers and set the parameters' `.grad` to the sums."""
+    def reduce(self) -> None:
         [root] = self._stack
         self._stack = []
         if root is None:
@@ -152,9 +153,10 @@ class Tree:
             torch._foreach_zero_(root.flats)
         self._root = root
         for parameter, view in zip(self.parameters, root.views, strict=True):
-            if id(parameter) in self.local:
-                self.local[id(parameter)] = view.clone()
             parameter.grad = view
+        views = root.by_id
+        found = norm_of_each([views[id(p)] for p in self._watched])
+        self.local = dict(zip(map(id, self._watched), found.unbind(), strict=True))
         for (branch, _), flat in zip(self._parts, root.flats, strict=True):
             for pair in branch.pairs:
                 dist.all_reduce(flat, group=pair)
@@ -162,7 +164,7 @@ class Tree:
                 _sum_in_order(flat, branch.stages)
 
     def _buffer(self) -> _Sum:
-        return self._free.pop() if self._free else _Sum([part for _, part in self._parts])  # type: ignore[misc]
+        return self._free.pop() if self._free else _Sum([part for _, part in self._parts], aligned=ALIGNED)
 
 
 def _sum_in_order(flat: Tensor, group: dist.ProcessGroup) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Loader
@@ -16,6 +17,9 @@ from carrywave.kernels import random
 from carrywave.model.modes import mode
 from carrywave.parallel.world import all_gather_text
 from carrywave.plan.canonical_shards import SHARDS
+from carrywave.step.engine import Engine
+from carrywave.step.gradients import Gradients
+from carrywave.step.graphs.capture import Capture, Lanes
 from carrywave.step.trainer import Trainer
 
 REPETITIONS = 4  # the first warms up, the second may be captured as a CUDA graph; the fastest of the rest counts
@@ -37,22 +41,27 @@ def cost_line(trainer: Trainer, loader: Loader) -> str:
 
 def cost(trainer: Trainer, batch: Batch) -> tuple[float, float]:
     """Seconds for forward and backward of this worker's lanes of a batch, with and without shards; no replica communication is included."""
-    if trainer.shards is None:
+    engine = trainer.engine
+    if engine.shards is None:
         raise UserError("only a run with train.reproducible=true has shards to time; set it")
-    own, shards = trainer.own_part(batch), trainer.shards
+    own = trainer.own_part(batch)
+    whole = Engine(engine.compute, Gradients(engine.gradients.trained, engine.gradients.held), engine.update)
     key = random.key(trainer.spec.seed, 0, 0)
-    state = trainer.anew(own.lanes.shape[0]) if trainer.keep_state else None
+    state = trainer.compute.start(own.lanes.shape[0]) if trainer.keep_state else None
     try:
         with mode(trainer.model, training=True):
-            in_shards = _seconds(trainer.device, lambda: shards([own], [key], state))
-            without = _seconds(trainer.device, lambda: trainer.backward([own], [key], state))
+            in_shards = _seconds(trainer.device, lambda: _backward(engine, own, key, state, trainer.capture))
+            without = _seconds(trainer.device, lambda: _backward(whole, own, key, state, trainer.capture))
     finally:
-        if trainer.capture is not None:
-            trainer.capture.forget()
-        trainer.record(trainer.capture)
+        trainer.restart_recordings()
         for _, parameter in trainer.named:
             parameter.grad = None
     return in_shards, without
+
+
+def _backward(engine: Engine, batch: Batch, key: Tensor, carry: Lanes, graphs: Capture | None) -> None:
+    engine.gradients.begin()
+    engine.backward([batch], [key], carry, graphs)
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:

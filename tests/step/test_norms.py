@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from carrywave.step import gradients
+from carrywave.step import norms
 
 
 def made(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -18,12 +18,12 @@ def made(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[T
 
 
 def norm_of(grads: list[Tensor]) -> Tensor:
-    return gradients.norm_squared(grads).sqrt()
+    return norms.norm_squared(grads).sqrt()
 
 
 def apply(grads: list[Tensor], count: Tensor, limit: float | None = None) -> Tensor:
-    norm = gradients.norm_of_mean(gradients.norm_squared(grads).to(count.device), count)
-    gradients.scale_(grads, gradients.factor(norm, count, limit))
+    norm = norms.norm_of_mean(norms.norm_squared(grads).to(count.device), count)
+    norms.scale_(grads, norms.factor(norm, count, limit))
     return norm
 
 
@@ -57,7 +57,7 @@ def test_norm_is_that_of_one_long_vector() -> None:
 
 def test_squares_of_stages_add_up() -> None:
     grads = made((2, 3), (4,), (5, 2))
-    parts = gradients.norm_squared(grads[:1]) + gradients.norm_squared(grads[1:])
+    parts = norms.norm_squared(grads[:1]) + norms.norm_squared(grads[1:])
     assert_close(parts.sqrt(), norm_of(grads), rtol=1e-14, atol=0)
 
 
@@ -96,7 +96,7 @@ def test_mixed_dtypes_and_nothing_at_all() -> None:
     norm = apply(grads, torch.tensor(2), 0.5)
     assert norm.item() == pytest.approx(math.sqrt(5 * 0.25), rel=1e-7)
     assert norm_of(grads).item() == pytest.approx(0.5, rel=1e-5)  # the 1e-6 beside the norm
-    gradients.scale_([], torch.tensor(1.0))
+    norms.scale_([], torch.tensor(1.0))
     assert norm_of([]).item() == 0.0
 
 

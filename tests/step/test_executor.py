@@ -24,8 +24,8 @@ from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import StageTask
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
-from carrywave.step import compute
-from carrywave.step.compute import BatchOutcome, Job, program_for, run
+from carrywave.step import executor
+from carrywave.step.executor import BatchOutcome, Job, program_for, run
 from carrywave.step.micro_batches import flatten
 
 VOCABULARY, WIDTH, CLASSES = 11, 6, 3
@@ -198,9 +198,9 @@ def test_recomputation_keeps_what_the_planner_counts(chunk_steps: int, monkeypat
     split = Split(lanes, chunk_steps, steps, lanes, put_off=False, recompute=True, share_head=False, reduced=False)
     planned = stage_memory(units, 0, len(units), one_micro_batch(chunks, put_off=False), split)
     seen: list[int] = []
-    backward = compute._Run._backward
+    backward = executor._Run._backward
 
-    def looking(self: compute._Run, task: StageTask) -> None:
+    def looking(self: executor._Run, task: StageTask) -> None:
         if not seen:
             assert len(self.kept) == chunks
             states = [state for kept in self.kept.values() for state in (kept.entered, kept.left) if state is not None]
@@ -209,6 +209,6 @@ def test_recomputation_keeps_what_the_planner_counts(chunk_steps: int, monkeypat
             seen.append(sum(storages.values()) + lanes * steps * 8)  # and the tokens, of which chunks are views
         backward(self, task)
 
-    monkeypatch.setattr(compute._Run, "_backward", looking)
+    monkeypatch.setattr(executor._Run, "_backward", looking)
     outcome_of(build(pooled=False), batch_of(steps, [steps] * lanes, pooled=False), plan)
     assert seen[0] <= planned.activations + planned.carries

@@ -1,0 +1,180 @@
+"""Sums gradients over replicas, and over the stages that share a weight, with all-reduces that overlap the backward pass.
+
+The gradients of each process group lie in one flat buffer, cut into buckets, each all-reduced as soon as its last gradient is final. The
+layout follows from the order of the parameters alone, and the buckets of a group start in the same order on every worker, so results repeat
+bit for bit from run to run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from carrywave.step.gradients import FlatBuffers, Gradients
+from carrywave.step.norms import by_dtype, norm_of_each
+
+BUCKET_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Parameters whose gradients are all-reduced over one process group."""
+
+    group: dist.ProcessGroup
+    parameters: Sequence[nn.Parameter]
+    early: bool = True  # may start while backward is still running
+
+
+class _Bucket:
+    """Neighbouring gradients of a flat buffer, all-reduced together."""
+
+    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], flat: Tensor, *, early: bool) -> None:
+        self.group, self.parameters, self.flat, self.early = group, parameters, flat, early
+        self.missing: set[int] = set()  # ids of the parameters whose gradients are not final yet
+        self.work: dist.Work | None = None
+        self.started = False
+
+
+class AllReduce(Gradients):
+    """All-reduces gradients, those of `wanted`; the others stay this worker's own. `watched`: parameters whose norms go to `local`."""
+
+    sums = True
+
+    def __init__(
+        self,
+        trained: Sequence[nn.Parameter],
+        held: Sequence[nn.Parameter],
+        wanted: Sequence[Reduced],
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        watched: Sequence[nn.Parameter] = (),
+    ) -> None:
+        super().__init__(trained, held)
+        self.buckets: list[_Bucket] = []
+        self._watched = {id(p) for p in watched}
+        self._armed = False
+        self._pending: Callable[[Tensor], bool] = _nothing
+        for each in wanted:
+            buffers = FlatBuffers(by_dtype(each.parameters[::-1]))  # backward reaches the last layers first
+            self._flats += buffers.flats
+            self._views |= buffers.by_id
+            for part, flat in zip(buffers.parts, buffers.flats, strict=True):
+                start = 0
+                for run in _runs(part, bucket_bytes):
+                    size = sum(p.numel() for p in run)
+                    self.buckets.append(_Bucket(each.group, run, flat[start : start + size], early=each.early))
+                    start += size
+        self._of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
+        hook = _weakly(self)
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for bucket in self.buckets
+            for parameter in bucket.parameters
+        ]
+        # The parameters are the user's and outlive this object, so its hooks are removed with it.
+        weakref.finalize(self, _remove, handles).atexit = False
+
+    def begin(self) -> None:
+        self._armed = False
+        self.local = {}
+        for bucket in self.buckets:
+            bucket.work, bucket.started = None, False
+            bucket.missing = {id(p) for p in bucket.parameters}
+
+    def open(self, passes: int, *, static: bool = False) -> None:
+        super().open(passes, static=True)
+
+    def arm(self, pending: Callable[[Tensor], bool] | None = None) -> None:
+        self._armed, self._pending = True, pending or _nothing
+
+    def ready(self, parameter: Tensor) -> None:
+        bucket = self._of.get(id(parameter))
+        if bucket is None:
+            return
+        view = self._views[id(parameter)]
+        if parameter.grad is not None and parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        bucket.missing.discard(id(parameter))
+        for each in self.buckets:
+            if each.started:
+                continue
+            if each.missing or not each.early:
+                return
+            self._start(each)
+
+    def reduce(self) -> None:
+        self._armed = False
+        self.unreached = set()
+        for parameter, given in zip(self.trained, self.given, strict=True):
+            if given:
+                continue
+            if self.reduces(parameter):
+                self.unreached.add(id(parameter))
+                parameter.grad = self._views[id(parameter)].zero_()
+            else:
+                parameter.grad = None
+        for bucket in self.buckets:
+            self._start(bucket)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    def reduces(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._of
+
+    def _added(self, parameter: Tensor) -> None:
+        """Post-accumulate hook; torch calls it even if it had nothing to add."""
+        if self._armed and parameter.grad is not None and not self._pending(parameter):
+            self.ready(parameter)
+
+    def _start(self, bucket: _Bucket) -> None:
+        if not bucket.started:
+            bucket.started = True
+            watched = [id(p) for p in bucket.parameters if id(p) in self._watched]
+            if watched:
+                self.local |= zip(watched, norm_of_each([self._views[each] for each in watched]).unbind(), strict=True)
+            bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+
+
+def _weakly(gradients: AllReduce) -> Callable[[Tensor], None]:
+    """A hook that does not keep the object alive."""
+    found = weakref.ref(gradients)
+
+    def added(parameter: Tensor) -> None:
+        gradients = found()
+        if gradients is not None:
+            gradients._added(parameter)
+
+    added.is_ours = True  # type: ignore[attr-defined]  # tells it apart from a user's hooks on the parameter
+    return added
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _nothing(parameter: Tensor) -> bool:
+    return False
+
+
+def _runs(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Group neighbouring parameters up to `bucket_bytes`; a larger parameter gets its own group."""
+    runs: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        wide = parameter.numel() * parameter.element_size()
+        if runs and size + wide <= bucket_bytes:
+            runs[-1].append(parameter)
+            size += wide
+        else:
+            runs.append([parameter])
+            size = wide
+    return runs

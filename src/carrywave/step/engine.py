@@ -1,0 +1,134 @@
+"""The engine of a training step: run forward and backward of each batch, sum the gradients over workers, update the weights.
+
+Every plan takes this one way. What differs is said by its parts: which batches a backward pass takes (a pipeline takes all of a step at
+once, so that they follow each other through its stages), how gradients are summed (`Gradients` and its subclasses), and whether the lanes
+run shard by shard (a reproducible run).
+
+If `graphs` are given, work whose shapes recur is replayed from CUDA graphs: the whole step if it has one backward pass and nothing to
+communicate, otherwise each backward pass, and the update of a single worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import Batch
+from carrywave.step.compute import Compute
+from carrywave.step.gradients import Flags, Gradients
+from carrywave.step.graphs.capture import Capture, Lanes
+from carrywave.step.nonfinite import mended
+from carrywave.step.optim.optimizer import NTASGD
+from carrywave.step.reproducible.fixed_tree import FixedTree
+from carrywave.step.reproducible.shards import Cut
+from carrywave.step.stats import total
+from carrywave.step.update import StepResult, Update, Votes
+
+Passes = dict[int, Tensor]  # what the backward passes of each shard reported, added up; a step without shards has one, number 0
+
+
+class Engine:
+    """One worker's part of every step. `resets`: True if lanes whose carry is not finite start over."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        gradients: Gradients,
+        update: Update,
+        *,
+        shards: Sequence[int] | None = None,
+        pooled: bool = False,
+        resets: bool = False,
+    ) -> None:
+        self.mesh = compute.mesh
+        self.compute, self.gradients, self.update = compute, gradients, update
+        self.shards, self.pooled, self.resets = shards, pooled, resets
+
+    def step(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, votes: Votes, graphs: Capture | None
+    ) -> tuple[StepResult, Lanes]:
+        """One optimizer step over this worker's lanes; returns its result, valid until the next step, and the carry after it."""
+        if graphs is not None and len(batches) == 1 and not self.gradients.sums:
+            return graphs("step", partial(self._step, votes=votes), batches, keys, carry, under=self._restarts())
+        return self._step(batches, keys, carry, votes, graphs)
+
+    def _step(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, votes: Votes, graphs: Capture | None = None
+    ) -> tuple[StepResult, Lanes]:
+        self.gradients.begin()
+        passes, carry = self.backward(batches, keys, carry, graphs)
+        self.gradients.reduce()
+        return self._update(passes, votes, graphs), self._reset(carry)
+
+    def backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, graphs: Capture | None) -> tuple[Passes, Lanes]:
+        """Run forward and backward of all batches, shard by shard if there are shards."""
+        if self.shards is None:
+            found, carry = self._shard(batches, keys, carry, graphs)
+            return {0: found}, carry
+        assert isinstance(self.gradients, FixedTree)
+        cuts = [Cut(self.mesh, batch, pooled=self.pooled) for batch in batches]
+        passes: Passes = {}
+        lefts: list[list[Tensor]] = []
+        for shard in self.shards:
+            parts = [cut.part(shard) for cut in cuts]
+            there = [(part, key) for part, key in zip(parts, keys, strict=True) if part is not None]
+            if not there:
+                self.gradients.skip()
+                continue
+            own, own_keys = zip(*there, strict=True)
+            # A shard that is empty in the first batch but not in a later one means that the number of lanes changed, and then all lanes are
+            # fresh.
+            before = carry
+            if carry is not None:
+                before = self.compute.start(own[0].lanes.shape[0]) if parts[0] is None else cuts[0].state(shard, carry)
+            passes[shard], left = self._shard(own, own_keys, before, graphs)
+            if left is not None and parts[-1] is not None:
+                # A graph replay for the next shard may overwrite these tensors.
+                lefts.append([tensor.clone() for tensor in left])
+        return passes, None if carry is None else [torch.cat(tensors, dim=1) for tensors in zip(*lefts, strict=True)]
+
+    def _shard(self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, graphs: Capture | None) -> tuple[Tensor, Lanes]:
+        """Run the backward passes of one shard, or of all lanes; returns the sum of what they report."""
+        size = len(batches) if self.mesh.plan.stages > 1 else 1
+        firsts = range(0, len(batches), size)
+        self.gradients.open(len(firsts), static=graphs is not None)
+        found: list[Tensor] = []
+        for first in firsts:
+            group, group_keys = batches[first : first + size], keys[first : first + size]
+            if first and carry is not None and group[0].lanes.shape[0] != batches[first - 1].lanes.shape[0]:
+                carry = self.compute.start(group[0].lanes.shape[0])
+            if graphs is not None:
+                (stats, reached), carry = graphs("batch", self._pass, group, group_keys, carry, under=(self.gradients.adds,))
+            else:
+                (stats, reached), carry = self._pass(group, group_keys, carry, final=first == firsts[-1])
+            self.gradients.note(reached)
+            found.append(stats if graphs is None else stats.clone())  # the next replay overwrites it
+        self.gradients.close()
+        return total(found), carry
+
+    def _pass(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, *, final: bool = False
+    ) -> tuple[tuple[Tensor, Flags], Lanes]:
+        """One backward pass; `final`: the last of a step that is not captured, so gradients may be summed as soon as they are complete."""
+        stats, carry = self.compute(batches, keys, carry, self.gradients if final else None)
+        return (stats, self.gradients.collect()), carry
+
+    def _update(self, passes: Passes, votes: Votes, graphs: Capture | None) -> StepResult:
+        if graphs is None or self.mesh.world.size > 1 or self.gradients.sums:
+            return self.update(passes, votes)
+
+        def update(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: Lanes) -> tuple[StepResult, Lanes]:
+            return self.update({0: tensors[0]}, votes), None
+
+        return graphs("update", update, [], [passes[0]], None, under=(*self._restarts(), *self.gradients.given))[0]
+
+    def _restarts(self) -> tuple[int, ...]:
+        """What a captured update of NT-ASGD depends on: with averaging it differs, and a restarted average is in different tensors."""
+        optimizer = self.update.optimizer
+        return (optimizer.restarts,) if isinstance(optimizer, NTASGD) else ()
+
+    def _reset(self, carry: Lanes) -> Lanes:
+        return mended(carry, self.compute.start(carry[0].shape[1])) if carry and self.resets else carry

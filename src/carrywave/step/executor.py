@@ -1,0 +1,360 @@
+"""Executes a `Program` on the batches of one optimizer step: forward and backward of each time chunk of each micro-batch of lanes.
+
+Every chunk has its own autograd graph. What a chunk passes to the next (the carry, and a pooled head's accumulator) is detached in the
+forward pass, and its gradient is passed back explicitly in the backward pass. Activations travel between stages over the links, and their
+gradients come back the same way. A chunk's saved tensors are therefore freed as soon as its backward is done, and a single device runs the
+same code as a pipeline stage.
+
+If the head is shared, the last stage sends its outputs for a chunk to the stage that scores them, which runs the head's forward and
+backward at once and returns the gradient. The two stages need to know nothing else about each other.
+
+Message shapes follow from the batch, which every stage knows: nothing is negotiated, and shapes may differ from step to step.
+
+Shapes: T time, B lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import Batch
+from carrywave.kernels import deferred_gradients
+from carrywave.kernels.deferred_gradients import Deferred, deferring
+from carrywave.model.opaque_model import Whole
+from carrywave.model.stage import Stage, regularize
+from carrywave.model.state import Chunk, State
+from carrywave.parallel.transport import Links, Pending
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing, with_messages
+from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, wavefront
+from carrywave.step.gradients import Gradients
+from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, split_lanes, split_state
+from carrywave.step.precision import HALVES, autocast
+from carrywave.step.task_clock import Arrived, TaskClock
+
+Observer = Callable[[Tensor, Tensor | None], None]  # the head's output, and the targets
+Scheduler = Callable[..., Schedule]  # (stages, chunks of each micro-batch, backward=, and share_head=True if requested) -> Schedule
+
+
+@dataclass(frozen=True)
+class Job:
+    """One batch to run: the lanes' state before it, and how to run it."""
+
+    batch: Batch
+    state: State | None  # None: continue from the previous job
+    key: Tensor | None = None  # random key for dropout; None in evaluation
+    scale: Tensor | None = None  # multiplies the loss before backward (fp16)
+    alpha: float = 0.0
+    beta: float = 0.0
+    precision: str = "fp32"  # of the forward pass; backward follows automatically
+    observe: Observer | None = None  # called with every output of the head, in evaluation
+
+
+@dataclass(frozen=True)
+class BatchOutcome:
+    """Sums over the part of the batch that this stage scored, and the state of every lane after it. Detached."""
+
+    loss_sum: Tensor  # over real targets
+    count: Tensor  # real targets
+    penalty: Tensor  # regularisation; included in what was differentiated but not in loss_sum
+    state: State
+
+
+@dataclass
+class _Kept:
+    """What the backward of a chunk needs from its forward; with recomputation, only the inputs to rerun it."""
+
+    x: Tensor
+    entered: State
+    y: Tensor | None = None
+    left: State | None = None
+    root: Tensor | None = None
+
+
+@lru_cache(maxsize=1024)
+def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: bool, scheduler: Scheduler) -> Program:
+    return with_messages(scheduler(stages, chunks, backward=backward, **({"share_head": True} if share_head else {})))
+
+
+def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
+    """The program of a step over these batches, cached because shapes recur. A batch with few lanes has fewer micro-batches.
+
+    `whole`: time is not cut, because bidirectional layers need the whole window at once.
+    """
+    chunks: list[int] = []
+    for batch in batches:
+        chunks += [1 if whole else plan.chunks(batch.steps)] * micro_batches_of(plan, batch)
+    return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, scheduler)
+
+
+def run(
+    stage: Stage | Whole,
+    plan: Plan,
+    program: Program,
+    jobs: Sequence[Job],
+    links: Links | None = None,
+    *,
+    place: int = 0,
+    gradients: Gradients | None = None,
+    clock: TaskClock | None = None,
+) -> list[BatchOutcome]:
+    """Execute the program of the stage at `place`; gradients accumulate in the parameters' `.grad`.
+
+    `gradients` are told which become final, in the last backward of a step. `clock` times each task.
+    """
+    return _Run(stage, plan, program, jobs, links, place, gradients, clock).carry_out()
+
+
+class _Run:
+    def __init__(
+        self,
+        stage: Stage | Whole,
+        plan: Plan,
+        program: Program,
+        jobs: Sequence[Job],
+        links: Links | None,
+        place: int,
+        gradients: Gradients | None,
+        clock: TaskClock | None,
+    ) -> None:
+        if links is not None and links.in_order:
+            program = program.in_order
+        self.stage, self.plan, self.program, self.jobs, self.links = stage, plan, program, jobs, links
+        self.place, self.gradients, self.clock = place, gradients, clock
+        self.batches: list[Batch] = []  # by micro-batch
+        self.owner: list[int] = []  # the job of each micro-batch
+        self.first: list[int] = []  # the first micro-batch of each job
+        self.states: list[State | None] = []  # current state of each micro-batch; None: not started
+        for number, job in enumerate(jobs):
+            lanes, micro_batches = job.batch.lanes.shape[0], micro_batches_of(plan, job.batch)
+            self.first.append(len(self.batches))
+            self.owner += [number] * micro_batches
+            self.batches += split_lanes(job.batch, micro_batches, pooled=stage.pooled)
+            self.states += [None] * micro_batches if job.state is None else split_state(job.state, micro_batches, lanes)
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.arriving: dict[StageTask, Pending] = {}
+        self.leaving: dict[StageTask, Tensor] = {}
+        self.own: dict[StageTask, Tensor] = {}  # what the last stage keeps for itself when it scores a chunk of a shared head
+        device = jobs[0].batch.lengths.device
+        self.sums = torch.zeros(len(jobs), 3, dtype=torch.float64, device=device)  # loss, count, penalty
+        self.handed_back: dict[int, list[Tensor | None]] = {}
+        self.steps = program.stages[place]
+        self.last_stage = place == len(program.stages) - 1
+        self.share_head = bool(program.schedule.scorers)
+        backwards = [step.task for step in self.steps if step.kind == "run" and step.task.phase == "B"]
+        self.last_backward = backwards[-1] if backwards else None
+        # Autograd graphs are needed only if the program has a backward pass.
+        self.backward = bool(backwards)
+        # With several chunks in a micro-batch, weight gradients are deferred to its end. What they need stays in memory until then, which
+        # recomputation is meant to avoid.
+        put_off = self.backward and max(program.schedule.chunks) > 1 and not plan.recompute
+        self.deferred = Deferred() if put_off else None
+        # The last stage starts its backward as soon as it has scored and finishes before the others, so it can defer the head's weight
+        # gradients. The other stages score while they wait and finish later, so they compute these gradients right after scoring.
+        self.deferred_head = self.deferred if self.last_stage else Deferred()
+        self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
+
+    def carry_out(self) -> list[BatchOutcome]:
+        run = {"F": self._forward, "B": self._backward, "H": self._score}
+        done: StageTask | None = None  # the last task that ran
+        with deferring(self.deferred):
+            for step in self.steps:
+                if step.kind == "receive":
+                    self._receive(step.task)
+                elif step.kind == "send":
+                    line = cast(Channel, outgoing(step.task, self.program.schedule))
+                    with self._timed("send", step.task):
+                        cast(Links, self.links).send(line, self.leaving.pop(step.task))
+                else:
+                    if self.links is not None:
+                        self.links.flush()
+                    # After the send, because another stage is waiting for it.
+                    self._flush(done)
+                    if self.clock is not None and step.task in self.arriving:
+                        with self._timed("wait", step.task):
+                            self.arriving[step.task] = Arrived(self.arriving[step.task].wait())
+                    with self._timed(step.task.phase, step.task):
+                        run[step.task.phase](step.task)
+                    done = step.task
+            if self.links is not None:
+                self.links.flush()
+            self._flush(done)
+        if self.links is not None and self.links.in_order:
+            self.links.drain()  # all-reduces follow
+        outcomes = []
+        bounds = [*self.first, len(self.batches)]
+        for number in range(len(self.jobs)):
+            states = [cast(State, state)._replace(tail=None) for state in self.states[bounds[number] : bounds[number + 1]]]
+            loss_sum, count, penalty = self.sums[number].unbind()
+            outcomes.append(BatchOutcome(loss_sum, count, penalty, join_states(states)))
+        return outcomes
+
+    def _timed(self, label: str, task: StageTask) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.lap(label, task)
+
+    def _flush(self, done: StageTask | None) -> None:
+        """Compute the weight gradients pending after this task: the layers' at the end of a micro-batch, the head's as in `__init__`."""
+        if done is None:
+            return
+        if done.phase == "H" and not self.last_stage and self.deferred_head is not None:
+            with self._timed("pay", done):
+                self.deferred_head.flush()
+        if done.phase == "B" and done.chunk == 0 and self.deferred is not None:
+            final = done == self.last_backward
+            with self._timed("pay", done):
+                self.deferred.flush(self.gradients.ready if final and self.gradients is not None else None)
+
+    def _receive(self, task: StageTask) -> None:
+        first, end = self._span(task)
+        lanes = self.batches[task.micro_batch].lanes.shape[0]
+        line = cast(Channel, incoming(task, self.program.schedule))
+        if task.phase == "H" or (task.phase == "B" and self.last_stage):
+            width = self.stage.width_head
+        else:
+            width = self.stage.width_in if task.phase == "F" else self.stage.width_out
+        self.arriving[task] = cast(Links, self.links).receive(line, (end - first, lanes, width), self.dtype)
+
+    def _forward(self, task: StageTask) -> None:
+        entered = self._entered(task)
+        if self.place > 0:
+            x = self.arriving.pop(task).wait().requires_grad_(self.backward)
+        else:
+            first, end = self._span(task)
+            x = self.batches[task.micro_batch].inputs[first:end]
+        if self.backward and task.chunk > 0:
+            entered = entered.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        with torch.set_grad_enabled(self.backward and not self.plan.recompute), self._cast(task):
+            y, left, root, sums = self._compute(task, x, entered)
+        self.sums[self.owner[task.micro_batch]] += sums
+        self.states[task.micro_batch] = left.detach()
+        if not self.last_stage or self.share_head:
+            self._hand_on(task, y.detach().contiguous())
+        if self.backward:
+            again = self.plan.recompute
+            self.kept[task.chunk, task.micro_batch] = _Kept(x, entered) if again else _Kept(x, entered, y, left, root)
+
+    def _hand_on(self, task: StageTask, tensor: Tensor) -> None:
+        """Queue a tensor for another stage, or keep it if the last stage scores its own chunk."""
+        if outgoing(task, self.program.schedule) is not None:
+            self.leaving[task] = tensor
+        else:
+            self.own[task] = tensor
+
+    def _take(self, task: StageTask, giver: Phase) -> Tensor:
+        """The input of a task: received from another stage, or kept by the last stage for itself."""
+        return self.arriving.pop(task).wait() if task in self.arriving else self.own.pop(task._replace(phase=giver))
+
+    def _score(self, task: StageTask) -> None:
+        """Run forward and backward of the head on a chunk, and pass back the gradient of its input."""
+        batch, job = self.batches[task.micro_batch], self.jobs[self.owner[task.micro_batch]]
+        first, end = self._span(task)
+        y = self._take(task, "F").requires_grad_()
+        if batch.targets is not None and not batch.idle:
+            with deferring(self.deferred_head):
+                with torch.enable_grad(), self._cast(task):
+                    loss_sum, count = self.stage.loss(y, State(()), batch.targets[first:end], self._chunk(task))
+                if loss_sum.requires_grad:
+                    deferred_gradients.backward([loss_sum], [None if job.scale is None else job.scale.to(loss_sum.dtype)])
+            self.sums[self.owner[task.micro_batch], :2] += torch.stack([loss_sum.detach().double(), count.detach().double()])
+        self._hand_on(task, torch.zeros_like(y) if y.grad is None else y.grad.contiguous())
+
+    def _entered(self, task: StageTask) -> State:
+        """The state of the micro-batch before this task. One that has not started takes that of the same lanes after the previous job."""
+        state = self.states[task.micro_batch]
+        if state is None:
+            job = self.owner[task.micro_batch]
+            state = cast(State, self.states[self.first[job - 1] + task.micro_batch - self.first[job]])
+        # The penalty on changes of the output (`beta`) does not span windows.
+        return state if task.chunk > 0 else state._replace(tail=None)
+
+    def _backward(self, task: StageTask) -> None:
+        kept = self.kept.pop((task.chunk, task.micro_batch))
+        if self.plan.recompute:
+            with torch.enable_grad(), self._cast(task):
+                y, left, root, _ = self._compute(task, kept.x, kept.entered)
+            kept = _Kept(kept.x, kept.entered, y, left, root)
+        roots: list[Tensor] = []
+        received: list[Tensor | None] = []
+        if kept.root is not None and kept.root.requires_grad:
+            scale = self.jobs[self.owner[task.micro_batch]].scale
+            roots.append(kept.root)
+            received.append(scale.to(kept.root.dtype) if scale is not None else None)
+        if not self.last_stage or self.share_head:
+            gradient = self._take(task, "H")
+            if kept.y is not None and kept.y.requires_grad:
+                roots.append(kept.y)
+                received.append(gradient)
+        handed = self.handed_back.pop(task.micro_batch, None)
+        if handed is not None and kept.left is not None:
+            for tensor, gradient_or_none in zip(flatten(kept.left), handed, strict=True):
+                if gradient_or_none is not None and tensor.requires_grad:
+                    roots.append(tensor)
+                    received.append(gradient_or_none)
+        if task == self.last_backward and self.gradients is not None:
+            self.gradients.arm(None if self.deferred is None else self.deferred.pending)
+        if roots:
+            deferred_gradients.backward(roots, received)
+        if task.chunk > 0:
+            self.handed_back[task.micro_batch] = [tensor.grad for tensor in flatten(kept.entered)]
+        if self.place > 0:
+            self.leaving[task] = torch.zeros_like(kept.x) if kept.x.grad is None else kept.x.grad.contiguous()
+
+    def _cast(self, task: StageTask) -> AbstractContextManager[object]:
+        return autocast(self.jobs[self.owner[task.micro_batch]].precision, self.batches[task.micro_batch].lengths.device)
+
+    def _span(self, task: StageTask) -> tuple[int, int]:
+        """The half-open range of steps of a chunk."""
+        steps = self.batches[task.micro_batch].steps
+        size = steps if self.program.schedule.chunks[task.micro_batch] == 1 else cast(int, self.plan.chunk_steps)
+        return task.chunk * size, min((task.chunk + 1) * size, steps)
+
+    def _chunk(self, task: StageTask) -> Chunk:
+        """The position of a chunk: its lengths, fresh lanes, lane numbers, first step and random key."""
+        batch = self.batches[task.micro_batch]
+        first, end = self._span(task)
+        lengths = (batch.lengths - first).clamp(0, end - first)
+        fresh = batch.fresh if task.chunk == 0 else torch.zeros_like(batch.fresh)
+        full = batch.real == batch.steps * batch.lanes.shape[0]
+        return Chunk(lengths, fresh, batch.lanes, first, self.jobs[self.owner[task.micro_batch]].key, full)
+
+    def _compute(self, task: StageTask, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor]:
+        """Run forward of one chunk; returns the output for the next stage, the final state, the root to differentiate, and the sums."""
+        batch, job, chunk = self.batches[task.micro_batch], self.jobs[self.owner[task.micro_batch]], self._chunk(task)
+        y, raw, left = self.stage(x, entered, chunk)
+        loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
+        root: Tensor | None = None
+        if not self.stage.has_head:
+            # The next layer computes in this dtype anyway, so sending a wider one would gain nothing.
+            return y.to(self.dtype), left, None, torch.stack([loss_sum, count, penalty])
+        pooled, last = self.stage.pooled, task.chunk == self.program.schedule.chunks[task.micro_batch] - 1
+        if (last or not pooled) and not self.share_head:
+            first, end = self._span(task)
+            targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
+            if job.observe is not None:
+                root, count = self._observed(job.observe, y, left, targets, chunk, count, idle=batch.idle)
+            elif targets is not None and not batch.idle:
+                root, count = self.stage.loss(y, left, targets, chunk)
+            if root is not None:
+                loss_sum = root.detach()
+        if job.alpha or job.beta:
+            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths)
+            left = left._replace(tail=raw[-1] if job.beta else None)
+            penalty = extra.detach()
+            root = extra if root is None else root + extra
+        y = y.to(self.dtype) if self.share_head else y
+        return y, left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()])
+
+    def _observed(
+        self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, *, idle: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """Pass the head's output to the observer, and return its loss and count if there are targets."""
+        out = self.stage.output(y, left, chunk)
+        observe(out, targets)
+        return (None, count) if targets is None or idle else self.stage.score(out, y, left, targets, chunk)

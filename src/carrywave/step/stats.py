@@ -1,0 +1,101 @@
+"""The numbers of an optimizer step, in vectors with named slots: what one backward pass reports, and what all workers share after it.
+
+A backward pass over one or more batches returns one float64 vector (`backward_slots`). Its shape does not depend on the batches, so that it
+can be the output of a captured graph. Vectors of several passes are added up.
+
+After the last backward pass, every worker fills its part of one longer vector (`step_slots`), and a single all-reduce adds up the workers'
+vectors. What must be known of each worker separately has one slot per rank, to which the others add zero. In a reproducible run, nothing
+whose rounding depends on the order of summation is added up by the all-reduce either: losses and norms have one slot per stage and shard,
+which are added up afterwards in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from carrywave.parallel.mesh import Mesh
+from carrywave.plan.canonical_shards import SHARDS, tree
+
+
+class Slots:
+    """The layout of a vector: named slots, each with a shape."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        self.shapes = shapes
+        self._spans: dict[str, slice] = {}
+        self.size = 0
+        for name, shape in shapes.items():
+            self._spans[name] = slice(self.size, self.size + math.prod(shape))
+            self.size = self._spans[name].stop
+
+    def pack(self, **parts: Tensor) -> Tensor:
+        """The vector with these values; every slot must be given."""
+        return torch.cat([parts[name].reshape(math.prod(shape)) for name, shape in self.shapes.items()])
+
+    def read(self, vector: Tensor, name: str) -> Tensor:
+        """One slot, in its shape."""
+        return vector[self._spans[name]].view(self.shapes[name])
+
+
+def backward_slots(layers: int) -> Slots:
+    """What a backward pass reports: sums over its targets, and norms that are non-finite if what they belong to is."""
+    return Slots(
+        loss=(),  # sum over real targets
+        count=(),  # number of real targets
+        penalty=(),  # regularization; part of what was differentiated, but not of the loss
+        encoded=(),  # norm of the outputs of a user's encoder
+        carries=(2 * layers,),  # norms of h and c of each layer after the last step
+    )
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One worker's vector before the all-reduce, the sum over all workers after it."""
+
+    slots: Slots
+    vector: Tensor
+
+    @property
+    def score(self) -> tuple[Tensor, Tensor]:
+        """Loss and count."""
+        score_SK2 = self["score"]
+        by_shard = score_SK2[0] if score_SK2.shape[0] == 1 else score_SK2.sum(0)
+        loss_sum, count = tree(by_shard.unbind(), torch.add).unbind()
+        return loss_sum, count
+
+    @property
+    def squared(self) -> Tensor:
+        """The squared norm of the summed gradient."""
+        squared_S = self["squared"]
+        return squared_S[0] if len(squared_S) == 1 else squared_S.sum()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.slots.read(self.vector, name)
+
+    def over(self, mesh: Mesh) -> StepStats:
+        """The sum over all workers, in place. Collective: every rank must call it."""
+        return StepStats(self.slots, mesh.sum_(self.vector))
+
+
+def total(vectors: Sequence[Tensor]) -> Tensor:
+    """The sum of several vectors, or of several scalars."""
+    return vectors[0] if len(vectors) == 1 else torch.stack(list(vectors)).sum(0)
+
+
+def step_slots(mesh: Mesh, *, parameters: int, marks: int, reproducible: bool) -> Slots:
+    """What workers share after the last backward pass of a step."""
+    stages, shards = (mesh.plan.stages, SHARDS) if reproducible else (1, 1)
+    return Slots(
+        score=(stages, shards, 2),  # loss and count
+        squared=(stages,),  # squared norm of the summed gradient
+        overflow=(),  # above zero if any worker overflowed (fp16)
+        votes=(2,),  # how many workers were asked to stop, as on Ctrl-C and as on SIGTERM
+        reached=(parameters,),  # how many workers have a gradient for each parameter
+        codes=(mesh.world.size,),  # each worker's code for non-finite numbers
+        marks=(mesh.world.size, marks),  # each worker's checksums of what all must agree on
+    )

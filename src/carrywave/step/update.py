@@ -1,0 +1,138 @@
+"""The update: from summed gradients and the stats of the backward passes to new weights, in one pass over the gradients for each of:
+unscale (fp16), norm, divide and clip, optimizer.
+
+Between norm and division, a single all-reduce shares what all workers must know (`step_slots`). Nothing is read on the host, except where
+workers without a GPU compare what they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.parallel.mesh import Mesh
+from carrywave.step.checks.agreement import Agreement
+from carrywave.step.checks.hooks import Hooks
+from carrywave.step.checks.reached import Reach
+from carrywave.step.gradients import Gradients
+from carrywave.step.nonfinite import NonfiniteRecord
+from carrywave.step.norms import factor, norm_of_mean, norms, scale_
+from carrywave.step.optim.loss_scaler import Scaler, step_unless
+from carrywave.step.stats import Slots, StepStats, step_slots, total
+
+Votes = tuple[float, float]  # to stop as on Ctrl-C, to stop as on SIGTERM
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Sums of one optimizer step over all workers, still on the device."""
+
+    loss_sum: Tensor
+    count: Tensor
+    norm: Tensor  # gradient norm before clipping
+    finite: Tensor  # bool: loss and gradient are finite (an overflow that the fp16 scaler skips counts as finite)
+    votes: Tensor  # [2]: how many workers had been asked to stop, as in `Trainer.votes`
+    sound: Tensor  # [2] bool: `finite`; and False if a non-zero loss has no targets to divide by
+
+
+class Update:
+    """Everything between the backward passes of a step and its new weights.
+
+    `counted` are the parameters that this worker counts in the global norm, grouped by dtype. `guards_weights`: True if a non-finite step
+    leaves the weights unchanged.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        named: Sequence[tuple[str, nn.Parameter]],
+        counted: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+        scaler: Scaler | None,
+        *,
+        gradients: Gradients,
+        passes: Slots,
+        nonfinite: NonfiniteRecord,
+        agreement: Agreement,
+        reach: Reach,
+        hooks: Hooks,
+        clip: float | None,
+        guards_weights: bool,
+        reproducible: bool,
+    ) -> None:
+        self.mesh, self.named, self.counted, self.optimizer, self.scaler = mesh, named, counted, optimizer, scaler
+        self.gradients, self.passes, self.nonfinite, self.agreement = gradients, passes, nonfinite, agreement
+        self.reach, self.hooks, self.clip, self.guards_weights = reach, hooks, clip, guards_weights
+        self.slots = step_slots(mesh, parameters=reach.count, marks=agreement.columns, reproducible=reproducible)
+
+    def __call__(self, passes: Mapping[int, Tensor], votes: Votes) -> StepResult:
+        """Take the optimizer step. `passes`: the sum of what the backward passes of each shard reported, by shard."""
+        grads = [p.grad for _, p in self.named if p.grad is not None]
+        overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
+        stats = self._own(passes, votes, overflow).over(self.mesh)
+        self.agreement.after(stats["marks"])
+        self.reach.forget(stats["reached"])
+        loss_sum, count = stats.score
+        norm = norm_of_mean(stats.squared, count)
+        scale_(grads, factor(norm, count, self.clip))
+        # If any worker overflowed, all skip the step.
+        overflowed = stats["overflow"] > 0
+        finite = (torch.isfinite(norm) | overflowed if self.scaler is not None else torch.isfinite(norm)) & torch.isfinite(loss_sum)
+        self.hooks.call()
+        self._step(finite, overflowed)
+        self.nonfinite.note(finite, stats["codes"])
+        sound = torch.stack([finite, (count > 0) | (loss_sum == 0) | ~finite])
+        return StepResult(loss_sum, count, norm, finite, stats["votes"], sound)
+
+    def _own(self, passes: Mapping[int, Tensor], votes: Votes, overflow: Tensor | None) -> StepStats:
+        """This worker's numbers, before the all-reduce."""
+        counted = [p for p in self.counted if p.grad is not None]
+        of_grads = norms([p.grad for p in counted if p.grad is not None]).to(self.mesh.device)
+        of_passes = total(list(passes.values())) if passes else self._zeros(self.passes.size)
+        zero = self._zeros()
+        vector = self.slots.pack(
+            score=self._by_shard(passes),
+            squared=self._at("squared", self.mesh.stage, of_grads.square().sum()),
+            overflow=zero if overflow is None else overflow.double(),
+            votes=torch.stack([zero + vote for vote in votes]),
+            reached=self.reach.own(),
+            codes=self._at("codes", self.mesh.world.rank, self.nonfinite.code(counted, of_grads, of_passes, self.gradients)),
+            marks=self._at("marks", self.mesh.world.rank, self.agreement.marks()),
+        )
+        return StepStats(self.slots, vector)
+
+    def _by_shard(self, passes: Mapping[int, Tensor]) -> Tensor:
+        """Loss and count in their slots, and zeros in those of other stages and shards."""
+        scores = {shard: torch.stack([self.passes.read(vector, name) for name in ("loss", "count")]) for shard, vector in passes.items()}
+        shape = self.slots.shapes["score"]
+        if shape[:2] == (1, 1) and scores:
+            return scores[0]
+        score_SK2 = self._zeros(*shape)
+        for shard, score in scores.items():
+            score_SK2[self.mesh.stage, shard] = score
+        return score_SK2
+
+    def _at(self, name: str, index: int, value: Tensor) -> Tensor:
+        """A slot that has one place for each stage or rank: zeros except in this worker's."""
+        shape = self.slots.shapes[name]
+        if shape[0] == 1:
+            return value
+        found = self._zeros(*shape)
+        found[index] = value
+        return found
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)
+
+    def _step(self, finite: Tensor, overflowed: Tensor) -> None:
+        """Step the optimizer; a step that is not finite, or overflowed, leaves the weights unchanged."""
+        if self.scaler is not None:
+            self.scaler.found_inf.copy_(overflowed | ~finite)
+            self.scaler.step(self.optimizer)
+        elif self.guards_weights:
+            step_unless((~finite).to(torch.float32), self.optimizer)
+        else:
+            self.optimizer.step()
