@@ -108,7 +108,7 @@ def told(folder: Path) -> Told:
 def test_all_workers_stop_at_one_step_and_name_the_rank_and_the_layer(number: int, told: Told, folder: Path) -> None:
     each = told[f"stop-{number}"]
     assert each["error"] == (
-        f"Diverged: {FOUND[number][-1]} is not a number any more at step {STEP} (epoch 1); "
+        f"Diverged: {FOUND[number][-1]} is no longer finite at step {STEP} (epoch 1); "
         "lower train.lr=0.02 or set train.clip; nothing of that step was saved"
     )
     assert each["told_by"] == 0  # by one of them

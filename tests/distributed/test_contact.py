@@ -186,4 +186,4 @@ def test_workers_of_unlike_devices_look_at_the_same_steps(write: Write, tmp_path
     for found in told(tmp_path, 2):
         assert (found["ending"], found["stopped"]) == ("terminated", 8)
         assert found["steps"] == 8
-        assert "is not a number any more at step 4 (epoch 1)" in found["bad"]
+        assert "is no longer finite at step 4 (epoch 1)" in found["bad"]

@@ -125,7 +125,7 @@ def run(spec: dict[str, Any], folder: Path, on_nan: str, watch: Silent) -> str |
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_the_first_bad_step_is_named_also_where_it_is_looked_at_later(spec: dict[str, Any], tmp_path: Path, on_nan: str) -> None:
     with pytest.raises(
-        Diverged, match=rf"the weight lstm.weight_hh_l1 of lstm.l1 on rank 0 is not a number any more at step {BAD} "
+        Diverged, match=rf"the weight lstm.weight_hh_l1 of lstm.l1 on rank 0 is no longer finite at step {BAD} "
     ) as caught:
         run(spec, tmp_path / "run", on_nan, Silent())
     assert ("steps in a row were skipped" in str(caught.value)) == (on_nan == "skip")
@@ -135,7 +135,7 @@ def test_the_first_bad_step_is_named_also_where_it_is_looked_at_later(spec: dict
 def test_a_run_with_recordings_goes_back(spec: dict[str, Any], tmp_path: Path) -> None:
     watch = Listening()
     assert run(spec, tmp_path / "run", "back", watch) == "done"
-    assert [line for line in watch.lines if "going back to step 0, with the learning rate times 0.5" in line]
+    assert [line for line in watch.lines if "going back to step 0, with the learning rate multiplied by 0.5" in line]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     found = [row for row in rows if row["split"] == "train"]
     assert {row["lr"] for row in found} == {0.005}

@@ -28,7 +28,7 @@ from carrywave.runs.checkpoint.snapshot import load
 from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
-from carrywave.step.nonfinite import MOST_BACKS, MOST_IN_A_ROW, NonfiniteRecord, ComputeOrder, mended
+from carrywave.step.nonfinite import MOST_BACKS, MOST_IN_A_ROW, ComputeOrder, NonfiniteRecord, mended
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.trainer import Trainer
 from carrywave.train.fit import train
@@ -278,7 +278,7 @@ def test_a_run_stops_at_the_first_bad_step_with_one_line(text: Path, tmp_path: P
     with poisoned("loss", [9]), pytest.raises(Diverged) as caught:
         train(language(text), run=tmp_path / "run", device="cpu")
     assert str(caught.value) == (
-        "the loss that head computes on rank 0 is not a number any more at step 10 (epoch 1); "
+        "the loss that head computes on rank 0 is no longer finite at step 10 (epoch 1); "
         "lower train.lr=0.01 or set train.clip; nothing of that step was saved"
     )
     assert [row["step"] for row in rows(tmp_path / "run")] == [4, 8]
@@ -296,7 +296,7 @@ def test_skipped_steps_are_counted_in_rows_and_said(text: Path, tmp_path: Path, 
     assert sum(row["skipped"] for row in found) == 3
     assert all(math.isfinite(row["loss"]) for row in found)
     assert [line for line in watch.lines if "skipped" in line] == [
-        f"the loss that head computes on rank 0 is not a number any more at step {step} (epoch 1); that step was skipped"
+        f"the loss that head computes on rank 0 is no longer finite at step {step} (epoch 1); that step was skipped"
         for step in (5, 10, 11)
     ]
     assert begun == [*range(max(begun) + 1)] * 2  # every batch is seen once an epoch
@@ -361,7 +361,7 @@ def test_a_run_goes_back_to_its_last_snapshot_with_half_the_rate(text: Path, tmp
     assert [row["step"] for row in found] == sorted({row["step"] for row in found})  # what went wrong is cut off
     assert [row["lr"] for row in found] == [0.01 if row["epoch"] == 1 else 0.0025 for row in found]
     assert [line.partition("; ")[2] for line in watch.lines if "going back" in line] == [
-        f"going back to step {batches}, with the learning rate times {factor} from there on" for factor in (0.5, 0.25)
+        f"going back to step {batches}, with the learning rate multiplied by {factor} from there on" for factor in (0.5, 0.25)
     ]
     assert load(tmp_path / "run" / "snapshots").meta["progress"]["backs"] == 2
 

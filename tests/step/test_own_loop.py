@@ -306,7 +306,7 @@ def test_a_bad_step_stops_and_harms_nothing(own: bool) -> None:
     before = {name: p.clone() for name, p in net.named_parameters()}
     good, bad = batch(2, fresh=False), batch(3, fresh=False)
     bad.inputs[2, 1] = torch.nan
-    with pytest.raises(Diverged, match="the output that encoder computes on rank 0 is not a number any more; lower the learning rate"):
+    with pytest.raises(Diverged, match="the output that encoder computes on rank 0 is no longer finite; lower the learning rate"):
         trainer.step(bad)
     for name, parameter in net.named_parameters():
         assert torch.equal(parameter, before[name])

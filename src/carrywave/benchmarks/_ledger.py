@@ -33,7 +33,7 @@ def keep(folder: str, rank: int) -> None:
     def step(self: Loop, group: list[Batch], *more: Any) -> Any:
         done = plain(self, group, *more)
         # The monotonic clock is shared by all processes of a host.
-        line = {"attempt": launch_record.attempt(), "step": self.progress.step, "seconds": time.monotonic()}
+        line = {"attempt": launch_record.attempt(), "step": self.state.step, "seconds": time.monotonic()}
         windows = [[batch.epoch, lanes_of(batch)] for batch in group]
         os.write(handle, json.dumps(line | {"windows": windows}).encode() + b"\n")
         return done

@@ -88,8 +88,8 @@ class Gradients:
 
     def collect(self) -> Flags:
         """After a backward pass, move new gradients to their place; returns which parameters the pass has reached."""
-        if self.adds:
-            before, self._versions = self._versions, self._now()
+        if (before := self._versions) is not None:
+            self._versions = self._now()
             if any(p.grad is not self._views[id(p)] for p in self.trained):
                 raise RuntimeError("a gradient was replaced during backward, instead of being added to")
             return tuple(new != old for new, old in zip(self._versions, before, strict=True))

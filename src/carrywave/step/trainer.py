@@ -289,7 +289,7 @@ class Trainer:
             self.state = unflatten(mended(left, self.compute.start(left[0].shape[1])))
         raise on_every_rank(
             Diverged(
-                f"{cause} is not a number any more; lower the learning rate, or set clip; the weights are as they were before that step "
+                f"{cause} is no longer finite; lower the learning rate, or set clip; the weights are as they were before that step "
                 "(on_nan=skip goes on without it)"
             )
         )

@@ -1,4 +1,4 @@
-"""Connects the training loop to its snapshots: when one is started and waited for, and how a loop is restored from one."""
+"""The snapshots of a run: when one is started and waited for, and how a trainer and the state of its loop are restored from one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from carrywave.runs.checkpoint.writer import Writer
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.spec import Spec
-from carrywave.train.loop import Loop
+from carrywave.step.trainer import Trainer
+from carrywave.train.loop_state import LoopState
 
 AFTER_MISTAKE_SECONDS = 60.0
 AFTER_FAULT_SECONDS = 2.0  # another worker may be gone, and the launcher is waiting to restart
@@ -45,35 +46,35 @@ class Data:
 
 
 class Checkpointer:
-    """Writes the snapshots of a run. A failed write is reported and training continues; at the end of the run it is an error."""
+    """Writes the snapshots of a run, and restores them. A failed write is reported and training continues; at the end it is an error."""
 
-    def __init__(self, world: World, folder: Run, data: Data, watch: Watcher) -> None:
-        self.world, self.folder, self.data, self.watch = world, folder, data, watch
-        self.writer = Writer(world, folder.snapshots)
+    def __init__(self, spec: Spec, trainer: Trainer, folder: Run, data: Data, watch: Watcher) -> None:
+        self.spec, self.trainer, self.folder, self.data, self.watch = spec, trainer, folder, data, watch
+        self.world = trainer.mesh.world
+        self.writer = Writer(self.world, folder.snapshots)
 
-    def __call__(self, loop: Loop, final: bool) -> None:
-        """Start a snapshot of the loop between two steps; a final one is completely on disk when this returns."""
+    def save(self, state: LoopState, *, final: bool = False) -> None:
+        """Start a snapshot between two steps; a final one is completely on disk when this returns."""
         self.settle()
-        at = loop.progress
-        groups = part_of(loop.trainer, loop.spec.lanes)
+        groups = part_of(self.trainer, self.spec.lanes)
         meta = None
         if self.world.rank == 0:
-            metrics_bytes, timing_bytes, metrics_sha256 = loop.folder.sizes()
+            metrics_bytes, timing_bytes, metrics_sha256 = self.folder.sizes()
             meta = {
-                "progress": loop.numbers(),
-                "spec": loop.spec.model_dump(mode="json"),
+                "progress": state.numbers(),
+                "spec": self.spec.model_dump(mode="json"),
                 "fingerprint": self.data.fingerprint,
                 "files": dict(self.data.files),
                 "metrics_bytes": metrics_bytes,
                 "timing_bytes": timing_bytes,
                 "metrics_sha256": metrics_sha256,
             }
-            groups["extra"] = {f"loop/{name}": tensor for name, tensor in loop.tensors().items()}
-            if loop.trainer.scaler is not None:
-                groups["extra"] |= {f"scaler/{name}": tensor for name, tensor in loop.trainer.scaler.tensors().items()}
-        name = f"step-{at.step:08d}"
-        best = at.best_step == at.step
-        self.writer.begin(name, groups, meta, keep=loop.spec.train.keep, best=best, before=loop.folder.sync)
+            groups["extra"] = {f"loop/{name}": tensor for name, tensor in state.tensors().items()}
+            if self.trainer.scaler is not None:
+                groups["extra"] |= {f"scaler/{name}": tensor for name, tensor in self.trainer.scaler.tensors().items()}
+        name = f"step-{state.step:08d}"
+        best = state.best_step == state.step
+        self.writer.begin(name, groups, meta, keep=self.spec.train.keep, best=best, before=self.folder.sync)
         if final:
             self.settle(final=True)
 
@@ -86,11 +87,33 @@ class Checkpointer:
             raise failure
         self.watch.say(f"{str(failure).partition('; ')[0]}; the run goes on, and the snapshot before it is kept")
 
-    def go_back(self, loop: Loop) -> None:
-        """Restore the loop from the last snapshot. One in progress that fails because of non-finite weights does not count."""
+    def go_back(self) -> LoopState:
+        """Restore the last snapshot. One in progress that fails because of non-finite weights does not count."""
         with suppress(Diverged):
             self.settle()
-        restore(loop, read_last(self.world, self.folder), self.data)
+        return self.restore(read_last(self.world, self.folder))
+
+    def restore(self, stored: Stored) -> LoopState:
+        """Restore the trainer from a snapshot, truncate the logs to match, and return the loop's state. Each worker reads its own part."""
+        meta, trainer = stored.meta, self.trainer
+        with raise_on_all(self.world, for_all_of_us=True, patient=True), sound():
+            if meta["fingerprint"] != self.data.fingerprint:
+                files = ", ".join(self.data.changed(meta, self.spec))
+                of = f" ({files})" if files else ""
+                raise RunError(
+                    f"the data has changed since the snapshot was written{of}; put the old data back, or start a new run from its weights"
+                )
+            load_state(trainer, stored, self.spec.lanes)
+            extra = stored.read("extra", stored.manifest.forms("extra"))
+            if trainer.scaler is not None:
+                trainer.scaler.load(_under("scaler/", extra))
+            state = LoopState.of(meta["progress"], _under("loop/", extra), trainer.device)
+            trainer.nonfinite.forget(state.in_a_row)
+            noted = meta["metrics_bytes"], meta["timing_bytes"], meta.get("metrics_sha256")  # which older snapshots lack
+            self.folder.cut_back(*noted, step=state.step)
+            if self.world.rank == 0:
+                mend_best(stored)
+        return state
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -123,27 +146,6 @@ def receive_snapshot(world: World, told: Sequence[Any]) -> Stored:
             )
         stored.verify(world.rank, world.size)
     return stored
-
-
-def restore(loop: Loop, stored: Stored, data: Data) -> None:
-    """Restore a loop from a snapshot, and truncate its logs to match. Each worker reads its own part."""
-    meta, trainer, world = stored.meta, loop.trainer, loop.trainer.mesh.world
-    with raise_on_all(world, for_all_of_us=True, patient=True), sound():
-        if meta["fingerprint"] != data.fingerprint:
-            files = ", ".join(data.changed(meta, loop.spec))
-            of = f" ({files})" if files else ""
-            raise RunError(
-                f"the data has changed since the snapshot was written{of}; put the old data back, or start a new run from its weights"
-            )
-        load_state(trainer, stored, loop.spec.lanes)
-        extra = stored.read("extra", stored.manifest.forms("extra"))
-        if trainer.scaler is not None:
-            trainer.scaler.load(_under("scaler/", extra))
-        loop.restore(meta["progress"], _under("loop/", extra))
-        noted = meta["metrics_bytes"], meta["timing_bytes"], meta.get("metrics_sha256")  # which older snapshots lack
-        loop.folder.cut_back(*noted, step=loop.progress.step)
-        if world.rank == 0:
-            mend_best(stored)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -48,10 +48,10 @@ from carrywave.step.reproducible.shards import settle
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.doubts import worse_than_naive
 from carrywave.tasks.task import POOLED, Task
-from carrywave.train.checkpointer import Checkpointer, Data, restore
+from carrywave.train.checkpointer import Checkpointer, Data
 from carrywave.train.evaluation_stop import Stopped
 from carrywave.train.loop import DataParts, Loop
-from carrywave.train.loop_state import ASKED
+from carrywave.train.loop_state import ASKED, LoopState
 from carrywave.train.opening_notes import noted
 from carrywave.train.plan_check import Comparison
 from carrywave.train.planning import PlanRequest, check_workers, plan_run
@@ -234,7 +234,14 @@ def _train(
             mesh = Mesh(world, plan)
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
             data = Data(prepared.fingerprint, files)
-            keeper = Checkpointer(world, folder, data, watch)
+            checkpointer = Checkpointer(spec, trainer, folder, data, watch)
+        state = LoopState.start(trainer.device)
+        if start.snapshot is not None:
+            state = checkpointer.restore(start.snapshot)
+            state.extend(spec.train)
+            going_on = f"going on from step {state.step} (epoch {state.epoch + 1})"
+            watch.say(going_on if state.trains(spec.train) else state.over(spec.train))
+        with raise_on_all(world):
             loop = Loop(
                 spec,
                 task,
@@ -243,15 +250,10 @@ def _train(
                 order,
                 folder,
                 watch,
-                save=keeper,
-                back=keeper.go_back,
+                state,
+                checkpointer,
                 compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted else None,
             )
-        if start.snapshot is not None:
-            restore(loop, start.snapshot, data)
-            at = loop.progress
-            at.extend(spec.train)
-            watch.say(f"going on from step {at.step} (epoch {at.epoch + 1})" if loop.trains else at.over(spec.train))
         if loop.trains:
             # The files of a finished run describe what was trained, so they stay as they are.
             with raise_on_all(world):
@@ -262,14 +264,14 @@ def _train(
                 folder.write_json("facts.json", asdict(prepared.facts) | origin)
                 if start.snapshot is None:
                     folder.expect_snapshot(start.init)
-        keeper.writer.meet()
+        checkpointer.writer.meet()
         if spec.train.reproducible and loop.trains:
             watch.say(cost_line(trainer, loop.loader))
         no_files = own is not None or spec.data.train is None
         workers_too = f" --devices {world.size}" if world.size > 1 else ""
         by_command = f"carrywave train --resume --run {folder.path}{workers_too}"
         again_with = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if no_files else by_command
-        with keeper.watched():
+        with checkpointer.watched():
             return _carry_out(loop, watch, again_with)
 
 
@@ -302,14 +304,14 @@ def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts) -> Model | Whole:
 
 
 def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
-    at = loop.progress
     with Stop() as stop:
         loop.stop = stop
         try:
-            ending = at.ending or loop.run(stop)
+            ending = loop.state.ending or loop.run(stop)
             reached = {} if ending in ASKED else _finish(loop)
         except Stopped as asked:
             ending = asked.reason
+    at = loop.state
     if ending in ASKED:
         watch.end(f"{ending} at step {at.step}; go on with: {again_with}")
         return Result(loop.folder.path, ending, {}, _shown(loop.trainer.model), loop.task)
@@ -333,11 +335,11 @@ def _finish(loop: Loop) -> dict[str, dict[str, float]]:
     load_parameters(trainer.parameters(), best, "weights.safetensors", whole=best.keys())
     trainer.model.eval()
     reached = {}
-    if loop.progress.best is not None:
-        reached["valid"] = dict(loop.progress.best)
+    if loop.state.best is not None:
+        reached["valid"] = dict(loop.state.best)
     # Also if training had already finished: its last snapshot, to which the logs were truncated, is older than the test evaluation.
     if loop.parts.test is not None:
-        reached["test"] = loop.judge(loop.parts.test, weights_step=loop.progress.weights_step)
+        reached["test"] = loop.judge(loop.parts.test, weights_step=loop.state.weights_step)
     if isinstance(trainer.model, Model) and trainer.plan.stages > 1:
         fill(trainer.model, best, trainer.device)
     return reached

@@ -1,6 +1,6 @@
 """The training loop: epochs of optimizer steps, evaluation, the best weights, snapshots, and an orderly end.
 
-All state is in `Progress`, the running sums and the trainer, so a run restored from a snapshot of them continues bit for bit. Anything that
+All state is in `LoopState` and the trainer, so a run restored from a snapshot of them continues bit for bit. Anything that
 depends on the clock goes only to the watcher and to timing.jsonl.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.data.loader import Loader
@@ -35,8 +33,9 @@ from carrywave.step.trainer import Trainer
 from carrywave.step.update import StepResult
 from carrywave.tasks.task import Part, Task
 from carrywave.train import lr_schedule as rates
+from carrywave.train.checkpointer import Checkpointer
 from carrywave.train.evaluation_stop import Stopped, leave_if_asked
-from carrywave.train.loop_state import Ending, Progress
+from carrywave.train.loop_state import Ending, LoopState
 from carrywave.train.plan_check import Comparison
 from carrywave.train.run_clock import RunClock
 
@@ -56,7 +55,7 @@ class DataParts:
 
 
 class Loop:
-    """One run, from wherever `progress` is to its end."""
+    """One run, from `state` to its end."""
 
     def __init__(
         self,
@@ -67,20 +66,17 @@ class Loop:
         order: Order,
         run: Run,
         watch: Watcher,
-        save: Callable[[Loop, bool], None],
-        back: Callable[[Loop], None],
+        state: LoopState,
+        checkpointer: Checkpointer,
         compare: Comparison | None = None,
     ) -> None:
         self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = spec, task, trainer, parts, run, watch
         self.order = order
         share = trainer.mesh.share(inputs=trainer.stage.has_encoder, targets=trainer.stage.scores)
         self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share)
-        self.progress = Progress()
-        self.save, self.back = save, back  # write a snapshot, final or not; restore the last one
+        self.state, self.checkpointer = state, checkpointer
         self.compare = compare  # predicted against measured step times
-        self.sums = torch.zeros(5, dtype=torch.float64, device=trainer.device)  # loss, targets, norm, steps; non-finite steps
         self._one_bad = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=trainer.device)
-        self.cells = [0, 0]  # steps since the last row, without and with padding
         self.clock = RunClock()
         self.stop: Stop | None = None  # what evaluations check; None: they are never left early
         # Windows of varying length make the number of windows vary by epoch; otherwise one epoch stands for all.
@@ -91,19 +87,19 @@ class Loop:
     @property
     def trains(self) -> bool:
         """True if there is anything left to train."""
-        return self.progress.trains(self.spec.train)
+        return self.state.trains(self.spec.train)
 
     def run(self, stop: Stop | None = None) -> Ending:
         """Train to the end, or until a signal asks to stop; a snapshot is written either way."""
         if stop is None:
             with Stop() as own:
                 return self.run(own)
-        train, at = self.spec.train, self.progress
+        train, at = self.spec.train, self.state
         self.stop = stop
         launch_record.begins_to_train()
         try:
             if train.on_nan == "back" and at.step == 0:
-                self.save(self, False)  # so that there is always one to go back to
+                self.checkpointer.save(self.state)  # so that there is always one to go back to
             if not self.trains and at.judged != at.step:
                 self._end_here()  # it was stopped during its last evaluation, or its limit now lies before its current step
             while self.trains:
@@ -111,29 +107,29 @@ class Loop:
                     self._epoch(stop)
                     self.check()
                     asked = self._asked(stop)
-                    self.save(self, asked is not None or not self.trains)
+                    self.checkpointer.save(self.state, final=asked is not None or not self.trains)
                     if asked is not None:
                         return asked
                 except Diverged as error:
                     self._go_back(error)
         except Stopped as asked_meanwhile:
-            at.ending = None  # the evaluation that would have ended the run is still pending
+            self.state.ending = None  # the evaluation that would have ended the run is still pending
             self.check()
-            self.save(self, True)
+            self.checkpointer.save(self.state, final=True)
             return asked_meanwhile.reason
-        at.ending = at.ending or "done"
-        return at.ending
+        self.state.ending = self.state.ending or "done"
+        return self.state.ending
 
     def _end_here(self) -> None:
         """Finish a run that lacks only its last evaluation."""
         self.write_row()
         self._judge()
-        self.progress.ending = self.progress.ending or "done"
-        self.save(self, True)
+        self.state.ending = self.state.ending or "done"
+        self.checkpointer.save(self.state, final=True)
 
     def _epoch(self, stop: Stop) -> None:
         """Train from the cursor to the end of its epoch, then evaluate; return early if a stop is requested."""
-        train, at = self.spec.train, self.progress
+        train, at = self.spec.train, self.state
         if at.step and self._evaluation_due() and at.judged != at.step:
             self._judge()  # the run was stopped during this evaluation
             self._save_if_due()
@@ -151,7 +147,7 @@ class Loop:
 
     def _steps(self, stop: Stop) -> Reason | None:
         """Take the optimizer steps of an epoch from the cursor on; returns the reason to stop, if that was requested."""
-        train, at = self.spec.train, self.progress
+        train, at = self.spec.train, self.state
         batches = self.loader.batches(Cursor(at.epoch, at.batch))
         asked: Reason | None = None
         try:
@@ -172,19 +168,19 @@ class Loop:
 
     def _evaluation_due(self) -> bool:
         every = self.spec.train.evaluate_every
-        return bool(every and self.progress.step % every == 0)
+        return bool(every and self.state.step % every == 0)
 
     def _save_if_due(self) -> None:
         if self._snapshot_due():
             self.check()
             started = time.monotonic()
-            self.save(self, False)
+            self.checkpointer.save(self.state)
             if self.compare is not None:
                 self.compare.skip(time.monotonic() - started)
 
     def _snapshot_due(self) -> bool:
         """True every `snapshot_every` steps and after a new best evaluation, within an epoch; at its end there is a snapshot anyway."""
-        at, every = self.progress, self.spec.train.snapshot_every
+        at, every = self.state, self.spec.train.snapshot_every
         return at.batch < self.order.num_steps(at.epoch) and (at.best_step == at.step or bool(every and at.step % every == 0))
 
     def _groups(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:
@@ -200,7 +196,7 @@ class Loop:
 
     def _step(self, group: list[Batch], stop: Stop) -> Reason | None:
         """Take one optimizer step; returns the reason to stop, if a worker was asked to."""
-        train, at = self.spec.train, self.progress
+        train, at = self.spec.train, self.state
         at.lr = rates.lr(train, at.rate, at.step, int(self.total_steps), at.epoch) * BACK_FACTOR**at.backs
         if self.spec.batch.vary:
             # A shorter window has a smaller sum of gradients over time, so its learning rate is scaled down (AWD-LSTM).
@@ -215,7 +211,7 @@ class Loop:
             self.folder.write_timing({"split": "train", "epoch": at.shown_epoch, "step": at.step, **measured})
         at.batch += len(group)
         real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
-        self.cells = [self.cells[0] + real, self.cells[1] + padded]
+        at.cells = [at.cells[0] + real, at.cells[1] + padded]
         self._add(result)
         self.clock.count(real)
         alone = self.trainer.plan.workers == 1
@@ -237,14 +233,14 @@ class Loop:
 
     def _add(self, result: StepResult) -> None:
         """Add one step to the running sums on the device; a non-finite step is only counted."""
-        one = torch.ones((), dtype=torch.float64, device=self.sums.device)
+        one = torch.ones((), dtype=torch.float64, device=self.trainer.device)
         norm = torch.where(result.norm.isfinite(), result.norm, 0.0).double()  # a step that fp16 skips has no norm
         numbers = torch.stack([result.loss_sum, result.count, norm, one, torch.zeros_like(one)])
-        self.sums = self.sums + torch.where(result.finite, numbers, self._one_bad)
+        self.state.sums = self.state.sums + torch.where(result.finite, numbers, self._one_bad)
 
     def check(self) -> None:
         """Check for a non-finite loss or gradient; nothing of such a step is ever saved. Collective: every rank must call it."""
-        at, train, trainer = self.progress, self.spec.train, self.trainer
+        at, train, trainer = self.state, self.spec.train, self.trainer
         seen = trainer.nonfinite.look()
         at.skipped, at.in_a_row = at.skipped + seen.bad, seen.in_a_row
         if seen.ago is not None:
@@ -257,7 +253,7 @@ class Loop:
         too_many = seen.longest >= MOST_IN_A_ROW
         if skips and too_many:
             step = min(step, at.step - seen.in_a_row + 1)  # the first of them, however many checks lie in between
-        fact = f"{cause} is not a number any more at step {step} (epoch {at.shown_epoch})"
+        fact = f"{cause} is no longer finite at step {step} (epoch {at.shown_epoch})"
         if skips and not too_many:
             self.watch.say(f"{fact}; {'that step was' if seen.bad == 1 else f'{seen.bad} steps since then were'} skipped")
             return
@@ -270,29 +266,27 @@ class Loop:
 
     def _go_back(self, error: Diverged) -> None:
         """Continue from the last snapshot with a lower learning rate, if the spec asks for it and the limit is not reached. Collective."""
-        at = self.progress
+        at = self.state
         if self.spec.train.on_nan != "back":
             raise error
         if at.backs >= MOST_BACKS:
             raise on_every_rank(Diverged(f"{error} (after going back {MOST_BACKS} times, to a rate of {at.lr:g})"))
         # The file of the best weights stays as it is, even if it was written after the snapshot.
-        backs, best = at.backs + 1, at.best
-        self.back(self)
-        at.backs, at.best = backs, best
-        fact = str(error).partition(";")[0]
-        self.watch.say(f"{fact}; going back to step {at.step}, with the learning rate times {BACK_FACTOR**backs:g} from there on")
+        self.state = replace(self.checkpointer.go_back(), backs=at.backs + 1, best=at.best)
+        fact, factor = str(error).partition(";")[0], BACK_FACTOR**self.state.backs
+        self.watch.say(f"{fact}; going back to step {self.state.step}, with the learning rate multiplied by {factor:g} from there on")
 
     def write_row(self) -> None:
         """Write one row of metrics for the steps since the last one."""
         self.check()
-        loss_sum, count, norm, steps, skipped = self.sums.tolist()
+        at = self.state
+        loss_sum, count, norm, steps, skipped = at.sums.tolist()
         if not steps:
             return
-        at = self.progress
         if count <= 0 and loss_sum:
             raise on_every_rank(uncounted())
         loss = loss_sum / count if count else 0.0
-        waste = 1.0 - self.cells[0] / self.cells[1]
+        waste = 1.0 - at.cells[0] / at.cells[1]
         # Rows at the end of an epoch may cover fewer steps than others, so each gives their number.
         place: Row = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
         extra: Row = {"skipped": int(skipped)} if self.spec.train.on_nan == "skip" else {}
@@ -300,12 +294,11 @@ class Loop:
         self.folder.write_metrics(place | means | extra)
         seconds, rate = self.clock.lap()
         self.folder.write_timing(place | {"seconds": seconds, "tokens_per_second": rate})
-        self.sums = torch.zeros_like(self.sums)
-        self.cells = [0, 0]
+        at.sums, at.cells = torch.zeros_like(at.sums), [0, 0]
 
     def _judge(self) -> None:
         """Evaluate, pass the result to the schedule and to weight averaging, keep the best weights, and decide on early stopping."""
-        at, train = self.progress, self.spec.train
+        at, train = self.state, self.spec.train
         self.check()
         with self.trainer.evaluation_weights():
             if self.parts.valid is None:
@@ -340,7 +333,7 @@ class Loop:
 
     def judge(self, part: Part, *, weights_step: int | None = None) -> dict[str, float]:
         """Evaluate the current weights on one part and write its row, with `weights_step` if the weights are not from the current step."""
-        at = self.progress
+        at = self.state
         started = time.monotonic()
         tokens = int(part.view.lengths.sum())
 
@@ -374,10 +367,10 @@ class Loop:
     def _tick(self, result: StepResult) -> None:
         self.clock.ticked()
         loss = float((result.loss_sum / result.count.clamp(min=1)).item())
-        self.watch.step(self._info("train", self.progress.batch, self.order.num_steps(self.progress.epoch), loss))
+        self.watch.step(self._info("train", self.state.batch, self.order.num_steps(self.state.epoch), loss))
 
     def _info(self, phase: str, done: int, total: int, loss: float | None, rate: float | None = None) -> StepInfo:
-        at = self.progress
+        at = self.state
         return StepInfo(
             epoch=at.shown_epoch,
             epochs=self.spec.train.epochs,
@@ -385,26 +378,9 @@ class Loop:
             steps=total,
             loss=loss,
             tokens_per_second=self.clock.rate if rate is None else rate,
-            waste=1.0 - self.cells[0] / self.cells[1] if self.cells[1] else 0.0,
+            waste=1.0 - at.cells[0] / at.cells[1] if at.cells[1] else 0.0,
             lr=at.lr,
             eta_seconds=self.clock.eta(at.step, self.total_steps),
             phase=phase,
             unit="tokens" if self.task.facts.vocabulary else "steps",
         )
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The running sums, for the snapshot."""
-        return {"sums": self.sums}
-
-    def numbers(self) -> dict[str, Any]:
-        """The progress as plain JSON values, for the snapshot."""
-        return asdict(self.progress) | {"cells": list(self.cells)}
-
-    def restore(self, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Continue from a snapshot."""
-        numbers = dict(numbers)
-        self.cells = list(numbers.pop("cells"))
-        numbers["rate"] = rates.from_json(numbers["rate"])
-        vars(self.progress).update(vars(Progress(**numbers)))  # in place, for whoever holds a reference to it
-        self.trainer.nonfinite.forget(self.progress.in_a_row)
-        self.sums = tensors["sums"].to(self.sums.device)

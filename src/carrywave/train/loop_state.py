@@ -1,9 +1,16 @@
-"""The state of a run between two steps: everything the loop knows besides the trainer, and whether there is more to do."""
+"""The state of a run between two steps: everything the loop knows besides the trainer, and whether there is more to do.
+
+A snapshot saves it as plain JSON values and a few tensors, and restores it, without knowing the loop.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from carrywave.launch.signals import Reason
 from carrywave.spec.spec import TrainSpec
@@ -14,8 +21,11 @@ Ending = Literal["done", "early"] | Reason
 
 
 @dataclass
-class Progress:
-    """The position of a run and what it has reached. All of it goes into a snapshot."""
+class LoopState:
+    """The position of a run, what it has reached, and the running sums since the last row of metrics."""
+
+    sums: Tensor  # [5], on the device: loss, targets, norm and number of steps; number of non-finite steps
+    cells: list[int] = field(default_factory=lambda: [0, 0])  # steps times lanes, without and with padding
 
     epoch: int = 0
     batch: int = 0  # batches done in this epoch; with the epoch, the cursor
@@ -30,6 +40,26 @@ class Progress:
     skipped: int = 0  # steps skipped because of non-finite values
     in_a_row: int = 0  # consecutive ones, up to this step
     backs: int = 0  # times the run went back to a snapshot because of them
+
+    @staticmethod
+    def start(device: torch.device) -> LoopState:
+        """The state before the first step."""
+        return LoopState(torch.zeros(5, dtype=torch.float64, device=device))
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything but the tensors, as plain JSON values."""
+        found = asdict(replace(self, sums=torch.empty(0)))
+        del found["sums"]
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, by name."""
+        return {"sums": self.sums}
+
+    @staticmethod
+    def of(numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> LoopState:
+        """The state from what `numbers` and `tensors` returned."""
+        return LoopState(tensors["sums"].to(device), **{**numbers, "rate": rates.from_json(numbers["rate"])})
 
     @property
     def shown_epoch(self) -> int:
