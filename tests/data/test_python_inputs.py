@@ -231,7 +231,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("classification", [*ROWS, {"steps": [[1.0]], "label": "a"}], "train item 3: a step has 1 features, but the training data has 2"),
     ("classification", ([[[1.0], [1.0, 2.0]]], ["a"]), "train item 0: steps is ragged"),
     ("classification", (np.array([[[1.0]], [[np.nan]]]), [0, 1]), "train item 1: step 0, column 0 of steps is nan"),
-    ("classification", ([[1, 2], [1.5, 2.0]], [0, 1]), "train item 1: the row has steps, but earlier rows have tokens"),
+    ("classification", ([[1, 2], [1.5, 2.0]], [0, 1]), "train item 1: the row has steps, expected tokens"),
     ("classification", {"train": ROWS, "test": [{"steps": [[1, 2]], "label": "z"}]}, "test item 0: label 'z' was never seen in training"),
     ("tagging", (np.zeros((1, 3, 1)), [[0, 1]]), "train item 0: 2 labels for 3 steps"),
     ("regression", (np.zeros((1, 3, 1)), [np.inf]), "train item 0: number 0 of label is inf"),

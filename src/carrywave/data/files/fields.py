@@ -32,7 +32,7 @@ def take(row: Row, field: str, where: str) -> Any:
     if value is None:
         others = [name for name in FIELDS if row.get(name) is not None]
         if field in FIELDS and others:
-            raise DataError(f"{where}: the row has {others[0]}, but earlier rows have {field}; use the same field in all rows")
+            raise DataError(f"{where}: the row has {others[0]}, expected {field}; use the same field in all rows")
         raise DataError(f"{where}: the field {field} is missing (the row has {_names(row)}); add it")
     return value
 
@@ -172,7 +172,7 @@ def target_of(row: Row, where: str, outputs: int | None) -> Matrix:
     if target.ndim != 1 or not target.size:
         raise DataError(f"{where}: label has shape {list(target.shape)}; write a number or a flat list of numbers")
     if outputs is not None and len(target) != outputs:
-        raise DataError(f"{where}: label has {len(target)} numbers, but earlier rows have {outputs}; use {outputs} in every row")
+        raise DataError(f"{where}: label has {len(target)} numbers, expected {outputs}; use {outputs} in every row")
     bad = unusable(target)
     if bad.any():
         place = int(np.argmax(bad))
