@@ -128,9 +128,9 @@ STEPS: dict[str, tuple[Any, str]] = {
     "zero length": ([], "valid.jsonl:2: steps is a zero-length sequence; remove the row, or give it at least one step"),
     "ragged": (
         [[0, 1], [1]],
-        "valid.jsonl:2: steps is ragged, it has steps of 1 and 2 features; give every step the same number of features",
+        "valid.jsonl:2: steps is ragged, with steps of 1 and 2 features; use the same number of features in every step",
     ),
-    "features": ([[0, 1, 2]], "valid.jsonl:2: a step has 3 features, the training data has 2; give 2 in every step"),
+    "features": ([[0, 1, 2]], "valid.jsonl:2: a step has 3 features, but the training data has 2; use 2 in every step"),
     "text": ([[0, "1"]], "valid.jsonl:2: step 0, column 1 of steps is a string ('1'), not a number; write a number"),
 }
 
@@ -151,28 +151,28 @@ def test_bad_steps_to_evaluate_on(case: str, labels: Path) -> None:
 
 
 DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
-    "no file": ([*LANGUAGE, "data.valid=none.txt"], "", "data.valid=none.txt: there is no such file in {cwd}; give the path of a file"),
-    "empty text": ([*LANGUAGE, "data.train=bad"], "", "bad is empty; give a file that holds text"),
-    "empty valid": ([*LANGUAGE, "data.valid=bad"], "", "bad is empty; give a file that holds text"),
-    "empty rows": ([*LABELS, "data.train=bad", "data.format=jsonl"], "\n\n", "bad is empty; give data that holds at least one row"),
-    "empty table": ([*SERIES, "data.train=bad", "data.format=csv"], "", "bad is empty; give a table with a line of column names"),
+    "no file": ([*LANGUAGE, "data.valid=none.txt"], "", "data.valid=none.txt: file not found in {cwd}; use the path of an existing file"),
+    "empty text": ([*LANGUAGE, "data.train=bad"], "", "bad is empty; use a file that contains text"),
+    "empty valid": ([*LANGUAGE, "data.valid=bad"], "", "bad is empty; use a file that contains text"),
+    "empty rows": ([*LABELS, "data.train=bad", "data.format=jsonl"], "\n\n", "bad is empty; use data with at least one row"),
+    "empty table": ([*SERIES, "data.train=bad", "data.format=csv"], "", "bad is empty; use a table with a header line"),
     "empty parquet": (
         [*SERIES, "data.train=bad", "data.format=parquet"],
         b"",
         "bad cannot be read (Could not open Parquet input source 'bad': Parquet file size is 0 bytes); check",
     ),
-    "one token": ([*LANGUAGE, "data.valid=bad"], "t", "bad holds 1 token, and a language model needs 2 to have a target; give more"),
-    "unknown token": ([*LANGUAGE, "data.valid=bad"], "the cat\nthe ox\n", "bad:2: token 'x' is not in the vocabulary of the training data"),
+    "one token": ([*LANGUAGE, "data.valid=bad"], "t", "bad has 1 token, but a language model needs 2 to have a target; add more"),
+    "unknown token": ([*LANGUAGE, "data.valid=bad"], "the cat\nthe ox\n", "bad:2: token 'x' is not in the training vocabulary"),
     "not utf-8": ([*LANGUAGE, "data.train=bad"], b"the \xff", "bad: byte 4 is not valid utf-8; convert the file to utf-8"),
     "negative token": (
         [*LANGUAGE, "data.train=bad", "data.format=jsonl"],
         [{"tokens": [1, 2]}, {"tokens": [3, -1]}],
-        "bad:2: token -1 at step 1 is negative; tokens count from 0",
+        "bad:2: token -1 at step 1 is negative; tokens must be 0 or greater",
     ),
     "large token": (
         [*LANGUAGE, "data.train=bad", "data.valid=bad2.jsonl", "data.format=jsonl"],
         [{"tokens": [1, 2, 3, 4, 5]}],
-        "bad2.jsonl:1: token 6 is outside the 6 tokens of the training data; train with it",
+        "bad2.jsonl:1: token 6 is outside the training vocabulary of 6 tokens; train with it",
     ),
     "no text": (
         [*LABELS, "data.train=bad", "data.format=jsonl"],
@@ -195,16 +195,16 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
         [{"tokens": [1], "labels": [None]}],
         "valid holds no target to judge by, every label in it is ignored; give it labels",
     ),
-    "a list": ([*LABELS, "data.train=bad", "data.format=jsonl"], "[1]\n", "bad:1: the line holds a JSON list, not an object; write one"),
+    "a list": ([*LABELS, "data.train=bad", "data.format=jsonl"], "[1]\n", "bad:1: the line is a JSON list, not an object; write one"),
     "no column": (
         [*SERIES, "data.targets=[z]"],
         "",
-        "train.csv: data.targets names 'z', not a column that is read (y, x); set data.columns",
+        "train.csv: data.targets names 'z', which is not among the columns read (y, x); include it in data.columns",
     ),
     "short series": (
         [*SERIES, "data.train=bad", "data.format=csv"],
         "ds,y\n2024-01-01,1\n",
-        "bad: series bad has 0 rows in train, a horizon of 2 needs 3; set a smaller data.horizon, give train more, or remove it",
+        "bad: series bad has 0 rows in train, but a horizon of 2 needs 3; reduce data.horizon, add rows to train, or remove the series",
     ),
     "no time": ([*SERIES, "data.time=when"], "", "train.csv has no column 'when' (data.time); the nearest are ds, y, x"),
     "no columns": ([*SERIES, "data.columns=[yy]"], "", "train.csv has no column 'yy' (data.columns); the nearest are y"),
@@ -229,12 +229,12 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     "short gzip of rows": (
         [*LABELS, "data.train=bad.jsonl.gz"],
         gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode())[:-8],
-        "bad.jsonl.gz cannot be read (Truncated compressed stream); check that the file is whole",
+        "bad.jsonl.gz cannot be read (Truncated compressed stream); check that the file is complete",
     ),
     "short zstd": (
         [*LANGUAGE, "data.train=bad.txt.zst"],
         bytes(pa.Codec("zstd").compress(TEXT.encode()))[:-3],
-        "bad.txt.zst cannot be read (Truncated compressed stream); check that the file is whole",
+        "bad.txt.zst cannot be read (Truncated compressed stream); check that the file is complete",
     ),
     "more lanes than tokens": (
         [*LANGUAGE, "data.train=bad", "data.share=0", "batch.lanes=40"],
@@ -402,7 +402,7 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no logs": (lambda run: (run / "metrics.jsonl").unlink(), r"run/metrics.jsonl has 0 bytes, the snapshot was made after \d+; put the"),
     "no run": (lambda run: (run / "spec.yaml").unlink(), r"run holds no run to go on with \(no spec.yaml in it\); leave out --resume"),
     "data": (lambda run: write("train.txt", TEXT.replace("log", "fog")), "the data has changed since the snapshot was .*train.txt.*; put"),
-    "data gone": (lambda run: Path("train.txt").unlink(), "data.train=train.txt: there is no such file in .*; give the path of a file"),
+    "data gone": (lambda run: Path("train.txt").unlink(), "data.train=train.txt: file not found in .*; use the path of an existing file"),
 }
 
 
@@ -501,16 +501,14 @@ def test_bad_weights(case: str, run: Path) -> None:
 
 
 def test_weights_of_another_task(labels: Path) -> None:
-    message = "task=language, but the codec to read by is of classification; start from a run of the same task"
+    message = "task=language, but the codec is for classification; start from a run of the same task"
     assert refused("train", *LANGUAGE, "--init", "labels", "--run", "new") == message
 
 
 def test_weights_with_a_codec_of_something_else(run: Path) -> None:
     path = run / "weights.safetensors"
     save_file(load_file(path), path, {"codec": '{"task": "language"}'})
-    assert refused("train", *LANGUAGE, "--init", "run").startswith(
-        "run/weights.safetensors: the codec is not one that this version wrote; "
-    )
+    assert refused("train", *LANGUAGE, "--init", "run").startswith("run/weights.safetensors: the codec was not written by this version; ")
 
 
 # A run that is opened again.
@@ -529,7 +527,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "codec kind": (lambda run: edit(run / "codec.json", kind="letters"), "run/codec.json is damaged: kind is 'letters'"),
     "codec tokens": (lambda run: edit(run / "codec.json", vocabulary=["ab"]), "run/codec.json is damaged: "),
     "codec size": (lambda run: edit(run / "codec.json", size=3), "run/codec.json is damaged: "),
-    "codec targets": (lambda run: edit(run / "codec.json", targets=[2]), "run/codec.json is damaged: targets is [2] of 0 columns"),
+    "codec targets": (lambda run: edit(run / "codec.json", targets=[2]), "run/codec.json is damaged: targets is [2] for 0 columns"),
     "codec task": (lambda run: edit(run / "codec.json", task="tagging"), "run/codec.json is of task tagging, run/spec.yaml of language; "),
     "facts gone": (lambda run: (run / "facts.json").unlink(), "run/facts.json cannot be read: No such file or directory; give the folder"),
     "facts no JSON": (lambda run: cut(run / "facts.json"), "run/facts.json is damaged: it is not JSON; give the folder of a whole run"),
@@ -563,10 +561,10 @@ def test_a_spec_that_was_edited(run: Path) -> None:
 
 PREDICT: dict[str, tuple[list[str], str]] = {
     "no input": (["labels"], "predict needs an INPUT file for a classification model; add it after the run"),
-    "no file": (["labels", "none.jsonl"], "data=none.jsonl: there is no such file in "),
+    "no file": (["labels", "none.jsonl"], "data=none.jsonl: file not found in "),
     "prompt": (["labels", "train.jsonl", "--prompt", "a"], "--prompt is for language models, labels is of classification; give an INPUT"),
-    "unknown character": (["run", "--prompt", "cat?"], "the prompt: token '?' is not in the vocabulary of the training data; train with"),
-    "unknown in a file": (["run", "prompts.txt"], "prompts.txt:2: token '?' is not in the vocabulary of the training data; train with"),
+    "unknown character": (["run", "--prompt", "cat?"], "the prompt: token '?' is not in the training vocabulary; train with"),
+    "unknown in a file": (["run", "prompts.txt"], "prompts.txt:2: token '?' is not in the training vocabulary; train with"),
     "no JSON": (["run", "prompts.jsonl"], "prompts.jsonl:2: not JSON ("),
     "no prompts": (["run", "empty.txt"], "empty.txt is empty; give a prompt on each line"),
     "both": (["run", "prompts.txt", "--prompt", "cat"], "--prompt and INPUT are both given; give one of the two"),
@@ -775,7 +773,7 @@ def test_no_room_keeps_what_was_there(where: str, run: Path, disk: Disk) -> None
 
 def test_no_room_for_the_cache(disk: Disk, work: Path) -> None:
     disk.full("cache/")
-    message = f"there is no room on the disk for the cache {work}/cache; free some, or set $CARRYWAVE_CACHE to a folder with room"
+    message = f"no disk space left for the cache {work}/cache; free some, or set $CARRYWAVE_CACHE to a folder with enough space"
     assert refused("train", *LANGUAGE) == message
 
 
@@ -795,7 +793,7 @@ def test_a_folder_that_is_read_only(disk: Disk, work: Path) -> None:
 
 def test_a_cache_that_is_read_only(disk: Disk, work: Path) -> None:
     disk.read_only("cache")
-    message = f"the cache {work}/cache cannot be written (Read-only file system); set $CARRYWAVE_CACHE to a folder that can"
+    message = f"the cache {work}/cache cannot be written (Read-only file system); set $CARRYWAVE_CACHE to a writable folder"
     assert refused("train", *LANGUAGE) == message
 
 

@@ -350,5 +350,5 @@ def test_bad_facts(text: str) -> None:
 
 def test_data_that_is_missing_is_told_how_to_plan_without() -> None:
     said = refused(*SMALL, "data.train=missing.txt", "--profile", "machine.json")
-    assert "data.train=missing.txt: there is no such file" in said
+    assert "data.train=missing.txt: file not found" in said
     assert said.endswith(", or plan without the data by --facts vocabulary=33278")

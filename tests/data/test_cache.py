@@ -117,8 +117,8 @@ def test_a_failure_midway_leaves_nothing(tmp_path: Path, error: BaseException) -
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (errno.ENOSPC, r"there is no room on the disk for the cache .*; free some, or set \$CARRYWAVE_CACHE to a folder with room"),
-        (errno.EROFS, r"cannot be written \(Read-only file system\); set \$CARRYWAVE_CACHE to a folder that can"),
+        (errno.ENOSPC, r"no disk space left for the cache .*; free some, or set \$CARRYWAVE_CACHE to a folder with enough space"),
+        (errno.EROFS, r"cannot be written \(Read-only file system\); set \$CARRYWAVE_CACHE to a writable folder"),
     ],
 )
 @pytest.mark.parametrize("where", ["flush", "sync", "folder"])

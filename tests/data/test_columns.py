@@ -25,20 +25,20 @@ def run(folder: Path, content: str | bytes, name: str = "t.csv", task: str = "fo
 
 
 TOLD: list[tuple[str, dict[str, Any], str]] = [
-    ("date,a,b\n2024-01-01,1,2\n2024-01-02,1,2\n", {}, "reads a, b, ordered by date"),
+    ("date,a,b\n2024-01-01,1,2\n2024-01-02,1,2\n", {}, "reading a, b, ordered by date"),
     (
         "date,a,place,seen,c\n2024-01-01,1,x,2024-01-01,1 kW\n2024-01-02,1,y,2024-01-02,2 kW\n",
         {},
-        "reads a, ordered by date; not read: place (text), seen (times), c (text)",
+        "reading a, ordered by date; ignored: place (text), seen (times), c (text)",
     ),
-    (",date,a\n0,2024-01-01,1\n1,2024-01-02,1\n", {}, "reads a, ordered by date; not read: '' (an index, it numbers the rows)"),
-    ("Unnamed: 0,a\n7,1\n3,1\n", {}, "reads a; not read: Unnamed: 0 (an index, it numbers the rows)"),
-    (",a\n2024-01-01,1\n2024-01-02,1\n", {}, "reads a, ordered by ''"),
-    ("Store,Date,a\nx,2024-01-01,1\ny,2024-01-02,1\n", {}, "reads a, ordered by Date; not read: Store (text)"),
-    ("place,day,a\nx,2024-01-01,1\ny,2024-01-02,1\n", {}, "reads a, ordered by day; not read: place (text)"),
-    ("code,a\nA,1\nB,1\n17,2\n", {}, "reads a; not read: code (text; 33% of it numbers)"),
-    ("date,a,b\n2024-01-01,1,2\n2024-01-02,1,2\n", {"columns": ["b"]}, "reads b, ordered by date; not read: a (not in data.columns)"),
-    ("shop,day,a\nx,1,1\nx,2,1\ny,1,1\ny,2,1\n", {"series": "shop", "time": "day"}, "reads a, ordered by day, a series for each shop"),
+    (",date,a\n0,2024-01-01,1\n1,2024-01-02,1\n", {}, "reading a, ordered by date; ignored: '' (a row index)"),
+    ("Unnamed: 0,a\n7,1\n3,1\n", {}, "reading a; ignored: Unnamed: 0 (a row index)"),
+    (",a\n2024-01-01,1\n2024-01-02,1\n", {}, "reading a, ordered by ''"),
+    ("Store,Date,a\nx,2024-01-01,1\ny,2024-01-02,1\n", {}, "reading a, ordered by Date; ignored: Store (text)"),
+    ("place,day,a\nx,2024-01-01,1\ny,2024-01-02,1\n", {}, "reading a, ordered by day; ignored: place (text)"),
+    ("code,a\nA,1\nB,1\n17,2\n", {}, "reading a; ignored: code (text, 33% of it numeric)"),
+    ("date,a,b\n2024-01-01,1,2\n2024-01-02,1,2\n", {"columns": ["b"]}, "reading b, ordered by date; ignored: a (not in data.columns)"),
+    ("shop,day,a\nx,1,1\nx,2,1\ny,1,1\ny,2,1\n", {"series": "shop", "time": "day"}, "reading a, ordered by day, one series per shop"),
 ]
 
 
@@ -58,25 +58,25 @@ def test_many_columns_are_cut_short(tmp_path: Path) -> None:
 def test_fields_that_are_not_read_are_said(tmp_path: Path) -> None:
     row = '{"id": 7, "steps": [1, 2], "label": "a", "source": "x"}\n'
     found = run(tmp_path, row, "t.jsonl", "classification")
-    assert found.notes == (f"{tmp_path / 't.jsonl'}: reads steps and label; not read: id, source",)
+    assert found.notes == (f"{tmp_path / 't.jsonl'}: reading steps and label; ignored: id, source",)
     assert run(tmp_path, '{"steps": [1, 2], "label": "a"}\n', "u.jsonl", "classification").notes == ()
 
 
 DAYS = ("2024-01-01", "2024-01-02")
 REFUSED: list[tuple[str | bytes, str]] = [
-    ("date,store,a\n" + "".join(f"{day},{store},1\n" for store in "xy" for day in DAYS), "for the second time; set data.series=store"),
-    ("date,store,a\n" + "".join(f"{day},{store},1\n" for store in (1, 2) for day in DAYS), "for the second time; set data.series=store"),
+    ("date,store,a\n" + "".join(f"{day},{store},1\n" for store in "xy" for day in DAYS), "repeats 2024-01-01; set data.series=store"),
+    ("date,store,a\n" + "".join(f"{day},{store},1\n" for store in (1, 2) for day in DAYS), "repeats 2024-01-01; set data.series=store"),
     (
         "date,store,item,a\n" + "".join(f"{day},{store},{item},1\n" for store in "xy" for item in "uv" for day in DAYS),
-        "join the columns store and item into one that names each series, and set data.series to it",
+        "combine columns store and item into one that names each series, and set data.series to it",
     ),
-    ("date,a\n2024-01-01,1\n2024-01-01,2\n", "for the second time; keep one row for each time"),
-    ("date,time,a\n2024-01-01,00:00:00,1\n2024-01-01,01:00:00,2\n", "join the columns date and time into one"),
-    ("date;a\n2024-01-01;1,5\n2024-01-02;2,5\n", "columns seem separated by `;`, and are read as separated by commas"),
-    ("date\ta\n2024-01-01\t1.5\n", r"columns seem separated by tabs, .* or name it \.tsv"),
+    ("date,a\n2024-01-01,1\n2024-01-01,2\n", "repeats 2024-01-01; keep one row per time"),
+    ("date,time,a\n2024-01-01,00:00:00,1\n2024-01-01,01:00:00,2\n", "combine columns date and time into one"),
+    ("date;a\n2024-01-01;1,5\n2024-01-02;2,5\n", "columns seem to be separated by `;`, but commas are expected"),
+    ("date\ta\n2024-01-01\t1.5\n", r"columns seem to be separated by tabs, .* or rename it to \.tsv"),
     ("date,ort,a\n2024-01-01,Köln,1\n".encode("latin-1"), r"t\.csv:2: .*K\\xf6ln.* is not valid utf-8; .* iconv -f latin1 -t utf-8 "),
-    ("date,a\n2024-01-01,1\n2024-01-02,n.v.\n2024-01-03,2\n", "row 2, column a is 'n.v.', which is text and not a finite number"),
-    ('date,a\n2024-01-01,"1,200"\n', r"has no numeric column besides date \(a: text\); give numbers"),
+    ("date,a\n2024-01-01,1\n2024-01-02,n.v.\n2024-01-03,2\n", "row 2, column a is 'n.v.', which is text, not a finite number"),
+    ('date,a\n2024-01-01,"1,200"\n', r"has no numeric column besides date \(a: text\); add a numeric column"),
 ]
 
 
@@ -90,8 +90,8 @@ def test_what_cannot_be_right_is_refused_with_a_remedy(tmp_path: Path, content: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("text;label\nab;1\n", "columns seem separated by `;`"),
-        ("text,label\nab,1\nba,high\n", r"row 2, column label is 'high', which is text and not a number; correct it"),
+        ("text;label\nab;1\n", "columns seem to be separated by `;`"),
+        ("text,label\nab,1\nba,high\n", r"row 2, column label is 'high', which is text, not a number; correct it"),
         ("text,label\nab,\n", "the field label is missing"),
         ("text,label\nKöln,1\n".encode("latin-1"), r"t\.csv:2: .* is not valid utf-8"),
     ],
@@ -112,19 +112,19 @@ def kaggle() -> Any:
 @pytest.mark.parametrize(
     ("series", "remedy"),
     [
-        (None, "join the columns store and item into one that names each series, and set data.series to it"),
-        ("store", "join the columns store and item into one that names each series, and set data.series to it"),
-        ("item", "join the columns item and store into one that names each series, and set data.series to it"),
+        (None, "combine columns store and item into one that names each series, and set data.series to it"),
+        ("store", "combine columns store and item into one that names each series, and set data.series to it"),
+        ("item", "combine columns item and store into one that names each series, and set data.series to it"),
     ],
 )
 def test_what_is_measured_is_not_taken_for_the_name_of_a_series(series: str | None, remedy: str) -> None:
-    with pytest.raises(DataError, match=f"for the second time.*; {remedy}$"):
+    with pytest.raises(DataError, match=f"repeats .*; {remedy}$"):
         arrange(pa.Table.from_pandas(kaggle(), preserve_index=False), "t", ColumnChoice(series=series))
     one = kaggle().query("store == 1")
-    with pytest.raises(DataError, match=r"for the second time; set data\.series=item$"):
+    with pytest.raises(DataError, match=r"repeats 2024-01-01 00:00:00; set data\.series=item$"):
         arrange(pa.Table.from_pandas(one, preserve_index=False), "t", ColumnChoice())
     twice = pd.concat([kaggle(), kaggle()])
-    with pytest.raises(DataError, match=r"for the second time.*; keep one row for each time$"):
+    with pytest.raises(DataError, match=r"repeats .*; keep one row per time$"):
         arrange(pa.Table.from_pandas(twice, preserve_index=False), "t", ColumnChoice(series=series))
 
 
@@ -140,5 +140,5 @@ def test_what_is_measured_is_not_taken_for_the_name_of_a_series(series: str | No
 def test_a_clock_is_joined_to_the_days_and_names_no_series(label: str, clock: list[Any]) -> None:
     days = [day for day in ("2024-01-01", "2024-01-02", "2024-01-03") for _ in clock]
     table = pa.table({"Date": days, label: clock * 3, "load": np.arange(9.0)})
-    with pytest.raises(DataError, match=f"for the second time; join the columns Date and {label} into one, 2024-01-31 23:00:00$"):
+    with pytest.raises(DataError, match=f"repeats 2024-01-01; combine columns Date and {label} into one, such as 2024-01-31 23:00:00$"):
         arrange(table, "t", ColumnChoice())

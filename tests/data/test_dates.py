@@ -33,7 +33,8 @@ def test_the_year_first_is_read(form: str, label: str) -> None:
 def test_other_forms_are_refused_even_where_they_are_in_order_as_text(form: str, label: str) -> None:
     texts = list(DAYS.strftime(form))
     for given in (texts, sorted(texts)):
-        with pytest.raises(DataError, match=rf"column {label} holds '.*', a date in a form that is not read; write 2024-01-31 ") as refused:
+        message = rf"column {label} contains '.*', a date in an unsupported format; write dates as 2024-01-31 "
+        with pytest.raises(DataError, match=message) as refused:
             arranged(given, label)
         assert "\n" not in str(refused.value)
 
@@ -42,13 +43,13 @@ def test_other_forms_count_rows_as_they_stand_where_that_is_asked_for() -> None:
     texts = list(DAYS.strftime("%d/%m/%Y"))
     table = arranged(texts, frequency="none")
     assert table.values[:, 0].tolist() == list(range(60))
-    assert table.notes[0] == "t.csv: reads y, in the order of the file"
-    assert "rows are taken in the order of the file" in table.notes[1]
+    assert table.notes[0] == "t.csv: reading y, in file order"
+    assert "rows are kept in file order" in table.notes[1]
 
 
 @pytest.mark.parametrize("text", ["Q1 2024", "Jan 2024", "2024/01", "20240131"])
 def test_so_are_months_quarters_and_days_without_marks(text: str) -> None:
-    with pytest.raises(DataError, match="a date in a form that is not read"):
+    with pytest.raises(DataError, match="a date in an unsupported format"):
         arranged([text])
 
 
@@ -59,19 +60,19 @@ def test_a_broken_date_among_good_ones_is_named_with_its_row(broken: str, row: i
     texts = list(DAYS.strftime("%Y-%m-%d"))
     texts[row] = broken
     for label in ("ds", "when"):
-        with pytest.raises(DataError, match=f"row {row + 1}, column {label} is '{broken}', which is no date"):
+        with pytest.raises(DataError, match=f"row {row + 1}, column {label} is '{broken}', which is not a date"):
             arranged(texts, label, frequency=frequency)
 
 
 def test_a_month_that_there_is_not_is_named() -> None:
-    with pytest.raises(DataError, match="row 3, column ds is '2024-13', which is no date"):
+    with pytest.raises(DataError, match="row 3, column ds is '2024-13', which is not a date"):
         arranged(["2024-11", "2024-12", "2024-13"])
 
 
 def test_words_in_order_are_taken_and_told() -> None:
     table = arranged(["t01", "t02", "t10"])
-    assert table.notes[0] == "t.csv: reads y, in the order of the file"
-    assert "holds 't01', which is no date that is known: rows are taken in the order of the file" in table.notes[1]
-    with pytest.raises(DataError, match="row 3, column ds is 't10', which cannot be put in order"):
+    assert table.notes[0] == "t.csv: reading y, in file order"
+    assert "contains 't01', which is not a recognised date: rows are kept in file order" in table.notes[1]
+    with pytest.raises(DataError, match="row 3, column ds is 't10', which cannot be ordered in time"):
         arranged(["t1", "t2", "t10"])
     assert arranged(["t1", "t2", "t10"], frequency="none").values[:, 0].tolist() == [0, 1, 2]

@@ -98,7 +98,7 @@ def test_tagging_ignores_null_and_minus_hundred(tmp_path: Path) -> None:
 def test_number_tokens_are_used_as_they_are(tmp_path: Path) -> None:
     data, codec = run(tmp_path, [{"tokens": [3, 0, 5], "label": 1}], spec("classification"))
     assert (codec.kind, codec.size, data.inputs.tolist()) == ("int", 6, [3, 0, 5])
-    with pytest.raises(DataError, match=r"d\.jsonl:1: token 6 is outside the 6 tokens of the training data"):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: token 6 is outside the training vocabulary of 6 tokens"):
         run(tmp_path, [{"tokens": [6], "label": 1}], spec("classification"), codec)
 
 
@@ -119,15 +119,15 @@ def test_labels_are_not_read_for_prediction(tmp_path: Path) -> None:
 
 GOOD = {"steps": [[1.0, 2.0]], "label": "a"}
 BAD_ROWS = [
-    ("{", r"the line is not JSON .*; write one object on each line"),
+    ("{", r"the line is not JSON .*; write one object per line"),
     ('{"steps": [[1, 2]], "label": "a"', "the line is not JSON"),
-    ("[1]", "holds a JSON list, not an object"),
+    ("[1]", "is a JSON list, not an object"),
     ({"label": "a"}, r"the field steps is missing \(the row has label\); add it"),
     ({"steps": [[1, 2]]}, "the field label is missing"),
-    ({"text": "x", "label": "a"}, "holds text where the rows before hold steps; use one kind"),
-    ({"steps": [[1, 2], [3]], "label": "a"}, "steps is ragged, it has steps of 1 and 2 features"),
-    ({"steps": [[1, 2], 3], "label": "a"}, "ragged, it has steps of a bare number and 2 features"),
-    ({"steps": [[1, 2, 3]], "label": "a"}, "a step has 3 features, the training data has 2; give 2"),
+    ({"text": "x", "label": "a"}, "has text, expected steps; use the same field"),
+    ({"steps": [[1, 2], [3]], "label": "a"}, "steps is ragged, with steps of 1 and 2 features"),
+    ({"steps": [[1, 2], 3], "label": "a"}, "ragged, with steps of a bare number and 2 features"),
+    ({"steps": [[1, 2, 3]], "label": "a"}, "a step has 3 features, but the training data has 2; use 2"),
     ({"steps": [[1, 2], [1, float("nan")]], "label": "a"}, "step 1, column 1 of steps is nan, not a finite number"),
     ({"steps": [[float("-inf"), 2]], "label": "a"}, "step 0, column 0 of steps is -inf"),
     ({"steps": [[1, None]], "label": "a"}, "step 0, column 1 of steps is nan"),
@@ -139,8 +139,8 @@ BAD_ROWS = [
     ({"steps": [[], []], "label": "a"}, r"steps has shape \[2, 0\]"),
     ({"steps": [], "label": "a"}, "zero-length sequence; remove the row"),
     ({"steps": [[1, 2]], "label": "zebra"}, r"label 'zebra' was never seen in training \(labels: a\)"),
-    ({"steps": [[1, 2]], "label": 0.5}, r"label is a number \(0\.5\); a class is a string"),
-    ({"steps": [[1, 2]], "label": -100}, r"label is -100, which stands for no label; leave the row out"),
+    ({"steps": [[1, 2]], "label": 0.5}, r"label is a number \(0\.5\); use a string"),
+    ({"steps": [[1, 2]], "label": -100}, r"label is -100, which means no label; remove the row"),
     ({"steps": [[1, 2]], "label": None}, "the field label is missing"),
 ]
 
@@ -157,38 +157,38 @@ def test_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: Any, message
 @pytest.mark.parametrize(
     ("task", "rows", "message"),
     [
-        ("classification", [], r"d\.jsonl is empty; give data that holds at least one row"),
+        ("classification", [], r"d\.jsonl is empty; use data with at least one row"),
         ("classification", ["", " "], "is empty"),
         ("classification", [{"label": 1}], r":1: the row has none of the fields steps, text and tokens \(it has label\)"),
-        ("classification", [GOOD, {"steps": [[1, 2]], "label": 1}], ":2: label 1 is a whole number where the rows before hold a string"),
+        ("classification", [GOOD, {"steps": [[1, 2]], "label": 1}], ":2: label 1 is a whole number, but earlier rows have a string"),
         (
             "classification",
             [{"tokens": ["a"], "label": 1}, {"tokens": [1], "label": 1}],
-            ":2: tokens holds numbers where the training data holds words",
+            ":2: tokens contains numbers, but the training data contains words",
         ),
         (
             "classification",
             [{"tokens": [1], "label": 1}, {"tokens": ["a"], "label": 1}],
-            ":2: tokens holds words where the training data holds numbers",
+            ":2: tokens contains words, but the training data contains numbers",
         ),
         ("classification", [{"tokens": [1, "a"], "label": 1}], r":1: token 1 is a string \('a'\); write all tokens as strings"),
-        ("classification", [{"tokens": [1, -4], "label": 1}], ":1: token -4 at step 1 is negative; tokens count from 0"),
+        ("classification", [{"tokens": [1, -4], "label": 1}], ":1: token -4 at step 1 is negative; tokens must be 0 or greater"),
         ("classification", [{"tokens": [1, 2**31], "label": 1}], ":1: token 2147483648 at step 1 is too large"),
         ("classification", [{"tokens": "ab", "label": 1}], ":1: tokens is a string, not a list"),
         ("classification", [{"tokens": [], "label": 1}], ":1: tokens is a zero-length sequence"),
         ("classification", [{"text": "", "label": 1}], ":1: text is a zero-length sequence"),
         ("classification", [{"text": 3, "label": 1}], ":1: text is a number, not a string"),
         ("classification", ['{"text": "a\\ud800", "label": 1}'], ":1: text is not valid Unicode at character 1"),
-        ("tagging", [{"tokens": ["a", "b"], "labels": ["N"]}], ":1: 1 labels for 2 steps; give one label for each step"),
+        ("tagging", [{"tokens": ["a", "b"], "labels": ["N"]}], ":1: 1 labels for 2 steps; use one label per step"),
         ("tagging", [{"tokens": ["a"], "labels": "N"}], ":1: labels is a string, not a list"),
-        ("tagging", [{"tokens": ["a"], "labels": [None]}], "holds no label at all"),
+        ("tagging", [{"tokens": ["a"], "labels": [None]}], "has no labels"),
         ("tagging", [{"tokens": ["a"], "label": "N"}], ":1: the field labels is missing"),
-        ("regression", [{"steps": [1], "label": [1, 2]}, {"steps": [1], "label": 1}], ":2: label has 1 numbers, the rows before have 2"),
+        ("regression", [{"steps": [1], "label": [1, 2]}, {"steps": [1], "label": 1}], ":2: label has 1 numbers, expected 2"),
         ("regression", [{"steps": [1], "label": "x"}], r":1: .* of label is a string \('x'\), not a number"),
         ("regression", [{"steps": [1], "label": [1, float("inf")]}], ":1: number 1 of label is inf, not a finite number"),
         ("regression", [{"steps": [1], "label": []}], r":1: label has shape \[0\]"),
-        ("language", [{"steps": [1]}], ":1: a language model reads text or tokens"),
-        ("language", [{"text": "ab"}, {"text": "a"}], ":2: the sequence has 1 token, and a language model needs 2"),
+        ("language", [{"steps": [1]}], ":1: a language model needs text or tokens"),
+        ("language", [{"text": "ab"}, {"text": "a"}], ":2: the sequence has 1 token, but a language model needs 2"),
         ("language", [{"tokens": [1]}], ":1: the sequence has 1 token"),
     ],
 )
@@ -200,7 +200,7 @@ def test_bad_training_rows_are_refused(tmp_path: Path, task: str, rows: list[Any
 
 def test_unknown_token_names_file_and_line(tmp_path: Path) -> None:
     _, codec = run(tmp_path, [{"text": "ab", "label": 1}], spec("classification"))
-    with pytest.raises(DataError, match=r"d\.jsonl:2: token 'z' is not in the vocabulary"):
+    with pytest.raises(DataError, match=r"d\.jsonl:2: token 'z' is not in the training vocabulary"):
         run(tmp_path, [{"text": "a", "label": 1}, {"text": "abz", "label": 1}], spec("classification"), codec)
 
 

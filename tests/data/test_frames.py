@@ -88,7 +88,7 @@ def test_inputs_are_read_by_position(kind: str) -> None:
 def test_a_frame_of_numbers_holds_a_sequence_in_each_row(make: Any) -> None:
     found = from_python((make(STEPS[:, :, 0]), LABELS), spec(standardize=False))
     np.testing.assert_array_equal(found.train.inputs[:, 0], STEPS[:, :, 0].ravel().astype(np.float32))
-    with pytest.raises(DataError, match=r"the inputs are a frame whose columns \(a, b\) are not all numbers; give one column"):
+    with pytest.raises(DataError, match=r"the inputs are a frame whose columns \(a, b\) are not all numeric; pass a single column"):
         from_python((pd.DataFrame({"a": [1.0] * 6, "b": WORDS}), LABELS), spec())
 
 
@@ -97,7 +97,7 @@ def test_a_frame_of_cells_that_hold_matrices() -> None:
     found = from_python(frame, spec(standardize=False))
     np.testing.assert_array_equal(found.train.inputs, STEPS.reshape(-1, 2).astype(np.float32))
     assert labels(frame) == LABELS
-    with pytest.raises(DataError, match="two columns of one name"):
+    with pytest.raises(DataError, match="duplicate column names"):
         from_python(pd.concat([frame, frame], axis=1), spec())
 
 
@@ -157,6 +157,6 @@ def test_series_to_forecast(kind: str) -> None:
 
 def test_levels_of_an_index_are_columns() -> None:
     frame = pd.DataFrame({"a": VALUES}, index=pd.MultiIndex.from_product([["p", "q"], TIMES[:6]]))
-    with pytest.raises(DataError, match=r"for the second time; set data\.series=level_0"):
+    with pytest.raises(DataError, match=r"repeats .*; set data\.series=level_0"):
         from_python(frame, spec("forecasting"))
     assert from_python(frame, spec("forecasting", series="level_0")).train.names == ("p", "q")

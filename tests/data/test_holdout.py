@@ -57,5 +57,5 @@ def test_the_end_of_a_stream_is_held_out(total: int, share: float, held: int) ->
 
 
 def test_too_short_a_stream_is_refused() -> None:
-    with pytest.raises(DataError, match=r"t\.txt holds 3 tokens, too few to hold some out; give data\.valid"):
+    with pytest.raises(DataError, match=r"t\.txt has 3 tokens, too few to hold out validation data; set data\.valid"):
         split_tail(Sequences(np.arange(3), np.array([0]), np.array([3])), 0.1, "t.txt")

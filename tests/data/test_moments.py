@@ -47,7 +47,7 @@ def test_large_offsets_lose_nothing() -> None:
 def test_what_is_usable_fits_float32_however_it_is_scaled() -> None:
     assert unusable(np.array([np.nan, np.inf, -np.inf, 1.1e25, 1e25, 0.0])).tolist() == [True, True, True, True, False, False]
     assert np.isfinite(standardise(np.array([[1e25]]), (-1e25,), (1e-12,), "here")).all()
-    with pytest.raises(DataError, match=r"here holds a number more than 1e\+38 deviations .*; check its units"):
+    with pytest.raises(DataError, match=r"here contains a number more than 1e\+38 standard deviations .*; check its units"):
         standardise(np.array([[1e25]]), (0.0,), (1e-20,), "here")
 
 

@@ -68,7 +68,7 @@ def test_share_of_zero_holds_nothing_out_and_says_so(tmp_path: Path) -> None:
     said: list[str] = []
     found = prepare(spec(tmp_path, train="a.txt", share=0), note=said.append)
     assert (found.valid, found.train.lengths.tolist()) == (None, [len(TEXT)])
-    assert any("nothing is held out" in line for line in said)
+    assert any("no data is held out for validation" in line for line in said)
 
 
 def test_lines_as_sequences(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_damaged_cache_is_refused(tmp_path: Path) -> None:
 def test_bad_file_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.txt").write_text("the ¤\n")
-    with pytest.raises(DataError, match=r"b\.txt:1: token '¤' is not in the vocabulary"):
+    with pytest.raises(DataError, match=r"b\.txt:1: token '¤' is not in the training vocabulary"):
         prepare(spec(tmp_path, train="a.txt", valid="b.txt", tokens="char"))
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -213,7 +213,7 @@ def test_plain_lines_can_be_predicted_from(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("bad\n\ngo\n")
     data = read(str(tmp_path / "p.txt"), codec, asked, labelled=False)
     assert [codec.decode(data.inputs[s : s + n]) for s, n in zip(data.starts, data.lengths, strict=True)] == ["bad", "go"]
-    with pytest.raises(DataError, match=r"p\.txt is read as plain text, which holds no labels for classification"):
+    with pytest.raises(DataError, match=r"p\.txt is read as plain text, which has no labels for classification"):
         read(str(tmp_path / "p.txt"), codec, asked)
 
 
@@ -222,7 +222,7 @@ def test_a_prompt_of_one_token_can_be_read(tmp_path: Path) -> None:
     codec = prepare(spec(tmp_path, train="a.txt")).codec
     (tmp_path / "p.txt").write_text("t")
     assert read(str(tmp_path / "p.txt"), codec, spec(tmp_path, train="a.txt"), labelled=False).lengths.tolist() == [1]
-    with pytest.raises(DataError, match="holds 1 token, and a language model needs 2"):
+    with pytest.raises(DataError, match="has 1 token, but a language model needs 2"):
         read(str(tmp_path / "p.txt"), codec, spec(tmp_path, train="a.txt"))
 
 
@@ -233,24 +233,24 @@ def test_codec_of_another_run_is_kept(tmp_path: Path) -> None:
     found = prepare(spec(tmp_path, train="b.txt"), codec=codec)
     assert found.codec == codec
     assert found.fingerprint != prepare(spec(tmp_path, train="b.txt")).fingerprint
-    with pytest.raises(DataError, match="task=classification, but the codec to read by is of language"):
+    with pytest.raises(DataError, match="task=classification, but the codec is for language"):
         prepare(spec(tmp_path, "classification", train="b.txt"), codec=codec)
 
 
 @pytest.mark.parametrize(
     ("task", "data", "error", "message"),
     [
-        ("language", {"train": "no.txt"}, DataError, r"data\.train=.*no\.txt: there is no such file; give the path"),
-        ("language", {"test": "no.txt"}, DataError, r"data\.test=.*no\.txt: there is no such file"),
-        ("language", {"train": None}, SpecError, "data.train is empty; give a file"),
+        ("language", {"train": "no.txt"}, DataError, r"data\.train=.*no\.txt: file not found; use the path"),
+        ("language", {"test": "no.txt"}, DataError, r"data\.test=.*no\.txt: file not found"),
+        ("language", {"train": None}, SpecError, "data.train is not set; set it to a file"),
         ("language", {"split": [0.8, 0.2]}, SpecError, "data.split is for forecasting, not for language"),
         ("classification", {"columns": ["a"]}, SpecError, "data.columns is for forecasting, not for classification"),
-        ("language", {"train": "ids.jsonl", "min_count": 2}, SpecError, "do not apply to tokens that are numbers"),
-        ("classification", {}, DataError, "builtin:python-topics is read as plain text, which holds no labels"),
+        ("language", {"train": "ids.jsonl", "min_count": 2}, SpecError, "do not apply to numeric tokens"),
+        ("classification", {}, DataError, "builtin:python-topics is read as plain text, which has no labels"),
         ("language", {"train": "empty.txt"}, DataError, r"empty\.txt is empty"),
-        ("language", {"train": "three.txt"}, DataError, r"three\.txt holds 3 tokens, too few to hold some out"),
-        ("language", {"train": "one.txt", "share": 0}, DataError, r"one\.txt holds 1 token, and a language model needs 2"),
-        ("language", {"train": "one.jsonl", "share": 0}, DataError, r"one\.jsonl holds 1 tokens, and a language model needs 2"),
+        ("language", {"train": "three.txt"}, DataError, r"three\.txt has 3 tokens, too few to hold out validation data"),
+        ("language", {"train": "one.txt", "share": 0}, DataError, r"one\.txt has 1 token, but a language model needs 2"),
+        ("language", {"train": "one.jsonl", "share": 0}, DataError, r"one\.jsonl has 1 tokens, but a language model needs 2"),
     ],
 )
 def test_bad_spec_or_file_is_refused(tmp_path: Path, task: str, data: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -272,7 +272,7 @@ def test_bytes_of_a_compressed_file_are_read_and_that_is_told(tmp_path: Path) ->
     (tmp_path / "a.txt").write_bytes(bz2.compress(b"some words\n" * 9))
     found = prepare(spec(tmp_path, train="a.txt", tokens="byte"))
     assert len(found.notes) == 1
-    assert found.notes[0].startswith("its bytes are read as they stand: ")
+    assert found.notes[0].startswith("reading the raw bytes: ")
     assert "is compressed (bzip2)" in found.notes[0]
     with pytest.raises(DataError, match=r"is compressed \(bzip2\)"):
         prepare(spec(tmp_path, train="a.txt"))

@@ -220,30 +220,30 @@ def test_codec_of_another_run_is_kept() -> None:
 
 BAD: list[tuple[str, Any, str]] = [
     ("classification", [], "train is empty"),
-    ("classification", 5, "train is a int, which has no length or no items"),
-    ("classification", iter([]), "which has no length or no items"),
-    ("classification", {"train": ROWS, "dev": ROWS}, "dict with the keys train, dev; give it train, and perhaps valid and test"),
-    ("classification", {"valid": ROWS}, "dict with the keys valid; give it train"),
-    ("classification", (STEPS, LABELS, 1), r"train is a tuple of 3; give a pair \(inputs, targets\)"),
-    ("classification", (STEPS, LABELS[:2]), "train: 3 inputs for 2 targets; give one target for each input"),
+    ("classification", 5, "train is a int, which has no length or cannot be indexed"),
+    ("classification", iter([]), "which has no length or cannot be indexed"),
+    ("classification", {"train": ROWS, "dev": ROWS}, "dict with keys train, dev; use train and, optionally, valid and test"),
+    ("classification", {"valid": ROWS}, "dict with keys valid; use train"),
+    ("classification", (STEPS, LABELS, 1), r"train is a tuple of length 3; pass a pair \(inputs, targets\)"),
+    ("classification", (STEPS, LABELS[:2]), "train: 3 inputs for 2 targets; pass one target per input"),
     ("classification", (STEPS, 4), "train: 3 inputs for int targets"),
     ("classification", STEPS, "train item 0: the field label is missing"),
-    ("classification", [*ROWS, {"steps": [[1.0]], "label": "a"}], "train item 3: a step has 1 features, the training data has 2"),
+    ("classification", [*ROWS, {"steps": [[1.0]], "label": "a"}], "train item 3: a step has 1 features, but the training data has 2"),
     ("classification", ([[[1.0], [1.0, 2.0]]], ["a"]), "train item 0: steps is ragged"),
     ("classification", (np.array([[[1.0]], [[np.nan]]]), [0, 1]), "train item 1: step 0, column 0 of steps is nan"),
-    ("classification", ([[1, 2], [1.5, 2.0]], [0, 1]), "train item 1: the row holds steps where the rows before hold tokens"),
+    ("classification", ([[1, 2], [1.5, 2.0]], [0, 1]), "train item 1: the row has steps, expected tokens"),
     ("classification", {"train": ROWS, "test": [{"steps": [[1, 2]], "label": "z"}]}, "test item 0: label 'z' was never seen in training"),
     ("tagging", (np.zeros((1, 3, 1)), [[0, 1]]), "train item 0: 2 labels for 3 steps"),
     ("regression", (np.zeros((1, 3, 1)), [np.inf]), "train item 0: number 0 of label is inf"),
     ("language", np.array([1, -2]), "train item 0: token -2 at step 1 is negative"),
     ("language", np.array([1.5, 2.0]), "train item 0: tokens must be a flat list of whole numbers, got float64"),
     ("language", [[1, 2], [3]], "train item 1: the sequence has 1 token"),
-    ("language", {"train": [[1, 2]], "valid": [[1, 7]]}, "valid item 0: token 7 is outside the 3 tokens"),
-    ("language", {"train": "ab", "valid": "abz"}, "valid item 0: token 'z' is not in the vocabulary"),
-    ("language", "", "train holds 0 tokens"),
-    ("language", [([1, 2], [2, 3])], "train item 0 is a pair, and the targets of language follow from the data itself"),
+    ("language", {"train": [[1, 2]], "valid": [[1, 7]]}, "valid item 0: token 7 is outside the training vocabulary of 3 tokens"),
+    ("language", {"train": "ab", "valid": "abz"}, "valid item 0: token 'z' is not in the training vocabulary"),
+    ("language", "", "train has 0 tokens"),
+    ("language", [([1, 2], [2, 3])], "train item 0 is a pair, but language takes its targets from the data itself"),
     ("forecasting", np.array([[1.0], [np.inf], [2.0]]), "train: step 1, column 0 of steps is inf"),
-    ("forecasting", np.zeros((2, 1)), "series train has 2 rows in train, a horizon of 2 needs 3"),
+    ("forecasting", np.zeros((2, 1)), "series train has 2 rows in train, but a horizon of 2 needs 3"),
     ("forecasting", [np.zeros((5, 1)), np.zeros((2, 1))], "series train item 1 has 2 rows"),
     ("forecasting", [], "train is empty"),
     ("forecasting", pa.table({"ds": [1, 2, 3], "y": [1.0, None, 2.0]}), "train: row 2, column y is empty"),
@@ -258,13 +258,13 @@ def test_bad_data_is_refused_by_item(task: str, data: Any, message: str) -> None
 
 
 def test_chosen_column_must_be_there() -> None:
-    with pytest.raises(DataError, match=r"train has no column 'y' \(data\.columns\); it has 0, 1"):
+    with pytest.raises(DataError, match=r"train has no column 'y' \(data\.columns\); its columns are 0, 1"):
         from_python(np.zeros((5, 2)), spec("forecasting", columns=["y"]))
 
 
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**60), 5 * 10**18, 10**20])
 def test_whole_numbers_that_would_be_rounded_are_refused_wherever_they_come_from(number: int) -> None:
-    fact = f"{number}, a whole number beyond 2\\*\\*53, which would be rounded; "
+    fact = f"{number}, a whole number beyond 2\\*\\*53 that would be rounded; "
     values = [1, 2, number, 3]
     given: list[Any] = [values, [[value] for value in values]]
     if number < 2**63:

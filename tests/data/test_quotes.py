@@ -27,7 +27,7 @@ def test_a_quote_that_is_never_closed_is_refused_with_its_row(tmp_path: Path, bl
     lines = [f"2024-01-{day:02},{day}.0,{chr(34) + '5 inch' if day == 20 else 'ok'}" for day in range(1, 31)]
     source = written(tmp_path, "ds,y,note\n" + "\n".join(lines) + "\n", block_bytes)
     for read in (lambda: read_table(source), lambda: list(CsvRows(source, False))):
-        with pytest.raises(DataError, match=r"row 20 \(line 21\) opens a quote that is never closed, '\"5 inch'; close it") as refused:
+        with pytest.raises(DataError, match=r"row 20 \(line 21\) opens a quote that is never closed: '\"5 inch'; close it") as refused:
             read()
         assert "\n" not in str(refused.value)
 

@@ -144,7 +144,7 @@ def test_prediction_needs_no_horizon(tmp_path: Path) -> None:
     found = run(tmp_path, wide(9))
     (tmp_path / "p.csv").write_text(wide(1))
     assert read(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"), labelled=False).lengths.tolist() == [1]
-    with pytest.raises(DataError, match="has 1 rows in data, a horizon of 2 needs 3"):
+    with pytest.raises(DataError, match="has 1 rows in data, but a horizon of 2 needs 3"):
         read(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"))
 
 
@@ -154,8 +154,8 @@ def test_text_times_in_order_are_kept(tmp_path: Path) -> None:
 
 BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("", {}, r"t\.csv is empty"),
-    ("date,a\n", {}, "is empty; give a table with at least one row"),
-    ("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n", {}, "row 2, column a is 'x', which is text and not a finite number; correct it"),
+    ("date,a\n", {}, "is empty; use a table with at least one row"),
+    ("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n", {}, "row 2, column a is 'x', which is text, not a finite number; correct it"),
     ("date,a\n2024-01-01,1\n2024-01-02,\n2024-01-03,2\n", {}, "row 2, column a is empty or NaN, not a finite number"),
     ("date,a\n2024-01-01,1\n2024-01-02,nan\n", {}, "row 2, column a is .*, not a finite number"),
     ("date,a\n2024-01-01,inf\n2024-01-02,1\n", {}, "row 1, column a is inf"),
@@ -163,21 +163,29 @@ BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("date,load\n2024-01-01,1\n", {"columns": ["laod"]}, r"has no column 'laod' \(data\.columns\); the nearest are load"),
     ("date,load\n2024-01-01,1\n", {"time": "dat"}, r"has no column 'dat' \(data\.time\); the nearest are date"),
     ("date,load\n2024-01-01,1\n", {"series": "id"}, r"has no column 'id' \(data\.series\)"),
-    ("date,a\n2024-01-01,1\n2024-01-02,2\n2024-01-03,2\n", {"targets": ["b"]}, r"data\.targets names 'b', not a column that is read \(a\)"),
-    ("date,a\n2024-01-02,1\n2024-01-01,2\n2024-01-02,3\n", {}, "row 3, column date is 2024-01-02 for the second time; keep one row"),
-    ("unique_id,ds,y\np,1,1\nq,1,1\nq,1,2\n", {}, "row 3, column ds is 1 for the second time of series q"),
-    ("date,a\n2024-01-01,1\n,2\n", {}, "row 2, column date is empty; give every row its time"),
-    ("date,a\n31/01/2024,1\n01/02/2024,2\n", {}, "column date holds '31/01/2024', a date in a form that is not read; write 2024-01-31"),
+    (
+        "date,a\n2024-01-01,1\n2024-01-02,2\n2024-01-03,2\n",
+        {"targets": ["b"]},
+        r"data\.targets names 'b', which is not among the columns read \(a\)",
+    ),
+    ("date,a\n2024-01-02,1\n2024-01-01,2\n2024-01-02,3\n", {}, "row 3, column date repeats 2024-01-02; keep one row"),
+    ("unique_id,ds,y\np,1,1\nq,1,1\nq,1,2\n", {}, "row 3, column ds repeats 1 in series q"),
+    ("date,a\n2024-01-01,1\n,2\n", {}, "row 2, column date is empty; fill in the time of every row"),
+    (
+        "date,a\n31/01/2024,1\n01/02/2024,2\n",
+        {},
+        "column date contains '31/01/2024', a date in an unsupported format; write dates as 2024-01-31",
+    ),
     ("date,b\n2024-01-01,x\n", {}, "has no numeric column besides date"),
-    ("date,a,a\n2024-01-01,1,2\n", {}, "the column a is there twice"),
+    ("date,a,a\n2024-01-01,1,2\n", {}, "duplicate column a"),
     ("date,a\n2024-01-01,1,2\n", {}, "cannot be read .*Expected 2 columns, got 3"),
     (
         "unique_id,ds,y\np,1,1\np,2,1\np,3,1\nq,1,1\nq,2,1\n",
         {},
-        "series q has 2 rows in train, a horizon of 2 needs 3; set a smaller data.horizon",
+        "series q has 2 rows in train, but a horizon of 2 needs 3; reduce data.horizon",
     ),
-    (wide(10), {"split": [8, 4]}, r"series .*t\.csv has 10 rows, data\.split asks for 12"),
-    (wide(10), {"split": [8, 1]}, "has 1 rows in valid, a horizon of 2 needs 2"),
+    (wide(10), {"split": [8, 4]}, r"series .*t\.csv has 10 rows, but data\.split asks for 12"),
+    (wide(10), {"split": [8, 1]}, "has 1 rows in valid, but a horizon of 2 needs 2"),
     ("date,a\n2024-01-01,1\n2024-01-02,1e300\n2024-01-03,1\n", {"standardize": False}, "row 2, column a is 1e[+]300, not a finite number"),
 ]
 
@@ -199,11 +207,11 @@ def test_missing_series_name_is_refused(tmp_path: Path) -> None:
 
 def test_split_and_files_contradict(tmp_path: Path) -> None:
     (tmp_path / "v.csv").write_text(wide(9))
-    with pytest.raises(SpecError, match=r"data\.split cuts valid and test out of the training file"):
+    with pytest.raises(SpecError, match=r"data\.split takes valid and test from the training file"):
         run(tmp_path, wide(30), split=[12, 4], valid=str(tmp_path / "v.csv"))
 
 
 def test_text_file_is_no_table(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("x")
-    with pytest.raises(DataError, match=r"forecasting reads tables; give a \.csv or \.parquet file"):
+    with pytest.raises(DataError, match=r"forecasting needs a table; use a \.csv or \.parquet file"):
         prepare(spec(tmp_path, "t.txt"))

@@ -56,7 +56,7 @@ def test_truncated_compressed_file_is_refused(tmp_path: Path, name: str, compres
     assert callable(compress)
     whole = compress(bytes(range(256)) * 100)
     source = written(tmp_path, whole[: len(whole) // 2], 1 << 20, name)
-    with pytest.raises(DataError, match=rf"{name} cannot be read .*; check that the file is whole"):
+    with pytest.raises(DataError, match=rf"{name} cannot be read .*; check that the file is complete"):
         list(source.blocks())
 
 
@@ -82,14 +82,14 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 def test_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"data\.valid=no\.txt: there is no such file in .*; give the path of a file that exists"):
+    with pytest.raises(DataError, match=r"data\.valid=no\.txt: file not found in .*; use the path of an existing file"):
         find("no.txt", field="data.valid")
     with pytest.raises(DataError, match="is a folder"):
         find(str(tmp_path), field="data.valid")
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(DataError, match="is not a plain file"):
+    with pytest.raises(DataError, match="is not a regular file"):
         find("pipe.txt", field="data.valid")
-    with pytest.raises(DataError, match="is not built in; use builtin:python-topics"):
+    with pytest.raises(DataError, match="is not a built-in text; use builtin:python-topics"):
         find("builtin:other", field="data.valid")
 
 
@@ -123,7 +123,7 @@ def test_format_by_name_or_as_asked(tmp_path: Path, name: str, asked: str, expec
 
 def test_compressed_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet.gz").touch()
-    with pytest.raises(DataError, match="compressed inside"):
+    with pytest.raises(DataError, match="compressed internally"):
         find(str(tmp_path / "a.parquet.gz"), field="data.train")
 
 
@@ -147,13 +147,13 @@ WORDS = b"one word after the other\n" * 20
     [
         (
             bz2.compress(WORDS),
-            r"is compressed \(bzip2\), and only what ends in \.gz or \.zst is decompressed on the way; unpack it with: bunzip2",
+            r"is compressed \(bzip2\), but only \.gz and \.zst files are decompressed automatically; unpack it with: bunzip2",
         ),
         (lzma.compress(WORDS), r"is compressed \(xz\), .* xz -dc"),
-        (gzip.compress(WORDS), r"is compressed \(gzip\), .*; name it .*\.gz, or unpack it"),
-        (pa.compress(WORDS, codec="zstd", asbytes=True), r"is compressed \(zstd\), .*; name it .*\.zst, or unpack it"),
+        (gzip.compress(WORDS), r"is compressed \(gzip\), .*; rename it to .*\.gz, or unpack it"),
+        (pa.compress(WORDS, codec="zstd", asbytes=True), r"is compressed \(zstd\), .*; rename it to .*\.zst, or unpack it"),
         (b"PK\x03\x04" + WORDS, r"is compressed \(zip\), .* unzip"),
-        (WORDS.decode().encode("utf-16"), "is text in utf-16, and utf-8 is read; convert it with: iconv -f utf-16 -t utf-8 "),
+        (WORDS.decode().encode("utf-16"), "is text in utf-16, but utf-8 is expected; convert it with: iconv -f utf-16 -t utf-8 "),
         (WORDS.decode().encode("utf-32"), "iconv -f utf-32"),
     ],
     ids=["bzip2", "xz", "gzip", "zstd", "zip", "utf-16", "utf-32"],

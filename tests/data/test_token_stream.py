@@ -101,7 +101,7 @@ def test_bpe_limits_are_checked(tmp_path: Path) -> None:
 def test_empty_file_is_refused(tmp_path: Path, tokens: str) -> None:
     file = source(tmp_path, b"")
     codec = learn_stream(file, spec(tokens=tokens), "language")
-    with pytest.raises(DataError, match=r"t\.txt is empty; give a file that holds text"):
+    with pytest.raises(DataError, match=r"t\.txt is empty; use a file that contains text"):
         encode_stream(file, codec, MemoryAppender)
 
 
@@ -111,7 +111,7 @@ def test_unknown_token_is_refused_with_its_line(tmp_path: Path, kind: str, token
     codec = learn_stream(source(tmp_path, b"a b\na ab\n"), spec(tokens=kind), "language")
     if kind == "word":  # as it was read before words had <unk>
         codec = replace(codec, vocabulary=codec.vocabulary[:-1], size=codec.size - 1)
-    with pytest.raises(DataError, match=rf"t\.txt:3: token {token} is not in the vocabulary .*; train with data\.min_count=2"):
+    with pytest.raises(DataError, match=rf"t\.txt:3: token {token} is not in the training vocabulary; train with data\.min_count=2"):
         encode_stream(source(tmp_path, b"a\n\na b bx\n", block_bytes), codec, MemoryAppender)
 
 
@@ -166,5 +166,5 @@ def test_cut_ends_pieces_at_borders() -> None:
 
 def test_endless_word_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "LONGEST_CHARS", 10)
-    with pytest.raises(DataError, match="holds a word of more than 10 characters; break it up"):
+    with pytest.raises(DataError, match="contains a word of more than 10 characters; split it"):
         list(pieces(source(tmp_path, b"x" * 30, 5), "word"))

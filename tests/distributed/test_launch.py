@@ -339,7 +339,7 @@ def test_a_mistake_of_the_workers_is_one_line(python: Run, tmp_path: Path) -> No
     ended = python(*carrywave("train", *TINY, "data.train=train.txt", "--devices", "2", "--device", "cpu"))
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
-    assert ended.stderr == "carrywave: train.txt is empty; give a file that holds text\n"
+    assert ended.stderr == "carrywave: train.txt is empty; use a file that contains text\n"
 
 
 @pytest.mark.slow

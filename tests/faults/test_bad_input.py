@@ -38,13 +38,13 @@ FILES: dict[str, Any] = {
 }
 LABELS = {"task": "classification", "batch": {"tokens": 32}}
 CASES: dict[str, tuple[Job, str]] = {
-    "1 empty": ({"data.train": "empty.txt"}, "empty.txt is empty; give a file that holds text"),
+    "1 empty": ({"data.train": "empty.txt"}, "empty.txt is empty; use a file that contains text"),
     "2 few tokens": ({"data.train": "few.txt", "data.share": 0}, "batch.lanes=8 is more than the 6 steps in train; use"),
-    "3 unknown token": ({"data.valid": "unknown.txt"}, "unknown.txt:1: token 'x' is not in the vocabulary of the training data; "),
-    "4 negative token": ({"data.train": "negative.jsonl"}, "negative.jsonl:2: token -1 at step 1 is negative; tokens count from 0"),
+    "3 unknown token": ({"data.valid": "unknown.txt"}, "unknown.txt:1: token 'x' is not in the training vocabulary; "),
+    "4 negative token": ({"data.train": "negative.jsonl"}, "negative.jsonl:2: token -1 at step 1 is negative; tokens must be 0 or greater"),
     "5 nan": ({**LABELS, "data.train": "nan.jsonl"}, "nan.jsonl:1: step 0, column 1 of steps is nan, not a finite number .*; fill"),
     "6 zero length": ({**LABELS, "data.train": "short.jsonl"}, "short.jsonl:2: steps is a zero-length sequence; remove the row"),
-    "7 truncated": ({"data.train": "cut.txt.gz"}, "cut.txt.gz cannot be read .*; check that the file is whole"),
+    "7 truncated": ({"data.train": "cut.txt.gz"}, "cut.txt.gz cannot be read .*; check that the file is complete"),
     "11 unknown key": ({"model.hiden": 3}, r"unknown key model.hiden; did you mean model.hidden\?"),
     "12 text": ({"model.hidden": "many"}, 'model.hidden is "many", which is text; use a whole number >= 1'),
     "13 hidden": ({"model.hidden": 0}, "model.hidden is 0; use a whole number >= 1"),

@@ -189,7 +189,7 @@ def test_series_of_different_scales_are_each_forecast_on_their_own(tmp_path: Pat
     capsys.readouterr()
     given = long(tmp_path / "b.csv", 60, ["large", "new", "small"])
     rows = predict_run(run, given, tmp_path / "out.csv", device="cpu")
-    unseen = "series new is not in the training data; the scale is taken from the rows given here, so give enough of them"
+    unseen = "series new is not in the training data; the scale is computed from the rows given here, so pass enough of them"
     assert capsys.readouterr().err == f"carrywave: {given}: {unseen}\n"
     told: list[str] = []
     evaluate_run(run, given, device="cpu", note=told.append)

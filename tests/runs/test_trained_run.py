@@ -39,7 +39,7 @@ def test_an_evaluation_reads_as_the_run_did_when_its_training_data_has_changed(t
         file.write("yyyy rrrr oooo\n" * 300)  # the same characters, others the most frequent
     assert cw.evaluate(trained / "run", device="cpu") == before
     (trained / "train.txt").write_text("zzzz aaaa\n" * 100)  # what the run cannot read is refused, not learned anew
-    with pytest.raises(DataError, match=r"train\.txt:1: token 'z' is not in the vocabulary"):
+    with pytest.raises(DataError, match=r"train\.txt:1: token 'z' is not in the training vocabulary"):
         cw.evaluate(trained / "run", device="cpu")
 
 
@@ -106,7 +106,7 @@ def test_whole_numbers_name_the_same_series_as_fractions(tmp_path: Path) -> None
 
 def test_several_series_are_not_forecast_by_a_run_of_one(tmp_path: Path) -> None:
     result = forecast(series(7).drop(columns="unique_id"), tmp_path)
-    with pytest.raises(DataError, match="names 2 series, and the run was trained on one"):
+    with pytest.raises(DataError, match="names 2 series, but the run was trained on a single series"):
         cw.predict(result.run, pandas.concat([series(7), series(12)]), device="cpu")
 
 
@@ -114,7 +114,7 @@ def test_several_series_are_not_forecast_by_a_run_of_one(tmp_path: Path) -> None
 def test_dates_written_as_numbers_are_refused(form: str, kind: str, tmp_path: Path) -> None:
     times = pandas.date_range("2018-01-01", periods=40, freq="MS" if kind == "months" else "D").strftime(form).astype(int)
     frame = pandas.DataFrame({"ds": times, "y": np.arange(40.0)})
-    with pytest.raises(DataError, match=rf"seem to be {kind} written as numbers; write 2023-12"):
+    with pytest.raises(DataError, match=rf"look like {kind} written as numbers; write 2023-12"):
         forecast(frame, tmp_path)
     forecast(frame, tmp_path, frequency="none")
 
@@ -123,7 +123,7 @@ def test_a_named_index_of_durations_is_the_time(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"y": np.arange(40.0)}, index=pandas.timedelta_range("0h", periods=40, freq="h", name="t"))
     result = forecast(frame, tmp_path)
     assert result.task.codec.time == "t"
-    with pytest.warns(UserWarning, match="column t holds lengths of time, so that forecasts have no times"):
+    with pytest.warns(UserWarning, match="column t contains durations, so forecasts have no times"):
         assert cw.predict(result.run, frame, device="cpu") == cw.predict(result.run, frame.iloc[::-1], device="cpu")
 
 

@@ -157,9 +157,9 @@ def test_files_are_paths_or_their_names(make: Callable[[Path], Any], tmp_path: P
 def test_a_name_that_is_no_file_is_not_taken_for_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("missing.txt", "folder/missing.txt.gz", Path("missing")):
-        with pytest.raises(DataError, match="there is no such file"):
+        with pytest.raises(DataError, match="file not found"):
             cw.fit(NARROW, name, **options("language"))
-    with pytest.raises(DataError, match=r"data\.train=rows: there is no such file"):
+    with pytest.raises(DataError, match=r"data\.train=rows: file not found"):
         cw.fit(NARROW, "rows", **options("classification"))
     (tmp_path / "no suffix").write_text(TEXT)
     with gzip.open("some.txt.gz", "wt") as file:
@@ -396,15 +396,15 @@ def test_a_batch_of_tensors() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"inputs": torch.zeros(4)}, r"inputs have shape \[4\]; give \[time, lane, …\]"),
+        ({"inputs": torch.zeros(4)}, r"inputs have shape \[4\]; pass \[time, lane, …\]"),
         ({"inputs": torch.zeros(0, 3)}, "at least one step and one lane"),
-        ({"targets": torch.zeros(3, 4)}, r"targets have shape \[3, 4\] for 4 steps of 3 lanes"),
+        ({"targets": torch.zeros(3, 4)}, r"targets have shape \[3, 4\] for 4 steps and 3 lanes"),
         ({"targets": torch.zeros(4, 3), "pooled": True}, r"targets have shape \[4, 3\]"),
-        ({"lengths": [4, 5, 1]}, "lengths go from 1 to 5; they must lie between 0 and the 4 steps"),
-        ({"lengths": [4, 4]}, r"lengths has shape \[2\] .* give a whole number for each of the 3 lanes"),
-        ({"lengths": [1.0, 2.0, 3.0]}, "give a whole number for each of the 3 lanes"),
-        ({"fresh": [1, 0, 1]}, "give true or false for each of the 3 lanes"),
-        ({"lanes": [0, 1]}, "give a whole number for each of the 3 lanes"),
+        ({"lengths": [4, 5, 1]}, "lengths range from 1 to 5; they must be between 0 and the 4 steps"),
+        ({"lengths": [4, 4]}, r"lengths has shape \[2\] .* pass a whole number for each of the 3 lanes"),
+        ({"lengths": [1.0, 2.0, 3.0]}, "pass a whole number for each of the 3 lanes"),
+        ({"fresh": [1, 0, 1]}, "pass true or false for each of the 3 lanes"),
+        ({"lanes": [0, 1]}, "pass a whole number for each of the 3 lanes"),
     ],
 )
 def test_a_batch_that_cannot_be(arguments: dict[str, Any], message: str) -> None:

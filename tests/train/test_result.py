@@ -120,7 +120,7 @@ def test_what_is_odd_about_a_forecast_is_said(tmp_path: Path) -> None:
     frame = pd.DataFrame({"a": RANDOM.normal(size=79).cumsum(), "note": "x"}, index=times.rename("day"))
     asked = {"horizon": 3, "quantiles": [0.1, 0.9], "split": [0.7, 0.3]}
     result = cw.fit({"hidden": 4, "layers": 1}, frame, task="forecasting", data=asked, run=tmp_path / "run", watch=said, **QUICK)
-    assert "train: reads a, ordered by day; not read: note (text)" in said.lines
+    assert "train: reading a, ordered by day; ignored: note (text)" in said.lines
     assert any("1 row is missing in column day (frequency B)" in line for line in said.lines)
     assert result.metrics["valid"].keys() == {"loss", "pinball", "coverage_0.1", "coverage_0.9", "naive_pinball"}
     assert result.metrics["valid"]["pinball"] == pytest.approx(result.metrics["valid"]["loss"], rel=1e-5)  # the loss sums in float32

@@ -57,7 +57,7 @@ class Batch:
         """
         inputs = torch.as_tensor(inputs)
         if inputs.dim() < 2 or 0 in inputs.shape[:2]:
-            raise UserError(f"a batch's inputs have shape {list(inputs.shape)}; give [time, lane, …] with at least one step and one lane")
+            raise UserError(f"batch inputs have shape {list(inputs.shape)}; pass [time, lane, …] with at least one step and one lane")
         steps, count = inputs.shape[:2]
         inputs = inputs if inputs.is_floating_point() else inputs.to(torch.int64)
         device = inputs.device
@@ -69,7 +69,7 @@ class Batch:
             inputs = inputs.masked_fill(padded.reshape(steps, count, *[1] * (inputs.dim() - 2)), 0)
             low, high, real = (int(value) for value in (lengths_B.min(), lengths_B.max(), lengths_B.sum()))
             if low < 0 or high > steps:
-                raise UserError(f"lengths go from {low} to {high}; they must lie between 0 and the {steps} steps of the inputs")
+                raise UserError(f"lengths range from {low} to {high}; they must be between 0 and the {steps} steps of the inputs")
         if targets is not None:
             targets = _targets(torch.as_tensor(targets, device=device), None if lengths is None else lengths_B, steps, count, pooled)
         numbers_B = torch.arange(count, device=device)
@@ -175,7 +175,7 @@ def _one_a_lane(value: Any, name: str, count: int, dtype: torch.dtype, device: t
         value_B = value_B.expand(count)
     if value_B.shape != (count,) or value_B.is_floating_point() or (value_B.dtype == torch.bool) != (dtype == torch.bool):
         kind = "true or false" if dtype == torch.bool else "a whole number"
-        raise UserError(f"{name} has shape {list(value_B.shape)} and dtype {value_B.dtype}; give {kind} for each of the {count} lanes")
+        raise UserError(f"{name} has shape {list(value_B.shape)} and dtype {value_B.dtype}; pass {kind} for each of the {count} lanes")
     return value_B.to(device, dtype)
 
 
@@ -187,8 +187,8 @@ def _targets(targets: Tensor, lengths_B: Tensor | None, steps: int, count: int, 
         pooled = each_lane and not each_step and targets.shape[1:2] != (steps,)
     if not (each_lane if pooled else each_step):
         raise UserError(
-            f"targets have shape {list(targets.shape)} for {steps} steps of {count} lanes; give [{steps}, {count}, …], time first, "
-            f"one for each step, or [{count}, …] with pooled=True, one for each lane"
+            f"targets have shape {list(targets.shape)} for {steps} steps and {count} lanes; pass [{steps}, {count}, …] "
+            f"(one per step, time first), or [{count}, …] with pooled=True (one per lane)"
         )
     targets = targets if targets.is_floating_point() else targets.to(torch.int64)
     if lengths_B is None:

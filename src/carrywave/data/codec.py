@@ -79,7 +79,7 @@ class Codec:
             raise DataError(f"the codec is not JSON ({error}); prepare the data again") from error
         known = {field.name for field in fields(Codec)}
         if not isinstance(values, dict) or not {"task", "field"} <= set(values) <= known:
-            raise DataError("the codec is not one that this version wrote; prepare the data again")
+            raise DataError("the codec was not written by this version; prepare the data again")
         frozen: dict[str, Any] = {name: _frozen(value) for name, value in values.items()}
         codec = Codec(**frozen)
         if (problem := codec.problem()) is not None:
@@ -103,7 +103,7 @@ class Codec:
         if self.kind in ("char", "word") and self.size != len(self.vocabulary):
             return f"size is {self.size} for a vocabulary of {len(self.vocabulary)} tokens"
         if self.kind == "char" and any(len(token) != 1 and token != UNKNOWN for token in self.vocabulary):
-            return "a token of its characters is longer than one"
+            return "a token of its character vocabulary is longer than one character"
         if not len(self.mean) == len(self.std) == len(self.columns) or len(self.target_mean) != len(self.target_std):
             return f"{len(self.columns)} columns have {len(self.mean)} means and {len(self.std)} deviations"
         if not len(self.names) == len(self.means) == len(self.stds) or any(
@@ -112,14 +112,14 @@ class Codec:
         ):
             return f"{len(self.names)} series have {len(self.means)} means and {len(self.stds)} deviations"
         if any(not 0 <= target < len(self.columns) for target in self.targets) or (self.task == "forecasting" and not self.targets):
-            return f"targets is {list(self.targets)} of {len(self.columns)} columns"
+            return f"targets is {list(self.targets)} for {len(self.columns)} columns"
         return None
 
     @cached_property
     def tokens(self) -> Tokens:
         """The tokenizer for this vocabulary."""
         if self.kind is None:
-            raise DataError(f"the inputs of this {self.task} model are numbers, not text; give it steps")
+            raise DataError(f"this {self.task} model takes numbers, not text; pass steps")
         return make_tokens(self.kind, self.vocabulary, self.bpe, self.size)
 
     @cached_property
@@ -182,8 +182,8 @@ def first_unknown(ids: Ids) -> int | None:
 
 def unknown_token(token: str, where: str) -> str:
     """Return the error message for a token outside a vocabulary that has no <unk>."""
-    remedy = "train with data.min_count=2 or data.vocabulary to have <unk>, or remove it"
-    return f"{where}: token {token!r} is not in the vocabulary of the training data; {remedy}"
+    remedy = "train with data.min_count=2 or data.vocabulary to get <unk>, or remove the token"
+    return f"{where}: token {token!r} is not in the training vocabulary; {remedy}"
 
 
 def histogram(lengths: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:

@@ -66,7 +66,7 @@ class _Learned:
     def _label(self, kind: str, name: str, where: str) -> None:
         other = next(iter(self.labels.values()), kind)
         if kind != other:
-            raise DataError(f"{where}: label {name} is a {kind} where the rows before hold a {other}; use one kind of label")
+            raise DataError(f"{where}: label {name} is a {kind}, but earlier rows have a {other}; use one kind of label")
         self.labels[name] = kind
 
     def is_held(self, index: int) -> bool:
@@ -105,7 +105,7 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
     """Learn the codec from training rows; `held` marks the rows that are held out."""
     first = next(iter(rows), None)
     if first is None:
-        raise DataError(f"{rows.name} is empty; give data that holds at least one row")
+        raise DataError(f"{rows.name} is empty; use data with at least one row")
     where, content = rows.where(first[0]), fields.content_field(first[1], rows.where(first[0]))
     seen = _Learned(rows, spec, held)
     known: dict[str, Any] = {}
@@ -117,11 +117,11 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
         known = {"kind": "word", "vocabulary": words, "size": len(words)}
     elif content == "tokens":
         if spec.data.vocabulary is not None or spec.data.min_count > 1:
-            raise SpecError("data.vocabulary and data.min_count do not apply to tokens that are numbers; leave them out, or give strings")
+            raise SpecError("data.vocabulary and data.min_count do not apply to numeric tokens; remove them, or use string tokens")
         seen.numbers()
         known = {"kind": "int", "size": seen.largest + 1}
     elif spec.task == "language":
-        raise DataError(f"{where}: a language model reads text or tokens, the row holds steps; use task=forecasting, or give text")
+        raise DataError(f"{where}: a language model needs text or tokens, but the row has steps; use text, or task=forecasting")
     else:
         seen.steps()
         width = seen.columns or 0
@@ -142,12 +142,12 @@ def not_read(rows: Rows, codec: Codec) -> tuple[str, ...]:
     if not others:
         return ()
     shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
-    return (f"{rows.name}: reads {' and '.join(name for name in wanted if name)}; not read: {shown}",)
+    return (f"{rows.name}: reading {' and '.join(name for name in wanted if name)}; ignored: {shown}",)
 
 
 def _in_order(labels: dict[str, str], rows: Rows, spec: Spec) -> tuple[str, ...]:
     if spec.task in ("classification", "tagging") and not labels:
-        raise DataError(f"{rows.name} holds no label at all; give each row a label, or each step one")
+        raise DataError(f"{rows.name} has no labels; add a label to each row, or to each step for tagging")
     numeric = all(name.removeprefix("-").isdecimal() for name in labels)
     return tuple(sorted(labels, key=lambda name: (int(name), name) if numeric else (0, name)))
 
@@ -164,7 +164,7 @@ def words_of(row: Row, where: str) -> list[str]:
     """Return a row's tokens, which must be words."""
     tokens = fields.tokens_of(row, where)
     if not isinstance(tokens, list):
-        raise DataError(f"{where}: tokens holds numbers where the training data holds words; use one kind of token")
+        raise DataError(f"{where}: tokens contains numbers, but the training data contains words; use one kind of token")
     return tokens
 
 
@@ -174,7 +174,7 @@ def ids_of(row: Row, where: str) -> NDArray[np.int64]:
     if isinstance(tokens, list):
         if not tokens:
             return np.empty(0, np.int64)
-        raise DataError(f"{where}: tokens holds words where the training data holds numbers; use one kind of token")
+        raise DataError(f"{where}: tokens contains words, but the training data contains numbers; use one kind of token")
     return tokens
 
 
@@ -190,14 +190,14 @@ def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: boo
             if not len(steps):
                 raise DataError(f"{where}: {codec.field} is a zero-length sequence; remove the row, or give it at least one step")
             raise DataError(
-                f"{where}: the sequence has {len(steps)} token, and a language model needs 2 to have a target; make it longer or remove it"
+                f"{where}: the sequence has {len(steps)} token, but a language model needs 2 to have a target; extend it or remove it"
             )
         writer.add(steps, row, where)
         count += 1
     if not count:
-        raise DataError(f"{rows.name} is empty; give data that holds at least one row")
+        raise DataError(f"{rows.name} is empty; use data with at least one row")
     if join and writer.rows < (2 if labelled else 1):
-        raise DataError(f"{rows.name} holds {writer.rows} tokens, and a language model needs 2 to have a target; give more text")
+        raise DataError(f"{rows.name} has {writer.rows} tokens, but a language model needs 2 to have a target; add more text")
     return writer.close(join=join)
 
 
@@ -239,7 +239,7 @@ class _Writer:
         if self.codec.kind == "int":
             size = self.codec.size
             raise DataError(
-                f"{where}: token {name(unknown)} is outside the {size} tokens of the training data; train with it, or remove it"
+                f"{where}: token {name(unknown)} is outside the training vocabulary of {size} tokens; train with it, or remove it"
             )
         raise DataError(unknown_token(name(unknown), where))
 

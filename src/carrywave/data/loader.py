@@ -97,7 +97,7 @@ class Loader:
         """Yield the batches from `start` to the end of its epoch. Closing the iterator stops the thread and waits for it."""
         number = self.order.num_steps(start.epoch)
         if not 0 <= start.step <= number:
-            raise ValueError(f"step {start.step} of an epoch of {number} steps")
+            raise ValueError(f"step {start.step} is out of range for an epoch of {number} steps")
         return self._run(start, number)
 
     def _run(self, start: Cursor, number: int) -> Generator[Batch, None, None]:

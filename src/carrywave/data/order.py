@@ -246,5 +246,5 @@ def _checked(lengths: Ints) -> Ints:
 
 def _in_range(step: int, number: int) -> int:
     if not 0 <= step < number:
-        raise IndexError(f"step {step} of an epoch of {number} steps")
+        raise IndexError(f"step {step} is out of range for an epoch of {number} steps")
     return number

@@ -67,7 +67,7 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
     check_spec(spec)
     check_codec(codec, spec)
     if spec.data.train is None:
-        raise SpecError("data.train is empty; give a file to train on")
+        raise SpecError("data.train is not set; set it to a file to train on")
     names = {"train": spec.data.train, "valid": spec.data.valid, "test": spec.data.test}
     any_bytes = _reads_bytes(spec)
     sources = {
@@ -91,7 +91,7 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
 def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) -> Prepared:
     """Combine the parts with their codec and facts; each part's fingerprint identifies the data and the part."""
     if "valid" not in found.parts:
-        note("nothing is held out to validate on")
+        note("no data is held out for validation")
     marked = {part: replace(value, fingerprint=f"{fingerprint}:{part}") for part, value in found.parts.items()}
     facts = found.codec.facts(marked["train"])
     return Prepared(marked["train"], marked.get("valid"), marked.get("test"), found.codec, facts, fingerprint, found.notes)
@@ -123,16 +123,16 @@ def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:
 def check_spec(spec: Spec) -> None:
     """Reject data settings that contradict the task."""
     if spec.data.split is not None and spec.task != "forecasting":
-        raise SpecError(f"data.split is for forecasting, not for {spec.task}; give files for data.valid and data.test, or use data.share")
+        raise SpecError(f"data.split is for forecasting, not for {spec.task}; set data.valid and data.test to files, or use data.share")
     for field in ("columns", "targets", "time", "series"):
         if getattr(spec.data, field) is not None and spec.task != "forecasting":
-            raise SpecError(f"data.{field} is for forecasting, not for {spec.task}; leave it out")
+            raise SpecError(f"data.{field} is for forecasting, not for {spec.task}; remove it")
 
 
 def check_codec(codec: Codec | None, spec: Spec) -> None:
     """Reject the codec of another task."""
     if codec is not None and codec.task != spec.task:
-        raise DataError(f"task={spec.task}, but the codec to read by is of {codec.task}; start from a run of the same task")
+        raise DataError(f"task={spec.task}, but the codec is for {codec.task}; start from a run of the same task")
 
 
 def _reads_bytes(spec: Spec) -> bool:
@@ -142,12 +142,10 @@ def _reads_bytes(spec: Spec) -> bool:
 
 def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
     if spec.task in LABELLED and labelled and source.format == "text":
-        raise DataError(
-            f"{source.name} is read as plain text, which holds no labels for {spec.task}; give a .jsonl file, or set data.format"
-        )
+        raise DataError(f"{source.name} is read as plain text, which has no labels for {spec.task}; use a .jsonl file, or set data.format")
     if spec.task == "forecasting" and source.format not in ("csv", "parquet", "jsonl"):
         raise DataError(
-            f"{source.name} is read as plain text, and forecasting reads tables; give a .csv or .parquet file, or set data.format"
+            f"{source.name} is read as plain text, but forecasting needs a table; use a .csv or .parquet file, or set data.format"
         )
 
 
@@ -181,7 +179,7 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
         codec = codec or token_stream.learn_stream(train, spec.data, spec.task)
         held = np.zeros(0, np.bool_)
         odd = [not_utf8(source.name, source.head()) for source in sources.values() if spec.data.tokens == "byte"]
-        notes = tuple(f"its bytes are read as they stand: {line}" for line in odd if line is not None)
+        notes = tuple(f"reading the raw bytes: {line}" for line in odd if line is not None)
     else:
         rows = open_rows(train, numeric_label=spec.task == "regression")
         held = holdout.held_out(rows.count() if share else 0, share, spec.train.seed)
@@ -212,7 +210,7 @@ def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled
     if _is_stream(source, spec):
         tokens = token_stream.encode_stream(source, codec, new)
         if len(tokens) < holdout.LEAST_TOKENS and labelled:
-            raise DataError(f"{source.name} holds {len(tokens)} token, and a language model needs 2 to have a target; give more text")
+            raise DataError(f"{source.name} has {len(tokens)} token, but a language model needs 2 to have a target; add more text")
         return Sequences(tokens, np.array([0], np.int64), np.array([len(tokens)], np.int64))
     rows = open_rows(source, numeric_label=spec.task == "regression")
     join = spec.task == "language" and spec.streams and rows.join

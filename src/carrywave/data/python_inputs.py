@@ -107,7 +107,7 @@ def file_of(value: Any, spec: Spec) -> str | None:
 def _files(given: Mapping[str, Any], spec: Spec) -> dict[str, str]:
     files = {part: file for part, value in given.items() if (file := file_of(value, spec)) is not None}
     if files and len(files) < len(given):
-        raise DataError(f"data mixes files ({', '.join(files)}) and objects; give all parts as files, or all as objects")
+        raise DataError(f"data mixes files ({', '.join(files)}) and objects; pass all parts as files or all as objects")
     return files
 
 
@@ -116,7 +116,7 @@ def _by_part(data: Any) -> dict[str, Any]:
         return {"train": data}
     unknown = [name for name in data if name not in PARTS]
     if unknown or "train" not in data:
-        raise DataError(f"data is a dict with the keys {', '.join(map(str, data)) or 'none'}; give it train, and perhaps valid and test")
+        raise DataError(f"data is a dict with keys {', '.join(map(str, data)) or 'none'}; use train and, optionally, valid and test")
     return {PARTS[name]: value for name, value in data.items() if value is not None}
 
 
@@ -200,7 +200,8 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
         return ItemRows(part, 1, lambda _: _row(plain, part, spec))
     if not hasattr(plain, "__len__") or not hasattr(plain, "__getitem__"):
         raise DataError(
-            f"{part} is a {type(data).__name__}, which has no length or no items; give a list, an array, a frame or a map-style Dataset"
+            f"{part} is a {type(data).__name__}, which has no length or cannot be indexed; "
+            "pass a list, an array, a frame or a map-style Dataset"
         )
     first = plain[0] if len(plain) else None
     return ItemRows(
@@ -214,11 +215,11 @@ def _is_flat(plain: Any) -> bool:
 
 def _pairs(data: tuple[Any, ...], part: str, spec: Spec) -> Rows:
     if len(data) != 2:
-        raise DataError(f"{part} is a tuple of {len(data)}; give a pair (inputs, targets), or a list of sequences")
+        raise DataError(f"{part} is a tuple of length {len(data)}; pass a pair (inputs, targets), or a list of sequences")
     inputs, targets = (_side(value, f"{part}: the {name}") for value, name in zip(data, ("inputs", "targets"), strict=True))
     if not hasattr(inputs, "__len__") or not hasattr(targets, "__len__") or len(inputs) != len(targets):
         sizes = [len(value) if hasattr(value, "__len__") else type(value).__name__ for value in (inputs, targets)]
-        raise DataError(f"{part}: {sizes[0]} inputs for {sizes[1]} targets; give one target for each input")
+        raise DataError(f"{part}: {sizes[0]} inputs for {sizes[1]} targets; pass one target per input")
     return ItemRows(part, len(inputs), lambda number: _row((inputs[number], targets[number]), f"{part} item {number}", spec))
 
 
@@ -232,7 +233,7 @@ def _side(value: Any, what: str) -> Any:
         return plain_column(columns[content[0]] if content else next(iter(columns.values())))
     rows = as_plain(value)
     if not isinstance(rows, np.ndarray):
-        raise DataError(f"{what} are a frame whose columns ({', '.join(list(columns)[:6])}) are not all numbers; give one column of it")
+        raise DataError(f"{what} are a frame whose columns ({', '.join(list(columns)[:6])}) are not all numeric; pass a single column")
     return rows
 
 
@@ -242,7 +243,7 @@ def _row(item: Any, where: str, spec: Spec) -> Row:
         return dict(item)
     if isinstance(item, tuple) and len(item) == 2:
         if spec.task in ("language", "forecasting"):
-            raise DataError(f"{where} is a pair, and the targets of {spec.task} follow from the data itself; give the inputs alone")
+            raise DataError(f"{where} is a pair, but {spec.task} takes its targets from the data itself; pass only the inputs")
         return {**_content(item[0], spec), "labels" if spec.task == "tagging" else "label": item[1]}
     return _content(item, spec)
 

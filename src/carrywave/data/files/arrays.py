@@ -77,7 +77,7 @@ class FileAppender:
         self._file.close()
         expected = header_bytes + self._rows * self._dtype.itemsize * (1 if self._columns is None else self._columns)
         if end != expected:
-            raise RuntimeError(f"{self._path} holds {end} bytes instead of {expected}")
+            raise RuntimeError(f"{self._path} has {end} bytes, expected {expected}")
         return open_array(self._path)
 
     def abandon(self) -> None:

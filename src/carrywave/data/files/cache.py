@@ -197,15 +197,15 @@ def _matching(place: Path) -> Iterator[None]:
             raise  # a lack of resources; the file itself is fine
         if number in (errno.EACCES, errno.EPERM, errno.EIO):
             why = os.strerror(number)
-            raise DataError(f"the cache {place} cannot be read ({why}); set $CARRYWAVE_CACHE to a folder that can") from error
+            raise DataError(f"the cache {place} cannot be read ({why}); set $CARRYWAVE_CACHE to a readable folder") from error
         raise DataError(f"the cache {place} does not match its hash; delete the folder {place}") from error
 
 
 def _refuse(where: Path, error: OSError) -> NoReturn:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         raise DataError(
-            f"there is no room on the disk for the cache {where}; free some, or set $CARRYWAVE_CACHE to a folder with room"
+            f"no disk space left for the cache {where}; free some, or set $CARRYWAVE_CACHE to a folder with enough space"
         ) from error
     raise DataError(
-        f"the cache {where} cannot be written ({error.strerror or error}); set $CARRYWAVE_CACHE to a folder that can"
+        f"the cache {where} cannot be written ({error.strerror or error}); set $CARRYWAVE_CACHE to a writable folder"
     ) from error

@@ -32,7 +32,7 @@ def take(row: Row, field: str, where: str) -> Any:
     if value is None:
         others = [name for name in FIELDS if row.get(name) is not None]
         if field in FIELDS and others:
-            raise DataError(f"{where}: the row holds {others[0]} where the rows before hold {field}; use one kind of field in all rows")
+            raise DataError(f"{where}: the row has {others[0]}, expected {field}; use the same field in all rows")
         raise DataError(f"{where}: the field {field} is missing (the row has {_names(row)}); add it")
     return value
 
@@ -67,10 +67,10 @@ def tokens_of(row: Row, where: str) -> list[str] | NDArray[np.int64]:
 def _whole(value: NDArray[Any], where: str) -> NDArray[np.int64]:
     if value.ndim != 1 or (value.size and value.dtype.kind not in "iu"):
         raise DataError(
-            f"{where}: tokens must be a flat list of whole numbers, got {value.dtype} of shape {list(value.shape)}; give one a step"
+            f"{where}: tokens must be a flat list of whole numbers, got {value.dtype} of shape {list(value.shape)}; use one per step"
         )
     if value.size and int(value.min()) < 0:
-        raise DataError(f"{where}: token {int(value.min())} at step {int(value.argmin())} is negative; tokens count from 0")
+        raise DataError(f"{where}: token {int(value.min())} at step {int(value.argmin())} is negative; tokens must be 0 or greater")
     if value.size and int(value.max()) >= 2**31 - 1:
         raise DataError(f"{where}: token {int(value.max())} at step {int(value.argmax())} is too large; tokens must be below 2147483647")
     return value.astype(np.int64)
@@ -86,7 +86,7 @@ def steps_of(row: Row, where: str, columns: int | None) -> Matrix:
     if matrix.ndim != 2 or matrix.shape[1] == 0:
         raise DataError(f"{where}: steps has shape {list(matrix.shape)}; write a list of steps, each a list of numbers")
     if columns is not None and matrix.shape[1] != columns:
-        raise DataError(f"{where}: a step has {matrix.shape[1]} features, the training data has {columns}; give {columns} in every step")
+        raise DataError(f"{where}: a step has {matrix.shape[1]} features, but the training data has {columns}; use {columns} in every step")
     bad = unusable(matrix)
     if bad.any():
         step, column = (int(place) for place in np.argwhere(bad)[0])
@@ -106,7 +106,7 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
         array = None
     if array is not None and array.dtype.kind in "iufb":
         if (beyond := too_whole(array)) is not None:
-            raise DataError(f"{where}: {field} holds {beyond}, {TOO_WHOLE}")
+            raise DataError(f"{where}: {field} contains {beyond}, {TOO_WHOLE}")
         return array.astype(np.float64)
     items = value if isinstance(value, (list, np.ndarray)) else [value]
     for step, item in enumerate(items):
@@ -120,10 +120,10 @@ def numbers(value: Any, field: str, where: str) -> Matrix:
                     f"{where}: step {step}, column {column} of {field} is {_kind(number)} ({number!r:.40}), not a number; write a number"
                 )
             if isinstance(number, int) and abs(number) > WHOLE:
-                raise DataError(f"{where}: {field} holds {number}, {TOO_WHOLE}")
+                raise DataError(f"{where}: {field} contains {number}, {TOO_WHOLE}")
     widths = {len(item) if isinstance(item, (list, tuple, np.ndarray)) else -1 for item in items}
     if len(widths) > 1:
-        raise DataError(f"{where}: {field} is ragged, it has steps of {_widths(widths)}; give every step the same number of features")
+        raise DataError(f"{where}: {field} is ragged, with steps of {_widths(widths)}; use the same number of features in every step")
     try:
         return np.array(value, np.float64)  # None becomes NaN
     except (ValueError, TypeError, OverflowError) as error:
@@ -139,13 +139,13 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
     if isinstance(value, bool):
         return "boolean", "true" if value else "false"
     if isinstance(value, int) and value == IGNORED:
-        raise DataError(f"{where}: {field} is {IGNORED}, which stands for no label; leave the row out")
+        raise DataError(f"{where}: {field} is {IGNORED}, which means no label; remove the row")
     if isinstance(value, int):
         return "whole number", str(value)
     if isinstance(value, str):
         return "string", value
     raise DataError(
-        f"{where}: {field} is {_kind(value)} ({value!r:.40}); a class is a string, a whole number or a boolean (numbers: task=regression)"
+        f"{where}: {field} is {_kind(value)} ({value!r:.40}); use a string, a whole number or a boolean, or task=regression for numbers"
     )
 
 
@@ -155,9 +155,9 @@ def tags_of(row: Row, steps: int, where: str) -> list[tuple[str, str] | None]:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, list):
-        raise DataError(f"{where}: labels is {_kind(value)}, not a list; give one label for each step")
+        raise DataError(f"{where}: labels is {_kind(value)}, not a list; use one label per step")
     if len(value) != steps:
-        raise DataError(f"{where}: {len(value)} labels for {steps} steps; give one label for each step (null where there is none)")
+        raise DataError(f"{where}: {len(value)} labels for {steps} steps; use one label per step (null for none)")
     return [None if _ignored(label) else class_of(label, "a label", where) for label in value]
 
 
@@ -172,7 +172,7 @@ def target_of(row: Row, where: str, outputs: int | None) -> Matrix:
     if target.ndim != 1 or not target.size:
         raise DataError(f"{where}: label has shape {list(target.shape)}; write a number or a flat list of numbers")
     if outputs is not None and len(target) != outputs:
-        raise DataError(f"{where}: label has {len(target)} numbers, the rows before have {outputs}; give {outputs} in every row")
+        raise DataError(f"{where}: label has {len(target)} numbers, expected {outputs}; use {outputs} in every row")
     bad = unusable(target)
     if bad.any():
         place = int(np.argmax(bad))
@@ -214,7 +214,7 @@ def _kind(value: Any) -> str:
 
 
 def _names(row: Row) -> str:
-    return ", ".join(list(row)[:8]) or "none at all"
+    return ", ".join(list(row)[:8]) or "no fields"
 
 
 def _widths(widths: Sequence[int] | set[int]) -> str:

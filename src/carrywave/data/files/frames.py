@@ -92,7 +92,7 @@ def rows_of(frame: Any) -> list[dict[str, Any]] | None:
         return None
     columns = {name: plain_column(column) for name, column in columns_of(frame)}
     if len(columns) < len(frame.columns):
-        raise DataError("the frame has two columns of one name; give every column a name of its own")
+        raise DataError("the frame has duplicate column names; give every column a unique name")
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -111,7 +111,7 @@ def as_table(data: Any, name: str) -> Frame | None:
         return Frame(pa.Table.from_pandas(_without_periods(data), preserve_index=False), index)
     except (pa.ArrowException, ValueError, TypeError) as error:
         told = " ".join(str(error).split())[:160]
-        raise DataError(f"{name}: the frame cannot be read ({told}); give columns of numbers, and one of times") from error
+        raise DataError(f"{name}: the frame cannot be read ({told}); use numeric columns and one time column") from error
 
 
 def _with_index(frame: Any) -> tuple[Any, str | None]:

@@ -17,7 +17,7 @@ from carrywave.errors import DataError
 QUOTE = ord('"')
 LINE_ENDS = b"\r\n"
 SHOWN_BYTES = 24
-REMEDY = 'close it, or put the whole cell in quotes and double those inside, "5"" pipe"'
+REMEDY = 'close it, or quote the whole cell and double the quotes inside: "5"" pipe"'
 
 
 def check_quotes(source: Source, separator: str) -> bool:
@@ -107,5 +107,5 @@ def _refused(source: Source, opened: int, *, closed: bool) -> DataError:
         if len(shown) >= SHOWN_BYTES:
             break
     cell = shown.splitlines()[0].decode(errors="replace")
-    fact = "is closed only in a later row, by what seems to open another cell" if closed else "is never closed"
-    return DataError(f"{source.name}: row {ends} (line {ends + 1}) opens a quote that {fact}, {cell!r}; {REMEDY}")
+    fact = "is closed only in a later row, by a quote that seems to open another cell" if closed else "is never closed"
+    return DataError(f"{source.name}: row {ends} (line {ends + 1}) opens a quote that {fact}: {cell!r}; {REMEDY}")

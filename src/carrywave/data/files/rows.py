@@ -95,11 +95,11 @@ class JsonRows(_Lines):
             raise DataError(f"{self.where(number)}: byte {error.start} of the line is not valid utf-8; {to_utf8(self.name)}") from error
         except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
             raise DataError(
-                f"{self.where(number)}: the line is not JSON ({str(error)[:100]}); write one object on each line: {EXAMPLE}"
+                f"{self.where(number)}: the line is not JSON ({str(error)[:100]}); write one object per line: {EXAMPLE}"
             ) from error
         if not isinstance(row, dict):
             raise DataError(
-                f"{self.where(number)}: the line holds a JSON {_json_type(row)}, not an object; write one object on each line: {EXAMPLE}"
+                f"{self.where(number)}: the line is a JSON {_json_type(row)}, not an object; write one object per line: {EXAMPLE}"
             )
         return row
 
@@ -176,7 +176,7 @@ class CsvRows(_TableRows):
             return float(label)
         except ValueError:
             raise DataError(
-                f"{self.where(number)}, column label is {label!r:.40}, which is text and not a number; correct it, or remove the row"
+                f"{self.where(number)}, column label is {label!r:.40}, which is text, not a number; correct it or remove the row"
             ) from None
 
     def count(self) -> int:

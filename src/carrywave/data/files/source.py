@@ -38,8 +38,8 @@ FORMATS: dict[str, Format] = {
 }
 BOM = codecs.BOM_UTF8
 PACKED: dict[bytes, tuple[str, str]] = {  # magic bytes of compressed files -> (format, how to decompress)
-    b"\x1f\x8b\x08": ("gzip", "name it {name}.gz, or unpack it with: gunzip -c {name} > unpacked"),
-    b"(\xb5/\xfd": ("zstd", "name it {name}.zst, or unpack it with: zstd -dc {name} > unpacked"),
+    b"\x1f\x8b\x08": ("gzip", "rename it to {name}.gz, or unpack it with: gunzip -c {name} > unpacked"),
+    b"(\xb5/\xfd": ("zstd", "rename it to {name}.zst, or unpack it with: zstd -dc {name} > unpacked"),
     b"BZh": ("bzip2", "unpack it with: bunzip2 -c {name} > unpacked"),
     b"\xfd7zXZ": ("xz", "unpack it with: xz -dc {name} > unpacked"),
     b"PK\x03\x04": ("zip", "unpack it with: unzip {name}"),
@@ -96,7 +96,7 @@ class Source:
             return read()
         except (OSError, pa.ArrowException) as error:
             raise DataError(
-                f"{self.name} cannot be read ({one_line(error)}); check that the file is whole and of the format its name says"
+                f"{self.name} cannot be read ({one_line(error)}); check that the file is complete and in the format its name implies"
             ) from error
 
     def separator(self) -> str:
@@ -109,8 +109,8 @@ class Source:
                 shown = "tabs" if others[0] == "\t" else f"`{others[0]}`"
                 read = "tabs" if self.tabs else "commas"
                 raise DataError(
-                    f"{self.name}: columns seem separated by {shown}, and are read as separated by {read}; write it with {read}"
-                    + (", or name it .tsv" if others[0] == "\t" else f", or give cw.fit the frame pandas.read_csv(…, sep={others[0]!r})")
+                    f"{self.name}: columns seem to be separated by {shown}, but {read} are expected; use {read}"
+                    + (", or rename it to .tsv" if others[0] == "\t" else f", or pass pandas.read_csv(…, sep={others[0]!r}) to cw.fit")
                 )
         return ours
 
@@ -172,20 +172,20 @@ def find(name: str, *, field: str, format: str = "auto", block_bytes: int = BLOC
     if name == BUILTIN_TEXT:
         return Source(name, None, "text", block_bytes=block_bytes)
     if name.startswith("builtin:"):
-        raise DataError(f"{field}={name} is not built in; use {BUILTIN_TEXT} or a file's path")
+        raise DataError(f"{field}={name} is not a built-in text; use {BUILTIN_TEXT} or a file path")
     path = Path(name).expanduser()
     if not path.exists():
-        raise DataError(f"{field}={name}: there is no such file{_from_where(path)}; give the path of a file that exists")
+        raise DataError(f"{field}={name}: file not found{_from_where(path)}; use the path of an existing file")
     if path.is_dir():
-        raise DataError(f"{field}={name} is a folder; give the path of a file")
+        raise DataError(f"{field}={name} is a folder; use the path of a file")
     if not path.is_file():
-        raise DataError(f"{field}={name} is not a plain file, and data is read more than once; write it to a file first")
+        raise DataError(f"{field}={name} is not a regular file, but data is read more than once; write it to a file first")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     kind = suffixes[-2] if compression and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
     source = Source(name, path, named_format(kind, format), compression, block_bytes)
     if source.format == "parquet" and compression:
-        raise DataError(f"{field}={name}: Parquet is compressed inside; decompress the file and name it .parquet")
+        raise DataError(f"{field}={name}: Parquet is already compressed internally; decompress the file and rename it to .parquet")
     try:
         with path.open("rb"):
             pass
@@ -215,12 +215,12 @@ def not_utf8(name: object, head: bytes) -> str | None:
     if packing is not None:
         how, remedy = PACKED[packing]
         if how == "zip" and Path(str(name)).suffix.lower() in (".xlsx", ".xlsm"):
-            return f"{name} is an Excel workbook; save the sheet as CSV, or give cw.fit the frame pandas.read_excel({str(name)!r})"
-        read = "what ends in .gz or .zst is decompressed on the way"
-        return f"{name} is compressed ({how}), and only {read}; {remedy.format(name=name)}"
+            return f"{name} is an Excel workbook; save the sheet as CSV, or pass pandas.read_excel({str(name)!r}) to cw.fit"
+        read = ".gz and .zst files are decompressed automatically"
+        return f"{name} is compressed ({how}), but only {read}; {remedy.format(name=name)}"
     encoding = next((encoding for mark, encoding in ENCODINGS.items() if head.startswith(mark)), None)
     if encoding is not None:
-        return f"{name} is text in {encoding}, and utf-8 is read; convert it with: iconv -f {encoding} -t utf-8 {name} > converted"
+        return f"{name} is text in {encoding}, but utf-8 is expected; convert it with: iconv -f {encoding} -t utf-8 {name} > converted"
     return None
 
 
@@ -232,7 +232,7 @@ def packed(head: bytes) -> bytes | None:
 
 def to_utf8(name: object) -> str:
     """Return advice on how to convert a file to utf-8."""
-    return f"convert the file to utf-8, from Latin-1 with: iconv -f latin1 -t utf-8 {name} > converted"
+    return f"convert the file to utf-8 (from Latin-1: iconv -f latin1 -t utf-8 {name} > converted)"
 
 
 def one_line(error: BaseException) -> str:

@@ -58,10 +58,10 @@ class Roles:
 
     def told(self, name: str, *, as_it_stands: bool) -> str:
         """Return a line on what is and is not read; `as_it_stands`: the times do not determine the order of rows."""
-        by = "" if self.time is None else ", in the order of the file" if as_it_stands else f", ordered by {_quoted(self.time)}"
-        of = "" if self.series is None else f", a series for each {_quoted(self.series)}"
-        left = "" if not self.left else f"; not read: {_listed([f'{_quoted(column)} ({why})' for column, why in self.left])}"
-        return f"{name}: reads {_listed([_quoted(column) for column in self.columns])}{by}{of}{left}"
+        by = "" if self.time is None else ", in file order" if as_it_stands else f", ordered by {_quoted(self.time)}"
+        of = "" if self.series is None else f", one series per {_quoted(self.series)}"
+        left = "" if not self.left else f"; ignored: {_listed([f'{_quoted(column)} ({why})' for column, why in self.left])}"
+        return f"{name}: reading {_listed([_quoted(column) for column in self.columns])}{by}{of}{left}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -95,7 +95,9 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
     if choice.columns is None and not read:
         taken = ", ".join(_quoted(column) for column in (time, series) if column is not None)
         others = "" if not left else f" ({_listed([f'{_quoted(column)}: {why}' for column, why in left.items()])})"
-        raise DataError(f"{name} has no numeric column{f' besides {taken}' if taken else ''}{others}; give numbers, or set data.columns")
+        raise DataError(
+            f"{name} has no numeric column{f' besides {taken}' if taken else ''}{others}; add a numeric column, or set data.columns"
+        )
     return Roles(choice.columns or tuple(read), time, series, tuple(left.items()))
 
 
@@ -153,15 +155,15 @@ def _once(table: Any, column: str, series: str | None) -> bool:
 def _why_not(column: Any, is_index: bool) -> str | None:
     """Return why a column is not read as numbers; None if it is."""
     if is_index:
-        return "an index, it numbers the rows"
+        return "a row index"
     if _is_numeric(column):
         return None
     kind = column.type
     if pa.types.is_dictionary(kind):
-        return "a category"
+        return "categorical"
     if is_text(kind):
         share = _share_of_numbers(column)
-        return "text" if not share else f"text; {share:.0%} of it numbers"
+        return "text" if not share else f"text, {share:.0%} of it numeric"
     return "times" if pa.types.is_temporal(kind) else str(kind)[:40]
 
 
@@ -191,7 +193,7 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
     others = [column for column in table.column_names if column not in (roles.time, roles.series)]
     clock = next((column for column in others if _is_clock(table[column], column)), None)
     if clock is not None:
-        return f"join the columns {_quoted(str(roles.time))} and {_quoted(clock)} into one, 2024-01-31 23:00:00"
+        return f"combine columns {_quoted(str(roles.time))} and {_quoted(clock)} into one, such as 2024-01-31 23:00:00"
     ranks = np.unique(times, return_inverse=True)[1]
     codes = {column: _codes(table[column]) for column in others if _may_name(table[column])}
     given = None if roles.series is None else _codes(table[roles.series])
@@ -209,7 +211,7 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
     if pairs:
         chosen = min(pairs)[2]
         one, two = chosen if given is None else (str(roles.series), chosen[0])
-        return f"join the columns {_quoted(one)} and {_quoted(two)} into one that names each series, and set data.series to it"
+        return f"combine columns {_quoted(one)} and {_quoted(two)} into one that names each series, and set data.series to it"
     return None
 
 

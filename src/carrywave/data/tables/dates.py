@@ -25,7 +25,7 @@ MOST = 0.5  # if more than this fraction of rows are dates, the others are error
 SOME = 100  # about this many rows are sampled
 
 DateShape = Literal["date", "month", "datetime"]
-WRITE = "write 2024-01-31 or 2024-01-31 23:00:00"
+WRITE = "write dates as 2024-01-31 or 2024-01-31 23:00:00"
 
 
 class Dates(NamedTuple):
@@ -97,13 +97,13 @@ def problem(texts: Any, label: str, *, counted: bool) -> str | None:
     """
     if share_of_dates(texts) > MOST and _mostly_read(texts):
         row = _first_broken(texts)
-        fact = f"row {row + 1}, column {label} is {texts[row].as_py()!r:.40}, which is no date, or not written as those before it"
-        return f"{fact}; correct it, or remove the row"
+        fact = f"row {row + 1}, column {label} is {texts[row].as_py()!r:.40}, which is not a date, or not in the format of earlier rows"
+        return f"{fact}; correct it or remove the row"
     alike = like_dates(texts)
     if _share(alike) > MOST and not counted:
         shown = texts[int(pc.index(alike, True).as_py())].as_py()
-        fact = f"column {label} holds {shown!r:.40}, a date in a form that is not read"
-        return f"{fact}; {WRITE}, or set data.frequency=none to take the rows in the order of the file"
+        fact = f"column {label} contains {shown!r:.40}, a date in an unsupported format"
+        return f"{fact}; {WRITE}, or set data.frequency=none to keep rows in file order"
     return None
 
 

@@ -139,7 +139,7 @@ def parse(text: str) -> Frequency:
     """Parse a `data.frequency`."""
     found = FREQUENCY.fullmatch(text.strip())
     if found is None:
-        raise SpecError(f"data.frequency={text} is not known; use for instance 15min, h, D, B, W, MS, a number, or none")
+        raise SpecError(f"data.frequency={text} is not a known frequency; use for example 15min, h, D, B, W, MS, a number, or none")
     if found["number"]:
         return FixedStep(float(found["number"]), timed=False)
     if found["days"]:

@@ -11,7 +11,7 @@ from carrywave.errors import DataError
 
 LARGEST = 1e25  # larger magnitudes are rejected on input
 WHOLE = 2**53  # float64 represents every integer up to here
-TOO_WHOLE = "a whole number beyond 2**53, which would be rounded; subtract what all have in common, or give it as a float"
+TOO_WHOLE = "a whole number beyond 2**53 that would be rounded; subtract a common offset from all values, or use a float"
 FARTHEST = 1e38  # larger values, in standard deviations, are rejected: float32 ends at 3.4e38
 NOISE = 8 * float(np.finfo(np.float64).eps)  # relative to the largest magnitude: a standard deviation below this is rounding error
 GROWN = 2.0**400  # deviations are multiplied by this before squaring, so that neither 1e-270 underflows nor 1e25 overflows
@@ -83,5 +83,5 @@ def standardise(rows: NDArray[Any], mean: tuple[float, ...], std: tuple[float, .
     with np.errstate(over="ignore"):  # checked below
         scaled: NDArray[np.float64] = (rows - np.array(mean)) / np.array(std)
     if scaled.size and max(scaled.max(), -scaled.min()) > FARTHEST:
-        raise DataError(f"{where} holds a number more than {FARTHEST:g} deviations of the training data from its mean; check its units")
+        raise DataError(f"{where} contains a number more than {FARTHEST:g} standard deviations from the training mean; check its units")
     return scaled.astype(np.float32)

@@ -42,7 +42,7 @@ def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dic
     if data.split is not None:
         if valid_file or (test_file and len(data.split) == 3):
             raise SpecError(
-                "data.split cuts valid and test out of the training file, and files for them are given too; give one of the two"
+                "data.split takes valid and test from the training file, but separate files are set for them too; use one or the other"
             )
         bounds = np.array(
             [_bounds(int(length), data.split, name, table.name) for length, name in zip(table.lengths, table.names, strict=True)], np.int64
@@ -68,9 +68,7 @@ def _bounds(rows: int, split: tuple[float, ...], series: str, name: str) -> list
     if any(part < 1 for part in split):
         return [int(np.floor(rows * total + 1e-9)) for total in sums]
     if sums[-1] > rows:
-        raise DataError(
-            f"{name}: series {series} has {rows} rows, data.split asks for {int(sums[-1])}; ask for fewer, or give shares below 1"
-        )
+        raise DataError(f"{name}: series {series} has {rows} rows, but data.split asks for {int(sums[-1])}; use fewer, or shares below 1")
     return [int(total) for total in sums]
 
 
@@ -87,7 +85,8 @@ def check(span: SeriesPart, table: Table, part: str, horizon: int) -> None:
         place = int(np.argmax(short))
         raise DataError(
             f"{table.name}: series {table.names[place]} has {int(own[place])} rows in {part}, "
-            f"a horizon of {horizon} needs {horizon + (span.warm[place] == 0)}; set a smaller data.horizon, give {part} more, or remove it"
+            f"but a horizon of {horizon} needs {horizon + (span.warm[place] == 0)}; "
+            f"reduce data.horizon, add rows to {part}, or remove the series"
         )
 
 
@@ -97,7 +96,8 @@ def learn(table: Table, train: SeriesPart, spec: Spec) -> Codec:
     for target in targets:
         if target not in table.columns:
             raise DataError(
-                f"{table.name}: data.targets names {target!r}, not a column that is read ({', '.join(table.columns[:8])}); set data.columns"
+                f"{table.name}: data.targets names {target!r}, which is not among the columns read "
+                f"({', '.join(table.columns[:8])}); include it in data.columns"
             )
     moments = Moments()
     for start, length in zip(train.starts, train.lengths, strict=True):
@@ -151,7 +151,7 @@ def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, 
     if not new:
         return ()
     many = f"series {new[0]} is" if len(new) == 1 else f"{len(new):,} series ({', '.join(new[:3])}{', …' if len(new) > 3 else ''}) are"
-    return (f"{where}: {many} not in the training data; the scale is taken from the rows given here, so give enough of them",)
+    return (f"{where}: {many} not in the training data; the scale is computed from the rows given here, so pass enough of them",)
 
 
 def encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
@@ -200,7 +200,7 @@ def from_rows(rows: Rows) -> Table:
     for number, row in rows:
         matrices.append(steps_of(row, rows.where(number), matrices[0].shape[1] if matrices else None))
     if not matrices:
-        raise DataError(f"{rows.name} is empty; give data that holds at least one series")
+        raise DataError(f"{rows.name} is empty; use data with at least one series")
     return from_matrices(matrices, rows.name)
 
 
@@ -225,5 +225,5 @@ def choose_columns(table: Table, columns: tuple[str, ...] | None) -> Table:
         return table
     missing = [column for column in columns if column not in table.columns]
     if missing:
-        raise DataError(f"{table.name} has no column {missing[0]!r} (data.columns); it has {', '.join(table.columns[:8])}")
+        raise DataError(f"{table.name} has no column {missing[0]!r} (data.columns); its columns are {', '.join(table.columns[:8])}")
     return replace(table, columns=columns, values=table.values[:, [table.columns.index(column) for column in columns]])

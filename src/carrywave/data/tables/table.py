@@ -66,10 +66,11 @@ def read_table(source: Source, series: str | None = None) -> Any:
         return source.guard(lambda: pa_parquet.read_table(source.path, memory_map=True))
     if source.format != "csv":
         raise DataError(
-            f"{source.name} is read as {source.format}, and forecasting reads CSV or Parquet; name the file so, or set data.format"
+            f"{source.name} is read as {source.format}, but forecasting needs CSV or Parquet; "
+            "rename the file to match its format, or set data.format"
         )
     if not any(block.strip() for block in source.blocks()):
-        raise DataError(f"{source.name} is empty; give a table with a line of column names and rows below it")
+        raise DataError(f"{source.name} is empty; use a table with a header line and at least one row")
     delimiter = source.separator()
     kept = pa_csv.ConvertOptions(column_types={series or SERIES_NAME: pa.string()})
     source.check_utf8()
@@ -82,9 +83,9 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
     """Convert an Arrow table to series sorted by time, and validate its numbers; `index` is the column that was a frame's index."""
     if len(set(table.column_names)) != len(table.column_names):
         twice = next(column for column in table.column_names if table.column_names.count(column) > 1)
-        raise DataError(f"{name}: the column {twice} is there twice; give every column a name of its own")
+        raise DataError(f"{name}: duplicate column {twice}; give every column a unique name")
     if not table.num_rows:
-        raise DataError(f"{name} is empty; give a table with at least one row")
+        raise DataError(f"{name} is empty; use a table with at least one row")
     roles = roles_of(table, name, choice, index)
     values = np.empty((table.num_rows, len(roles.columns)), np.float64)
     for place, column in enumerate(roles.columns):
@@ -92,8 +93,8 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
     codes, names, whole = _series_codes(table, roles.series, name)
     if choice.trained and choice.series is None and len(names) > 1:
         raise DataError(
-            f"{name}: the column {roles.series} names {len(names)} series, and the run was trained on one, without such a column; "
-            "give one of them, or train with the column"
+            f"{name}: column {roles.series} names {len(names)} series, but the run was trained on a single series without such a column; "
+            "pass one series, or train with the column"
         )
     order, times, notes = _in_time(table, roles, name, choice, codes, names)
     lengths = np.bincount(codes, minlength=len(names)).astype(np.int64)
@@ -119,18 +120,18 @@ def _in_time(
     _refuse_twice(table, order, codes, times, names, name, roles)
     order = by_series if times.in_words else order
     remedy = (
-        f"give rows as far apart as those of the training data ({choice.frequency})"
+        f"space rows as in the training data ({choice.frequency})"
         if choice.trained
-        else "give rows at even steps, set data.frequency, or data.frequency=none to count rows and go without times"
+        else "space rows evenly, set data.frequency, or set data.frequency=none to count rows and ignore times"
     )
     place = TimeColumn(name, roles.time, column, order, names, codes[order], remedy)
     times, gaps = with_frequency(times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place)
     said = [] if gaps is None else [gaps]
     if times.in_words:
-        fact = f"column {roles.time} holds {column[0].as_py()!r:.40}, which is no date that is known"
-        said.append(f"{name}: {fact}: rows are taken in the order of the file, and forecasts have no times; {WRITE}")
+        fact = f"column {roles.time} contains {column[0].as_py()!r:.40}, which is not a recognised date"
+        said.append(f"{name}: {fact}: rows are kept in file order, and forecasts have no times; {WRITE}")
     elif times.untold is not None and choice.frequency != "none":
-        said.append(f"{name}: column {roles.time} holds {times.untold}, so that forecasts have no times; {WRITE}")
+        said.append(f"{name}: column {roles.time} contains {times.untold}, so forecasts have no times; {WRITE}")
     return order, times, tuple(said)
 
 
@@ -147,13 +148,13 @@ def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
         beyond = too_whole(_flat(column).drop_null().to_numpy(zero_copy_only=False))
         if beyond is not None:
             row = int(pc.index(_flat(column), pa.scalar(beyond, column.type)).as_py())
-            raise DataError(f"{name}: row {row + 1}, column {label} is {beyond}, {TOO_WHOLE}, or leave the column out with data.columns")
+            raise DataError(f"{name}: row {row + 1}, column {label} is {beyond}, {TOO_WHOLE}, or exclude the column with data.columns")
     try:
         values: NDArray[np.float64] = (
             _flat(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column).cast(pa.float64()).to_numpy(zero_copy_only=False)
         )
     except (pa.ArrowException, ValueError) as error:
-        raise DataError(f"{name}: the column {label} holds {column.type}, not numbers; leave it out of data.columns") from error
+        raise DataError(f"{name}: column {label} contains {column.type}, not numbers; remove it from data.columns") from error
     bad = unusable(values)
     if bad.any():
         row = int(np.argmax(bad))
@@ -163,8 +164,8 @@ def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
 
 def _bad_value(name: str, row: int, column: str, value: Any) -> DataError:
     if isinstance(value, str) and value.strip():
-        remedy = "correct it, or leave the column out with data.columns"
-        return DataError(f"{name}: row {row + 1}, column {column} is {value!r:.40}, which is text and not a finite number; {remedy}")
+        remedy = "correct it, or exclude the column with data.columns"
+        return DataError(f"{name}: row {row + 1}, column {column} is {value!r:.40}, which is text, not a finite number; {remedy}")
     shown = "empty or NaN" if value is None or isinstance(value, str) else repr(value)
     return DataError(f"{name}: row {row + 1}, column {column} is {shown}, not a finite number (below 1e25); fill the gap or remove the row")
 
@@ -201,8 +202,8 @@ def _refuse_calendar_numbers(column: Any, name: str, label: str) -> None:
         months, days = (numbers % 100, np.ones_like(numbers)) if divisor == 100 else (numbers // 100 % 100, numbers % 100)
         if years.min() >= 1900 and years.max() < 2200 and ((months >= 1) & (months <= 12) & (days >= 1) & (days <= 31)).all():
             raise DataError(
-                f"{name}: column {label} holds {numbers[0]}, {numbers[1]} …, which seem to be {kind} written as numbers; write {example}, "
-                "or set data.frequency=none to count rows"
+                f"{name}: column {label} contains {numbers[0]}, {numbers[1]} …, which look like {kind} written as numbers; "
+                f"write {example}, or set data.frequency=none to count rows"
             )
 
 
@@ -217,8 +218,8 @@ def _refuse_unknown_dates(column: Any, times: Times, name: str, label: str, by_s
     falls = (np.diff(times.keys[by_series]) < 0) & (np.diff(codes[by_series]) == 0)
     if falls.any() and not counted:
         row = int(by_series[int(np.argmax(falls)) + 1])
-        remedy = f"{WRITE}, or set data.frequency=none to take the rows in the order of the file"
-        raise DataError(f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r:.40}, which cannot be put in order; {remedy}")
+        remedy = f"{WRITE}, or set data.frequency=none to keep rows in file order"
+        raise DataError(f"{name}: row {row + 1}, column {label} is {column[row].as_py()!r:.40}, which cannot be ordered in time; {remedy}")
 
 
 def _refuse_twice(table: Any, order: Ints, codes: Ints, times: Times, names: tuple[str, ...], name: str, roles: Roles) -> None:
@@ -229,7 +230,7 @@ def _refuse_twice(table: Any, order: Ints, codes: Ints, times: Times, names: tup
     if not same.any():
         return
     row = int(order[int(np.argmax(same)) + 1])
-    of = f" of series {names[int(codes[row])]}" if len(names) > 1 else ""
+    of = f" in series {names[int(codes[row])]}" if len(names) > 1 else ""
     shown = table[roles.time][row].as_py()
-    remedy = second_rows(table, times.keys, roles) or "keep one row for each time"
-    raise DataError(f"{name}: row {row + 1}, column {roles.time} is {shown} for the second time{of}; {remedy}")
+    remedy = second_rows(table, times.keys, roles) or "keep one row per time"
+    raise DataError(f"{name}: row {row + 1}, column {roles.time} repeats {shown}{of}; {remedy}")

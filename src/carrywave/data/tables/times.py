@@ -57,8 +57,8 @@ class Times:
         # Times beyond the range of 64 bits wrap around into the past.
         if self.shape != "number" and ((found > LAST) | (found < keys[rows][-1])).any():
             raise DataError(
-                f"forecasts of {count} steps of {self.frequency.text} go beyond the year 9999; check the dates, set a smaller "
-                "data.horizon, or train with data.frequency=none to go without times"
+                f"forecasting {count} steps of {self.frequency.text} goes beyond the year 9999; check the dates, reduce "
+                "data.horizon, or train with data.frequency=none to ignore times"
             )
         return [self._written(key, by_wall) for key in found]
 
@@ -90,7 +90,7 @@ def read_times(column: Any, name: str, label: str) -> Times:
     flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
     if flat.null_count:
         row = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
-        raise DataError(f"{name}: row {row + 1}, column {label} is empty; give every row its time")
+        raise DataError(f"{name}: row {row + 1}, column {label} is empty; fill in the time of every row")
     if is_text(flat.type):
         return _from_text(texts_of(flat))
     if pa.types.is_date(flat.type):
@@ -98,17 +98,17 @@ def read_times(column: Any, name: str, label: str) -> Times:
     if pa.types.is_timestamp(flat.type):
         return _from_timestamps(flat)
     if pa.types.is_temporal(flat.type):
-        what = "times of day without the day" if pa.types.is_time(flat.type) else "lengths of time"
+        what = "times of day without dates" if pa.types.is_time(flat.type) else "durations"
         keys = flat.cast(pa.int32() if pa.types.is_time32(flat.type) else pa.int64()).to_numpy(zero_copy_only=False)
         return Times(keys, "other", untold=what)
     if pa.types.is_decimal(flat.type):
         flat = flat.cast(pa.float64())
     keys = flat.to_numpy(zero_copy_only=False)
     if keys.dtype.kind not in "iuf":
-        raise DataError(f"{name}: the column {label} holds {column.type}, which is no time; set data.time to the column of dates")
+        raise DataError(f"{name}: column {label} contains {column.type}, not times; set data.time to the column of dates")
     if keys.dtype.kind == "f" and not np.isfinite(keys).all():
         row = int(np.argmin(np.isfinite(keys)))
-        raise DataError(f"{name}: row {row + 1}, column {label} is {keys[row]}; give every row its time")
+        raise DataError(f"{name}: row {row + 1}, column {label} is {keys[row]}; fill in the time of every row")
     return Times(keys.astype(np.int64) if keys.dtype.kind == "u" and int(keys.max(initial=0)) < 2**63 else keys, "number")
 
 
@@ -146,7 +146,9 @@ def with_frequency(times: Times, codes: Ints, asked: str | None, *, strict: bool
     known = None if asked is None else frequencies.parse(asked)
     if known is not None and (times.shape == "number") != (isinstance(known, frequencies.FixedStep) and not known.timed):
         what = "numbers" if times.shape == "number" else "dates"
-        raise DataError(f"{place.name}: column {place.label} holds {what}, and data.frequency={asked} is not of such; leave it out")
+        raise DataError(
+            f"{place.name}: column {place.label} contains {what}, which data.frequency={asked} does not fit; remove data.frequency"
+        )
     best: tuple[int, Times, Ints] | None = None
     for keys in (times.keys,) if times.wall is None else (times.wall, times.keys):
         # With daylight saving time, days are evenly spaced in local time but not in UTC; for hours it is the other way round.
@@ -186,13 +188,13 @@ class TimeColumn:
         return str(self.column[int(self.order[at])].as_py())
 
     def _of(self, at: int) -> str:
-        return f" of series {self.names[int(self.codes[at])]}" if len(self.names) > 1 else ""
+        return f" in series {self.names[int(self.codes[at])]}" if len(self.names) > 1 else ""
 
     def irregular(self, times: Times, even: NDArray[np.bool_], frequency: Frequency | None) -> DataError:
         """Return the error for irregular times, with the first one that breaks the pattern."""
         if frequency is not None:
             at = int(np.argmin(even)) + 1
-            fact = f"is {self._shown(at)} after {self._shown(at - 1)}{self._of(at)}, which is no whole number of steps of {frequency.text}"
+            fact = f"is {self._shown(at)} after {self._shown(at - 1)}{self._of(at)}, which is not a whole number of {frequency.text} steps"
             return DataError(f"{self.name}: row {int(self.order[at]) + 1}, column {self.label} {fact}; {self.remedy}")
         gaps = np.diff(times.keys)
         inner = gaps[even]
@@ -201,7 +203,7 @@ class TimeColumn:
         at = int(np.argmax(even & (gaps != usual))) + 1
         fact = f"{self._shown(at - 1)} is followed by {self._shown(at)}{self._of(at)}"
         return DataError(
-            f"{self.name}: the times in column {self.label} are irregular, {fact} (row {int(self.order[at]) + 1}); {self.remedy}"
+            f"{self.name}: the times in column {self.label} are irregular: {fact} (row {int(self.order[at]) + 1}); {self.remedy}"
         )
 
     def gaps(self, times: Times, units: Ints, frequency: str) -> str | None:
@@ -212,7 +214,7 @@ class TimeColumn:
         at = int(np.argmax(wide)) + 1
         missing, places = int((units[wide] - 1).sum()), int(wide.sum())
         where = f"between {self._shown(at - 1)} and {self._shown(at)}{self._of(at)} (row {int(self.order[at]) + 1})"
-        first = f"{where}" if places == 1 else f"at {places:,} places, the first {where}"
+        first = f"{where}" if places == 1 else f"in {places:,} places, the first {where}"
         rows = "row is" if missing == 1 else "rows are"
         fact = f"{missing:,} {rows} missing in column {self.label} (frequency {frequency})"
-        return f"{self.name}: {fact}, {first}; the rows around a gap count as neighbours, fill it in"
+        return f"{self.name}: {fact}, {first}; rows on either side of a gap are treated as adjacent, so fill it in"

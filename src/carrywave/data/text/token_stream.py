@@ -52,7 +52,7 @@ def encode_stream(source: Source, codec: Codec, new: NewArray) -> NDArray[Any]:
             count += len(ids)
             line += piece.count("\n")
     if not count:
-        raise DataError(f"{source.name} is empty; give a file that holds text")
+        raise DataError(f"{source.name} is empty; use a file that contains text")
     return tokens.close()
 
 
@@ -77,7 +77,7 @@ def cut(texts: Iterable[str], borders: str, name: str) -> Iterator[str]:
         held_chars += len(text)
         if held_chars > LONGEST_CHARS:
             unit = "line" if borders == "\n" else "word"
-            raise DataError(f"{name} holds a {unit} of more than {LONGEST_CHARS} characters; break it up, or use data.tokens=char")
+            raise DataError(f"{name} contains a {unit} of more than {LONGEST_CHARS} characters; split it, or use data.tokens=char")
     rest = "".join(held)
     if rest:
         yield rest
@@ -106,5 +106,5 @@ def _lines_before(piece: str, index: int, codec: Codec) -> int:
 
 def _kind(codec: Codec) -> Kind:
     if codec.kind is None or codec.kind == "int":
-        raise DataError(f"the training data of this {codec.task} model is not text; give a file of the same form")
+        raise DataError(f"this {codec.task} model was not trained on text; pass a file in the format of its training data")
     return codec.kind

@@ -208,5 +208,5 @@ def make(kind: Kind, vocabulary: Sequence[str], bpe: str | None, size: int) -> T
     if kind == "int":
         return NumberTokens(size)
     if bpe is None:
-        raise DataError("a byte-pair vocabulary holds no tokenizer; prepare the data again")
+        raise DataError("the byte-pair vocabulary has no tokenizer; prepare the data again")
     return BytePairs(bpe)

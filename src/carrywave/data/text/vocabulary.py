@@ -71,7 +71,7 @@ def learn(kind: str, texts: Iterable[str], data: DataSpec) -> tuple[tuple[str, .
         return vocabulary, None, len(vocabulary)
     if kind == "byte":
         if data.vocabulary is not None or data.min_count > 1:
-            raise SpecError("data.vocabulary and data.min_count do not apply to data.tokens=byte, which has 256 tokens; leave them out")
+            raise SpecError("data.vocabulary and data.min_count do not apply to data.tokens=byte, which has 256 tokens; remove them")
         for _ in texts:  # consume them only for the validation done while reading
             pass
         return (), None, 256
