@@ -344,7 +344,7 @@ class Single(Largest):
         (NARROW, {"plan": "fast"}, SpecError, "plan is"),
         (NARROW, {"epochs": 3}, SpecError, r"unknown key epochs; did you mean train\.epochs\?"),
         (NARROW, {"resume": True}, RunError, "resume needs to know which run"),
-        (nn.LSTM(2, 6), {}, UserError, "the module LSTM has no loss; give loss="),
+        (nn.LSTM(2, 6), {}, UserError, "the module LSTM has no loss; pass loss="),
         ("small", {}, UserError, "model is a str; give a cw.Model"),
         (lambda facts: nn.Linear(2, 2), {}, UserError, "the module Linear has no loss"),
         (lambda facts: None, {}, UserError, "returned a NoneType; return cw.Model"),

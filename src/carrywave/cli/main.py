@@ -78,7 +78,7 @@ def _common(
 @app.command(cls=Command)
 @with_exit_codes
 def train(
-    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="What to train. Default: all defaults.")] = None,
+    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="Spec file and overrides, all optional.")] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder. Default: runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run where it stopped.")] = False,
     init: Annotated[str | None, typer.Option(metavar="RUN|FILE", help="Start from these weights.")] = None,

@@ -38,7 +38,7 @@ THIS_MACHINE = "this machine"  # the profile of a cluster file that names none
 
 
 def plan(
-    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="What to train. Default: all defaults.")] = None,
+    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="Spec file and overrides, all optional.")] = None,
     devices: Annotated[int | None, typer.Option(metavar="N", help="Number of devices. Default: those of this machine.")] = None,
     cluster: Annotated[Path | None, typer.Option(metavar="CLUSTER.yaml", help="File that describes the hosts, devices and links.")] = None,
     profile: Annotated[
