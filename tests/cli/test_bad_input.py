@@ -283,17 +283,17 @@ SPEC: dict[str, tuple[list[str], str]] = {
     ),
     "micro_batches": (["plan.micro_batches=5"], "batch.lanes=4 cannot be shared by 1 replicas x 5 micro-batches; use batch.lanes >= 5"),
     "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] must be 0 rising unit numbers"),
-    "bidirectional": (["model.bidirectional=true"], "model.bidirectional needs whole separate sequences"),
+    "bidirectional": (["model.bidirectional=true"], "model.bidirectional cannot read a stream backwards; use separate sequences"),
     "tie": (
         ["model.tie=true", "model.embedding=3"],
-        "model.tie needs embedding and last layer of one width, got 3 and 4; set model.embedding=4",
+        "model.tie needs an embedding as wide as the last layer, got 3 and 4; set model.embedding=4",
     ),
-    "quantiles": (["data.quantiles=[0.9, 0.1]"], "data.quantiles must rise, got [0.9, 0.1]; list them from low to high, each once"),
-    "no vectors": (["model.pretrained=none.vec"], "none.vec: cannot be read (No such file or directory); give a text file of embeddings"),
-    "wide vectors": (["model.pretrained=wide.vec"], "wide.vec:1: 5 numbers, the embedding has width 4; set model.embedding=5"),
-    "two files": (["b.yaml", "c.yaml"], "c.yaml is a second spec file beside b.yaml; give one SPEC.yaml"),
-    "no spec": (["none.yaml"], "none.yaml does not exist; give the path of a spec file, or key=value"),
-    "python tag": (["tag.yaml"], "tag.yaml:1: the tag !!python/object/apply:os.system is not allowed; a spec holds plain values only"),
+    "quantiles": (["data.quantiles=[0.9, 0.1]"], "data.quantiles must increase, got [0.9, 0.1]; list each once, from low to high"),
+    "no vectors": (["model.pretrained=none.vec"], "none.vec: cannot be read (No such file or directory); pass a text file of embeddings"),
+    "wide vectors": (["model.pretrained=wide.vec"], "wide.vec:1: 5 numbers, but the embedding has width 4; set model.embedding=5"),
+    "two files": (["b.yaml", "c.yaml"], "c.yaml is a second spec file, after b.yaml; pass one SPEC.yaml"),
+    "no spec": (["none.yaml"], "none.yaml does not exist; pass the path of a spec file, or key=value"),
+    "python tag": (["tag.yaml"], "tag.yaml:1: the tag !!python/object/apply:os.system is not allowed; use plain values only"),
     "long name": (["data.train=" + "x" * 5000], f"the name {'x' * 60}… is too long for this system; use a shorter one"),
     "no YAML": (["no.yaml"], "no.yaml:3: while parsing a flow sequence, expected ',' or ']'"),
 }
@@ -309,13 +309,13 @@ def test_bad_spec(case: str) -> None:
 
 
 def test_class_weights_of_no_label() -> None:
-    message = "train.class_weights names 'left', which is not a label; the labels are down, up"
+    message = "train.class_weights names 'left', which is not a label; use down, up"
     assert refused("train", *LABELS, "train.class_weights.left=2").startswith(message)
 
 
 def test_a_model_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Task, "model", lambda *_: torch.empty(2**46))  # more than any machine can address
-    assert refused("train", *LANGUAGE).startswith("there is not enough memory (")
+    assert refused("train", *LANGUAGE).startswith("not enough memory (")
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, labels: Path) -> None:
@@ -400,7 +400,7 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no spec": (lambda run: rewrite(run, without("spec")), f"the snapshot is not one that .* wrote .*; {OTHER}"),
     "no snapshots": (lambda run: shutil.rmtree(run / "snapshots"), "run/snapshots holds no snapshot; leave out --resume"),
     "no logs": (lambda run: (run / "metrics.jsonl").unlink(), r"run/metrics.jsonl has 0 bytes, the snapshot was made after \d+; put the"),
-    "no run": (lambda run: (run / "spec.yaml").unlink(), r"run holds no run to go on with \(no spec.yaml in it\); leave out --resume"),
+    "no run": (lambda run: (run / "spec.yaml").unlink(), r"run has no run to resume \(no spec.yaml\); remove --resume"),
     "data": (lambda run: write("train.txt", TEXT.replace("log", "fog")), "the data has changed since the snapshot was .*train.txt.*; put"),
     "data gone": (lambda run: Path("train.txt").unlink(), "data.train=train.txt: file not found in .*; use the path of an existing file"),
 }
@@ -421,15 +421,18 @@ def test_nan_in_a_snapshot(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RESUME: dict[str, tuple[list[str], str]] = {
-    "no run": ([], "--resume needs to know which run; add --run DIR"),
-    "no folder": (["--run", "none"], "none holds no run to go on with (no spec.yaml in it); leave out --resume to start one"),
+    "no run": ([], "--resume needs a run folder; pass --run DIR"),
+    "no folder": (["--run", "none"], "none has no run to resume (no spec.yaml); remove --resume to start a new one"),
     "layers": (
         ["--run", "run", "model.layers=2"],
         "the run was started with model.layers=1, not 2; leave it as it was, or start a new run",
     ),
     "dtype": (["--run", "run", "train.precision=fp64"], "the run was started with train.precision=fp32, not fp64; leave it as it was"),
     "seed": (["--run", "run", "train.seed=2"], "the run was started with train.seed=1, not 2; leave it as it was, or start a new run"),
-    "init": (["--run", "run", "--init", "run"], "--resume goes on with the weights of the run and --init starts from others; give one"),
+    "init": (
+        ["--run", "run", "--init", "run"],
+        "--resume continues with the run's own weights and --init starts from others; use only one",
+    ),
 }
 
 
@@ -534,7 +537,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "facts a number": (lambda run: (run / "facts.json").write_text("3"), "run/facts.json is damaged: it holds no mapping; give the folder"),
     "facts key": (lambda run: edit(run / "facts.json", more=1), "run/facts.json is damaged ("),
     "facts type": (lambda run: edit(run / "facts.json", labels=None), "run/facts.json is damaged ("),
-    "facts scale": (lambda run: edit(run / "facts.json", scale=[1]), "run/facts.json is damaged (scale has 1 numbers, and codec.json 0"),
+    "facts scale": (
+        lambda run: edit(run / "facts.json", scale=[1]),
+        "run/facts.json is damaged (scale has 1 numbers, but codec.json has 0",
+    ),
     "facts of other data": (lambda run: edit(run / "facts.json", vocabulary=17), "run/facts.json is damaged (vocabulary is 17, and 14 in"),
     "spec gone": (lambda run: (run / "spec.yaml").unlink(), "run is no run: it has no spec.yaml; give the folder of a run"),
     "spec key": (lambda run: (run / "spec.yaml").write_text("model: {hiden: 4}\n"), "unknown key model.hiden; did you mean model.hidden?"),
@@ -596,7 +602,7 @@ def test_a_prompt_without_a_word() -> None:
 
 def test_a_benchmark_that_is_not_there() -> None:
     names = "data, faults, heap, kernels, memory, pipeline, plan, replicas, snapshot, step, train"
-    assert refused("bench", "nosuch").startswith(f"there is no benchmark nosuch; use one of {names}")
+    assert refused("bench", "nosuch").startswith(f"unknown benchmark nosuch; use one of {names}")
 
 
 # The cache of parsed data.
@@ -813,7 +819,7 @@ def test_rows_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch)
 def test_names_and_labels_that_are_no_text(run: Path) -> None:
     name = os.fsdecode(b"in\xff.txt")
     Path(name).write_text(TEXT)
-    assert refused("evaluate", "run", "--data", name) == r"in\udcff.txt is not UTF-8 text; rename the file or folder, or mend the text"
+    assert refused("evaluate", "run", "--data", name) == r"in\udcff.txt is not UTF-8 text; rename the file or folder, or fix the text"
     assert refused("train", *LANGUAGE, "--run", name).startswith(
         r"the name of the folder in\udcff.txt is not UTF-8 text; use another --run"
     )

@@ -65,9 +65,7 @@ def test_a_python_tag_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text("task: !!python/object/apply:os.system [touch hacked]\n")
     ended = process("train", "spec.yaml", folder=tmp_path)
     assert ended.returncode == 2
-    assert (
-        ended.stderr == "carrywave: spec.yaml:1: the tag !!python/object/apply:os.system is not allowed; a spec holds plain values only\n"
-    )
+    assert ended.stderr == "carrywave: spec.yaml:1: the tag !!python/object/apply:os.system is not allowed; use plain values only\n"
     assert [path.name for path in tmp_path.iterdir()] == ["spec.yaml"]
 
 
@@ -84,12 +82,12 @@ def test_a_wrong_option_is_exit_2_without_a_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "missing.yaml"], "missing.yaml does not exist; give the path of a spec file, or key=value"),
-        (["train", "model.hidden=0"], "model.hidden is 0; use a whole number >= 1, or a list, each a whole number >= 1"),
+        (["train", "missing.yaml"], "missing.yaml does not exist; pass the path of a spec file, or key=value"),
+        (["train", "model.hidden=0"], "model.hidden is 0; use a whole number >= 1, or a list, each item a whole number >= 1"),
         (["train", "train.lr=.nan"], "train.lr is nan, which is not finite; use a number > 0"),
-        (["train", "a.yaml", "b.yaml"], "b.yaml is a second spec file beside a.yaml; give one SPEC.yaml, and the rest as key=value"),
-        (["train", "--resume"], "--resume needs to know which run; add --run DIR"),
-        (["train", "--resume", "--run", "none"], "none holds no run to go on with (no spec.yaml in it); leave out --resume to start one"),
+        (["train", "a.yaml", "b.yaml"], "b.yaml is a second spec file, after a.yaml; pass one SPEC.yaml, and the rest as key=value"),
+        (["train", "--resume"], "--resume needs a run folder; pass --run DIR"),
+        (["train", "--resume", "--run", "none"], "none has no run to resume (no spec.yaml); remove --resume to start a new one"),
         (["train", "--json", "no/rows.json"], "no/rows.json cannot be written: there is no folder no; make it, or write elsewhere"),
         (["evaluate", "run", "--json", "."], ". is a folder; give the name of a file"),
         (["predict", "run", "--temperature", "nan"], "--temperature is nan; use a number >= 0"),
@@ -108,7 +106,7 @@ def test_mistakes_are_one_line_and_exit_2(words: list[str], message: str) -> Non
 def test_wrong_usage_is_exit_2(words: list[str]) -> None:
     code, out, err = call(*words)
     assert (code, out) == (2, "")
-    assert re.fullmatch(r"carrywave: [^\n]*; carrywave .*--help lists what there is\n", err)
+    assert re.fullmatch(r"carrywave: [^\n]*; see carrywave .*--help\n", err)
 
 
 def test_help_and_version() -> None:
@@ -124,7 +122,7 @@ def test_help_of_a_switch_asks_for_no_value(command: str) -> None:
     assert "--help" in out
     assert "bool" not in out
     if command in ("evaluate", "predict"):
-        assert "one if left out" in " ".join(out.replace("│", " ").split())
+        assert "Default: 1." in " ".join(out.replace("│", " ").split())
         assert "GPU that pays" not in " ".join(out.replace("│", " ").split())
 
 
@@ -142,20 +140,20 @@ def test_no_file_and_an_empty_one_are_the_same_spec(install: Install, tmp_path: 
     assert seen[0] == seen[1] == load(None, ["model.layers=3"])
 
 
-IS_DATA = "{name} is a data file, not a spec; to train on it, leave it out here and add {more}data.train={name}"
+IS_DATA = "{name} is a data file, not a spec; to train on it, pass {more}data.train={name} instead"
 NO_SPEC = {
     "sales.csv": ("ds,y\n2024-01-01,1\n", IS_DATA.format(name="sales.csv", more="task=forecasting ")),
     "rows.jsonl.gz": ("", IS_DATA.format(name="rows.jsonl.gz", more="task=classification ")),
-    "text.txt": ("some text", 'text.txt holds "some text", not a mapping; to train on it, leave it out here and add data.train=text.txt'),
+    "text.txt": ("some text", 'text.txt contains "some text", not a mapping; to train on it, pass data.train=text.txt instead'),
     "long.txt": (
         "word " * 300_000,
-        "long.txt is too large for a spec, which is a few lines of YAML; to train on it, leave it out here and add data.train=long.txt",
+        "long.txt is too large for a spec, which is a few lines of YAML; to train on it, pass data.train=long.txt instead",
     ),
-    "deep.yaml": ("[" * 3000, "deep.yaml: lists or mappings stand too deep in each other; a spec has keys such as model.hidden=256"),
+    "deep.yaml": ("[" * 3000, "deep.yaml: lists or mappings are nested too deeply; use keys such as model.hidden=256"),
     "digits.yaml": (
         "model: {hidden: " + "9" * 6000 + "}",
         "digits.yaml: Exceeds the limit (4300 digits) for integer string conversion: value has 6000 digits; "
-        "this cannot be read as YAML, put text in quotes",
+        "correct the YAML, perhaps by putting text in quotes",
     ),
     "ansi.yaml": ('"mod\\e[31mel": 3', "unknown key mod\\x1b[31mel; did you mean model?"),
 }
@@ -173,7 +171,7 @@ def test_a_pipe_is_no_spec(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "spec.yaml")
     code, out, err = call("train", str(tmp_path / "spec.yaml"))
     assert (code, out) == (2, "")
-    assert err.endswith("spec.yaml is a pipe, and a spec is read by every worker; write it to a file first\n")
+    assert err.endswith("spec.yaml is a pipe, but every worker must read the spec; write it to a file first\n")
 
 
 def test_what_a_dry_run_prints_is_a_spec(tmp_path: Path) -> None:
@@ -260,17 +258,17 @@ def test_the_end_of_a_run_is_the_exit_code(install: Install, ending: str, code: 
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/a/x"),
             2,
-            "carrywave: no room on the disk for runs/a/x; free some space, or choose another folder with --run, data.cache or TMPDIR",
+            "carrywave: no space left on the disk for runs/a/x; free some space, or choose another folder with --run, data.cache or TMPDIR",
         ),
         (
             OSError(errno.EMFILE, "Too many open files"),
             2,
-            "carrywave: too many files are open at once; allow more of them (ulimit -n 1024), or close other programs",
+            "carrywave: too many open files; raise the limit (ulimit -n 1024) or close other programs",
         ),
         (
             ImportError("x.so: failed to map segment from shared object"),
             2,
-            "carrywave: there is not enough memory to load the program; allow more of it (ulimit -v), or free some",
+            "carrywave: not enough memory to load the program; raise the limit (ulimit -v) or free some memory",
         ),
         (ZeroDivisionError("our fault"), 1, "carrywave: ZeroDivisionError: our fault"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), 1, "carrywave: PermissionError: [Errno 13] Permission denied: 'x'"),
@@ -305,7 +303,7 @@ def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: 
     assert call("train") == (143, "", "carrywave: stopped by SIGTERM before the first step; nothing was trained\n")
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "last").write_text("step-00000040\n")
-    assert call("train") == (75, "", "carrywave: stopped by SIGTERM before the first step; the run is where it was, at step 40\n")
+    assert call("train") == (75, "", "carrywave: stopped by SIGTERM before the first step; the run is unchanged, at step 40\n")
     launch_record.next_call()
     assert left == ["in order"] * 2
     assert signal.getsignal(signal.SIGTERM) == before
@@ -350,7 +348,7 @@ def test_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert code == 0
     assert "bench fast" in out
     assert json.loads(rows.read_text()) == [{"who": "ours", "quick": "True"}]
-    assert call("bench", "slow") == (2, "", "carrywave: there is no benchmark slow; use one of fast\n")
+    assert call("bench", "slow") == (2, "", "carrywave: unknown benchmark slow; use one of fast\n")
     monkeypatch.delitem(sys.modules, "carrywave.benchmarks.fast")
 
 

@@ -154,7 +154,7 @@ def test_growth_with_devices() -> None:
 def test_growth_ends_with_the_host_where_no_link_is_known() -> None:
     machine(between=None).write(Path("alone.json"))
     out = planned(*SMALL, "--profile", "alone.json", "--facts", "vocabulary=50", "--scale")
-    assert out.splitlines()[-1].endswith("give a cluster file with `between`.")
+    assert out.splitlines()[-1].endswith("pass a cluster file with `between`.")
     write("c.yaml", "devices: 2\nprofile: alone.json\nbetween: ethernet-10g\n")
     assert len(planned(*SMALL, "--facts", "vocabulary=50", "--scale", "--cluster", "c.yaml").splitlines()) == 1 + 13 + 1
 
@@ -200,7 +200,7 @@ def test_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores >= 1
     monkeypatch.setattr(planning, "gpus", lambda: [])
     assert planning.here("auto") == cores
-    with pytest.raises(PlanError, match="no GPU was found by nvidia-smi"):
+    with pytest.raises(PlanError, match="nvidia-smi found no GPU"):
         planning.here("cuda")
 
 
@@ -258,9 +258,9 @@ def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--devices", "0"], "--devices 0 leaves nothing to train on; use a number >= 1"),
-        (["--devices", "-3"], "--devices -3 leaves nothing"),
-        (["--devices", "2", "--cluster", "c.yaml"], "--devices and --cluster both say what there is to train on; give one of the two"),
+        (["--devices", "0"], "--devices is 0; use a number >= 1"),
+        (["--devices", "-3"], "--devices is -3; use a number"),
+        (["--devices", "2", "--cluster", "c.yaml"], "--devices and --cluster both define the devices to train on; use only one of them"),
         (["--devices", "8", "plan.stages=5"], "plan.stages=5, but the model has 4 units"),
         (["--devices", "2", "plan.stages=3"], "1 replicas x 3 stages need 3 devices, the cluster has 2"),
         (["--devices", "2", "plan.replicas=4"], "4 replicas x 1 stages need 4 devices"),
@@ -268,15 +268,15 @@ def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
         (["--svg", "none/step.svg"], "none/step.svg cannot be written: there is no folder none"),
         (["--json", "none/plan.json"], "none/plan.json cannot be written: there is no folder none"),
         (["--svg", "."], ". is a folder"),
-        (["--scale", "--svg", "a.svg"], "--svg draws the step of one plan"),
-        (["--scale", "--all"], "for each number of devices, and --all asks for another"),
-        (["--scale", "plan.stages=2"], "for each number of devices, and a plan in the spec asks for another"),
+        (["--scale", "--svg", "a.svg"], "--svg draws a step of one plan"),
+        (["--scale", "--all"], "for each number of devices, but --all asks for another"),
+        (["--scale", "plan.stages=2"], "for each number of devices, but the plan in the spec asks for another"),
         (["--profile", "h999"], "there is no profile h999; "),
         (["--profile", "none.json"], "none.json cannot be read as a profile"),
         (["--facts", "vocabulary"], "vocabulary cannot be read"),
-        (["--facts", "vocabulary=many"], "'vocabulary=many', which is not key=number"),
-        (["--facts", "vocabulary=-4"], "'vocabulary=-4', which is not key=number"),
-        (["--facts", "vocabulry=4"], "hold 'vocabulry', which is none; use vocabulary"),
+        (["--facts", "vocabulary=many"], "'vocabulary=many' is not key=number"),
+        (["--facts", "vocabulary=-4"], "'vocabulary=-4' is not key=number"),
+        (["--facts", "vocabulry=4"], "unknown fact 'vocabulry'; use vocabulary"),
         (["--facts", "steps=4"], "the data has neither tokens nor features"),
         (["model.hiden=3"], "unknown key model.hiden"),
         (["a.yaml", "b.yaml"], "b.yaml is a second spec file"),
@@ -351,4 +351,4 @@ def test_bad_facts(text: str) -> None:
 def test_data_that_is_missing_is_told_how_to_plan_without() -> None:
     said = refused(*SMALL, "data.train=missing.txt", "--profile", "machine.json")
     assert "data.train=missing.txt: file not found" in said
-    assert said.endswith(", or plan without the data by --facts vocabulary=33278")
+    assert said.endswith(", or plan without the data: --facts vocabulary=33278")

@@ -103,7 +103,7 @@ def test_as_a_trial_workers_may_share_a_gpu_and_are_told_so(
     with pytest.raises(typer.Exit):
         start_workers(4, "cuda", PlanSpec())
     assert started == [(4, None)]
-    assert capsys.readouterr().err == "carrywave: 4 workers share 1 GPU: their messages go through the memory of the host\n"
+    assert capsys.readouterr().err == "carrywave: 4 workers share 1 GPU: they communicate through host memory\n"
 
 
 def test_a_dry_run_starts_nobody(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_launcher_wins_over_tf_config(machine: Any, monkeypatch: pytest.Monkey
     assert start_workers(4, "auto", PlanSpec()) is None
     assert started == []
     assert not is_first()
-    with pytest.raises(PlanError, match="--devices 2, but the launcher has started 4 workers"):
+    with pytest.raises(PlanError, match="--devices is 2, but the launcher started 4 workers"):
         start_workers(2, "auto", PlanSpec())
 
 

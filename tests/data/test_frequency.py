@@ -152,7 +152,7 @@ def test_a_frequency_that_is_set_is_checked_and_used() -> None:
 
 @pytest.mark.parametrize("text", ["fortnight", "0D", "D5", "", "Mon Foo"])
 def test_an_unknown_frequency_is_refused(text: str) -> None:
-    with pytest.raises(SpecError, match=r"frequency .* is not known; use for instance 15min"):
+    with pytest.raises(SpecError, match=r"frequency .* is unknown; use for example 15min"):
         parse_spec({"task": "forecasting", "data": {"frequency": text}})
 
 

@@ -244,9 +244,9 @@ def test_limits_that_are_no_numbers(text: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--restarts", "-1"], "--restarts -1 is no number of restarts; use 0 to end when a worker dies, or more"),
-        (["--min-devices", "3"], "--min-devices 3 is not between 1 and the 2 devices there are; change one of them"),
-        (["--min-devices", "0"], "--min-devices 0 is not between 1 and the 2 devices there are; change one of them"),
+        (["--restarts", "-1"], "--restarts is -1; use a number >= 0, where 0 ends the run when a worker dies"),
+        (["--min-devices", "3"], "--min-devices 3 is not between 1 and 2, the number of devices; change one of them"),
+        (["--min-devices", "0"], "--min-devices 0 is not between 1 and 2, the number of devices; change one of them"),
     ],
 )
 def test_options_that_cannot_be(words: list[str], message: str, python: Run) -> None:

@@ -276,12 +276,12 @@ TINY = ["model.hidden=8", "model.layers=1", "batch.lanes=4", "batch.steps=8", "t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--devices", "0"], "--devices 0 leaves nobody to compute; use a number >= 1"),
-        (["--devices", "-2"], "--devices -2 leaves nobody to compute; use a number >= 1"),
-        (["--devices", "3", "plan.stages=2"], "plan.stages=2 does not divide 3 workers; use --devices 2, or a multiple of it"),
+        (["--devices", "0"], "--devices is 0; use a number >= 1"),
+        (["--devices", "-2"], "--devices is -2; use a number >= 1"),
+        (["--devices", "3", "plan.stages=2"], "plan.stages=2 does not divide 3 workers; use --devices 2 or a multiple of it"),
         (
             ["--devices", "2", "plan.replicas=2", "plan.stages=2"],
-            "plan.replicas=2 x plan.stages=2 needs 4 workers, there are 2; use --devices 4",
+            "plan.replicas=2 x plan.stages=2 needs 4 workers, got 2; use --devices 4",
         ),
     ],
 )
@@ -294,7 +294,7 @@ def test_devices_that_cannot_be(words: list[str], message: str, python: Run, tmp
 def test_a_launcher_has_decided_how_many(python: Run) -> None:
     ended = python(*carrywave("evaluate", "run", "--devices", "2"), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     assert ended.returncode == 2
-    assert ended.stderr == "carrywave: --devices 2, but the launcher has started 1 workers (WORLD_SIZE); leave out --devices\n"
+    assert ended.stderr == "carrywave: --devices is 2, but the launcher started 1 workers (WORLD_SIZE); remove --devices\n"
 
 
 def test_a_bad_tf_config_is_refused(python: Run) -> None:

@@ -118,7 +118,7 @@ def test_a_kernel_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(nvrtc, "kernel", fails)
     x = numbers(2, 3, SINGLE).as_subclass(OnCuda)
-    with pytest.warns(UserWarning, match="casting rows is not used, and steps run slower: no room"):
+    with pytest.warns(UserWarning, match="casting rows is not used, so steps run slower: no room"):
         first = casting.padded_rows(x, BF16)
     assert torch.equal(first, casting.padded_rows(x, BF16))
     assert torch.equal(first[:, :3], x.to(BF16))

@@ -36,7 +36,7 @@ def test_a_kernel_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(nvrtc, "available", lambda: "")
     monkeypatch.setattr(cross_entropy._Summed, "apply", fails)
     logits = torch.randn(2, 3).bfloat16().as_subclass(OnCuda)
-    with pytest.warns(UserWarning, match="not used, and steps run slower: no room"):
+    with pytest.warns(UserWarning, match="not used, so steps run slower: no room"):
         first = cross_entropy.summed(logits, torch.tensor([0, 2]), -100)
     assert torch.equal(first, cross_entropy.summed(logits, torch.tensor([0, 2]), -100))
     assert len(tried) == 1

@@ -222,7 +222,7 @@ def test_a_linear_layer_under_autocast_refuses(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
     aligned.linear(x, weight, None).sum().backward()  # type: ignore[no-untyped-call]
     y = aligned.linear(x, weight, None)
-    with pytest.raises(UserError, match="linear layer of carrywave under autocast has no second derivative; compute without autocast"):
+    with pytest.raises(UserError, match="carrywave's linear layer under autocast has no second derivative; compute without autocast"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 

@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_left_to_cudnn_without_a_word(monkeypatch: pytest.M
 
 def test_what_was_asked_for_and_does_not_fit_is_said_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "available", lambda: "")
-    for why in ("4000 units and 2 lanes do not fit", "it knows no projection"):
+    for why in ("4000 units and 2 lanes do not fit", "it does not support projections"):
         monkeypatch.setattr(persistent, "refusal", refusing(why))
         with pytest.warns(UserWarning, match=f"the persistent LSTM kernel is not used.*: {why}"):
             assert choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"

@@ -119,7 +119,7 @@ def test_a_kernel_that_is_not_right_is_not_tried_again(fault: str, monkeypatch: 
     x, place = numbers(3, 2, 9), Coordinates(4, 0.5)
     expected = dropped(x, KEY, None, place)
     reason = {"differs": r"its numbers differ .*\(640 units\)", "fails": "no room", "missing": "no compiler"}[fault]
-    with pytest.warns(UserWarning, match=f"own kernel for dropout is not used, and steps run slower: {reason}"):
+    with pytest.warns(UserWarning, match=f"carrywave's kernel for dropout is not used, so steps run slower: {reason}"):
         first = dropped(x.as_subclass(OnCuda), KEY, None, place)
     tries = len(tried)
     assert torch.equal(first, expected)

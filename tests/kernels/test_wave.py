@@ -216,7 +216,7 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
     torch.autograd.grad(y.sum(), x, retain_graph=True)
     with pytest.raises(UserError, match="the persistent LSTM kernel has no second derivative; build the LSTM with kernel='reference'"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(UserError, match="or many are asked for at once"):
+    with pytest.raises(UserError, match="or to compute many at once"):
         torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=torch.float64), is_grads_batched=True)
 
 
@@ -244,7 +244,9 @@ def test_where_gradients_are_off_nothing_is_kept_for_weights_that_want_them(monk
     assert seen == [False, True]
 
 
-@pytest.mark.parametrize(("x", "lanes", "message"), [((4, 3, 19), 3, "inputs are 19 wide"), ((4, 3, 20), 2, "x wants .1, 3, 20. of both")])
+@pytest.mark.parametrize(
+    ("x", "lanes", "message"), [((4, 3, 19), 3, "inputs are 19 wide"), ((4, 3, 20), 2, "expected .1, 3, 20. for both")]
+)
 def test_what_does_not_fit_together_is_refused(x: tuple[int, ...], lanes: int, message: str) -> None:
     layers = [LayerWeights(make(80, 20), make(80, 20))]
     with pytest.raises(ValueError, match=message):

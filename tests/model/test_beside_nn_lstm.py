@@ -253,7 +253,7 @@ def test_input_of_another_dtype_is_refused_as_by_nn_lstm(dtype: torch.dtype) -> 
     with pytest.raises(ValueError, match="does not match weight dtype"):
         nn.LSTM(3, 4)(x)
     message = refused(lambda: cw.LSTM(3, 4)(x))
-    assert message.startswith(f"LSTM got x in {dtype}, and its weights are in torch.float32; convert it, x.to(torch.float32)")
+    assert message.startswith(f"LSTM got x in {dtype}, but its weights are in torch.float32; use x.to(torch.float32)")
     assert ("embedding" in message) == (not x.is_floating_point())
 
 
@@ -302,7 +302,7 @@ def test_an_export_takes_lengths_that_are_known_later() -> None:
 def test_a_carry_of_another_dtype_is_refused() -> None:
     long, short = (torch.zeros(1, 2, 4, dtype=DOUBLE),) * 2, (torch.zeros(1, 2, 4),) * 2
     message = refused(lambda: cw.LSTM(3, 4)(torch.randn(5, 2, 3), long))
-    assert message == "LSTM got a carry in torch.float64 beside x in torch.float32; convert both of its parts, h.to(torch.float32)"
+    assert message == "LSTM got a carry in torch.float64, but x in torch.float32; convert both h and c, as in h.to(torch.float32)"
     assert "a carry in torch.float32" in refused(lambda: cw.LSTM(3, 4, dtype=DOUBLE)(numbers(5, 2, 3), short))
     y, (_, c) = cw.LSTM(3, 4, dtype=torch.bfloat16)(torch.randn(5, 2, 3).bfloat16(), short)  # c is worth more than x
     assert (y.dtype, c.dtype) == (torch.bfloat16, torch.float32)
@@ -310,16 +310,16 @@ def test_a_carry_of_another_dtype_is_refused() -> None:
 
 def test_what_it_does_not_take_is_said_with_the_remedy() -> None:
     lstm, x = cw.LSTM(3, 4, dtype=DOUBLE), numbers(5, 2, 3)
-    assert "dtype torch.bool; it needs 2 whole numbers" in refused(lambda: lstm(x, lengths=torch.tensor([True, True])))
+    assert "dtype torch.bool; pass 2 whole numbers" in refused(lambda: lstm(x, lengths=torch.tensor([True, True])))
     packed: Any = pack_padded_sequence(x, [5, 3])
-    assert refused(lambda: lstm(packed)).endswith("x, lengths = pad_packed_sequence(packed), and lstm(x, lengths=lengths)")
+    assert refused(lambda: lstm(packed)).endswith("use x, lengths = pad_packed_sequence(packed), then lstm(x, lengths=lengths)")
     assert refused(lambda: lstm(input=packed)).startswith("LSTM got a PackedSequence")
-    assert refused(lambda: lstm(x, input=x)) == "LSTM got x and input, two names of one argument; give one of them"
-    assert refused(lambda: lstm(x, (x, x), hx=(x, x))) == "LSTM got carry and hx, two names of one argument; give one of them"
-    assert refused(lambda: lstm(x.numpy())) == "LSTM got x as a ndarray; give it a tensor [time, lane, 3]"
-    assert refused(lstm) == "LSTM got x as a NoneType; give it a tensor [time, lane, 3]"
-    assert refused(lambda: lstm(x[:0])) == "LSTM got x of shape [0, 2, 3]; it needs at least one step"
-    assert "it needs [lane, time, 3]" in refused(lambda: cw.LSTM(3, 4, batch_first=True)(torch.zeros(2, 5, 7)))
+    assert refused(lambda: lstm(x, input=x)) == "LSTM got both x and input, two names of one argument; pass one of them"
+    assert refused(lambda: lstm(x, (x, x), hx=(x, x))) == "LSTM got both carry and hx, two names of one argument; pass one of them"
+    assert refused(lambda: lstm(x.numpy())) == "LSTM got x as a ndarray; pass a tensor [time, lane, 3]"
+    assert refused(lstm) == "LSTM got x as a NoneType; pass a tensor [time, lane, 3]"
+    assert refused(lambda: lstm(x[:0])) == "LSTM got x of shape [0, 2, 3]; x must have at least one step"
+    assert "pass [lane, time, 3]" in refused(lambda: cw.LSTM(3, 4, batch_first=True)(torch.zeros(2, 5, 7)))
     assert "x.to_padded_tensor" in refused(lambda: lstm(torch.nested.nested_tensor([x[:, 0], x[:2, 0]], layout=torch.jagged)))
     wrong: Any = 4.0
     assert refused(lambda: cw.LSTM(3, wrong)) == "hidden_size=4.0 must be a whole number"

@@ -44,7 +44,7 @@ def test_word_dropout_without_scope_follows_torch_seed() -> None:
 def test_numbers_pass_and_are_counted() -> None:
     x = torch.randn(2, 3, 4)
     assert Numbers(4)(x) is x
-    with pytest.raises(UserError, match="a step has 4 features, the model reads 5"):
+    with pytest.raises(UserError, match="a step has 4 features, but the model reads 5"):
         Numbers(5)(x)
 
 

@@ -75,7 +75,7 @@ def test_tie_shares_one_parameter() -> None:
     assert Softmax(3, 7, tied=embedding.weight).weight is embedding.weight
     with pytest.raises(UserError, match="cannot be tied"):
         tie(Softmax(4, 7), embedding)
-    with pytest.raises(UserError, match="does not fit 7 classes x width 4"):
+    with pytest.raises(UserError, match="does not match 7 classes x width 4"):
         Softmax(4, 7, tied=embedding.weight)
 
 

@@ -135,5 +135,5 @@ def test_tied_matrix_is_set_once_under_its_first_name() -> None:
 
 
 def test_unknown_init_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"model\.init=he is not known; use one of torch, orthogonal, xavier"):
+    with pytest.raises(SpecError, match=r"model\.init=he is unknown; use one of torch, orthogonal, xavier"):
         initialize(LSTM(2, 2), 1, init="he")

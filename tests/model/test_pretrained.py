@@ -36,9 +36,9 @@ def test_reads_gzip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"cat 1 2\ndog 1\n", r"vectors.txt:2: 1 numbers, the embedding has width 2"),
-        (b"cat 1 2 3\n", r":1: 3 numbers, the embedding has width 2; set model.embedding=3"),
-        (b"100 3\ncat 1 2 3\n", r":1: vectors of width 3, the embedding has 2"),
+        (b"cat 1 2\ndog 1\n", r"vectors.txt:2: 1 numbers, but the embedding has width 2"),
+        (b"cat 1 2 3\n", r":1: 3 numbers, but the embedding has width 2; set model.embedding=3"),
+        (b"100 3\ncat 1 2 3\n", r":1: vectors of width 3, but the embedding has 2"),
         (b"dog 1 2\ncat 1 x\n", r":2: 'x' is not a number"),
         (b"cat 1 nan\n", r":1: a number is not finite"),
         (b"cat 1 2\n\n", r":2: 0 numbers"),

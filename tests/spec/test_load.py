@@ -15,7 +15,7 @@ from carrywave.spec.describe import keys
 from carrywave.spec.load import dump, load, parse
 from carrywave.spec.spec import WIDEST, DataSpec, ModelSpec, PlanSpec, Spec, TrainSpec
 
-HIDDEN = "use a whole number >= 1, or a list, each a whole number >= 1"
+HIDDEN = "use a whole number >= 1, or a list, each item a whole number >= 1"
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_whole_numbers_in_other_forms(text: str, value: int) -> None:
 
 @pytest.mark.parametrize("text", ["1:30", "-1:30", "190:20:30", "010", "-010", "00", "08", "0_7", "007.5", "01e3"])
 def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: str) -> None:
-    fact = "is a number to the base 60 in YAML; write the number out" if ":" in text else "has a leading zero, which may mean octal"
+    fact = "is a base-60 number in YAML; write the number out" if ":" in text else "has a leading zero, which may mean octal"
     assert refused(None, f"train.lr={text}").startswith(f"train.lr={text}: {text} {fact}")
     spec_file.write_text(f"model:\n  hidden: {text}\n")
     assert refused(spec_file).startswith(f"{spec_file}:2: {text} {fact}")
@@ -156,7 +156,7 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         ("train.betas=[0.9]", "train.betas is [0.9]; use a list of 2 numbers, each a number >= 0 and < 1"),
         ("train.betas=[0.9, 1.5]", "train.betas[1] is 1.5; use a list of 2 numbers, each a number >= 0 and < 1"),
         ("train.seed=9223372036854775808", "train.seed is 9223372036854775808; use a whole number >= 0 and < 2^63"),
-        ("train.class_weights={a: 0}", "train.class_weights.a is 0; use balanced, or a mapping of names, each to a number > 0"),
+        ("train.class_weights={a: 0}", "train.class_weights.a is 0; use balanced, or a mapping of names to values, each a number > 0"),
         # choices, truth values, text
         ("task=laguage", 'task is "laguage"; use one of language, classification, tagging, forecasting, regression'),
         ("train.optimizer=sgdd", 'train.optimizer is "sgdd"; use one of sgd, adam, adamw, ntasgd'),
@@ -172,26 +172,26 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         ),
         ("batch=3", "batch is 3; use a section with lanes, steps, vary, tokens, eval_lanes"),
         # what fields say of each other
-        ("model.hidden=[1, 2, 3]", "model.hidden lists 3 widths for 2 layers; give one width for each layer"),
-        ("model.hidden=[]", "model.hidden lists 0 widths for 2 layers; give one width for each layer"),
-        ("train={optimizer: sgd, betas: [0.8, 0.9]}", "train.betas are for adam and adamw, not for sgd; leave them out"),
-        ("train.momentum=0.9", "train.momentum is for sgd, not for adam; leave it out, or use train.optimizer=sgd"),
-        ("train.class_weights=balanced", "train.class_weights is for classification and tagging, not for language; leave it out"),
-        ("data.quantiles=[0.1]", "data.quantiles is for forecasting, not for language; leave it out"),
-        ("data.quantiles=[0.5, 0.1]", "data.quantiles must rise, got [0.5, 0.1]; list them from low to high, each once"),
+        ("model.hidden=[1, 2, 3]", "model.hidden lists 3 widths for 2 layers; list one width for each layer"),
+        ("model.hidden=[]", "model.hidden lists 0 widths for 2 layers; list one width for each layer"),
+        ("train={optimizer: sgd, betas: [0.8, 0.9]}", "train.betas are for adam and adamw, not for sgd; remove them"),
+        ("train.momentum=0.9", "train.momentum is for sgd, not for adam; remove it, or use train.optimizer=sgd"),
+        ("train.class_weights=balanced", "train.class_weights is for classification and tagging, not for language; remove it"),
+        ("data.quantiles=[0.1]", "data.quantiles is for forecasting, not for language; remove it"),
+        ("data.quantiles=[0.5, 0.1]", "data.quantiles must increase, got [0.5, 0.1]; list each once, from low to high"),
         (
             "batch={lanes: 2, tokens: 8}",
-            "batch.tokens is for separate sequences and batch.lanes/batch.steps for streams; give one of the two",
+            "batch.tokens is for separate sequences and batch.lanes/batch.steps for streams; set one or the other",
         ),
         # values that are not YAML
         (
             "model.hidden=[1",
             "model.hidden=[1: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'; "
-            "this is not YAML, quotes around text may help",
+            "correct the YAML, perhaps by putting text in quotes",
         ),
         (
             "data.train=!!python/name:os.system",
-            "data.train=!!python/name:os.system: the tag !!python/name:os.system is not allowed; a spec holds plain values only",
+            "data.train=!!python/name:os.system: the tag !!python/name:os.system is not allowed; use plain values only",
         ),
     ],
 )
@@ -209,17 +209,17 @@ def test_several_mistakes_are_counted(spec_file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: {hidden: 3}\nmodel: {layers: 4}\n", "{path}:2: key model is given twice; keep one of the two"),
-        ("model:\n  hidden: 3\n  hidden: 3\n", "{path}:3: key hidden is given twice; keep one of the two"),
-        ("- 1\n- 2\n", "{path} holds [1, 2], not a mapping; write keys such as model: {{hidden: 256}}"),
-        ("hello\n", '{path} holds "hello", not a mapping; write keys such as model: {{hidden: 256}}'),
+        ("model: {hidden: 3}\nmodel: {layers: 4}\n", "{path}:2: key model is given twice; remove one of them"),
+        ("model:\n  hidden: 3\n  hidden: 3\n", "{path}:3: key hidden is given twice; remove one of them"),
+        ("- 1\n- 2\n", "{path} contains [1, 2], not a mapping; write keys such as model: {{hidden: 256}}"),
+        ("hello\n", '{path} contains "hello", not a mapping; write keys such as model: {{hidden: 256}}'),
         (
             "x: !!python/object/apply:os.system [touch hacked]\n",
-            "{path}:1: the tag !!python/object/apply:os.system is not allowed; a spec holds plain values only",
+            "{path}:1: the tag !!python/object/apply:os.system is not allowed; use plain values only",
         ),
         ("data: &d {train: a}\nmodel: *d\n", "{path}:2: an alias (*name) is not allowed; write the value out"),
         ("? [a, b]\n: 3\n", "{path}:1: a key must be plain text; write key: value"),
-        ("a: b: c\n", "{path}:1: mapping values are not allowed here; this is not YAML, quotes around text may help"),
+        ("a: b: c\n", "{path}:1: mapping values are not allowed here; correct the YAML, perhaps by putting text in quotes"),
         ("train: {lr: '3e-4'}\n", 'train.lr is "3e-4", which is text; use a number > 0'),
         ("<<: {task: tagging}\n", "unknown key <<; use one of task, data, model, batch, train, plan"),
     ],
@@ -239,9 +239,9 @@ def test_strange_files_are_refused_in_one_line(spec_file: Path, text: str) -> No
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing, binary = tmp_path / "missing.yaml", tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert refused(missing) == f"{missing} does not exist; give the path of a spec file, or key=value"
-    assert refused(tmp_path) == f"{tmp_path} cannot be read: Is a directory; give the path of a spec file"
-    assert refused(binary) == f"{binary} is not UTF-8 text; give a spec file in YAML"
+    assert refused(missing) == f"{missing} does not exist; pass the path of a spec file, or key=value"
+    assert refused(tmp_path) == f"{tmp_path} cannot be read: Is a directory; pass the path of a spec file"
+    assert refused(binary) == f"{binary} is not UTF-8 text; pass a spec file in YAML"
 
 
 def test_values_from_python() -> None:
@@ -267,7 +267,7 @@ def test_values_from_python() -> None:
         ({"train": {"lr": float("nan")}}, "train.lr is nan, which is not finite; use a number > 0"),
         (
             {"train": {"class_weights": {(1, 2): 3}}},
-            "the spec cannot be read: keys must be str, int, float, bool or None, not tuple; give numbers, text, lists and mappings",
+            "the spec cannot be read: keys must be str, int, float, bool or None, not tuple; use numbers, text, lists and mappings",
         ),
     ],
 )

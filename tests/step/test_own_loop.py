@@ -146,7 +146,7 @@ class Tempered(Head):
 def test_parameters_that_are_not_the_models_are_refused() -> None:
     temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
     trainer = cw.Trainer(model(Tempered(temperature)), SGD)
-    with pytest.raises(UserError, match=r"a tensor of shape .* is no parameter of the model"):
+    with pytest.raises(UserError, match=r"a tensor of shape .* is not a parameter of the model"):
         trainer.step(batch())
     assert temperature.grad is None
 

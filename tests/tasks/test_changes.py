@@ -54,7 +54,7 @@ def test_a_series_that_train_did_not_hold_is_left_out_and_told(tmp_path: Path) -
     run = tmp_path / "run"
     cw.fit({"hidden": 8, "layers": 1}, long("ab"), data={"horizon": 1, "split": [70, 30]}, run=run, **HOW)
     other = long("a").assign(unique_id="new")
-    with pytest.warns(UserWarning, match="1 of 2 series, whose change within train is not known"):
+    with pytest.warns(UserWarning, match="1 of 2 series, because train does not contain them"):
         found = cw.evaluate(run, pd.concat([long("b"), other]), device="cpu")
     assert found["mase"] == pytest.approx(cw.evaluate(run, long("b"), device="cpu")["mase"], rel=1e-5)
     with pytest.warns(UserWarning, match="mase leaves out all series"):
@@ -65,5 +65,5 @@ def test_changes_are_kept_as_they_are() -> None:
     for changes in (Changes(), Changes(every=(0.5, 0.0)), Changes(named={"a": (0.5, 1.0), "b": (0.0, 2.0)})):
         assert Changes.from_json(changes.to_json(), changes.columns) == changes
     for broken in ([1.0], {"a": [1.0, 2.0], "b": [1.0]}):
-        with pytest.raises(ValueError, match=r"1 numbers, and codec\.json 2 targets"):
+        with pytest.raises(ValueError, match=r"1 numbers, but codec\.json has 2 targets"):
             Changes.from_json(broken, 2)

@@ -22,7 +22,7 @@ def test_an_epoch_of_one_step() -> None:
     lengths = np.full(20, 10)
     asked = spec(batch={"tokens": 4096}, train={"epochs": 7})
     said = one_step(asked, SequenceOrder(lengths, tokens=4096))
-    assert said == "an epoch is a single step, so that 7 epochs train 7 steps; make batch.tokens=4096 smaller"
+    assert said == "an epoch is a single step, so 7 epochs train only 7 steps; make batch.tokens=4096 smaller"
     several = SequenceOrder(lengths, tokens=100)
     assert one_step(asked, several) is None
     accumulated = one_step(spec(train={"accumulate": 4}), several)
@@ -41,7 +41,7 @@ def test_sequences_that_are_flat_once_they_are_scaled() -> None:
     found = from_python(waves(), spec())
     said = flat_sequences(spec(), found.codec, found.train)
     assert said is not None
-    assert said.startswith("70% of the sequences in train hardly change once they are scaled (by less than 0.01);")
+    assert said.startswith("70% of the sequences in train are nearly constant after scaling (standard deviation below 0.01);")
     own = spec(standardize="sequence")
     scaled = from_python(waves(), own)
     assert flat_sequences(own, scaled.codec, scaled.train) is None
@@ -54,13 +54,13 @@ def test_a_vocabulary_that_hardly_covers_valid() -> None:
     words = spec("language", tokens="word", batch={"lanes": 1, "steps": 4})
     found = from_python({"train": "a b c d\n" * 20, "valid": "a b x y\n" * 5}, words)
     said = unknown_tokens(found.codec, found.train, found.valid)
-    fact = "40.0% of valid's tokens are <unk>, and train holds none, so that nothing is learned of it"
+    fact = "40.0% of the tokens in valid are <unk>, but train has none, so nothing is learned about it"
     assert said == f"{fact}; set data.min_count=2, or data.tokens=bpe"
     limited = spec("language", tokens="word", vocabulary=3, batch={"lanes": 1, "steps": 4})
     found = from_python({"train": "a b c d\n" * 20 + "e\n", "valid": "a b x y\n" * 5}, limited)
     said = unknown_tokens(found.codec, found.train, found.valid)
     assert said is not None
-    assert "of train's; set a larger data.vocabulary" in said
+    assert "in train; set a larger data.vocabulary" in said
     covered = from_python({"train": "a b c d\n" * 20, "valid": "a b c\n" * 5}, words)
     assert unknown_tokens(covered.codec, covered.train, covered.valid) is None
     assert doubts(words, covered.codec, SequenceOrder(np.full(20, 10), tokens=20), covered.train, covered.valid) == []
@@ -74,7 +74,7 @@ def test_forecasts_without_a_season_before_them() -> None:
     part = task.part("valid", found.valid)
     # Its first origin is the last of 3 rows of context, and from 4 rows later on a season is there.
     assert part.notes == (
-        "valid: 4 of 19 forecasts have no season of 7 rows before them, and the last value stands in for the naive one; "
+        "valid: 4 of 19 forecasts have less than a season (7 rows) before them, so their naive forecast is the last value; "
         "set data.context=7 or more",
     )
     enough = asked.model_copy(update={"data": asked.data.model_copy(update={"context": 7})})
@@ -121,9 +121,7 @@ def test_the_vocabulary_is_that_of_the_whole_file_and_what_only_valid_holds_is_t
     told = untrained_tokens(found.codec, found.train, found.valid)
     # The last 46 tokens: 45 words that are there once, and the end of the line.
     assert told is not None
-    assert told.startswith(
-        "97.8% of valid's tokens never stand in what is trained on, so that nothing is learned of them; set data.min_count=2"
-    )
+    assert told.startswith("97.8% of the tokens in valid never occur in train, so nothing is learned about them; set data.min_count=2")
     apart = from_python({"train": text, "valid": "w1 z1 new\n"}, asked)
     assert "new" not in apart.codec.vocabulary
     assert untrained_tokens(apart.codec, apart.train, apart.valid) is None

@@ -156,9 +156,9 @@ def test_sums_add_over_ranks_and_go_through_a_snapshot(make: Callable[[], metric
     back = make()
     back.load({name: tensor.clone() for name, tensor in whole.tensors().items()})
     assert back.values() == whole.values()
-    with pytest.raises(RunError, match="does not fit this task"):
+    with pytest.raises(RunError, match="does not match this task"):
         make().load({})
-    with pytest.raises(RunError, match="does not fit this task"):
+    with pytest.raises(RunError, match="does not match this task"):
         make().load({name: torch.zeros(77) for name in whole.tensors()})
 
 

@@ -73,7 +73,7 @@ def test_weights_by_name_leave_the_others_at_one() -> None:
 
 
 def test_a_weight_for_an_unknown_label_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"train.class_weights names 'd', which is not a label; the labels are a, b, c"):
+    with pytest.raises(SpecError, match=r"train.class_weights names 'd', which is not a label; use a, b, c"):
         classification(class_weights={"d": 2.0}).model(labelled())
 
 

@@ -126,7 +126,7 @@ def test_forecasts_of_a_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(rows) == 3
     assert set(rows[0]) >= {"step", "load"}
     assert capsys.readouterr().out == ""  # from Python, rows are returned and nothing is printed
-    with pytest.warns(UserWarning, match="11 of 117 forecasts have no season of 12 rows before them"):
+    with pytest.warns(UserWarning, match=r"11 of 117 forecasts have less than a season \(12 rows\) before them"):
         assert cw.evaluate(result.run, frame(), device="cpu")["naive_mae"] > 0  # type: ignore[operator]
 
 
@@ -344,7 +344,7 @@ class Single(Largest):
         (NARROW, {"plan": "fast"}, SpecError, "plan is"),
         (NARROW, {"epochs": 3}, SpecError, r"unknown key epochs; did you mean train\.epochs\?"),
         (NARROW, {"resume": True}, RunError, "resume needs to know which run"),
-        (nn.LSTM(2, 6), {}, UserError, "the module LSTM has no loss; give loss="),
+        (nn.LSTM(2, 6), {}, UserError, "the module LSTM has no loss; pass loss="),
         ("small", {}, UserError, "model is a str; give a cw.Model"),
         (lambda facts: nn.Linear(2, 2), {}, UserError, "the module Linear has no loss"),
         (lambda facts: None, {}, UserError, "returned a NoneType; return cw.Model"),
@@ -361,9 +361,9 @@ def test_mistakes_are_one_line(model: Any, how: dict[str, Any], error: type[Exce
 
 
 def test_the_encoder_and_the_head_are_modules() -> None:
-    with pytest.raises(UserError, match=r"the encoder of a model is an nn[.]Module, got function"):
+    with pytest.raises(UserError, match=r"the encoder of a model must be an nn[.]Module, got function"):
         cw.Model(lambda x: x, cw.LSTM(4, 6), TagHead())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="got LSTM; build one and load_state_dict"):
+    with pytest.raises(UserError, match="got LSTM; build one and load the weights with load_state_dict"):
         cw.Model(Encoder(), nn.LSTM(4, 6), TagHead())  # type: ignore[arg-type]
     both_ways = cw.Model(Encoder(), cw.LSTM(4, 3, bidirectional=True), TagHead())
     with pytest.raises(SpecError, match=r"cannot be read backwards; set batch[.]tokens"):
@@ -486,7 +486,7 @@ def test_a_trainer_takes_options_from_anywhere_and_says_what_is_wrong() -> None:
         cw.Trainer(own(), {"rate": 1.0})
     with pytest.raises(UserError, match=r"the module Linear has no loss; .* or wrap your modules: cw.Model"):
         cw.Trainer(nn.Linear(1, 1))
-    with pytest.raises(UserError, match=r"a trainer trains a cw.Model or an nn.Module, got str"):
+    with pytest.raises(UserError, match=r"a trainer needs a cw.Model or an nn.Module, got str"):
         cw.Trainer("model")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="reads whole sequences; leave keep_state out"):
         cw.Trainer(own(Largest), keep_state=True)
@@ -513,5 +513,5 @@ def test_the_lstm_drops_in(options: dict[str, Any]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(ours(x, (h, c))[0], theirs(x, (h, c))[0], rtol=1e-12, atol=1e-14)
     theirs.load_state_dict(ours.state_dict())
-    with pytest.raises(UserError, match="got a PackedSequence, in whose place it takes lengths"):
+    with pytest.raises(UserError, match="got a PackedSequence, but takes padded x and lengths"):
         ours(packed)

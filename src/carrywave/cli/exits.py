@@ -84,7 +84,7 @@ def ending_in_order() -> Iterator[None]:
         let_go_of_terminal()
         # A resumed run still has its snapshot, so this counts as an ordinary stop.
         waiting = launch_record.last_step(launch_record.run_in_hand())
-        code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is where it was, at step {waiting}")
+        code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is unchanged, at step {waiting}")
         _say(code, f"stopped by {asked} before the first step; {what}", asked)
         raise typer.Exit(code) from None
     finally:
@@ -136,19 +136,19 @@ def _mistake(error: Exception) -> str | None:
     """Explain an operating-system failure and its remedy; None means an internal error."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" for {error.filename}" if error.filename else ""
-        return f"no room on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR"
+        return f"no space left on the disk{where}; free some space, or choose another folder with --run, data.cache or TMPDIR"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"the name {str(error.filename)[:60]}… is too long for this system; use a shorter one"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return "too many files are open at once; allow more of them (ulimit -n 1024), or close other programs"
+        return "too many open files; raise the limit (ulimit -n 1024) or close other programs"
     if isinstance(error, ImportError) and "failed to map segment" in str(error):
-        return "there is not enough memory to load the program; allow more of it (ulimit -v), or free some"
+        return "not enough memory to load the program; raise the limit (ulimit -v) or free some memory"
     if isinstance(error, UnicodeEncodeError) and "surrogate" in error.reason:  # how Python decodes a file name that is not UTF-8
-        return f"{error.object[:200]} is not UTF-8 text; rename the file or folder, or mend the text"
+        return f"{error.object[:200]} is not UTF-8 text; rename the file or folder, or fix the text"
     if _is_out_of_memory(error):
         what = str(error).strip().partition(". ")[0].partition("\n")[0]
-        remedy = "make model.hidden, batch.lanes, batch.steps or batch.tokens smaller"
-        return f"there is not enough memory ({what or type(error).__name__}); {remedy}"
+        remedy = "reduce model.hidden, batch.lanes, batch.steps or batch.tokens"
+        return f"not enough memory ({what or type(error).__name__}); {remedy}"
     return None
 
 

@@ -48,7 +48,7 @@ from carrywave.spec.spec import Spec
 
 app = typer.Typer(
     name="carrywave",
-    help="Trains stacked LSTMs: language models, classification, tagging, forecasting, regression.",
+    help="Train stacked LSTMs for language modelling, classification, tagging, forecasting and regression.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -65,7 +65,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 
 
 @app.callback()
@@ -78,23 +78,23 @@ def _common(
 @app.command(cls=Command)
 @with_exit_codes
 def train(
-    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="What to train; nothing: the default.")] = None,
-    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/NAME if left out.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in --run stopped.")] = False,
+    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="Spec file and overrides, all optional.")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder. Default: runs/NAME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run where it stopped.")] = False,
     init: Annotated[str | None, typer.Option(metavar="RUN|FILE", help="Start from these weights.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, the summary and the plan, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, the summary and the plan, then exit.")] = False,
     device: DeviceOption = Device.auto,
     devices: DevicesOption = None,
     restarts: RestartsOption = None,
     min_devices: MinDevicesOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Train a model; with no SPEC, a small character model on text that ships with Python."""
+    """Train a model; without a SPEC, a small character model on text that ships with Python."""
     path, overrides = spec_and_overrides(spec or [])
     if resume:
         path = path or _spec_of(run)
         if init is not None:
-            raise RunError("--resume goes on with the weights of the run and --init starts from others; give one of the two")
+            raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
     with agreed(device.value):
         resolved = load(path, overrides)
         output_file.check(json_file)
@@ -141,7 +141,7 @@ app.command(cls=Command)(with_exit_codes(planning.plan))
 def evaluate(
     run: RunArgument,
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Data to evaluate on; the run's own test or valid data if left out.")
+        Path | None, typer.Option(metavar="FILE", help="Data to evaluate on. Default: the run's own test or validation data.")
     ] = None,
     device: DeviceOption = Device.auto,
     devices: FewDevicesOption = None,
@@ -167,13 +167,13 @@ def evaluate(
 def predict(
     run: RunArgument,
     input_file: Annotated[
-        Path | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format that was trained on.")
+        Path | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format of the training data.")
     ] = None,
-    file: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if left out.")] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Language: the text to continue.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Language: how many tokens to add.")] = 200,
-    temperature: Annotated[float, typer.Option(help="Language: 0 takes the likeliest token, 1 samples as the model says.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Language: keys the sampling.")] = 1,
+    file: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Output file. Default: stdout.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Language models: text to continue.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Language models: number of tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Language models: 0 picks the most likely token, 1 samples from the model.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Language models: random seed of the sampling.")] = 1,
     device: DeviceOption = Device.auto,
     devices: FewDevicesOption = None,
 ) -> None:
@@ -191,14 +191,14 @@ def predict(
 @app.command(cls=Command)
 @with_exit_codes
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which benchmark; an unknown name lists them.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Benchmark to run; an unknown name lists them all.")],
     json_file: JsonOption = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: shows that it works, not how fast it is.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Use small sizes, which show that it works but not how fast it is.")] = False,
 ) -> None:
-    """Run a benchmark: ours and its peer side by side."""
+    """Run a benchmark: carrywave and its peer side by side."""
     names = _benchmarks()
     if name not in names:
-        raise UserError(f"there is no benchmark {name}; use one of {', '.join(names)}")
+        raise UserError(f"unknown benchmark {name}; use one of {', '.join(names)}")
     output_file.check(json_file)
     rows: list[dict[str, object]] = importlib.import_module(f"carrywave.benchmarks.{name}").run(quick=quick)
     console = Console()
@@ -210,9 +210,9 @@ def bench(
 @app.command(cls=Command)
 @with_exit_codes
 def schema(
-    file: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if left out.")] = None,
+    file: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Output file. Default: stdout.")] = None,
 ) -> None:
-    """Write the JSON schema of a spec, for editors."""
+    """Write the JSON schema of the spec, for editors."""
     text = json.dumps(spec_schema(), indent=2) + "\n"
     output_file.check(file, wanted=True)
     if file is None:
@@ -231,10 +231,10 @@ def _benchmarks() -> list[str]:
 
 def _spec_of(run: Path | None) -> Path:
     if run is None:
-        raise RunError("--resume needs to know which run; add --run DIR")
+        raise RunError("--resume needs a run folder; pass --run DIR")
     path = run / "spec.yaml"
     if not path.is_file():
-        raise RunError(f"{run} holds no run to go on with (no spec.yaml in it); leave out --resume to start one")
+        raise RunError(f"{run} has no run to resume (no spec.yaml); remove --resume to start a new one")
     return path
 
 

@@ -64,7 +64,7 @@ class Group(_Flags, TyperGroup):
             if context is None or not message or "Usage:" in message:  # no arguments at all: the error is the help text
                 error.show()  # type: ignore[attr-defined]
             else:
-                note(f"{message.rstrip('.')}; {context.command_path} --help lists what there is")
+                note(f"{message.rstrip('.')}; see {context.command_path} --help")
             sys.exit(2)
         sys.exit(code or 0)
 
@@ -74,15 +74,15 @@ def note(message: str) -> None:
     print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
 
 
-DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto takes CUDA where there is one.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write rows that a program can read.")]
+DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto uses CUDA if available.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows to FILE as JSON.")]
 
 
 def spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
     """Split the arguments into a spec file, if any, and its `key=value` overrides."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        raise UserError(f"{files[1]} is a second spec file beside {files[0]}; give one SPEC.yaml, and the rest as key=value")
+        raise UserError(f"{files[1]} is a second spec file, after {files[0]}; pass one SPEC.yaml, and the rest as key=value")
     return (Path(files[0]) if files else None), [word for word in words if "=" in word]
 
 

@@ -38,33 +38,34 @@ THIS_MACHINE = "this machine"  # the profile of a cluster file that names none
 
 
 def plan(
-    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="What to train; nothing: the default.")] = None,
-    devices: Annotated[int | None, typer.Option(metavar="N", help="Devices on offer; those of this machine if left out.")] = None,
-    cluster: Annotated[Path | None, typer.Option(metavar="CLUSTER.yaml", help="Hosts, devices and links on offer.")] = None,
+    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="Spec file and overrides, all optional.")] = None,
+    devices: Annotated[int | None, typer.Option(metavar="N", help="Number of devices. Default: those of this machine.")] = None,
+    cluster: Annotated[Path | None, typer.Option(metavar="CLUSTER.yaml", help="File that describes the hosts, devices and links.")] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="FILE|NAME", help=f"Plan for another machine by its profile; ${PROFILE} says the same.")
+        str | None, typer.Option(metavar="FILE|NAME", help=f"Plan for another machine, from its profile; ${PROFILE} does the same.")
     ] = None,
     device: DeviceOption = Device.auto,
     facts: Annotated[
-        str | None, typer.Option(metavar="FILE|key=value,…", help="Plan without the data: a run's facts.json, or vocabulary=33278.")
+        str | None,
+        typer.Option(metavar="FILE|key=value,…", help="Plan without the data: from a run's facts.json, or vocabulary=33278."),
     ] = None,
-    growth: Annotated[bool, typer.Option("--scale", help="How speed and cost grow with 1, 2, 4, … devices.")] = False,
-    use_all: Annotated[bool, typer.Option("--all", help="Use all devices, also where fewer would be nearly as fast.")] = False,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the step.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write an object that a program can read.")] = None,
+    growth: Annotated[bool, typer.Option("--scale", help="Show how speed and cost grow with 1, 2, 4, … devices.")] = False,
+    use_all: Annotated[bool, typer.Option("--all", help="Use all devices, even if fewer would be nearly as fast.")] = False,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the timeline of a step.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")] = None,
 ) -> None:
-    """Search the ways to split a spec over devices by predicting them, choose the best, and show it."""
+    """Predict how fast a spec trains when split over devices in different ways, and show the best plan."""
     path, overrides = spec_and_overrides(spec or [])
     resolved = load(path, overrides)
     if devices is not None and cluster is not None:
-        raise PlanError("--devices and --cluster both say what there is to train on; give one of the two")
+        raise PlanError("--devices and --cluster both define the devices to train on; use only one of them")
     if devices is not None and devices < 1:
-        raise PlanError(f"--devices {devices} leaves nothing to train on; use a number >= 1")
+        raise PlanError(f"--devices is {devices}; use a number >= 1")
     if growth and svg is not None:
-        raise PlanError("--svg draws the step of one plan, and --scale compares many; leave one of them out")
+        raise PlanError("--svg draws a step of one plan, but --scale compares many; use only one of them")
     if growth and (use_all or not resolved.plans_itself):
-        what = "--all" if use_all else "a plan in the spec"
-        raise PlanError(f"--scale finds the fastest plan for each number of devices, and {what} asks for another; leave one of them out")
+        what = "--all" if use_all else "the plan in the spec"
+        raise PlanError(f"--scale finds the fastest plan for each number of devices, but {what} asks for another; remove one of them")
     output_file.check(svg)
     output_file.check(json_file)
     named = profile or os.environ.get(PROFILE) or None
@@ -111,9 +112,9 @@ class _Offer:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except OSError as error:
-            raise PlanError(f"{path} cannot be read ({error.strerror}); give the path of a cluster file") from None
+            raise PlanError(f"{path} cannot be read ({error.strerror}); pass the path of a cluster file") from None
         except UnicodeDecodeError:
-            raise PlanError(f"{path} is not UTF-8 text; give a cluster file in YAML") from None
+            raise PlanError(f"{path} is not UTF-8 text; pass a cluster file in YAML") from None
         known = parse_yaml(text, str(path))
         if known is None:
             raise PlanError(f"{path} is empty; write hosts: 2, devices: 8, profile: NAME, between: LINK")
@@ -133,7 +134,7 @@ def here(device: str) -> int:
     """The number of devices on this machine: GPUs if there are any and the CPU was not asked for, otherwise cores."""
     count = 0 if device == "cpu" else len(gpus())
     if device == "cuda" and not count:
-        raise PlanError("--device cuda, but no GPU was found by nvidia-smi; use --profile to plan for another machine")
+        raise PlanError("--device is cuda, but nvidia-smi found no GPU; use --profile to plan for another machine")
     return count or cores()
 
 
@@ -144,7 +145,7 @@ def _facts_of(spec: Spec) -> DataFacts:
         return prepare(spec, note=note).facts
     except DataError as error:
         facts = {"language": "vocabulary=33278", "regression": "features=3,outputs=1", "forecasting": "features=3,outputs=1"}
-        raise DataError(f"{error}, or plan without the data by --facts {facts.get(spec.task, 'vocabulary=33278,labels=9')}") from None
+        raise DataError(f"{error}, or plan without the data: --facts {facts.get(spec.task, 'vocabulary=33278,labels=9')}") from None
 
 
 def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
@@ -203,7 +204,7 @@ def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | Non
     first = cluster.hosts[0]
     last = cluster.hosts[-1]
     if any(host != first for host in cluster.hosts[:-1]) or last.profile is not first.profile or last.devices > first.devices:
-        raise PlanError("--scale grows a cluster of equal hosts, and these differ; give one kind of host")
+        raise PlanError("--scale needs identical hosts, but these differ; use one kind of host")
     profile = first.profile
     size = max(profile.devices_per_host, first.devices)
     # Links from the cluster file override the profile's, whose measured all-reduce times then no longer apply.
@@ -213,7 +214,7 @@ def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | Non
     found = scale(units, replace(profile, devices_per_host=size), most)
     typer.echo(scale_text(found))
     if found.points[-1].devices * 2 <= most:
-        typer.echo("It ends where a host does, for nothing is known of a link between hosts; give a cluster file with `between`.")
+        typer.echo("The table ends at one host, because the link between hosts is not known; pass a cluster file with `between`.")
     _write(json_file, scale_object(units, found))
 
 
@@ -237,14 +238,14 @@ def _machines(cluster: Cluster) -> str:
 
 
 def _beside(asked: Plan | None) -> str:
-    return "" if asked is None else ", beside what the planner would choose"
+    return "" if asked is None else ", besides the planner's choice"
 
 
 def _about(units: Units, plan: Plan) -> str:
     shape = max(units.shapes, key=lambda each: each.share)
-    each = "" if plan.replicas == 1 else f" shared by {plan.replicas} replicas, which all do the same"
+    each = "" if plan.replicas == 1 else f" shared by {plan.replicas} replicas that all do the same"
     chunks = 1 if units.whole else plan.chunks(shape.steps)
-    return f"a step of {_size(shape)}{each}, in real time" + (f", in {chunks} chunks" if chunks > 1 else "")
+    return f"a step of {_size(shape)}{each}, drawn to scale" + (f", in {chunks} chunks" if chunks > 1 else "")
 
 
 def _write(path: Path | None, known: Mapping[str, Any]) -> None:

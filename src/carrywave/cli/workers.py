@@ -23,19 +23,15 @@ from carrywave.parallel.startup.launcher_env import launched
 from carrywave.spec.spec import PlanSpec, Spec
 
 DevicesOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Workers to start on this machine; one for each GPU that pays if left out.")
+    int | None, typer.Option(metavar="N", help="Workers to start on this machine. Default: one for each GPU that is worth using.")
 ]
-FewDevicesOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Workers to start on this machine, which share the work; one if left out.")
-]
+FewDevicesOption = Annotated[int | None, typer.Option(metavar="N", help="Workers to start on this machine to share the work. Default: 1.")]
 RestartsOption = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", help="Start the workers again when one has died, up to N times without progress; 3 if left out. With one worker: 0."
-    ),
+    typer.Option(metavar="N", help="Restart the workers when one dies, up to N times without progress. Default: 3, or 0 with one worker."),
 ]
 MinDevicesOption = Annotated[
-    int | None, typer.Option(metavar="M", help="Go on with fewer workers where one dies at every start, but not with fewer than M.")
+    int | None, typer.Option(metavar="M", help="Continue with fewer workers, but at least M, if one dies at every start.")
 ]
 
 
@@ -84,11 +80,11 @@ def start_workers(
     Without `elastic` dead workers are not restarted: such commands are short, and the user can run them again.
     """
     if devices is not None and devices < 1:
-        raise PlanError(f"--devices {devices} leaves nobody to compute; use a number >= 1")
+        raise PlanError(f"--devices is {devices}; use a number >= 1")
     if launched():
         size = os.environ.get("WORLD_SIZE")
         if devices is not None and str(devices) != size and not is_worker():
-            raise PlanError(f"--devices {devices}, but the launcher has started {size} workers (WORLD_SIZE); leave out --devices")
+            raise PlanError(f"--devices is {devices}, but the launcher started {size} workers (WORLD_SIZE); remove --devices")
         return None
     # Only training follows TF_CONFIG to several hosts; evaluation and prediction run on one.
     hosts = tf_config.read(os.environ) if plan is not None else None
@@ -118,14 +114,14 @@ def _check_shared(count: int, gpus: int) -> None:
 
     if os.environ.get(SHARE_GPU) != "1":
         raise too_few_gpus(count, gpus)
-    note(f"{count} workers share {gpus} GPU{'s' * (gpus > 1)}: their messages go through the memory of the host")
+    note(f"{count} workers share {gpus} GPU{'s' * (gpus > 1)}: they communicate through host memory")
 
 
 def _check_elastic(elastic: Elastic, count: int) -> None:
     if elastic.restarts is not None and elastic.restarts < 0:
-        raise PlanError(f"--restarts {elastic.restarts} is no number of restarts; use 0 to end when a worker dies, or more")
+        raise PlanError(f"--restarts is {elastic.restarts}; use a number >= 0, where 0 ends the run when a worker dies")
     if elastic.min_devices is not None and not 1 <= elastic.min_devices <= count:
-        raise PlanError(f"--min-devices {elastic.min_devices} is not between 1 and the {count} devices there are; change one of them")
+        raise PlanError(f"--min-devices {elastic.min_devices} is not between 1 and {count}, the number of devices; change one of them")
 
 
 def _gpus(device: str, *, needed: bool) -> int:
@@ -144,7 +140,7 @@ def _check_plan(plan: PlanSpec, workers: int) -> None:
     if plan.replicas is not None and plan.replicas * plan.stages != workers:
         needed = plan.replicas * plan.stages
         raise PlanError(
-            f"plan.replicas={plan.replicas} x plan.stages={plan.stages} needs {needed} workers, there are {workers}; use --devices {needed}"
+            f"plan.replicas={plan.replicas} x plan.stages={plan.stages} needs {needed} workers, got {workers}; use --devices {needed}"
         )
     if workers % plan.stages:
-        raise PlanError(f"plan.stages={plan.stages} does not divide {workers} workers; use --devices {plan.stages}, or a multiple of it")
+        raise PlanError(f"plan.stages={plan.stages} does not divide {workers} workers; use --devices {plan.stages} or a multiple of it")

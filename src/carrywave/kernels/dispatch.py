@@ -147,4 +147,4 @@ def _give_up(error: nvrtc.KernelError) -> None:
 def _tell(why: str) -> None:
     if why not in _told:
         _told.add(why)
-        warnings.warn(f"the persistent LSTM kernel is not used, and torch's own run instead: {why}", stacklevel=2)
+        warnings.warn(f"the persistent LSTM kernel is not used, torch's runs instead: {why}", stacklevel=2)

@@ -174,5 +174,5 @@ def _compare(device: torch.device, dtype: torch.dtype) -> bool:
             mask = _defined(here, key, given, place)
             own = _launch(None, seen[: len(mask)], key_there, given_there, place), _launch(seen, seen, key_there, given_there, place)
             if not all(torch.equal(one.cpu().view(word), other.view(word)) for one, other in zip(own, (mask, here * mask), strict=True)):
-                raise nvrtc.KernelError(f"its numbers differ from those that are defined ({units} units)")
+                raise nvrtc.KernelError(f"its numbers differ from the definition ({units} units)")
     return True

@@ -153,7 +153,7 @@ def keep(key: Tensor, p: float, *coords: Tensor, dtype: torch.dtype = torch.floa
 def threshold(p: float) -> int:
     """The smallest value of `bits` that is kept: the comparison of `uniform` with p, in integers."""
     if not 0.0 <= p < 1.0:
-        raise ValueError(f"a dropout share must be at least 0 and below 1, got {p}")
+        raise ValueError(f"a dropout probability must be at least 0 and below 1, got {p}")
     return (math.ceil(p * (1 << 24)) - (1 << 23)) << 8
 
 

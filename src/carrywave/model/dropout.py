@@ -77,5 +77,5 @@ def _refuse(module: nn.Module, path: str) -> None:
         raise UserError(f"{path} is an RReLU, whose slopes cannot be keyed; use nn.LeakyReLU")
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout:
         raise UserError(
-            f"{path} is a {kind} with dropout={module.dropout} inside, which cannot be keyed; set it to 0 and add nn.Dropout beside it"
+            f"{path} is a {kind} with dropout={module.dropout} inside, which cannot be keyed; set it to 0 and add a separate nn.Dropout"
         )

@@ -27,7 +27,7 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         if vocabulary < 1 or width < 1:
-            raise UserError(f"an embedding of vocabulary={vocabulary} and width={width} holds nothing; both must be at least 1")
+            raise UserError(f"an embedding got vocabulary={vocabulary} and width={width}; both must be at least 1")
         if not 0.0 <= dropout_words < 1.0:
             raise UserError(f"dropout_words={dropout_words} must be at least 0 and below 1; 0 switches it off")
         self.vocabulary = vocabulary
@@ -56,12 +56,12 @@ class Numbers(nn.Module):
     def __init__(self, features: int) -> None:
         super().__init__()
         if features < 1:
-            raise UserError(f"numeric input of {features} features holds nothing; at least 1 is needed")
+            raise UserError(f"a numeric input has {features} features; use at least 1")
         self.width = features
 
     def forward(self, x_TBF: Tensor) -> Tensor:
         if x_TBF.shape[-1] != self.width:
-            raise UserError(f"a step has {x_TBF.shape[-1]} features, the model reads {self.width}; give the features it was made for")
+            raise UserError(f"a step has {x_TBF.shape[-1]} features, but the model reads {self.width}; pass the features it was built for")
         return x_TBF
 
     def extra_repr(self) -> str:

@@ -52,8 +52,8 @@ class Audit:
             if id(leaf) not in self.known and id(leaf) not in own:
                 name = _name(leaf, self.reads())
                 raise UserError(
-                    f"the loss depends on {name or 'a tensor'} of shape {list(leaf.shape)}, which is no parameter of the model: "
-                    "its gradient would be neither summed nor divided; make it one, in the head or the encoder "
+                    f"the loss depends on {name or 'a tensor'} of shape {list(leaf.shape)}, which is not a parameter of the model: "
+                    "its gradient would be neither summed nor divided; make it a parameter of the head or the encoder "
                     f"(self.{name or 'name'} = nn.Parameter(...))"
                 )
 

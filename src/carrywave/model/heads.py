@@ -56,14 +56,14 @@ def score_numbers(out: Tensor, target: Tensor, kind: str) -> tuple[Tensor, Tenso
 def check_loss(kind: str) -> str:
     """Return a loss for numbers if it is known, otherwise raise."""
     if kind not in ("mse", "mae"):
-        raise UserError(f"loss={kind} is not known; use mse or mae")
+        raise UserError(f"loss={kind} is unknown; use mse or mae")
     return kind
 
 
 def class_weights(weights: Tensor | None, classes: int) -> Tensor | None:
     """Check class weights against the number of classes, and copy them to float32."""
     if weights is not None and (weights.shape != (classes,) or not bool((torch.isfinite(weights) & (weights >= 0)).all())):
-        raise UserError(f"class weights {weights.tolist()} do not fit {classes} classes; give one finite number of at least 0 for each")
+        raise UserError(f"class weights {weights.tolist()} do not match {classes} classes; pass one finite number >= 0 for each")
     return None if weights is None else weights.detach().clone().float()
 
 
@@ -78,7 +78,7 @@ class Softmax(nn.Module):
         super().__init__()
         if tied is not None and tied.shape != (classes, width):
             raise UserError(
-                f"a tied matrix of shape {list(tied.shape)} does not fit {classes} classes x width {width}; use one of that shape"
+                f"a tied matrix of shape {list(tied.shape)} does not match {classes} classes x width {width}; use one of that shape"
             )
         self.width = width
         self.classes = classes
@@ -108,7 +108,7 @@ def tie(head: Softmax, embedding: nn.Module) -> None:
     weight = embedding.weight
     if not isinstance(weight, nn.Parameter) or weight.shape != head.weight.shape:
         shape = list(weight.shape) if isinstance(weight, Tensor) else None
-        raise UserError(f"the embedding's matrix {shape} cannot be tied to the softmax's {list(head.weight.shape)}; use equal widths")
+        raise UserError(f"the embedding matrix {shape} cannot be tied to the softmax matrix {list(head.weight.shape)}; use equal widths")
     head.weight = weight
 
 
@@ -130,7 +130,7 @@ class Forecast(nn.Module):
         if self.quantiles is not None and (
             not self.quantiles or any(not low < high for low, high in zip((0.0, *self.quantiles), (*self.quantiles, 1.0), strict=True))
         ):
-            raise UserError(f"quantiles {list(self.quantiles)} must rise between 0 and 1; list each once, from low to high")
+            raise UserError(f"quantiles must increase between 0 and 1, got {list(self.quantiles)}; list each once, from low to high")
         numbers = horizon * outputs * len(self.quantiles or (0.5,))
         self.weight = nn.Parameter(torch.empty(numbers, width).uniform_(-(width**-0.5), width**-0.5))
         self.bias = nn.Parameter(torch.zeros(numbers))
@@ -175,9 +175,9 @@ class Pooled(nn.Module):
     def __init__(self, width: int, outputs: int, pool: str, bidirectional: bool) -> None:
         super().__init__()
         if pool not in ("last", "mean"):
-            raise UserError(f"pool={pool} is not known; use last or mean")
+            raise UserError(f"pool={pool} is unknown; use last or mean")
         if bidirectional and width % 2:
-            raise UserError(f"two directions cannot share a width of {width}; it must be even")
+            raise UserError(f"a bidirectional head has width {width}; use an even width")
         self.width = width
         self.pooling = pool
         self.bidirectional = bidirectional

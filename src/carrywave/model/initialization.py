@@ -24,7 +24,7 @@ def initialize(
 ) -> tuple[str, ...]:
     """Set every parameter of the modules it knows; return the names of the others, from user modules, which are left unchanged."""
     if init not in INITS:
-        raise SpecError(f"model.init={init} is not known; use one of {', '.join(INITS)}")
+        raise SpecError(f"model.init={init} is unknown; use one of {', '.join(INITS)}")
     left: list[str] = []
     done: set[int] = set()
     for path, module in model.named_modules():

@@ -64,7 +64,7 @@ class LSTM(nn.Module):
             [hidden_size] = _whole(hidden_size=hidden_size)
             widths = (hidden_size,) * num_layers
         if isinstance(hidden_size, tuple) and num_layers not in (1, len(widths)):
-            raise UserError(f"hidden_size lists {len(widths)} widths for num_layers={num_layers}; give one width for each layer")
+            raise UserError(f"hidden_size lists {len(widths)} widths for num_layers={num_layers}; pass one width for each layer")
         if input_size < 1 or not widths or min(widths) < 1:
             raise UserError(f"input_size={input_size}, hidden_size={hidden_size}, num_layers={num_layers} must all be at least 1")
         for name, share in (("dropout", dropout), ("weight_drop", weight_drop)):
@@ -170,7 +170,7 @@ class LSTM(nn.Module):
         x_TBI = x[:, None] if not batched else x.transpose(0, 1) if self.batch_first else x
         steps, count = x_TBI.shape[:2]
         if steps == 0:
-            raise UserError(f"LSTM got x of shape {list(x.shape)}; it needs at least one step")
+            raise UserError(f"LSTM got x of shape {list(x.shape)}; x must have at least one step")
         lengths_B = None if lengths is None else self._lengths(lengths, steps, count, x.device)
         given = self.initial(count, x.dtype, x.device) if carry is None else self.split(carry, count, batched=batched)
         if carry is not None:
@@ -269,11 +269,11 @@ class LSTM(nn.Module):
         if len(carry) == 2 and all(isinstance(part, Tensor) for part in carry):
             stacked = cast("tuple[Tensor, Tensor]", carry)
             if len(set(self.widths)) > 1:
-                raise UserError(f"layers of widths {list(self.widths)} need one (h, c) each; pass a tuple of {self.num_layers} of them")
+                raise UserError(f"layers of widths {list(self.widths)} need one (h, c) each; pass a tuple of {self.num_layers} pairs")
             rows = self.num_layers * self.directions
             if any(part.shape[:1] != (rows,) for part in stacked):
                 shown = " and ".join(str(list(part.shape)) for part in stacked)
-                raise UserError(f"carry has shapes {shown}; both need {rows} rows first, one for each layer and direction")
+                raise UserError(f"carry has shapes {shown}; the first dimension of both must be {rows}, one for each layer and direction")
             pairs = list(zip(*(torch.split(part, self.directions) for part in stacked), strict=True))
         else:
             pairs = [(h, c) for h, c in cast("Sequence[tuple[Tensor, Tensor]]", carry)]
@@ -285,7 +285,7 @@ class LSTM(nn.Module):
                 if part.shape != (self.directions, lanes, last):
                     got, want = list(part.shape), [self.directions, lanes, last]
                     raise UserError(
-                        f"carry {name} of layer {layer} has shape {got}, expected {want}; make it anew for these layers and lanes"
+                        f"carry {name} of layer {layer} has shape {got}, expected {want}; build a new one for these layers and lanes"
                     )
         return carries
 
@@ -319,32 +319,32 @@ class LSTM(nn.Module):
         """Return x after checking its type, shape and dtype."""
         if isinstance(x, PackedSequence):
             raise UserError(
-                "LSTM got a PackedSequence, in whose place it takes lengths; x, lengths = pad_packed_sequence(packed), "
-                "and lstm(x, lengths=lengths)"
+                "LSTM got a PackedSequence, but takes padded x and lengths; use x, lengths = pad_packed_sequence(packed), "
+                "then lstm(x, lengths=lengths)"
             )
         if not isinstance(x, Tensor):
-            raise UserError(f"LSTM got x as a {type(x).__name__}; give it a tensor [time, lane, {self.input_size}]")
+            raise UserError(f"LSTM got x as a {type(x).__name__}; pass a tensor [time, lane, {self.input_size}]")
         if x.is_nested:
-            raise UserError("LSTM got a nested tensor; give it the padded one, x.to_padded_tensor(0.0), and lengths")
+            raise UserError("LSTM got a nested tensor; pass the padded one, x.to_padded_tensor(0.0), and lengths")
         if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
             form = f"[lane, time, {self.input_size}]" if self.batch_first else f"[time, lane, {self.input_size}]"
-            raise UserError(f"LSTM got x of shape {list(x.shape)}; it needs {form} or [time, {self.input_size}]")
+            raise UserError(f"LSTM got x of shape {list(x.shape)}; pass {form} or [time, {self.input_size}]")
         own = self.dtype
         if x.dtype != own and not (x.dtype in _SHORT and own in _SHORT and is_cast(x.device.type)):
-            remedy = f"convert it, x.to({own})" + (", or the LSTM" if x.is_floating_point() else "; tokens go through an embedding first")
-            raise UserError(f"LSTM got x in {x.dtype}, and its weights are in {own}; {remedy}")
+            remedy = f"use x.to({own})" + (", or convert the LSTM" if x.is_floating_point() else "; pass tokens through an embedding first")
+            raise UserError(f"LSTM got x in {x.dtype}, but its weights are in {own}; {remedy}")
         return x
 
     def _lengths(self, lengths: Tensor | Sequence[int], steps: int, count: int, device: torch.device) -> Tensor:
         lengths_B = torch.as_tensor(lengths)
         if lengths_B.shape != (count,) or lengths_B.is_floating_point() or lengths_B.dtype == torch.bool:
             raise UserError(
-                f"lengths has shape {list(lengths_B.shape)} and dtype {lengths_B.dtype}; it needs {count} whole numbers, one for each lane"
+                f"lengths has shape {list(lengths_B.shape)} and dtype {lengths_B.dtype}; pass {count} whole numbers, one for each lane"
             )
         # Lengths on a GPU are not checked: that would synchronise with it. A tracer has no values to check.
         if not lengths_B.is_cuda and not torch.compiler.is_compiling() and bool(((lengths_B < 0) | (lengths_B > steps)).any()):
             raise UserError(
-                f"lengths go from {int(lengths_B.min())} to {int(lengths_B.max())}; they must lie between 0 and the {steps} steps of x"
+                f"lengths range from {int(lengths_B.min())} to {int(lengths_B.max())}; they must be between 0 and the {steps} steps of x"
             )
         return lengths_B.to(device=device, dtype=torch.int64)
 
@@ -354,7 +354,7 @@ def _check_dtypes(carries: Carries, x: Tensor) -> None:
     mixed = _SHORT if is_cast(x.device.type) else (torch.float32,) if x.dtype in HALVES else ()
     for part in (part for carry in carries for part in carry):
         if part.dtype != x.dtype and not (part.dtype in mixed and x.dtype in _SHORT):
-            raise UserError(f"LSTM got a carry in {part.dtype} beside x in {x.dtype}; convert both of its parts, h.to({x.dtype})")
+            raise UserError(f"LSTM got a carry in {part.dtype}, but x in {x.dtype}; convert both h and c, as in h.to({x.dtype})")
 
 
 def _whole(**sizes: int) -> tuple[int, ...]:
@@ -370,5 +370,5 @@ def _whole(**sizes: int) -> tuple[int, ...]:
 def _either(name: str, given: Any, other_name: str, other: Any) -> Any:
     """Return an argument that has two names; giving both is an error."""
     if given is not None and other is not None:
-        raise UserError(f"LSTM got {name} and {other_name}, two names of one argument; give one of them")
+        raise UserError(f"LSTM got both {name} and {other_name}, two names of one argument; pass one of them")
     return other if given is None else given

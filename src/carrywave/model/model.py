@@ -32,19 +32,19 @@ class Model(nn.Module):
         super().__init__()
         for part, module in (("encoder", encoder), ("head", head)):
             if not isinstance(module, nn.Module):
-                raise UserError(f"the {part} of a model is an nn.Module, got {type(module).__name__}; wrap it in one")
+                raise UserError(f"the {part} of a model must be an nn.Module, got {type(module).__name__}; wrap it in one")
         if not isinstance(lstm, LSTM):
             raise UserError(
-                f"the middle of a model is a carrywave LSTM, got {type(lstm).__name__}; build one and load_state_dict the weights"
+                f"the LSTM of a model must be carrywave's, got {type(lstm).__name__}; build one and load the weights with load_state_dict"
             )
         if lstm.batch_first:
-            raise UserError("a model runs time first; build its LSTM without batch_first")
+            raise UserError("the LSTM of a model must be time first; build it without batch_first")
         if not callable(getattr(head, "loss", None)):
-            raise UserError(f"the head {type(head).__name__} has no loss; give it loss(y, target) -> (sum, count)")
+            raise UserError(f"the head {type(head).__name__} has no loss; define loss(y, target) -> (sum, count)")
         self.pooled = bool(getattr(head, "pooled", False))
         missing = [name for name in ("start", "pool") if not callable(getattr(head, name, None))]
         if self.pooled and missing:
-            raise UserError(f"the pooled head {type(head).__name__} has no {missing[0]}; a pooled head needs start, pool and loss")
+            raise UserError(f"the pooled head {type(head).__name__} has no {missing[0]}; define start, pool and loss")
         if isinstance(head, Pooled):
             # Pooling depends on where the reverse half of the output ends, and only here are head and LSTM both known.
             head.bidirectional = lstm.bidirectional

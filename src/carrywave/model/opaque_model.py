@@ -34,11 +34,11 @@ class Whole(nn.Module):
     def __init__(self, module: nn.Module, loss: Loss | None = None, *, pooled: bool | None = None) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
-            raise UserError(f"a trainer trains a cw.Model or an nn.Module, got {type(module).__name__}; wrap it in one")
+            raise UserError(f"a trainer needs a cw.Model or an nn.Module, got {type(module).__name__}; wrap it in one")
         own = getattr(module, "loss", None)
         if loss is None and not callable(own):
             raise UserError(
-                f"the module {type(module).__name__} has no loss; give loss=..., a function (out, target) -> (sum, count), "
+                f"the module {type(module).__name__} has no loss; pass loss=..., a function (out, target) -> (sum, count), "
                 "or wrap your modules: cw.Model(encoder, lstm, head)"
             )
         self.pooled = bool(getattr(module, "pooled", False)) if pooled is None else pooled

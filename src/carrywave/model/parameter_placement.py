@@ -82,7 +82,7 @@ def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch
                     if wanted & where[name]:
                         if tensor.is_meta:
                             raise PlanError(
-                                f"the model holds no {name}: another trainer cut it over stages and gave it up; build the model anew"
+                                f"the model no longer has {name}: another trainer split the model over stages; build a new model"
                             )
                         moved = tensor.data.to(device, kind)
                         if isinstance(tensor, nn.Parameter):
@@ -112,8 +112,8 @@ def _refuse_a_part(module: nn.Module, state: dict[str, Any], prefix: str, _: Any
     for name, tensor in state.items():
         if isinstance(tensor, Tensor) and tensor.is_meta:
             raise UserError(
-                f"{name} is held by another worker, so that this state_dict would save an empty tensor for it; "
-                "call trainer.gathered() for the weights or trainer.state_dict() for all, on every worker, and save what rank 0 gets"
+                f"{name} is held by another worker, so this state_dict would save an empty tensor for it; "
+                "call trainer.gathered() for the weights or trainer.state_dict() for everything, on every worker, and save what rank 0 gets"
             )
 
 

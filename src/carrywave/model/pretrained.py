@@ -35,7 +35,7 @@ def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tens
                 if number == 1 and width > 1 and len(fields) == 2 and all(field.isdigit() for field in fields):
                     if int(fields[1]) != width:
                         raise DataError(
-                            f"{path}:1: vectors of width {fields[1]}, the embedding has {width}; set model.embedding={fields[1]}"
+                            f"{path}:1: vectors of width {fields[1]}, but the embedding has {width}; set model.embedding={fields[1]}"
                         )
                     continue
                 token = _token(fields, width, path, number)
@@ -43,9 +43,9 @@ def load_pretrained(path: str | Path, vocabulary: Sequence[str], weight_VE: Tens
                 if row is not None and row not in found:
                     found[row] = _numbers(fields[-width:], path, number)
     except UnicodeDecodeError:
-        raise DataError(f"{path}:{number}: not UTF-8 text; give embeddings as text, a token and its numbers on each line") from None
+        raise DataError(f"{path}:{number}: not UTF-8 text; use a text file with a token and its numbers on each line") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); give a text file of embeddings") from None
+        raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); pass a text file of embeddings") from None
     if found:
         with torch.no_grad():
             weight_VE[list(found)] = torch.tensor(list(found.values()), dtype=weight_VE.dtype, device=weight_VE.device)
@@ -58,7 +58,7 @@ def _token(fields: list[str], width: int, path: str | Path, line: int) -> str:
     if extra < 0 or (extra and all(_is_number(field) for field in fields[1 : 1 + extra])):
         shown = len(fields) - 1
         raise DataError(
-            f"{path}:{line}: {shown} numbers, the embedding has width {width}; set model.embedding={shown} or give another file"
+            f"{path}:{line}: {shown} numbers, but the embedding has width {width}; set model.embedding={shown} or use another file"
         )
     return " ".join(fields[: 1 + extra])
 

@@ -39,7 +39,7 @@ class Stage(nn.Module):
         units = model.lstm.num_layers + 2
         last = units if last is None else last
         if not 0 <= first < last <= units:
-            raise PlanError(f"a stage of units {first} to {last} does not fit a model of {units} units; give 0 <= first < last <= {units}")
+            raise PlanError(f"a stage of units {first} to {last} does not fit a model of {units} units; use 0 <= first < last <= {units}")
         self.first, self.last = first, last
         self.layers = range(max(first, 1) - 1, min(last - 1, model.lstm.num_layers))
         self.has_encoder, self.has_head = first == 0, last == units
@@ -67,7 +67,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, Tensor, State]:
         """Run one chunk: return the input of the next stage or the head, the same before output dropout, and the new state."""
         if self.lstm.bidirectional and chunk.start:
-            raise PlanError(f"bidirectional layers read whole sequences, got a chunk from step {chunk.start}; leave plan.chunk_steps out")
+            raise PlanError(f"bidirectional layers need whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
         with random.scope(chunk.key, chunk.lanes, chunk.start):
             raw = x if self.encoder is None else self.encoder(self._in_own_dtype(x))
             raw = raw if self.dropout_in is None else self.dropout_in(raw)

@@ -84,9 +84,9 @@ def _takes(field: Schema, definitions: Mapping[str, Schema]) -> str:
     if kind == "array":
         if "prefixItems" in field:
             return f"a list of {len(field['prefixItems'])} numbers, each {_takes(field['prefixItems'][0], definitions)}"
-        return f"a list, each {_takes(field['items'], definitions)}"
+        return f"a list, each item {_takes(field['items'], definitions)}"
     if kind == "object":
-        return f"a mapping of names, each to {_takes(field['additionalProperties'], definitions)}"
+        return f"a mapping of names to values, each {_takes(field['additionalProperties'], definitions)}"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}[str(kind)]
     bounds = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
     limits = [f"{sign} {_bound(field[bound])}" for bound, sign in bounds if bound in field]
@@ -108,15 +108,15 @@ def reference() -> str:
     lines = [
         "# The spec",
         "",
-        "Made from the fields by `python -m carrywave.spec.describe > docs/spec.md`; do not edit it by hand.",
+        "Generated from the fields by `python -m carrywave.spec.describe > docs/spec.md`; do not edit it by hand.",
         "",
-        "A spec is a YAML file. Every key may be left out; an empty file is the default run. A key can also be set on the command line, as",
+        "A spec is a YAML file. Every key is optional; an empty file means the default run. A key can also be set on the command line, as",
         "`model.hidden=650`, where the value is YAML as well (`train.betas=[0.9, 0.99]`). `carrywave schema -o spec.schema.json` writes",
         "a JSON schema for editors.",
-        "Relative paths start at the current directory, wherever the spec file itself lies.",
+        "Relative paths are relative to the current directory, wherever the spec file is.",
         "",
-        "Numbers may be written `3e-4`, `1e5`, `.5`, `1_000`, `0x1f` or `0b1`; `010` and `1:30` (8 and 90 in YAML) are refused.",
-        "Only `true` and `false` are truth values, a date is text, and text that looks like a number needs quotes.",
+        "Numbers may be written `3e-4`, `1e5`, `.5`, `1_000`, `0x1f` or `0b1`; `010` and `1:30` (8 and 90 in YAML) are rejected.",
+        "Only `true` and `false` are booleans, dates are text, and text that looks like a number needs quotes.",
         "",
     ]
     sections = [""] + [key.name for key in keys().values() if key.section]
@@ -124,7 +124,7 @@ def reference() -> str:
         lines += [f"## {section or 'top level'}", ""]
         if section:
             lines += [keys()[section].means, ""]
-        lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+        lines += ["| key | value | default | meaning |", "|---|---|---|---|"]
         for key in keys().values():
             if key.name.rpartition(".")[0] == section:
                 takes = "a section, see below" if key.section and not key.default else key.takes.replace("|", "\\|")

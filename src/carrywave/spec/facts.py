@@ -42,20 +42,20 @@ def read_facts(text: str) -> DataFacts:
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpecError(f"{path} cannot be read ({error.strerror}); give a run's facts.json, or key=value as in vocabulary=33278") from None
+        raise SpecError(f"{path} cannot be read ({error.strerror}); pass a run's facts.json, or key=value as in vocabulary=33278") from None
     except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path} is not JSON ({error}); give a run's facts.json, or key=value as in vocabulary=33278") from None
+        raise SpecError(f"{path} is not JSON ({error}); pass a run's facts.json, or key=value as in vocabulary=33278") from None
     if not isinstance(known, dict):
-        raise SpecError(f"{path} holds no facts; give a run's facts.json, or key=value as in vocabulary=33278")
+        raise SpecError(f"{path} contains no facts; pass a run's facts.json, or key=value as in vocabulary=33278")
     return _checked({name: value for name, value in known.items() if name not in OF_A_RUN}, str(path))
 
 
 def _pair(part: str, text: str) -> tuple[str, object]:
     name, equals, value = part.strip().partition("=")
     if not equals or not value.isdecimal():
-        raise SpecError(f"the facts {text} hold {part.strip()!r}, which is not key=number; write them as in vocabulary=33278,steps=2000000")
+        raise SpecError(f"facts {text}: {part.strip()!r} is not key=number; write them as in vocabulary=33278,steps=2000000")
     if len(value) > 15 or (name == "labels" and len(value) > 6):
-        raise SpecError(f"the facts {text} hold {part.strip()!r}, which is more than any data has; correct it")
+        raise SpecError(f"facts {text}: {part.strip()!r} is larger than any data; use a smaller number")
     return name, [str(number) for number in range(int(value))] if name == "labels" else int(value)
 
 
@@ -65,9 +65,9 @@ def _checked(known: Mapping[str, object], where: str) -> DataFacts:
     for name, value in known.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            raise SpecError(f"the facts {where} hold {name!r}, which is none; " + (f"use {near[0]}" if near else f"use {', '.join(names)}"))
+            raise SpecError(f"facts {where}: unknown fact {name!r}; " + (f"use {near[0]}" if near else f"use {', '.join(names)}"))
         if not _takes(name, value):
-            raise SpecError(f"the facts {where} hold {name}={str(value)[:40]}, which it cannot be; correct it")
+            raise SpecError(f"facts {where}: {name}={str(value)[:40]} is not valid; correct it")
         found[name] = value
     return DataFacts.of(found)
 

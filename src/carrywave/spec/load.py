@@ -72,7 +72,7 @@ def parse(values: Mapping[str, Any]) -> Spec:
     try:
         text = json.dumps({key: value for key, value in values.items() if value is not None}, default=_plain)  # None: an empty section
     except (TypeError, ValueError) as error:
-        raise SpecError(f"the spec cannot be read: {error}; give numbers, text, lists and mappings") from None
+        raise SpecError(f"the spec cannot be read: {error}; use numbers, text, lists and mappings") from None
     tree = json.loads(text)
     unknown = list(_unknown(tree))
     if unknown:
@@ -136,9 +136,9 @@ def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
 def _refuse_doubtful(node: yaml.ScalarNode) -> None:
     """Reject numbers that YAML 1.1 reads differently from a person."""
     if ":" in node.value:
-        raise _refusal(f"{node.value} is a number to the base 60 in YAML; write the number out, or put text in quotes", node.start_mark)
+        raise _refusal(f"{node.value} is a base-60 number in YAML; write the number out, or put text in quotes", node.start_mark)
     if LEADING_ZERO.match(node.value):
-        raise _refusal(f"{node.value} has a leading zero, which may mean octal; leave the zero out, or put text in quotes", node.start_mark)
+        raise _refusal(f"{node.value} has a leading zero, which may mean octal; remove the zero, or put text in quotes", node.start_mark)
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float | int:
@@ -155,14 +155,14 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
         if not isinstance(key_node, yaml.ScalarNode):
             raise _refusal("a key must be plain text; write key: value", key_node.start_mark)
         if key_node.value in found:
-            raise _refusal(f"key {key_node.value} is given twice; keep one of the two", key_node.start_mark)
+            raise _refusal(f"key {key_node.value} is given twice; remove one of them", key_node.start_mark)
         found[key_node.value] = loader.construct_object(value_node, deep=True)
     return found
 
 
 def _refuse_tag(loader: _Loader, node: yaml.Node) -> None:
     tag = node.tag.replace(YAML_TAG, "!!", 1)
-    raise _refusal(f"the tag {tag} is not allowed; a spec holds plain values only", node.start_mark)
+    raise _refusal(f"the tag {tag} is not allowed; use plain values only", node.start_mark)
 
 
 _Dumper.add_representer(list, lambda dumper, value: dumper.represent_sequence(f"{YAML_TAG}seq", value, flow_style=True))
@@ -180,42 +180,42 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark is not None and "\n" in text else ""
         problem = str(error.problem) if error.context is None else f"{error.context}, {error.problem}"
-        remedy = "" if ";" in problem else "; this is not YAML, quotes around text may help"
+        remedy = "" if ";" in problem else "; correct the YAML, perhaps by putting text in quotes"
         raise SpecError(f"{where}{line}: {problem}{remedy}") from None
     except yaml.YAMLError as error:
-        raise SpecError(f"{where}: {str(error).splitlines()[0]}; this is not YAML, write it as UTF-8 text") from None
+        raise SpecError(f"{where}: {str(error).splitlines()[0]}; this is not YAML, save it as UTF-8 text") from None
     except RecursionError:
-        raise SpecError(f"{where}: lists or mappings stand too deep in each other; a spec has keys such as model.hidden=256") from None
+        raise SpecError(f"{where}: lists or mappings are nested too deeply; use keys such as model.hidden=256") from None
     except ValueError as error:
         fact = str(error).splitlines()[0].partition(";")[0]
-        raise SpecError(f"{where}: {fact}; this cannot be read as YAML, put text in quotes") from None
+        raise SpecError(f"{where}: {fact}; correct the YAML, perhaps by putting text in quotes") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
     kind = DATA_FILES.get(next((suffix for suffix in reversed(path.suffixes) if suffix.lower() not in COMPRESSED), "").lower())
-    remedy = f"to train on it, leave it out here and add {kind or ''}data.train={path}"
+    remedy = f"to train on it, pass {kind or ''}data.train={path} instead"
     if kind and path.exists():
         raise SpecError(f"{path} is a data file, not a spec; {remedy}")
     try:
         if path.is_fifo() and not str(path).startswith("/dev/"):
-            raise SpecError(f"{path} is a pipe, and a spec is read by every worker; write it to a file first")
+            raise SpecError(f"{path} is a pipe, but every worker must read the spec; write it to a file first")
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise SpecError(f"{path} is too large for a spec, which is a few lines of YAML; {remedy}")
         text = data.decode("utf-8-sig")
     except FileNotFoundError:
-        raise SpecError(f"{path} does not exist; give the path of a spec file, or key=value") from None
+        raise SpecError(f"{path} does not exist; pass the path of a spec file, or key=value") from None
     except UnicodeDecodeError:
-        raise SpecError(f"{path} is not UTF-8 text; give a spec file in YAML") from None
+        raise SpecError(f"{path} is not UTF-8 text; pass a spec file in YAML") from None
     except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}; give the path of a spec file") from None
+        raise SpecError(f"{path} cannot be read: {error.strerror}; pass the path of a spec file") from None
     tree = parse_yaml(text, str(path))
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         write = "write keys such as model: {hidden: 256}"
-        raise SpecError(f"{path} holds {_show(tree)}, not a mapping; {write if path.suffix in ('.yaml', '.yml') else remedy}")
+        raise SpecError(f"{path} contains {_show(tree)}, not a mapping; {write if path.suffix in ('.yaml', '.yml') else remedy}")
     return tree
 
 
@@ -337,7 +337,7 @@ def _sentence(name: str, place: str, value: object, detail: ErrorDetails) -> str
         return message if not place or message.startswith(f"{place}.") else f"{place}.{message}"
     key = keys().get(name)
     if key is None:
-        return f"the spec cannot be read: {detail['msg']}; write plain text, numbers, lists and sections"
+        return f"the spec cannot be read: {detail['msg']}; use plain text, numbers, lists and sections"
     return f"{place} is {_show(value)}{_why(value, key, detail)}; use {key.takes}"
 
 

@@ -39,45 +39,45 @@ class DataSpec(Section):
     train: str | None = Field(BUILTIN_TEXT, description="file to train on; builtin:python-topics ships with Python")
     valid: str | None = Field(None, description="file to validate on; without it, a share of train is held out")
     test: str | None = Field(None, description="file to test on after training")
-    format: Literal["auto", "text", "jsonl", "csv", "parquet"] = Field("auto", description="auto goes by the file's name")
+    format: Literal["auto", "text", "jsonl", "csv", "parquet"] = Field("auto", description="file format; auto goes by the file name")
     tokens: Literal["char", "word", "bpe", "byte"] = Field("char", description="how text becomes tokens")
     vocabulary: Positive | None = Field(
-        None, description="keep this many most frequent tokens, the rest become <unk>; the size of a byte-pair vocabulary"
+        None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"
     )
-    min_count: Positive = Field(1, description="tokens seen less often in the training file become <unk>")
+    min_count: Positive = Field(1, description="tokens that occur less often than this in the training file become <unk>")
     share: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         0.1,
-        description="part of train held out when there is no valid file; 0 for none. The vocabulary and the labels are those of the whole "
-        "training file, means and deviations those of the rows that are trained on",
+        description="fraction of train held out when there is no valid file; 0 for none. The vocabulary and the labels come from the whole "
+        "training file, means and standard deviations only from the rows that are trained on",
     )
     split: tuple[float, ...] | None = Field(
-        None, description="forecasting: rows (or shares) of train, valid and test in one file, in this order"
+        None, description="forecasting: rows (or fractions) for train, valid and test in one file, in this order"
     )
-    columns: tuple[str, ...] | None = Field(None, description="columns the model reads; all numeric ones if left out")
-    targets: tuple[str, ...] | None = Field(None, description="forecasting: columns to forecast; all that are read if left out")
+    columns: tuple[str, ...] | None = Field(None, description="columns the model reads; by default all numeric ones")
+    targets: tuple[str, ...] | None = Field(None, description="forecasting: columns to forecast; by default all that the model reads")
     time: str | None = Field(
-        None, description="the column of times: ds, date, datetime, timestamp, time or the first one of dates if left out"
+        None, description="the column of times; by default ds, date, datetime, timestamp, time or the first column of dates"
     )
-    series: str | None = Field(None, description="the column that names a series in long format: unique_id")
+    series: str | None = Field(None, description="the column that names the series in long format; by default unique_id")
     frequency: str | Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="forecasting: how far apart times are, as 15min, h, D, B (business days), W, MS or a number; if left out it is told "
+        description="forecasting: the interval between times, as 15min, h, D, B (business days), W, MS or a number; by default inferred "
         "from all times; none: rows are counted, and forecasts have no times",
     )
-    horizon: Positive = Field(24, description="forecasting: steps ahead")
+    horizon: Positive = Field(24, description="forecasting: number of steps to forecast")
     season: Positive = Field(1, description="forecasting: steps in a season, for the seasonal-naive baseline")
     residual: Literal["none", "last", "season"] = Field(
-        "last", description="forecasting: what is forecast is the difference from this naive forecast"
+        "last", description="forecasting: the model forecasts the difference from this naive forecast"
     )
     quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
-        None, description="forecasting: quantiles to forecast, rising"
+        None, description="forecasting: quantiles to forecast, in increasing order"
     )
     context: Positive | None = Field(None, description="forecasting: rows before a valid or test part that warm up the carry")
     standardize: bool | Literal["sequence"] = Field(
         True,
-        description="numeric features are shifted and scaled by train's mean and deviation; sequence: by those of each sequence, or series",
+        description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series",
     )
-    cache: str | None = Field(None, description="folder of parsed data; $CARRYWAVE_CACHE or ~/.cache/carrywave if left out")
+    cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 
     @property
     def rhythm(self) -> str | None:
@@ -89,53 +89,55 @@ class DataSpec(Section):
         if self.quantiles is not None and (
             not self.quantiles or any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
         ):
-            raise ValueError(f"quantiles must rise, got {list(self.quantiles)}; list them from low to high, each once")
+            raise ValueError(f"quantiles must increase, got {list(self.quantiles)}; list each once, from low to high")
         if isinstance(self.frequency, str) and self.frequency != "none" and FREQUENCY.fullmatch(self.frequency.strip()) is None:
-            raise ValueError(f"frequency {self.frequency!r} is not known; use for instance 15min, h, D, B, W, MS, a number, or none")
+            raise ValueError(f"frequency {self.frequency!r} is unknown; use for example 15min, h, D, B, W, MS, a number, or none")
         if self.split is not None:
             if len(self.split) not in (2, 3) or any(part <= 0 for part in self.split):
-                raise ValueError(f"split {list(self.split)} must hold two or three positive parts: train, valid and perhaps test")
+                raise ValueError(f"split {list(self.split)} must have two or three positive parts: train, valid and optionally test")
             if any(part < 1 for part in self.split) and sum(self.split) > 1 + 1e-9:
-                raise ValueError(f"split {list(self.split)} adds up to more than 1; use shares that add up to at most 1, or whole rows")
+                raise ValueError(f"split {list(self.split)} adds up to more than 1; use fractions that add up to at most 1, or whole rows")
             if all(part >= 1 for part in self.split) and any(part != int(part) for part in self.split):
-                raise ValueError(f"split {list(self.split)} must be whole numbers of rows, or shares below 1")
+                raise ValueError(f"split {list(self.split)} must be whole numbers of rows, or fractions below 1")
         return self
 
 
 class ModelSpec(Section):
     """The network: encoder, stacked LSTM, head."""
 
-    hidden: Positive | tuple[Positive, ...] = Field(128, description="units of each layer; a list gives each layer its own width")
+    hidden: Positive | tuple[Positive, ...] = Field(128, description="hidden units of each layer; a list gives each layer its own width")
     layers: Positive = Field(2, description="number of LSTM layers")
-    embedding: Positive | None = Field(None, description="width of the token embedding; hidden if left out")
-    projection: Annotated[int, Field(ge=0)] = Field(0, description="width that each layer's output is projected to (proj_size); 0 for none")
+    embedding: Positive | None = Field(None, description="width of the token embedding; by default that of the first layer")
+    projection: Annotated[int, Field(ge=0)] = Field(0, description="width each layer's output is projected to (proj_size); 0 for none")
     bidirectional: bool = Field(False, description="read separate sequences in both directions")
-    dropout: Share = Field(0.0, description="dropout on the embedding or input, between layers and before the head")
-    dropout_input: Share | None = Field(None, description="on the encoder's output; dropout if left out")
-    dropout_hidden: Share | None = Field(None, description="between layers; dropout if left out")
-    dropout_output: Share | None = Field(None, description="before the head; dropout if left out")
-    dropout_words: Share = Field(0.0, description="drops whole rows of the embedding")
-    weight_drop: Share = Field(0.0, description="drops recurrent weights, the same for all steps of a batch")
-    locked: bool = Field(False, description="dropout masks are the same at every step of a batch (variational)")
+    dropout: Share = Field(0.0, description="dropout on the token embedding, between layers and before the head")
+    dropout_input: Share | None = Field(
+        None, description="dropout on the encoder's output; by default model.dropout for tokens, 0 for numbers"
+    )
+    dropout_hidden: Share | None = Field(None, description="dropout between layers; by default model.dropout")
+    dropout_output: Share | None = Field(None, description="dropout before the head; by default model.dropout")
+    dropout_words: Share = Field(0.0, description="dropout of whole rows of the embedding")
+    weight_drop: Share = Field(0.0, description="dropout of recurrent weights, the same for all steps of a batch")
+    locked: bool = Field(False, description="use the same dropout mask at every step of a batch (variational dropout)")
     tie: bool = Field(False, description="language: softmax and embedding share one matrix")
     layer_norm: bool = Field(False, description="normalise each layer's output")
-    learned_carry: bool = Field(False, description="the state at the start of a sequence is learned instead of zero")
-    init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="initial LSTM weights")
+    learned_carry: bool = Field(False, description="learn the carry at the start of a sequence instead of starting from zero")
+    init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="how the LSTM weights are initialised")
     forget_bias: float | None = Field(None, description="initial bias of the forget gate")
     pool: Literal["last", "mean"] = Field(
         "last", description="classification, regression: the last real step, or the mean of all real steps"
     )
-    pretrained: str | None = Field(None, description="text file of pretrained embeddings: a token and its numbers on each line")
+    pretrained: str | None = Field(None, description="text file of pretrained embeddings, with a token and its numbers on each line")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.layers > DEEPEST:
-            raise ValueError(f"layers {self.layers} are more than any machine holds; use at most {DEEPEST}")
+            raise ValueError(f"layers is {self.layers}; use at most {DEEPEST}")
         if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:
-            raise ValueError(f"hidden lists {len(self.hidden)} widths for {self.layers} layers; give one width for each layer")
+            raise ValueError(f"hidden lists {len(self.hidden)} widths for {self.layers} layers; list one width for each layer")
         for name, given in (("hidden", max(self.widths)), ("embedding", self.embedding or 0)):
             if given > WIDEST:
-                raise ValueError(f"{name} {given} is wider than any machine holds; use at most {WIDEST}")
+                raise ValueError(f"{name} is {given}; use at most {WIDEST}")
         widths = self.widths
         if self.projection and self.projection >= min(widths):
             raise ValueError(f"projection {self.projection} must be smaller than hidden {min(widths)}")
@@ -151,21 +153,21 @@ class BatchSpec(Section):
     """How much goes into one batch: streams × window, or a budget of steps for separate sequences."""
 
     lanes: Positive | None = Field(
-        None, description="contiguous streams that go side by side; if left out, as many as suit the data, up to 32"
+        None, description="contiguous streams trained side by side; by default as many as suit the data, up to 32"
     )
     steps: Positive | None = Field(
-        None, description="window of back-propagation through time; the carry is kept between windows; 64 if left out"
+        None, description="steps of a window of back-propagation through time; the carry is kept between windows; by default 64"
     )
-    vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed); the learning rate follows the length")
+    vary: bool = Field(False, description="window lengths vary around steps, as in AWD-LSTM (keyed), and the learning rate with them")
     tokens: Positive | None = Field(
-        None, description="separate sequences: steps in a batch, padding included; what suits the data if left out"
+        None, description="separate sequences: steps in a batch, padding included; by default as many as suit the data"
     )
-    eval_lanes: Positive | None = Field(None, description="streams in evaluation; lanes if left out")
+    eval_lanes: Positive | None = Field(None, description="streams in evaluation; by default batch.lanes")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.tokens is not None and (self.lanes is not None or self.steps is not None):
-            raise ValueError("batch.tokens is for separate sequences and batch.lanes/batch.steps for streams; give one of the two")
+            raise ValueError("batch.tokens is for separate sequences and batch.lanes/batch.steps for streams; set one or the other")
         return self
 
 
@@ -173,82 +175,83 @@ class TrainSpec(Section):
     """The optimisation."""
 
     optimizer: Literal["sgd", "adam", "adamw", "ntasgd"] = Field(
-        "adam", description="rule of the step; ntasgd is SGD that averages its weights once it stalls"
+        "adam", description="update rule; ntasgd is SGD that averages its weights once it stops improving"
     )
     lr: Annotated[float, Field(gt=0.0)] = Field(2e-3, description="learning rate")
     momentum: Share = Field(0.0, description="sgd only")
     betas: tuple[Share, Share] = Field((0.9, 0.999), description="adam and adamw")
     weight_decay: Annotated[float, Field(ge=0.0)] = Field(
-        0.0, description="pulls weights to zero; adamw apart from the gradient, the others through it"
+        0.0, description="pulls weights towards zero; adamw applies it apart from the gradient, the others through it"
     )
-    nonmono: Positive = Field(5, description="ntasgd: evaluations without a better one before averaging starts")
-    clip: Annotated[float, Field(gt=0.0)] | None = Field(None, description="largest norm of all gradients together")
+    nonmono: Positive = Field(5, description="ntasgd: evaluations without improvement before averaging starts")
+    clip: Annotated[float, Field(gt=0.0)] | None = Field(None, description="clip gradients to this norm, taken over all of them together")
     epochs: Positive = Field(5, description="passes over train")
     max_steps: Positive | None = Field(None, description="stop after this many optimizer steps")
-    accumulate: Positive = Field(1, description="batches for each optimizer step")
+    accumulate: Positive = Field(1, description="batches per optimizer step")
     precision: Literal["fp32", "tf32", "fp64", "bf16", "fp16"] = Field(
-        "fp32", description="arithmetic; with bf16 and fp16, parameters and optimizer stay in fp32"
+        "fp32", description="arithmetic; with bf16 and fp16, parameters and optimizer state stay in fp32"
     )
     reproducible: bool = Field(
-        False, description="the same bits on 1, 2, 4 and 8 replicas, at a cost that is printed; see docs/reliability.md"
+        False, description="bitwise identical results on 1, 2, 4 and 8 replicas, at a cost that is printed; see docs/reliability.md"
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="keys all randomness: weights, order, dropout")
-    schedule: Literal["constant", "cosine", "plateau", "step", "linear"] = Field("constant", description="course of the learning rate")
-    warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up, with any schedule")
-    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.25, description="plateau and step multiply the rate by this")
-    patience: Annotated[int, Field(ge=0)] = Field(0, description="plateau: evaluations without a better one that are let pass")
-    every: Positive = Field(10, description="step: epochs between two reductions")
-    min_lr: Annotated[float, Field(ge=0.0)] = Field(0.0, description="no schedule goes below this")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="seed of all randomness: weights, order, dropout")
+    schedule: Literal["constant", "cosine", "plateau", "step", "linear"] = Field("constant", description="learning-rate schedule")
+    warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up, in any schedule")
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.25, description="plateau and step multiply the learning rate by this")
+    patience: Annotated[int, Field(ge=0)] = Field(0, description="plateau: evaluations without improvement that are tolerated")
+    every: Positive = Field(10, description="step: epochs between reductions")
+    min_lr: Annotated[float, Field(ge=0.0)] = Field(0.0, description="no schedule lowers the learning rate below this")
     alpha: Annotated[float, Field(ge=0.0)] = Field(0.0, description="activation regularisation")
     beta: Annotated[float, Field(ge=0.0)] = Field(0.0, description="temporal activation regularisation")
-    evaluate_every: Positive | None = Field(None, description="optimizer steps between evaluations; at each epoch's end if left out")
-    early_stop: Positive | None = Field(None, description="stop after this many evaluations without a better one")
+    evaluate_every: Positive | None = Field(None, description="optimizer steps between evaluations; by default at the end of each epoch")
+    early_stop: Positive | None = Field(None, description="stop after this many evaluations without improvement")
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
-        None, description="classification, tagging"
+        None, description="classification, tagging: weights of the labels in the loss"
     )
-    loss: Literal["mse", "mae"] = Field("mse", description="forecasting without quantiles, regression")
+    loss: Literal["mse", "mae"] = Field("mse", description="regression, forecasting without quantiles: the loss")
     on_nan: Literal["stop", "skip", "back"] = Field(
         "stop",
-        description="a loss or gradient that is NaN or infinite: stop the run, skip the step, or go back to the last snapshot with half "
-        "the learning rate; see docs/reliability.md",
+        description="what to do when a loss or gradient is not finite: stop the run, skip the step, or go back to the last snapshot with "
+        "half the learning rate; see docs/reliability.md",
     )
     log_every: Positive = Field(50, description="optimizer steps between lines in metrics.jsonl")
     snapshot_every: Annotated[int, Field(ge=0)] | None = Field(
-        1000, description="optimizer steps between snapshots within an epoch; 0: only at each epoch's end, where there is one anyway"
+        1000, description="optimizer steps between snapshots within an epoch; 0: only at the end of each epoch, where one is always taken"
     )
-    keep: Positive = Field(2, description="snapshots kept, beside the best one")
+    keep: Positive = Field(2, description="snapshots to keep, in addition to the best one")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower it")
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower min_lr")
         return self
 
 
 class PlanSpec(Section):
-    """How the work is split. Changes speed and memory, never the answer."""
+    """How the work is split. Changes speed and memory, never the result."""
 
-    replicas: Positive | None = Field(None, description="copies that share the lanes; workers ÷ stages if left out")
-    stages: Positive = Field(1, description="parts of the layers, one after the other")
+    replicas: Positive | None = Field(None, description="copies of the model that share the lanes; by default workers ÷ stages")
+    stages: Positive = Field(1, description="consecutive parts into which the layers are split, one per worker")
     chunk_steps: Positive | None = Field(
-        None, description="steps of a time chunk; if left out the whole window, or 16 where there are several stages and one micro-batch"
+        None, description="steps of a time chunk; by default the whole window, or 16 with several stages and one micro-batch"
     )
-    micro_batches: Positive = Field(1, description="parts of the lanes that follow each other through the stages")
+    micro_batches: Positive = Field(1, description="parts into which the lanes are split, which follow each other through the stages")
     cuts: tuple[Positive, ...] | None = Field(
-        None, description="first unit of each stage after the first; encoder is unit 0, head the last"
+        None, description="first unit of each stage after the first; the encoder is unit 0, the head the last"
     )
-    recompute: bool = Field(False, description="keep only what enters a chunk, and compute the rest again in backward")
+    recompute: bool = Field(False, description="keep only the inputs of each chunk, and recompute the rest in backward")
     kernel: Literal["auto", "reference", "aten", "manual", "persistent"] = Field(
-        "auto", description="backend of the LSTM, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL comes first"
+        "auto", description="backend of the LSTM, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL takes precedence"
     )
-    share_head: bool = Field(False, description="deal the head's work out over the stages; for a large vocabulary")
+    share_head: bool = Field(False, description="split the head's work over the stages; for a large vocabulary")
 
 
 class Spec(Section):
-    """One training run, whole."""
+    """One complete training run."""
 
     task: TaskName = Field(
-        "language", description="what is learned: the next token, a label a sequence, a label a step, the next values, numbers a sequence"
+        "language",
+        description="what to predict: the next token, a label per sequence, a label per step, the next values, numbers per sequence",
     )
     data: DataSpec = DataSpec()
     model: ModelSpec = ModelSpec()
@@ -261,34 +264,34 @@ class Spec(Section):
         streams = self.streams
         if self.model.tie:
             if self.task != "language":
-                raise ValueError(f"model.tie is for language models, not for {self.task}; leave it out")
+                raise ValueError(f"model.tie is for language models, not for {self.task}; remove it")
             last = self.model.projection or self.model.widths[-1]
             first = self.model.embedding or self.model.widths[0]
             if last != first:
                 raise ValueError(
-                    f"model.tie needs embedding and last layer of one width, got {first} and {last}; set model.embedding={last}"
+                    f"model.tie needs an embedding as wide as the last layer, got {first} and {last}; set model.embedding={last}"
                 )
         if self.model.bidirectional and (streams or self.task in ("language", "forecasting")):
             raise ValueError(
-                "model.bidirectional needs whole separate sequences (classification, tagging, regression with batch.tokens); "
-                "it cannot read a stream backwards"
+                "model.bidirectional cannot read a stream backwards; "
+                "use separate sequences (classification, tagging or regression with batch.tokens)"
             )
         if self.task == "forecasting" and self.batch.tokens is not None:
-            raise ValueError("forecasting reads streams; give batch.lanes and batch.steps instead of batch.tokens")
+            raise ValueError("forecasting reads streams; set batch.lanes and batch.steps instead of batch.tokens")
         if self.task in ("classification", "regression") and streams:
-            raise ValueError(f"{self.task} reads separate sequences; give batch.tokens instead of batch.lanes and batch.steps")
+            raise ValueError(f"{self.task} reads separate sequences; set batch.tokens instead of batch.lanes and batch.steps")
         if not streams and (self.batch.vary or self.batch.eval_lanes is not None):
-            raise ValueError("batch.vary and batch.eval_lanes are for streams, and separate sequences have none; leave them out")
+            raise ValueError("batch.vary and batch.eval_lanes are for streams, not for separate sequences; remove them")
         if self.train.betas != TrainSpec.model_fields["betas"].default and self.train.optimizer not in ("adam", "adamw"):
-            raise ValueError(f"train.betas are for adam and adamw, not for {self.train.optimizer}; leave them out")
+            raise ValueError(f"train.betas are for adam and adamw, not for {self.train.optimizer}; remove them")
         if self.train.momentum and self.train.optimizer != "sgd":
-            raise ValueError(f"train.momentum is for sgd, not for {self.train.optimizer}; leave it out, or use train.optimizer=sgd")
+            raise ValueError(f"train.momentum is for sgd, not for {self.train.optimizer}; remove it, or use train.optimizer=sgd")
         if self.train.class_weights is not None and self.task not in ("classification", "tagging"):
-            raise ValueError(f"train.class_weights is for classification and tagging, not for {self.task}; leave it out")
+            raise ValueError(f"train.class_weights is for classification and tagging, not for {self.task}; remove it")
         if self.data.quantiles is not None and self.task != "forecasting":
-            raise ValueError(f"data.quantiles is for forecasting, not for {self.task}; leave it out")
+            raise ValueError(f"data.quantiles is for forecasting, not for {self.task}; remove it")
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
-            raise ValueError("train.optimizer=ntasgd averages instead of lowering the rate; use train.schedule=constant")
+            raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self
 
     @property

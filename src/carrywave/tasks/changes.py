@@ -71,7 +71,7 @@ class Changes:
             found = Changes(every=tuple(float(value) for value in known))
         for values in found.named.values() or (found.every,):
             if len(values) != columns:
-                raise ValueError(f"scale has {len(values)} numbers, and codec.json {columns} targets")
+                raise ValueError(f"scale has {len(values)} numbers, but codec.json has {columns} targets")
         return found
 
 

@@ -34,7 +34,7 @@ def one_step(spec: Spec, order: Order) -> str | None:
         smaller = f"train.accumulate={spec.train.accumulate}"
     else:
         smaller = f"batch.lanes={spec.lanes} or batch.steps={spec.steps}" if spec.streams else f"batch.tokens={spec.tokens}"
-    return f"an epoch is a single step, so that {spec.train.epochs} epochs train {spec.train.epochs} steps; make {smaller} smaller"
+    return f"an epoch is a single step, so {spec.train.epochs} epochs train only {spec.train.epochs} steps; make {smaller} smaller"
 
 
 def flat_sequences(spec: Spec, codec: Codec, train: Sequences) -> str | None:
@@ -45,9 +45,9 @@ def flat_sequences(spec: Spec, codec: Codec, train: Sequences) -> str | None:
     flat = sum(value < FLAT for value in spread)
     if not spread or flat < MANY_FLAT * len(spread):
         return None
-    scaled = "once they are scaled" if spec.data.standardize else "as they are"
-    share = f"{flat / len(spread):.0%} of the sequences in train hardly change {scaled} (by less than {FLAT})"
-    return f"{share}; where their size does not matter, set data.standardize=sequence"
+    scaled = "after scaling" if spec.data.standardize else "without scaling"
+    share = f"{flat / len(spread):.0%} of the sequences in train are nearly constant {scaled} (standard deviation below {FLAT})"
+    return f"{share}; if their size does not matter, set data.standardize=sequence"
 
 
 def unknown_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> str | None:
@@ -58,9 +58,9 @@ def unknown_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> s
     there, learned = _share(valid, number), _share(train, number)
     if there < (MANY_UNKNOWN if learned else MANY_UNTRAINED):
         return None
-    why = f"{learned:.1%} of train's" if learned else "and train holds none, so that nothing is learned of it"
+    why = f"against {learned:.1%} in train" if learned else "but train has none, so nothing is learned about it"
     remedy = "set a larger data.vocabulary, or data.tokens=bpe" if learned else "set data.min_count=2, or data.tokens=bpe"
-    return f"{there:.1%} of valid's tokens are {UNKNOWN}, {why}; {remedy}"
+    return f"{there:.1%} of the tokens in valid are {UNKNOWN}, {why}; {remedy}"
 
 
 def untrained_tokens(codec: Codec, train: Sequences, valid: Sequences | None) -> str | None:
@@ -78,8 +78,8 @@ def untrained_tokens(codec: Codec, train: Sequences, valid: Sequences | None) ->
     share = sum(count for count, _ in found) / max(sum(total for _, total in found), 1)
     if share < MANY_UNTRAINED:
         return None
-    remedy = "; set data.min_count=2 to learn of <unk> instead" if codec.kind == "word" else "; give more data"
-    return f"{share:.1%} of valid's tokens never stand in what is trained on, so that nothing is learned of them{remedy}"
+    remedy = "; set data.min_count=2 to learn <unk> instead" if codec.kind == "word" else "; use more data"
+    return f"{share:.1%} of the tokens in valid never occur in train, so nothing is learned about them{remedy}"
 
 
 def worse_than_naive(values: Mapping[str, object]) -> str | None:

@@ -205,5 +205,5 @@ def _take(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     for name, place in own.items():
         tensor = given.get(name)
         if tensor is None or tensor.shape != place.shape or tensor.dtype != place.dtype:
-            raise RunError(f"the snapshot's metric {name} does not fit this task; resume with the spec it was made with")
+            raise RunError(f"the snapshot's metric {name} does not match this task; resume with the spec that the run was trained with")
         place.copy_(tensor)

@@ -93,8 +93,8 @@ class Task:
         if not naive.without_season or season == 1:
             return ()
         many = f"{naive.without_season:,} of {naive.origins:,} forecasts"
-        remedy = f"set data.context={season} or more" if self.spec.data.context else "give it more rows before them"
-        return (f"{name}: {many} have no season of {season} rows before them, and the last value stands in for the naive one; {remedy}",)
+        remedy = f"set data.context={season} or more" if self.spec.data.context else "add earlier rows"
+        return (f"{name}: {many} have less than a season ({season} rows) before them, so their naive forecast is the last value; {remedy}",)
 
     def _without_mase(self, name: str, data: Sequences) -> tuple[str, ...]:
         """Return a line about series that train does not contain: their seasonal change is unknown."""
@@ -103,7 +103,7 @@ class Task:
         if not new or (quantiles is not None and 0.5 not in quantiles):
             return ()
         many = f"{new:,} of {len(data):,} series" if new < len(data) else "all series"
-        return (f"{name}: mase leaves out {many}, whose change within train is not known; name series as train does",)
+        return (f"{name}: mase leaves out {many}, because train does not contain them; use the series names of train",)
 
     def model(self, train: Sequences | None = None) -> Model:
         """Build the network, with initial weights keyed by the seed. Balanced class weights need the training data."""
@@ -176,7 +176,7 @@ class Task:
         if isinstance(asked, dict):
             unknown = sorted(set(asked) - set(labels))
             if unknown:
-                raise SpecError(f"train.class_weights names {unknown[0]!r}, which is not a label; the labels are {', '.join(labels)}")
+                raise SpecError(f"train.class_weights names {unknown[0]!r}, which is not a label; use {', '.join(labels)}")
             return torch.tensor([asked.get(label, 1.0) for label in labels])
         numbers = None if train is None else train.labels if self.spec.task == "classification" else train.tags
         if numbers is None:
@@ -190,7 +190,7 @@ class Task:
     def _pretrain(self, encoder: Embedding | Numbers) -> None:
         path = self.spec.model.pretrained
         if path is None or not isinstance(encoder, Embedding) or not self.codec.vocabulary:
-            raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters (data.tokens=word); leave it out")
+            raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters; set data.tokens=word, or remove it")
         load_pretrained(path, list(self.codec.vocabulary), encoder.weight)
 
     def meter(self, device: torch.device, part: Part) -> metrics.Metric | None:

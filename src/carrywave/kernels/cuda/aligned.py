@@ -73,7 +73,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @as_saved
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        only_numbers("a linear layer of carrywave under autocast", "compute without autocast, or use nn.Linear in a head of your own", grad)
+        only_numbers("carrywave's linear layer under autocast", "compute without autocast, or use nn.Linear in your own head", grad)
         x_NI, w_VI = ctx.saved_tensors
         x_shape, x_dtype, w_dtype, b_dtype = ctx.given
         grad_NV = aligned_rows(grad.reshape(-1, grad.shape[-1]), w_VI.dtype)

@@ -64,14 +64,14 @@ def _checked_fold(device: torch.device, plain: Callable[[Tensor, int], Tensor]) 
             key = torch.tensor([word ^ 77, -3 - word], dtype=torch.int32, device=device)
             own = kernel(key[0], key[1], torch.full((), word, dtype=torch.int32, device=device), _first_and_second(device))
             if not torch.equal(own, plain(key, word)):
-                return _refused("its bits differ")
+                return _refused("its bits differ from the definition")
         return kernel
     except Exception as error:
         return _refused(" ".join(str(error).split())[:200])
 
 
 def _refused(reason: str) -> Fused | None:
-    warnings.warn(f"the fused kernel for dropout masks is not used, and steps run slower: {reason}", stacklevel=2)
+    warnings.warn(f"the fused kernel for dropout masks is not used, so steps run slower: {reason}", stacklevel=2)
     return None
 
 
@@ -88,7 +88,7 @@ def _checked(count: int, plain: Fused) -> Fused | None:
         coords = [example.roll(number) for number in range(count)]
         if torch.equal(kernel(example[3], example[5], *coords), plain(example[3], example[5], *coords)):
             return kernel
-        return _refused("its bits differ")
+        return _refused("its bits differ from the definition")
     except Exception as error:
         return _refused(" ".join(str(error).split())[:200])
 

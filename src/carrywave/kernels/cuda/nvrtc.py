@@ -46,7 +46,7 @@ class Replaceable:
             return work()
         except KernelError as error:
             self.failures.append(str(error))
-            warnings.warn(f"the own kernel for {self.what} is not used, and steps run slower: {error}", stacklevel=4)
+            warnings.warn(f"carrywave's kernel for {self.what} is not used, so steps run slower: {error}", stacklevel=4)
             return None
 
 

@@ -34,13 +34,13 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
     if not x_TBI.is_cuda:
         return "x is not on a GPU"
     if x_TBI.dtype not in HALVES:
-        return f"it computes in bf16 and fp16, not in {str(x_TBI.dtype).removeprefix('torch.')}"
+        return f"it supports bf16 and fp16, not {str(x_TBI.dtype).removeprefix('torch.')}"
     if _standing_aside:
         return _standing_aside[0]
     if weights[0].w_hr is not None:
-        return "it knows no projection"
+        return "it does not support projections"
     if weights[0].w_ih.dtype not in (torch.float32, x_TBI.dtype):
-        return f"its weights are float32 or of x's dtype, not {str(weights[0].w_ih.dtype).removeprefix('torch.')}"
+        return f"its weights must be float32 or of x's dtype, got {str(weights[0].w_ih.dtype).removeprefix('torch.')}"
     if shape_for(weights[0].w_hh.shape[1], x_TBI.shape[1]) is None:
         return f"{weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
     return _device_refusal(x_TBI.device.index or 0)
@@ -60,7 +60,7 @@ def _device_refusal(device: int) -> str:
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "it needs a Hopper GPU (compute capability 9.0)"
     if torch.cuda.get_device_properties(device).multi_processor_count < MULTIPROCESSORS:
-        return f"it needs {MULTIPROCESSORS} multiprocessors"
+        return f"it needs at least {MULTIPROCESSORS} multiprocessors"
     missing = nvrtc.available()
     return f"CUDA code cannot be compiled here ({missing})" if missing else ""
 
@@ -70,7 +70,7 @@ def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None)
     steps, lanes = x_TBI.shape[:2]
     whole = alone(weights[0].w_hh.shape[1], lanes, steps)
     if whole is None:
-        raise ValueError(f"{weights[0].w_hh.shape[1]} units and {lanes} lanes do not fit; ask `refusal` first")
+        raise ValueError(f"{weights[0].w_hh.shape[1]} units and {lanes} lanes do not fit; call `refusal` first")
     ys, ends = [], []
     for direction, each in enumerate(weights):
         x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)

@@ -56,12 +56,12 @@ def _check(x_TBI: Tensor, width: int, carry: Carry, weights: LayerWeights) -> No
     """Check what the kernels take on trust."""
     lanes, hidden = x_TBI.shape[1], weights.w_hh.shape[1]
     if weights.w_ih.shape != (4 * hidden, width):
-        raise ValueError(f"inputs are {width} wide, and the weights {list(weights.w_ih.shape)} want {weights.w_ih.shape[1]}")
+        raise ValueError(f"inputs are {width} wide, but the weights {list(weights.w_ih.shape)} expect {weights.w_ih.shape[1]}")
     if carry.h.shape != (1, lanes, hidden) or carry.c.shape != (1, lanes, hidden):
-        raise ValueError(f"the carry is {list(carry.h.shape)} and {list(carry.c.shape)}; x wants [1, {lanes}, {hidden}] of both")
+        raise ValueError(f"the carry has shapes {list(carry.h.shape)} and {list(carry.c.shape)}; expected [1, {lanes}, {hidden}] for both")
     for tensor in (*carry, *weights[:4]):
         if tensor is not None and tensor.device != x_TBI.device:
-            raise ValueError(f"x is on {x_TBI.device}, and the weights or the carry are on {tensor.device}; put them on one device")
+            raise ValueError(f"x is on {x_TBI.device}, but the weights or the carry are on {tensor.device}; move them to one device")
 
 
 class _Layer(NamedTuple):
@@ -143,7 +143,7 @@ class _Stack(torch.autograd.Function):
     @derivatives.as_saved
     def backward(ctx: Any, grad_y_TBH: Tensor | None, *grad_ends: Tensor | None) -> tuple[Tensor | None, ...]:
         # What plain operations would need from every layer is not saved: no training step would use that memory.
-        remedy = "build the LSTM with kernel='reference' where a gradient is differentiated again, or many are asked for at once"
+        remedy = "build the LSTM with kernel='reference' to differentiate gradients again or to compute many at once"
         derivatives.only_numbers("the persistent LSTM kernel", remedy, grad_y_TBH, *grad_ends)
         wave, (steps, lanes, inputs), hidden, spans = ctx.wave, ctx.x_shape, ctx.hidden, ctx.spans
         shape, saved = wave.back, list(ctx.saved_tensors)
