@@ -74,8 +74,8 @@ def test_windows_follow_each_other() -> None:
     [
         ([3.0, 3.1, 2.9, 2.8], ""),
         ([3.0, 3.1, 3.0, 3.1], "its loss does not fall: 3.0500, then 3.0500"),
-        ([3.0, 3.1, float("nan"), 2.0], "its loss is not a number"),
-        ([3.0, 3.1, float("inf"), 2.0], "its loss is not a number"),
+        ([3.0, 3.1, float("nan"), 2.0], "its loss is not finite"),
+        ([3.0, 3.1, float("inf"), 2.0], "its loss is not finite"),
     ],
 )
 def test_losses_must_fall(losses: list[float], note: str) -> None:

@@ -192,7 +192,7 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         "PlanError: plan.stages=7, but the model has 5 units (encoder, 3 layers, head); use plan.stages <= 5",
         "PlanError: plan.replicas=1 x plan.stages=1 needs 1 workers, got 3",
         "PlanError: batch.lanes=5 cannot be shared by 3 replicas x 2 micro-batches; use batch.lanes >= 6",
-        "PlanError: plan.share_head=true deals out the scores of single steps, and the head of this model scores whole sequences; leave",
+        "PlanError: plan.share_head=true needs a head that scores single steps, but the head of this model scores whole sequences; remove",
         "DataError: data.train",
         "RunError: ",
         "WorkerError: rank 2 has train.lr 0.125, but rank 0 has 0.02; start every worker with the same command, files and versions",
