@@ -191,7 +191,7 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
     expected = [
         "PlanError: plan.stages=7, but the model has 5 units (encoder, 3 layers, head); use plan.stages <= 5",
         "PlanError: plan.replicas=1 x plan.stages=1 needs 1 workers, got 3",
-        "PlanError: batch.lanes=5 cannot be shared by 3 replicas x 2 micro-batches; use batch.lanes >= 6",
+        "PlanError: batch.lanes=5 cannot be divided among 3 replicas x 2 micro-batches; use batch.lanes >= 6",
         "PlanError: plan.share_head=true needs a head that scores single steps, but the head of this model scores whole sequences; remove",
         "DataError: data.train",
         "RunError: ",
