@@ -146,7 +146,7 @@ def main(words: list[str]) -> int:
     if words == ["--check"]:
         if DRAWING.is_file() and DRAWING.read_text("utf-8") == drawing:
             return 0
-        print("docs/architecture.svg is not current; run: python scripts/architecture.py", file=sys.stderr)
+        print("docs/architecture.svg is out of date; run: python scripts/architecture.py", file=sys.stderr)
         return 1
     DRAWING.write_text(drawing, "utf-8")
     return 0

@@ -106,15 +106,15 @@ int main(int argc, char **argv) {
     if (argc < 5) return fail("see the first lines of", __FILE__);
     int wide = !strcmp(argv[1], "order"), turned = !strcmp(argv[4], "reversed");
     if (!turned && (sscanf(argv[4], "%d:%d", &shift, &width) != 2 || width < 1 || 32 % width || shift < 0 || shift + width > 32))
-        return fail("not a part that fills words:", argv[4]);
+        return fail("part does not divide a 32-bit word evenly:", argv[4]);
     u64 left = argc > 5 ? strtoull(argv[5], NULL, 10) : ~(u64)0;
     for (char *name = strtok(argv[2], ","); name && count < MOST; name = strtok(NULL, ",")) names[count++] = name;
     for (char *loop = strtok(argv[3], ","); loop && loops < MOST; loop = strtok(NULL, ",")) {
         char *size = strchr(loop, '=');
-        if (!size) return fail("no size of", loop);
+        if (!size) return fail("no size given for", loop);
         *size = 0;
         for (place[loops] = 0; place[loops] < count && strcmp(names[place[loops]], loop); place[loops]++) continue;
-        if (place[loops] == count) return fail("no coordinate", loop);
+        if (place[loops] == count) return fail("unknown coordinate", loop);
         limit[loops++] = strtoul(size + 1, NULL, 10);
     }
     int chosen = count > 0 && !strcmp(names[0], "key"), named[MOST];

@@ -46,5 +46,5 @@ def test_what_is_not_equal_is_said(stand_in: dict[str, Any]) -> None:
 
 def test_a_run_that_does_not_end_well_is_no_row(stand_in: dict[str, Any]) -> None:
     stand_in["code"] = 1
-    with pytest.raises(RunError, match="a run of 2 replicas ended with exit code 1: worker 1 of 2"):
+    with pytest.raises(RunError, match="a run of 2 replicas exited with code 1: worker 1 of 2"):
         faults.row_of(faults.REPLICAS, 3, signal.SIGKILL)

@@ -55,7 +55,7 @@ def test_the_difference_is_what_the_larger_file_costs(stand_in: Path, tmp_path: 
 
 def test_a_training_that_fails_is_reported_by_its_last_line(stand_in: Path, tmp_path: Path) -> None:
     install(stand_in, fail=True)
-    with pytest.raises(RunError, match=r"exit code 1: data\.train is not to its taste"):
+    with pytest.raises(RunError, match=r"exited with code 1: data\.train is not to its taste"):
         memory.run(quick=True)
     assert list(tmp_path.iterdir()) == [stand_in]
 

@@ -74,8 +74,8 @@ def test_windows_follow_each_other() -> None:
     [
         ([3.0, 3.1, 2.9, 2.8], ""),
         ([3.0, 3.1, 3.0, 3.1], "its loss does not fall: 3.0500, then 3.0500"),
-        ([3.0, 3.1, float("nan"), 2.0], "its loss is not a number"),
-        ([3.0, 3.1, float("inf"), 2.0], "its loss is not a number"),
+        ([3.0, 3.1, float("nan"), 2.0], "its loss is not finite"),
+        ([3.0, 3.1, float("inf"), 2.0], "its loss is not finite"),
     ],
 )
 def test_losses_must_fall(losses: list[float], note: str) -> None:
@@ -135,10 +135,10 @@ def test_the_command_prints_a_table_and_writes_rows(gpu: None, tmp_path: Path) -
 
 def test_models_and_loops_are_picked_by_name(gpu: None) -> None:
     assert step.chosen(step.RECIPES, ["8x1024", "adam V1"]) == [DEEP]
-    with pytest.raises(UserError, match="no model of bench step is called 3x3; use one of 2x650, 8x1024"):
+    with pytest.raises(UserError, match="no model of bench step matches 3x3; use one of 2x650, 8x1024"):
         step.chosen(step.RECIPES, ["3x3"])
     assert [row["loop"] for row in step.run(quick=True, loops=["eager"])] == ["eager"] * 2
-    with pytest.raises(UserError, match="there is no loop jax in bench step; use some of carrywave, eager"):
+    with pytest.raises(UserError, match="bench step has no loop jax; use some of carrywave, eager"):
         step.run(quick=True, loops=["jax"])
 
 
@@ -147,7 +147,7 @@ def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["bench", "step"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "carrywave: bench step times a GPU, and torch finds none that it can use here; run it on a machine with an NVIDIA GPU\n"
+        "carrywave: bench step needs a GPU, but torch found none that it can use; run it on a machine with an NVIDIA GPU\n"
     )
 
 

@@ -45,7 +45,7 @@ def test_rows_come_back_by_rank_and_nothing_is_left(tmp_path: Path, stand_in: Pa
 
 
 def test_a_failure_ends_all_workers_and_is_told_by_its_last_line(tmp_path: Path, stand_in: Path) -> None:
-    with pytest.raises(RunError, match="worker 1 of bench some ended with exit code 1: it is tired"):
+    with pytest.raises(RunError, match="worker 1 of bench some exited with code 1: it is tired"):
         _workers.start("some", {"failures": {"1": "it is tired"}, "seconds": 60}, 2)
     assert list(tmp_path.iterdir()) == [stand_in]
 

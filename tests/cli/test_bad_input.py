@@ -273,16 +273,16 @@ SPEC: dict[str, tuple[list[str], str]] = {
     "stages": (["plan.stages=4"], "plan.stages=4, but the model has 3 units (encoder, 1 layers, head); use plan.stages <= 3"),
     "workers": (
         ["plan.replicas=2"],
-        "plan.replicas=2 x plan.stages=1 needs 2 workers, 1 are running; use --devices 2, or "
+        "plan.replicas=2 x plan.stages=1 needs 2 workers, got 1; use --devices 2, or "
         "set plan.replicas and plan.stages so that their product is 1",
     ),
     "stages and workers": (
         ["plan.stages=2"],
-        "plan.replicas=1 x plan.stages=2 needs 2 workers, 1 are running; use --devices 2, or "
+        "plan.replicas=1 x plan.stages=2 needs 2 workers, got 1; use --devices 2, or "
         "set plan.replicas and plan.stages so that their product is 1",
     ),
-    "micro_batches": (["plan.micro_batches=5"], "batch.lanes=4 cannot be shared by 1 replicas x 5 micro-batches; use batch.lanes >= 5"),
-    "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] must be 0 rising unit numbers"),
+    "micro_batches": (["plan.micro_batches=5"], "batch.lanes=4 cannot be divided among 1 replicas x 5 micro-batches; use batch.lanes >= 5"),
+    "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] must be 0 increasing unit numbers"),
     "bidirectional": (["model.bidirectional=true"], "model.bidirectional cannot read a stream backwards; use separate sequences"),
     "tie": (
         ["model.tie=true", "model.embedding=3"],
@@ -320,7 +320,7 @@ def test_a_model_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, labels: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = "device cuda was asked for and no GPU can be used; use --device cpu"
+    message = "device cuda was requested, but no GPU is available; use --device cpu"
     assert refused("train", *LANGUAGE, "--device", "cuda") == message
     assert refused("evaluate", str(labels), "--device", "cuda") == message
 

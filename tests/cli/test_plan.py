@@ -85,7 +85,7 @@ def test_it_says_all_that_was_asked(work: Path) -> None:
     assert all(each["why"] in out for each in known["alternatives"])
     assert len(known["alternatives"]) >= 3
     heading = lines.index("what would have to change to do better")
-    assert all(re.search(r"tokens/s|a step", line) for line in lines[heading + 1 : lines.index("", heading)])
+    assert all(re.search(r"tokens/s|per step", line) for line in lines[heading + 1 : lines.index("", heading)])
     assert known["sent_bytes"] > 0
     ElementTree.fromstring((work / "step.svg").read_text())
 
@@ -100,7 +100,7 @@ def test_the_plan_that_it_prints_can_be_pasted_into_the_spec() -> None:
     assert (list(found.cuts), found.chunk_steps) == (section["cuts"], section["chunk_steps"])
     spec = write("spec.yaml", f"model: {{hidden: 1024, layers: 8}}\nbatch: {{lanes: 1, steps: 128}}\n{line}\n")
     again = planned(spec, *GIVEN, "--devices", "4")
-    assert "asked for, and what the planner would choose" in again
+    assert "requested, and also the planner's choice" in again
     assert f"step        {_step(out)}" in again
 
 
@@ -115,8 +115,8 @@ def test_a_plan_that_the_spec_asks_for_is_predicted_and_compared() -> None:
     known = json.loads(Path("plan.json").read_text())
     assert known["asked"]
     assert known["choice"] == "2 stages, chunks of 16 steps"
-    assert f"{known['choice']}: asked for; the planner would choose" in out
-    assert known["alternatives"][0]["why"].startswith("what the planner would choose: faster by ")
+    assert f"{known['choice']}: requested; the planner would choose" in out
+    assert known["alternatives"][0]["why"].startswith("the planner's choice: faster by ")
     drawn = Path("both.svg").read_text()
     assert drawn.index(f"{known['choice']}: ") < drawn.index(f"{known['alternatives'][0]['choice']}: ")
 
@@ -213,7 +213,7 @@ def test_facts_of_a_run_are_enough(work: Path) -> None:
     labels = ["task=classification", "batch.tokens=512", "model.hidden=128", "data.train=missing.jsonl"]
     planned(*labels, "--profile", "machine.json", "--facts", "features=12,labels=9,longest=29")
     code, _, err = call(*labels, "model.hidden=16", "--profile", "machine.json", "--facts", "features=12,labels=9,longest=29")
-    assert (code, err) == (0, "carrywave: the profile made up has no layer near 16 units (the nearest has 128): times are a guess\n")
+    assert (code, err) == (0, "carrywave: profile made up has no layer near 16 units (the nearest has 128): the times are guesses\n")
 
 
 def test_data_that_is_there_gives_the_facts(work: Path) -> None:
@@ -240,10 +240,10 @@ def test_a_model_that_fits_no_plan_names_what_is_missing_and_what_would_do() -> 
     machine(memory_bytes=GIB // 2).write(Path("small.json"))
     words = ["model.hidden=1024", "model.layers=4", "--profile", "small.json", "--devices", "1"]
     said = refused(*words, "--facts", "vocabulary=4096")
-    assert re.match(r"the model fits no plan on 1 device: at best stage 0 \(the encoder to the head\) is .* over the 512 MiB of its", said)
+    assert re.match(r"the model does not fit on 1 device: at best, stage 0 \(the encoder to the head\) exceeds the 512 MiB of its", said)
     assert re.search(r"it fits with \d such devices, .* more memory on each device", said)
     said = refused(*words, "--facts", "vocabulary=200000")
-    assert re.search(r"the (encoder|head) alone is .* over the 512 MiB of the largest device; it fits with .* GiB more memory", said)
+    assert re.search(r"the (encoder|head) alone exceeds the 512 MiB of the largest device by .*; it fits with .* GiB more memory", said)
 
 
 def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
@@ -251,7 +251,7 @@ def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
     words = ["model.hidden=1024", "model.layers=8", "--profile", "small.json", "--devices", "8", "--facts", "vocabulary=4096"]
     said = refused(*words, "plan.replicas=8", "plan.stages=1")
     assert re.match(
-        r"stage 0 of the plan that is asked for \(the encoder to the head\) is .* over the 1 GiB of its device; this fits: ", said
+        r"stage 0 of the requested plan \(the encoder to the head\) exceeds the 1 GiB of its device by .*; this plan fits: ", said
     )
 
 
@@ -262,16 +262,16 @@ def test_a_plan_asked_for_that_does_not_fit_is_told_what_fits() -> None:
         (["--devices", "-3"], "--devices is -3; use a number"),
         (["--devices", "2", "--cluster", "c.yaml"], "--devices and --cluster both define the devices to train on; use only one of them"),
         (["--devices", "8", "plan.stages=5"], "plan.stages=5, but the model has 4 units"),
-        (["--devices", "2", "plan.stages=3"], "1 replicas x 3 stages need 3 devices, the cluster has 2"),
+        (["--devices", "2", "plan.stages=3"], "1 replicas x 3 stages need 3 devices, but the cluster has 2"),
         (["--devices", "2", "plan.replicas=4"], "4 replicas x 1 stages need 4 devices"),
-        (["--devices", "99", "--all"], "99 devices cannot all be used"),
+        (["--devices", "99", "--all"], "cannot use all 99 devices"),
         (["--svg", "none/step.svg"], "none/step.svg cannot be written: there is no folder none"),
         (["--json", "none/plan.json"], "none/plan.json cannot be written: there is no folder none"),
         (["--svg", "."], ". is a folder"),
         (["--scale", "--svg", "a.svg"], "--svg draws a step of one plan"),
         (["--scale", "--all"], "for each number of devices, but --all asks for another"),
         (["--scale", "plan.stages=2"], "for each number of devices, but the plan in the spec asks for another"),
-        (["--profile", "h999"], "there is no profile h999; "),
+        (["--profile", "h999"], "profile h999 not found; "),
         (["--profile", "none.json"], "none.json cannot be read as a profile"),
         (["--facts", "vocabulary"], "vocabulary cannot be read"),
         (["--facts", "vocabulary=many"], "'vocabulary=many' is not key=number"),
@@ -292,16 +292,16 @@ def test_bad_words(words: list[str], said: str) -> None:
     ("text", "said"),
     [
         ("", "c.yaml is empty; write hosts"),
-        ("- 1\n", "c.yaml is [1], not a mapping"),
+        ("- 1\n", "c.yaml must be a mapping with hosts, devices, profile, within, between, got [1]"),
         ("hosts: [\n", "c.yaml:2: "),
         ("hosts: !!python/object/apply:os.getcwd []\n", "is not allowed"),
         (CLUSTER + "device: 3\n", "unknown key 'device'; did you mean devices?"),
-        (CLUSTER.replace("devices: 4", "devices: 0"), "devices=0 is not a number of devices; give each host at least 1"),
+        (CLUSTER.replace("devices: 4", "devices: 0"), "devices=0 is not a number of devices; use at least 1 for each host"),
         ("hosts: 0\ndevices: 4\nprofile: machine.json\n", "hosts=0 is neither a number of hosts nor a list"),
         ("hosts: [{devices: 2}, {devices: 0}]\nprofile: machine.json\n", "hosts[1]: devices=0"),
-        (CLUSTER.replace("infiniband-ndr", "{latency_seconds: 1e-5, bytes_per_second: 0}"), "bytes_per_second=0 sends nothing"),
+        (CLUSTER.replace("infiniband-ndr", "{latency_seconds: 1e-5, bytes_per_second: 0}"), "bytes_per_second=0 must be above 0"),
         (CLUSTER.replace("infiniband-ndr", "string"), "between='string' is not a known link; use one of nvlink3"),
-        (CLUSTER.replace("machine.json", "h999"), "there is no profile h999"),
+        (CLUSTER.replace("machine.json", "h999"), "profile h999 not found"),
     ],
 )
 def test_bad_clusters(text: str, said: str) -> None:
@@ -325,11 +325,11 @@ def test_hosts_that_differ_do_not_grow() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda known: known | {"format": 99}, "has format 99, this version reads 2; measure it anew"),
-        (lambda known: known | {"versions": {"carrywave": "0.0.1"}}, "was made with carrywave 0.0.1, and this is"),
+        (lambda known: known | {"format": 99}, "has format 99, but this version reads 2; measure it again"),
+        (lambda known: known | {"versions": {"carrywave": "0.0.1"}}, "was measured with carrywave 0.0.1, but this is"),
         (lambda known: known | {"sample": []}, "unknown key 'sample'; did you mean samples?"),
-        (lambda known: known | {"samples": []}, "holds no sample of"),
-        (lambda known: [], "not a mapping of keys"),
+        (lambda known: known | {"samples": []}, "has no sample of"),
+        (lambda known: [], "must be a mapping, got []"),
     ],
 )
 def test_bad_profiles(change: Callable[[Any], Any], said: str) -> None:

@@ -90,7 +90,7 @@ def test_how_often_they_are_started_again(machine: Any, elastic: Elastic | None,
 
 def test_more_workers_than_gpus_are_refused(machine: Any) -> None:
     started = machine(3)
-    with pytest.raises(WorkerError, match="4 workers have 3 GPUs to compute on; start one worker for each GPU, or set CARRYWAVE_SHARE"):
+    with pytest.raises(WorkerError, match="4 workers have only 3 GPUs; start one worker per GPU, or set CARRYWAVE_SHARE"):
         start_workers(4, "cuda", PlanSpec())
     assert started == []
 

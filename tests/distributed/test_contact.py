@@ -106,7 +106,7 @@ def test_trainers_leave_nothing_behind_and_who_has_gone_is_named(write: Write, t
         words, text = told(tmp_path, 3)[rank], ended[rank][1]
         assert words["rank"] == 1
         assert words["lost"].startswith("contact with rank 1 on ")
-        assert words["lost"].endswith("(the connection closed); its own message says why: start all workers again")
+        assert words["lost"].endswith("(the connection closed); its own message says why: restart all workers")
         assert words["lost"] in text.splitlines()[-1]
         assert "gloo" not in text
     assert "ValueError: oops" in ended[1][1]
@@ -135,7 +135,7 @@ def test_an_interface_that_is_not_there_is_one_line(ranks: tuple[int, ...], writ
     assert len(lines) == 1, lines
     who = "rank 1: " if ranks == (1,) else ""
     assert lines[0].startswith(f"carrywave: {who}GLOO_SOCKET_IFNAME=nope: this host has no network interface nope (it has ")
-    assert lines[0].endswith("); correct it, or unset it")
+    assert lines[0].endswith("); correct or unset it")
 
 
 MIXED = """

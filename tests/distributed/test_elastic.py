@@ -133,7 +133,7 @@ def test_a_stopped_worker_is_found(launch: Callable[..., Launched]) -> None:
     done = launch("if attempt == 0:\n    time.sleep(0.5)\n    rank and os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(60)")
     assert done.ended == Ended(0)
     assert done.said[0].startswith("worker 1 of 2 gave no sign of life for ")
-    assert done.said[0].endswith("and was ended; starting again from the beginning (restart 1 of 2)")
+    assert done.said[0].endswith("and was killed; starting again from the beginning (restart 1 of 2)")
 
 
 def test_who_holds_the_interpreter_is_not_silent(launch: Callable[..., Launched]) -> None:

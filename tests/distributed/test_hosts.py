@@ -134,7 +134,7 @@ def test_hosts_whose_names_lead_to_loopback_are_refused(cluster: Cluster, write:
 
     ended = cluster.run(words, lambda node: {})
     for host in ended:
-        assert "WorkerError: the name of host node0 leads to loopback there, where other hosts cannot reach its rank 0; set" in host.stderr
+        assert "WorkerError: host node0 resolves its own name to loopback, so other hosts cannot reach its rank 0; set" in host.stderr
 
 
 def test_tf_config_over_two_hosts_of_unequal_size(cluster: Cluster, write: Write) -> None:
@@ -192,7 +192,7 @@ def test_a_link_that_fails_is_told_on_both_hosts(cluster: Cluster) -> None:
     assert [host.returncode for host in hosts] == [1, 1]
     for node, text in enumerate(said):
         assert text.count("\n") == 1, text
-        assert re.search(r"^carrywave: .* gave no sign of life for \d+ s, since \d\d:\d\d:\d\d \(stopped, or out of reach\?\); ", text)
+        assert re.search(r"^carrywave: .* gave no sign of life for \d+ s, since \d\d:\d\d:\d\d \(stopped or unreachable\?\); ", text)
         name = ("worker 0", "chief 0")[node]
         assert f"; look at {ADDRESSES[1 - node]}:29756 ({name} in TF_CONFIG): if it has ended, it is said there why; " in text
         assert "Then start every host again with --resume" in text

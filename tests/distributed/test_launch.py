@@ -330,7 +330,7 @@ def test_a_head_that_cannot_be_shared_is_one_line(python: Run, tmp_path: Path) -
         ended = python(*carrywave("train", *words, *more))
         assert ended.returncode == 2
         assert ended.stderr.count("\n") == 1
-        assert ended.stderr.startswith("carrywave: plan.share_head=true deals out the scores of single steps")
+        assert ended.stderr.startswith("carrywave: plan.share_head=true needs a head that scores single steps")
 
 
 @pytest.mark.slow

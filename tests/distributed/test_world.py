@@ -87,10 +87,10 @@ def check_talk(said: list[dict[str, Any]]) -> None:
         assert words["same"] is None
         assert words["other"] == [
             "WorkerError",
-            f"rank 1 has data {'x' * 57}…, rank 0 has x; start every worker with the same command, files and versions",
+            f"rank 1 has data {'x' * 57}…, but rank 0 has x; start every worker with the same command, files and versions",
             0,
         ]
-        assert words["extra"][1].startswith("rank 1 has lr 2, rank 0 has nothing;")
+        assert words["extra"][1].startswith("rank 1 has lr 2, but rank 0 has nothing;")
         assert words["again"] == [str(other) for other in range(size)]
 
 

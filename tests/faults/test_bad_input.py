@@ -53,11 +53,11 @@ CASES: dict[str, tuple[Job, str]] = {
     "15 stages": ({"plan": {"stages": 5}}, "plan.stages=5, but the model has 4 units .*; use plan.stages <= 4"),
     "16 lanes": (
         {"plan": {"replicas": 2, "micro_batches": 5}},
-        "batch.lanes=8 cannot be shared by 2 replicas x 5 micro-batches; use batch.lanes >= 10",
+        "batch.lanes=8 cannot be divided among 2 replicas x 5 micro-batches; use batch.lanes >= 10",
     ),
-    "17 workers": ({"plan": {"replicas": 3}}, "plan.replicas=3 x plan.stages=1 needs 3 workers, 2 are running; use devices=3"),
+    "17 workers": ({"plan": {"replicas": 3}}, "plan.replicas=3 x plan.stages=1 needs 3 workers, got 2; use devices=3"),
     "27 pickle": ({"init": "weights.pt"}, r"weights.pt is a pickle \(torch.save\), which can run code when it is read; convert"),
-    "32 specs differ": ({"other": {"train.lr": 0.5}}, "rank 1 has train.lr 0.5, rank 0 has 0.001; start every worker with the same"),
+    "32 specs differ": ({"other": {"train.lr": 0.5}}, "rank 1 has train.lr 0.5, but rank 0 has 0.001; start every worker with the same"),
 }
 
 
@@ -104,12 +104,12 @@ def test_all_workers_refuse_it_alike(told: dict[str, list[Job]]) -> None:
 
 
 CLUSTER: dict[str, tuple[dict[str, str], str]] = {
-    "29 no master": ({"RANK": "0"}, "RANK is set and MASTER_ADDR is not; start the workers with torchrun"),
+    "29 no master": ({"RANK": "0"}, "RANK is set but MASTER_ADDR is not; start the workers with torchrun"),
     "30 port busy": (
         {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "BUSY"},
-        "port BUSY on 127.0.0.1 is taken by another program; ",
+        "port BUSY on 127.0.0.1 is in use by another program; ",
     ),
-    "31 rank": ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "BUSY"}, "RANK=2 does not fit WORLD_SIZE=2; "),
+    "31 rank": ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "BUSY"}, "RANK=2 is out of range for WORLD_SIZE=2; "),
     "34 no peer": ({"RANK": "1", "CARRYWAVE_STORE": "STORE", "CARRYWAVE_START_SECONDS": "3"}, "rank 0 of 2 did not show up within 3 s; "),
 }
 

@@ -116,5 +116,5 @@ def test_the_ledger_shows_what_was_not_trained_once(rows: list[tuple[int, int, l
 
 def test_a_ledger_with_a_gap_is_no_proof(tmp_path: Path) -> None:
     ledger(tmp_path, 0, (1, 0, [[0, 0, 0, 3]]), (3, 0, [[0, 0, 3, 2]]))
-    with pytest.raises(RunError, match="does not tell of every step"):
+    with pytest.raises(RunError, match="does not record every step"):
         _faults.trained_on(tmp_path, 1)

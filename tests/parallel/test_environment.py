@@ -12,23 +12,23 @@ from carrywave.errors import WorkerError
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.interfaces import check_hosts, unreachable
 
-OWN = "carrywave sets it for the workers that it starts: unset it"
+OWN = "unset it: carrywave sets it for the workers that it starts"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("OMP_NUM_THREADS", "many", "OMP_NUM_THREADS=many is not a number of threads from 1 to 4096; correct it, or unset it"),
+        ("OMP_NUM_THREADS", "many", "OMP_NUM_THREADS=many is not a number of threads from 1 to 4096; correct or unset it"),
         ("OMP_NUM_THREADS", "0", "OMP_NUM_THREADS=0 is not a number of threads"),
         ("OMP_NUM_THREADS", "4,", "OMP_NUM_THREADS=4, is not a number of threads"),
         ("MKL_NUM_THREADS", "9" * 100, f"MKL_NUM_THREADS={'9' * 57}… is not a number of threads"),
-        ("TORCH_CPP_LOG_LEVEL", "loud", "TORCH_CPP_LOG_LEVEL=loud is not one of INFO, WARNING, ERROR and FATAL; "),
-        ("TORCH_DISTRIBUTED_DEBUG", "yes", "TORCH_DISTRIBUTED_DEBUG=yes is not one of OFF, INFO and DETAIL; "),
+        ("TORCH_CPP_LOG_LEVEL", "loud", "TORCH_CPP_LOG_LEVEL=loud is not one of INFO, WARNING, ERROR or FATAL; "),
+        ("TORCH_DISTRIBUTED_DEBUG", "yes", "TORCH_DISTRIBUTED_DEBUG=yes is not one of OFF, INFO or DETAIL; "),
         ("CARRYWAVE_PARENT", "x", f"CARRYWAVE_PARENT=x is not a whole number >= 0; {OWN}"),
         ("CARRYWAVE_FIT", "-1", f"CARRYWAVE_FIT=-1 is not a whole number >= 0; {OWN}"),
-        ("CARRYWAVE_CAUSES", "/no/such", f"CARRYWAVE_CAUSES=/no/such is not a folder that is there; {OWN}"),
-        ("CARRYWAVE_BEATS", "/dev/null", f"CARRYWAVE_BEATS=/dev/null is not a folder that is there; {OWN}"),
-        ("CARRYWAVE_STORE", "/dev/null", f"CARRYWAVE_STORE=/dev/null is not a file, or one that can be made; {OWN}"),
+        ("CARRYWAVE_CAUSES", "/no/such", f"CARRYWAVE_CAUSES=/no/such is not an existing folder; {OWN}"),
+        ("CARRYWAVE_BEATS", "/dev/null", f"CARRYWAVE_BEATS=/dev/null is not an existing folder; {OWN}"),
+        ("CARRYWAVE_STORE", "/dev/null", f"CARRYWAVE_STORE=/dev/null is not a file that exists or can be created; {OWN}"),
     ],
 )
 def test_what_cannot_be(name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +83,7 @@ def test_workers_that_lead_others_to_themselves_are_refused_on_several_hosts() -
     """They would wait for each other until the limit of a message."""
     check_hosts([place("a", home=True), place("a", home=True)])
     check_hosts([place("a", home=False), place("b", home=False)])
-    with pytest.raises(
-        WorkerError, match="the name of host b leads to loopback there, where other hosts cannot reach its rank 1; set"
-    ) as found:
+    with pytest.raises(WorkerError, match="host b resolves its own name to loopback, so other hosts cannot reach its rank 1; set") as found:
         check_hosts([place("a", home=False), place("b", home=True)])
     assert found.value.told_by == 0
     with pytest.raises(WorkerError, match=r"^rank 1: no; do$"):

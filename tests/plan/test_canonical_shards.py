@@ -53,7 +53,7 @@ def test_other_numbers_of_replicas_are_refused(replicas: int) -> None:
 
 
 def test_micro_batches_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"train\.reproducible=true .*plan\.micro_batches=2 .*; leave plan\.micro_batches out$"):
+    with pytest.raises(PlanError, match=r"train\.reproducible=true .*plan\.micro_batches=2 .*; remove plan\.micro_batches$"):
         check(Plan(micro_batches=2))
 
 

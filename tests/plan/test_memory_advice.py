@@ -37,7 +37,7 @@ def test_what_would_make_it_fit_does() -> None:
     units = units_of()
     said = refusal(units, 1, 0.55)
     found = re.fullmatch(
-        r"the model fits no plan on 1 device: at best stage 0 \(the encoder to the head\) is .* over the 563 MiB of its device; "
+        r"the model does not fit on 1 device: at best, stage 0 \(the encoder to the head\) exceeds the 563 MiB of its device by .*; "
         r"it fits with (\d+) such devices, train.optimizer=sgd or ([\d.]+) MiB more memory on each device",
         said,
     )
@@ -58,7 +58,7 @@ def test_what_would_make_it_fit_does() -> None:
 
 def test_a_unit_that_no_device_holds_is_named_and_more_devices_are_not_offered() -> None:
     said = refusal(units_of(200_000), 4, 1.0)
-    assert "the encoder alone is" in said or "the head alone is" in said
+    assert "the encoder alone exceeds" in said or "the head alone exceeds" in said
     assert "of the largest device" in said
     assert "such devices" not in said
     assert said.endswith(" more memory on each device")
@@ -72,7 +72,7 @@ def test_batches_that_must_be_smaller_are_told_how_much() -> None:
         return Units.of(Spec.model_validate(spec), DataFacts(vocabulary=100, labels=("a", "b"), longest=4096))
 
     said = refusal(both_ways(4096 * 64), 1, 1.0)
-    found = re.search(r"a batch.tokens of 1/(\d+)[, ]", said)
+    found = re.search(r"1/(\d+) of batch.tokens[, ]", said)
     assert found is not None, said
     cluster = Cluster.uniform(machine(memory_bytes=GIB), 1)
     assert fits(Space(both_ways(4096 * 64 // int(found[1])), cluster))

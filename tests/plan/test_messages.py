@@ -165,15 +165,15 @@ def test_a_good_program_is_let_through() -> None:
         (GOOD[0], "<F0 F0 F1 B1 B1> B0 B0>", "stage 1 runs F1 without a receive"),
         (GOOD[0], "<F0 F0 F1 <F1 B1 B1> B0 B0>", "stage 1 runs F1 without a receive"),
         (GOOD[0], "<F0 F0 <F1 F1 B1 B0 B0>", "message 0 to stage 0 is sent for B0 but received for B1"),
-        (GOOD[0], "<F0 F0 <F1 F1 B1 B1> B0", "cannot go on: stage 0 waits to run B0; "),
-        (GOOD[0], "<F0 F0 <F1 F1 B1 B1> B0 B0> B0>", "cannot go on: stage 1 waits to send B0"),
-        (GOOD[0] + " <B0", GOOD[1], "stage 0 posts a receive for B0 that nothing is sent to"),
+        (GOOD[0], "<F0 F0 <F1 F1 B1 B1> B0", "deadlocks: stage 0 waits to run B0; "),
+        (GOOD[0], "<F0 F0 <F1 F1 B1 B1> B0 B0> B0>", "deadlocks: stage 1 waits to send B0"),
+        (GOOD[0] + " <B0", GOOD[1], "stage 0 posts a receive for B0 that no send matches"),
         ("F0> F0 F1 F1> <B1 B1 <B0 B0", GOOD[1], "stage 0 sends F0 before it has run"),
         ("F0 F0> <B1 B1 <B0 B0", GOOD[1], "stage 0 runs B1 where the schedule has F1"),
         (GOOD[0] + " B0", GOOD[1], "stage 0 runs B0 where the schedule has nothing"),
         ("F0 F0> F1 F1> <B1 B1", GOOD[1], "stage 0 runs nothing where the schedule has B0"),
-        ("<F0 " + GOOD[0], GOOD[1], "stage 0 has no neighbour to receive F0"),
-        (GOOD[0], GOOD[1].replace("F0 <F1", "F0 F0> <F1"), "stage 1 has no neighbour to send F0"),
+        ("<F0 " + GOOD[0], GOOD[1], "stage 0 has no neighbour for receive F0"),
+        (GOOD[0], GOOD[1].replace("F0 <F1", "F0 F0> <F1"), "stage 1 has no neighbour for send F0"),
     ],
 )
 def test_a_broken_program_is_refused_by_the_step(first: str, second: str, message: str) -> None:
@@ -191,13 +191,13 @@ def test_a_good_program_with_a_shared_head_is_let_through() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (SHARED[0], SHARED[1].replace(" F0>", ""), "cannot go on: stage 0 waits to run H0"),
+        (SHARED[0], SHARED[1].replace(" F0>", ""), "deadlocks: stage 0 waits to run H0"),
         (SHARED[0].replace(" <H0", ""), SHARED[1], "stage 0 runs H0 without a receive"),
-        (SHARED[0].replace(" H0>", ""), SHARED[1], "cannot go on: stage 0 waits to run B0, stage 1 waits to run B0"),
-        (SHARED[0].replace("H0>", "H0> H0>"), SHARED[1], "cannot go on: stage 0 waits to send H0"),
-        (SHARED[0], SHARED[1].replace("H1", "H1 H1>"), "stage 1 has no neighbour to send H1"),
+        (SHARED[0].replace(" H0>", ""), SHARED[1], "deadlocks: stage 0 waits to run B0, stage 1 waits to run B0"),
+        (SHARED[0].replace("H0>", "H0> H0>"), SHARED[1], "deadlocks: stage 0 waits to send H0"),
+        (SHARED[0], SHARED[1].replace("H1", "H1 H1>"), "stage 1 has no neighbour for send H1"),
         # Each receive just before the run that needs it: then F1 on its way up waits for what F0 has to say about the head.
-        (SHARED[0], "<F0 F0 F0> <F1 F1 H1 B1 B1> <B0 B0 B0>", "cannot go on: stage 0 waits to send F1, stage 1 waits to send F0"),
+        (SHARED[0], "<F0 F0 F0> <F1 F1 H1 B1 B1> <B0 B0 B0>", "deadlocks: stage 0 waits to send F1, stage 1 waits to send F0"),
     ],
 )
 def test_a_broken_program_with_a_shared_head_is_refused(first: str, second: str, message: str) -> None:
@@ -213,7 +213,7 @@ def test_a_backward_without_its_head_is_refused() -> None:
 
 def test_sends_that_wait_for_each_other_are_refused() -> None:
     # One-forward-one-backward, each receive posted only just before the run that needs it.
-    with pytest.raises(PlanError, match="cannot go on: stage 0 waits to send F0b, stage 1 waits to send B0a; post the receives"):
+    with pytest.raises(PlanError, match="deadlocks: stage 0 waits to send F0b, stage 1 waits to send B0a; post the receives"):
         prove(program("F0a F0a> F0b F0b> <B0a B0a <B0b B0b", "<F0a F0a B0a B0a> <F0b F0b B0b B0b>", schedule=wavefront(2, 1, 2)))
 
 
@@ -221,7 +221,7 @@ def test_a_step_of_another_stage_is_refused() -> None:
     made = with_messages(wavefront(2, 1))
     with pytest.raises(PlanError, match="stage 0 cannot receive F0 of stage 1"):
         prove(Program(made.schedule, (made.stages[1], made.stages[0])))
-    with pytest.raises(PlanError, match="1 stages cannot carry out a schedule of 2"):
+    with pytest.raises(PlanError, match="1 stages cannot run a schedule of 2"):
         prove(Program(made.schedule, made.stages[:1]))
 
 
@@ -235,7 +235,7 @@ def test_a_broken_dependency_is_refused() -> None:
     schedule = swapped(serial(1), 0, 0)
     with pytest.raises(PlanError, match="stage 0 runs B0 before F0, which it needs"):
         prove(program("B0 F0", schedule=schedule))
-    with pytest.raises(PlanError, match="cannot go on: B0 on stage 0 waits"):
+    with pytest.raises(PlanError, match="deadlocks: B0 on stage 0 waits"):
         with_messages(schedule)
     schedule = swapped(wavefront(2, 2), 1, 2)
     with pytest.raises(PlanError, match="stage 1 runs B0 before B1, which it needs"):

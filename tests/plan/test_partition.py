@@ -70,14 +70,15 @@ def test_a_cut_that_does_not_fit_names_the_stage_and_what_it_lacks() -> None:
     with pytest.raises(NoFit) as error:
         partition(4, 2, lambda s, a, b: 1.0, lambda s, a, b: sum(sizes[a:b]), [6 << 30, 6 << 30])
     assert str(error.value) == (
-        "no way to cut 4 units into 2 stages fits: at best stage 0 (the encoder to layer 1) is 1 GiB over the 6 GiB of its device; "
+        "no way to cut 4 units into 2 stages fits in memory: at best, stage 0 (the encoder to layer 1) exceeds the 6 GiB of its device "
+        "by 1 GiB; "
         "use more stages (up to 4), plan.recompute or plan.micro_batches, or devices with more memory"
     )
 
 
 def test_a_unit_too_large_for_any_device_is_named() -> None:
     sizes = [1, 1, 900, 1]
-    with pytest.raises(NoFit, match="layer 2 alone is 800 bytes over the 100 bytes of its device; a device with more memory, or a smaller"):
+    with pytest.raises(NoFit, match="layer 2 alone exceeds the 100 bytes of its device by 800 bytes; use a device with more memory, or a"):
         partition(4, 4, lambda s, a, b: 1.0, lambda s, a, b: sum(sizes[a:b]), [100] * 4)
 
 

@@ -42,24 +42,24 @@ def test_several_stages_work_in_chunks_unless_asked_otherwise() -> None:
 def test_a_head_is_shared_by_several_stages_alone() -> None:
     assert resolve(PlanSpec(stages=2, share_head=True), layers=4, workers=2, lanes=None).shares_head
     assert not resolve(PlanSpec(share_head=True), layers=4, workers=2, lanes=None, pooled=True).shares_head
-    with pytest.raises(PlanError, match=r"share_head=true .* scores whole sequences; leave plan.share_head out"):
+    with pytest.raises(PlanError, match=r"share_head=true .* scores whole sequences; remove plan.share_head"):
         resolve(PlanSpec(stages=2, share_head=True), layers=4, workers=2, lanes=None, pooled=True)
 
 
 def test_a_plan_made_by_hand_is_cut_evenly() -> None:
     assert Plan(stages=2).edges(6) == (0, 3, 6)
     assert Plan(stages=3, cuts=(1, 5)).edges(6) == (0, 1, 5, 6)
-    with pytest.raises(PlanError, match=r"plan.cuts=\[1, 1\] must be 2 rising unit numbers"):
+    with pytest.raises(PlanError, match=r"plan.cuts=\[1, 1\] must be 2 increasing unit numbers"):
         Plan(stages=3, cuts=(1, 1)).edges(6)
 
 
 @pytest.mark.parametrize(
     ("asked", "workers", "lanes", "message"),
     [
-        (PlanSpec(replicas=2), 1, None, "needs 2 workers, 1 are running"),
+        (PlanSpec(replicas=2), 1, None, "needs 2 workers, got 1"),
         (PlanSpec(stages=5), 5, None, "the model has 4 units"),
-        (PlanSpec(micro_batches=4), 1, 3, "batch.lanes=3 cannot be shared by 1 replicas x 4 micro-batches"),
-        (PlanSpec(stages=2, cuts=(9,)), 2, None, r"plan.cuts=\[9\] must be 1 rising"),
+        (PlanSpec(micro_batches=4), 1, 3, "batch.lanes=3 cannot be divided among 1 replicas x 4 micro-batches"),
+        (PlanSpec(stages=2, cuts=(9,)), 2, None, r"plan.cuts=\[9\] must be 1 increasing"),
     ],
 )
 def test_impossible_plans_are_refused(asked: PlanSpec, workers: int, lanes: int | None, message: str) -> None:

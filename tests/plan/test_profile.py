@@ -43,28 +43,28 @@ LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": 3}, "has format 3, this version reads 2"),
+        ({"format": 3}, "has format 3, but this version reads 2"),
         ({"memory": 1}, "unknown key 'memory'; did you mean memory_bytes"),
         ({"name": 3}, "name=3 is not a str"),
         ({"memory_bytes": 1.5}, "memory_bytes=1.5 is not an int"),
-        ({"memory_bytes": -1}, "must be finite and not below 0"),
-        ({"memory_bytes": 10, "reserved_bytes": 10}, "leaves nothing beside reserved_bytes=10"),
+        ({"memory_bytes": -1}, "must be finite and at least 0"),
+        ({"memory_bytes": 10, "reserved_bytes": 10}, "must be more than reserved_bytes=10"),
         ({"devices_per_host": 0}, "devices_per_host=0"),
         ({"source": "guessed"}, "source='guessed' is not known; use one of measured, published"),
-        ({"samples": {}}, "samples is {}, not a list"),
-        ({"samples": [3]}, r"samples\[0\] is 3, not a mapping"),
+        ({"samples": {}}, "samples must be a list, got {}"),
+        ({"samples": [3]}, r"samples\[0\] must be a mapping, got 3"),
         ({"samples": [{**SAMPLE, "kind": "gru"}]}, r"samples\[0\]: kind='gru' is not known"),
-        ({"samples": [{**SAMPLE, "lanes": 0}]}, r"samples\[0\]: lanes=0 is no size"),
+        ({"samples": [{**SAMPLE, "lanes": 0}]}, r"samples\[0\]: lanes=0 is not a size"),
         ({"samples": [{**SAMPLE, "forward_seconds": float("nan")}]}, "forward_seconds=nan must be finite"),
-        ({"samples": [{**SAMPLE, "forward_seconds": 0}]}, "measure it anew"),
-        ({"samples": [{**SAMPLE, "put_off_seconds": 9.0}]}, "put_off_seconds=9 is more than backward"),
+        ({"samples": [{**SAMPLE, "forward_seconds": 0}]}, "measure it again"),
+        ({"samples": [{**SAMPLE, "put_off_seconds": 9.0}]}, "put_off_seconds=9 exceeds backward_seconds"),
         ({"samples": [{key: value for key, value in SAMPLE.items() if key != "lanes"}]}, "lanes is missing"),
-        ({"within": {**LINK, "bytes_per_second": 0}}, "within: bytes_per_second=0 sends nothing"),
+        ({"within": {**LINK, "bytes_per_second": 0}}, "within: bytes_per_second=0 must be above 0"),
         ({"between": {**LINK, "speed": 1}}, "between: unknown key 'speed'"),
-        ({"reductions": [{"workers": 1, "num_bytes": 1, "seconds": 1.0}]}, r"reductions\[0\] needs 2 workers"),
-        ({"crowds": [{"workers": 2, "factor": 0.5}]}, r"crowds\[0\] needs workers and a factor of at least 1"),
-        ({"overheads": {"overlap": 2.0}}, "overlap=2 is a share"),
-        ({"versions": {"torch": 2}}, "not names with versions"),
+        ({"reductions": [{"workers": 1, "num_bytes": 1, "seconds": 1.0}]}, r"reductions\[0\] must have at least 2 workers"),
+        ({"crowds": [{"workers": 2, "factor": 0.5}]}, r"crowds\[0\] must have workers and a factor of at least 1"),
+        ({"overheads": {"overlap": 2.0}}, "overlap=2 must be a fraction"),
+        ({"versions": {"torch": 2}}, "must map names to versions"),
     ],
 )
 def test_a_bad_profile_is_refused_with_the_field_that_is_wrong(changes: dict[str, Any], said: str) -> None:
@@ -87,9 +87,9 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None
 def test_a_stale_profile_is_refused() -> None:
     profile = machine(versions={"torch": "2.11"})
     profile.check_fresh("none", {"torch": "2.11"})
-    with pytest.raises(PlanError, match=r"made with torch 2\.11, and this is 2\.13"):
+    with pytest.raises(PlanError, match=r"measured with torch 2\.11, but this is 2\.13"):
         profile.check_fresh("none", {"torch": "2.13"})
-    with pytest.raises(PlanError, match="is of none, and this is an abacus"):
+    with pytest.raises(PlanError, match="was measured on none, but this machine is an abacus"):
         profile.check_fresh("an abacus", {})
 
 

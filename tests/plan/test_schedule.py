@@ -274,19 +274,19 @@ UP, BACK = StageTask("F", 1, 0), StageTask("B", 1, 0)
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (broken([B0, F0], chunks=1), "cannot go on: B0 on stage 0 waits"),
-        (broken([F1, F0], chunks=2), "cannot go on: F1 on stage 0 waits"),
+        (broken([B0, F0], chunks=1), "deadlocks: B0 on stage 0 waits"),
+        (broken([F1, F0], chunks=2), "deadlocks: F1 on stage 0 waits"),
         (broken([F1], chunks=2), "F0 is missing from stage 0"),
         (broken([F0, F1, B0], chunks=2), "B1 is missing from stage 0"),
-        (broken([F0, B0, B0], chunks=1), "B0 stands 2 times on stage 0"),
+        (broken([F0, B0, B0], chunks=1), "B0 appears 2 times on stage 0"),
         (broken([F0, F1], chunks=1), "F1 of stage 0 does not belong on stage 0"),
         (broken([F0, StageTask("F", 1, 0)], [], chunks=1), "F0 of stage 1 does not belong on stage 0"),
         (broken([F0], [], chunks=1), "F0 is missing from stage 1"),
         (broken(chunks=1), "nothing to run"),
-        (broken([F0, B0, H0], [UP, BACK], chunks=1), "cannot go on: B0 on stage 0, B0 on stage 1 wait"),
-        (broken([F0, H0, B0], [UP, StageTask("H", 1, 0), BACK], chunks=1), "H0 stands 2 times in the schedule"),
+        (broken([F0, B0, H0], [UP, BACK], chunks=1), "deadlocks: B0 on stage 0, B0 on stage 1 wait"),
+        (broken([F0, H0, B0], [UP, StageTask("H", 1, 0), BACK], chunks=1), "H0 appears 2 times in the schedule"),
         (broken([F0, F1, H0, StageTask("B", 0, 1), B0], chunks=2), "H1 is missing from the schedule"),
-        (broken([F0, H0, StageTask("H", 0, 1), B0], chunks=1), "H1 scores a chunk that is not there"),
+        (broken([F0, H0, StageTask("H", 0, 1), B0], chunks=1), "H1 scores a chunk that does not exist"),
         (broken([F0, StageTask("H", 1, 0), B0], [UP, BACK], chunks=1), "H0 of stage 1 does not belong on stage 0"),
         (broken([F0, H0], chunks=1), "H0 of stage 0 does not belong on stage 0"),
         (
@@ -302,7 +302,7 @@ UP, BACK = StageTask("F", 1, 0), StageTask("B", 1, 0)
                 ),
                 (1, 1),
             ),
-            "cannot go on: B0a on stage 0, F0b on stage 1 wait",
+            "deadlocks: B0a on stage 0, F0b on stage 1 wait",
         ),
     ],
 )
@@ -323,9 +323,9 @@ def test_impossible_numbers_are_refused() -> None:
             wrong()
     with pytest.raises(PlanError, match="at least one stage, got 0"):
         wavefront(0, 1)
-    with pytest.raises(PlanError, match="2 numbers of chunks cannot describe 3 micro-batches"):
+    with pytest.raises(PlanError, match="2 numbers of chunks do not match 3 micro-batches"):
         wavefront(2, [1, 2], 3)
-    with pytest.raises(PlanError, match="one micro-batch forward at a time"):
+    with pytest.raises(PlanError, match="a sequential schedule without backward must have one micro-batch"):
         sequential(2, 1, 2, backward=False)
 
 

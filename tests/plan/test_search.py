@@ -172,7 +172,7 @@ def test_more_memory_is_never_slower_and_less_ends_in_a_refusal() -> None:
         before = found.seconds
     assert before > 0
     assert "layer" in refused[-1]
-    assert "over the 205 MiB of the largest device" in refused[-1]
+    assert "exceeds the 205 MiB of the largest device" in refused[-1]
 
 
 def test_memory_that_is_short_is_saved_by_recomputation_or_micro_batches() -> None:
@@ -192,7 +192,7 @@ def test_slow_links_keep_everything_on_one_device_and_it_says_so() -> None:
         Cluster.uniform(machine(within=slow, between=slow), 2),
     )
     assert choice.best.plan == Plan.serial()
-    assert choice.why.startswith("1 device: uses 1 of 2 devices, and more would not help; the best on more, 2 ")
+    assert choice.why.startswith("1 device: uses 1 of 2 devices, and more would not help; the best on more devices, 2 ")
     assert {rival.plan.workers for rival in choice.rivals} == {2}
     assert all(rival.why.startswith("slower by ") for rival in choice.rivals)
 
@@ -201,7 +201,7 @@ def test_more_devices_for_little_gain_are_left_idle_and_it_says_so() -> None:
     units = units_of(50, model={"hidden": 128, "layers": 2}, batch={"lanes": 4, "steps": 16})
     choice = search(units, Cluster.uniform(machine(), 16))
     assert choice.best.plan == Plan.serial()
-    assert choice.why.startswith("1 device: uses 1 of 16 devices, for 2 replicas saves only 4.")
+    assert choice.why.startswith("1 device: uses 1 of 16 devices, because 2 replicas saves only 4.")
     [more] = [rival for rival in choice.rivals if rival.plan == Plan(2)]
     assert more.prediction is not None
     assert more.prediction.seconds < choice.best.seconds
@@ -223,7 +223,7 @@ def test_a_search_that_ends_before_it_is_sure_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(searching, "MOST_SIMULATED", 1)
     ended = search(units, cluster)
     assert ended.left > 0.0
-    assert f"(1 plans were simulated; one that was not could be faster by {ended.left:.1%} at most)" in ended.why
+    assert f"(1 plans were simulated; any other could be faster by at most {ended.left:.1%})" in ended.why
     scores = [each.best.seconds * price(each.best.plan.workers, GAIN_PER_DOUBLING) for each in (ended, sure)]
     assert scores[0] <= scores[1] * (1 + ended.left)
 
@@ -231,7 +231,7 @@ def test_a_search_that_ends_before_it_is_sure_says_so(monkeypatch: pytest.Monkey
 def test_all_devices_can_be_asked_for() -> None:
     units = units_of(50, model={"hidden": 128, "layers": 2}, batch={"lanes": 4, "steps": 6})
     assert search(units, Cluster.uniform(machine(), 8), use_all=True).best.plan.workers == 8
-    with pytest.raises(PlanError, match="64 devices cannot all be used by 4 lanes and 4 units"):
+    with pytest.raises(PlanError, match=r"4 lanes and 4 units .* cannot use all 64 devices"):
         search(units, Cluster.uniform(machine(), 64), use_all=True)
 
 
@@ -333,5 +333,5 @@ def test_plans_in_words() -> None:
     assert describe(Plan()) == "1 device"
     assert (
         describe(Plan(4, 2, (), 16, 2, True, share_head=True))
-        == "4 replicas x 2 stages, chunks of 16 steps, 2 micro-batches, recompute, the head shared"
+        == "4 replicas x 2 stages, chunks of 16 steps, 2 micro-batches, recompute, shared head"
     )

@@ -25,15 +25,15 @@ def test_a_profile_is_found_by_file_or_name(tmp_path: Path, monkeypatch: pytest.
     machine().write(tmp_path / "some")
     monkeypatch.setattr(shipped_profiles, "_folder", lambda: tmp_path)
     assert shipped_profiles.find_profile(str(tmp_path / "some")).to_json() == machine().to_json()
-    with pytest.raises(PlanError, match="no profile other; give a file that carrywave measured"):
+    with pytest.raises(PlanError, match="profile other not found; use a file that carrywave measured"):
         shipped_profiles.find_profile("other")
     machine(name="h1").write(tmp_path / "h1.json")
     assert shipped_profiles.names() == ["h1"]
     assert shipped_profiles.find_profile("h1").name == "h1"
     for name in ("h2", "../h1"):
-        with pytest.raises(PlanError, match=r"no profile h2; use h1, or a file|\.\./h1 cannot be read"):
+        with pytest.raises(PlanError, match=r"profile h2 not found; use h1, or a file|\.\./h1 cannot be read"):
             shipped_profiles.find_profile(name)
-    with pytest.raises(PlanError, match="no profile h2; use h1"):
+    with pytest.raises(PlanError, match="profile h2 not found; use h1"):
         shipped_profiles.shipped("h2")
 
 

@@ -58,7 +58,7 @@ def test_a_step_is_a_picture() -> None:
     step = timeline(2, 3, pay=1.0)
     *rows, _, _, legend = timeline_text(step, columns=14).splitlines()
     assert rows == ["stage 0 FfF...BBbbBBwu", "stage 1 .FfFBBbbBBw..u"]
-    assert legend == "F f forward of a chunk, B b its backward, w put-off gradients of weights, u update, . waiting"
+    assert legend == "F f forward of a chunk, B b backward of a chunk, w deferred weight gradients, u update, . waiting"
     assert timeline_text(step, columns=56).splitlines()[2:4] == [
         "        |       |       |       |       |       |       |       |",
         "        0 s     2 s     4 s     6 s     8 s     10 s    12 s    14 s",
@@ -94,7 +94,7 @@ def test_stages_are_told_with_work_memory_and_a_shared_head() -> None:
     predictor = Predictor(units_of(32768), Cluster.uniform(machine(), 2))
     found = predictor.predict(Plan(1, 2, (3,), 8))
     lines = stages_text(predictor.units, found).splitlines()
-    assert lines[0].split()[:4] == ["stage", "units", "work", "a"]
+    assert lines[0].split()[:4] == ["stage", "units", "work", "per"]
     assert "encoder, layers 1-2" in lines[1]
     assert seconds_text(found.stages[1].seconds) in lines[2]
     assert "80 GiB" in lines[2]
@@ -161,7 +161,7 @@ def test_what_would_help_is_tried() -> None:
     assert links.prediction.seconds == pytest.approx(fast.seconds, rel=0.02)  # both to within the tolerance of a search
     assert links.gain == pytest.approx(links.prediction.tokens_per_second / choice.best.tokens_per_second - 1)
     wider = found["batch.lanes=32"]
-    assert "changes the answer of training" in str(wider)
+    assert "changes the result of training" in str(wider)
     assert wider.prediction.tokens_per_second > choice.best.tokens_per_second
     assert "train.precision=bf16" not in found  # the profile has no sample of it
 
@@ -177,7 +177,7 @@ def test_the_slowest_stage_is_named_and_better_cuts_are_predicted() -> None:
     assert f"plan.cuts={list(even)}" in said
     assert f"{better.tokens_per_second:,.0f} tokens/s" in said
     assert "stage 1 (layers 5-8, head)" in said
-    assert "units are not divided; the largest, head, takes" in str(balance_text(predictor, better))
+    assert "units cannot be divided; the largest, head, takes" in str(balance_text(predictor, better))
     assert balance_text(predictor, predictor.predict(Plan())) is None
 
 
@@ -189,8 +189,8 @@ def test_a_plan_that_is_asked_for_is_compared_with_the_choice() -> None:
     assert found.best.plan.stages == 4
     assert found.rivals[0].plan == choice.best.plan
     ratio = found.best.seconds / choice.best.seconds
-    assert found.rivals[0].why == f"what the planner would choose: faster by {ratio - 1:.1%}"
-    assert asked_for(choice.best.plan, predictor, choice).why.endswith("asked for, and what the planner would choose")
+    assert found.rivals[0].why == f"the planner's choice: faster by {ratio - 1:.1%}"
+    assert asked_for(choice.best.plan, predictor, choice).why.endswith("requested, and also the planner's choice")
 
 
 def test_growth_is_told_with_where_it_stops_to_pay() -> None:
@@ -199,7 +199,7 @@ def test_growth_is_told_with_where_it_stops_to_pay() -> None:
     assert len(lines) == len(found.points) + 2
     assert lines[-1].startswith(f"More than {found.pays_up_to} device")
     paying = scale(units_of(batch={"lanes": 512, "steps": 64}), machine(), most=2)
-    assert scale_text(paying).splitlines()[-1] == "More devices pay as far as this table goes, up to 2 devices."
+    assert scale_text(paying).splitlines()[-1] == "More devices pay off throughout this table, up to 2 devices."
 
 
 def test_a_drawing_has_a_rectangle_for_each_span_and_one_axis() -> None:

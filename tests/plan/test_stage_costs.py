@@ -88,7 +88,7 @@ def test_two_directions_take_twice_as_long() -> None:
 
 def test_precisions_that_were_not_timed_are_refused_unless_alike() -> None:
     Costs(units(train={"precision": "tf32"}), machine()).unit(1, 8, 8)
-    with pytest.raises(PlanError, match="the profile made up holds no sample of lstm in fp64"):
+    with pytest.raises(PlanError, match="profile made up has no sample of lstm in fp64"):
         Costs(units(train={"precision": "fp64"}), machine()).unit(1, 8, 8)
 
 

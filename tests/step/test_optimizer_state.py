@@ -165,7 +165,7 @@ def test_what_cannot_be_saved_is_named() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["course"] = lambda step: step
     trainer = cw.Trainer(model, {}, optimizer=optimizer)
-    with pytest.raises(RunError, match=r"holds as course is a function; only tensors, numbers, texts, and lists and dictionaries"):
+    with pytest.raises(RunError, match=r"holds as course is a function; only tensors, numbers, strings, and lists and dictionaries"):
         trainer.state_dict()
 
 

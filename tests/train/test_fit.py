@@ -364,7 +364,7 @@ def test_a_dry_run_writes_nothing(text: Path, tmp_path: Path) -> None:
 
 def test_more_workers_than_there_are_is_refused(text: Path, tmp_path: Path) -> None:
     spec = language(text).model_copy(update={"plan": parse({"plan": {"replicas": 2}}).plan})
-    with pytest.raises(PlanError, match="needs 2 workers, 1 are running"):
+    with pytest.raises(PlanError, match="needs 2 workers, got 1"):
         train(spec, run=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 
@@ -393,5 +393,5 @@ def test_a_trainer_refuses_what_it_cannot_do() -> None:
 
 
 def test_an_unknown_device_is_refused(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="device 'mps' is not one of auto, cpu and cuda"):
+    with pytest.raises(SpecError, match="unknown device 'mps'; use auto, cpu, cuda or cuda:INDEX"):
         train(language(text), run=tmp_path / "run", device="mps")

@@ -113,7 +113,7 @@ def test_a_profile_without_this_kind_of_work_predicts_nothing(use: Any) -> None:
     found = plan_run(ALONE, given(2), said.append)
     assert found.plan == Plan(2)  # it trains all the same
     assert said[0].startswith("no plan was chosen, and every worker is a replica: ")
-    assert "holds no sample" in said[0]
+    assert "has no sample" in said[0]
 
 
 def test_without_a_profile_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_with_a_worker_broken_nothing_is_measured(monkeypatch: pytest.MonkeyPatc
 
 def test_a_measurement_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **how: Any) -> Profile:
-        raise PlanError("worker 1 of the measurement ended with exit code -9: it said nothing; give plan.replicas")
+        raise PlanError("worker 1 of the measurement exited with code -9: no output; give plan.replicas")
 
     monkeypatch.delenv("CARRYWAVE_PROFILE")
     monkeypatch.setattr(planning, "known_profile", lambda units, **how: None)

@@ -340,7 +340,7 @@ class Single(Largest):
     [
         (NARROW, {"devices": 0}, PlanError, "devices=0 is no number of workers; use 1 or more"),
         (NARROW, {"devices": 3, "plan": {"stages": 2}}, PlanError, r"devices=3 is not plan.replicas x plan.stages \(any number x 2\)"),
-        (NARROW, {"plan": {"replicas": 2}}, PlanError, "needs 2 workers, 1 are running"),
+        (NARROW, {"plan": {"replicas": 2}}, PlanError, "needs 2 workers, got 1"),
         (NARROW, {"plan": "fast"}, SpecError, "plan is"),
         (NARROW, {"epochs": 3}, SpecError, r"unknown key epochs; did you mean train\.epochs\?"),
         (NARROW, {"resume": True}, RunError, "resume needs to know which run"),

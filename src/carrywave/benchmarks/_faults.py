@@ -224,7 +224,7 @@ def _until(running: Running, what: str) -> Iterator[None]:
         yield
         time.sleep(POLL_SECONDS)
     said = "; ".join(line for _, line in running.lines[-2:])
-    raise RunError(f"the run ended or hung before {what} ({said}); look into {running.run / 'logs'}")
+    raise RunError(f"the run ended or hung before {what} ({said}); see {running.run / 'logs'}")
 
 
 def harm(
@@ -246,7 +246,7 @@ def harm(
     rank = draw.randrange(devices) if rank is None else rank
     if moment == "restart":
         until = time.monotonic() + draw.uniform(0.0, RESTART_SECONDS)
-        for _ in _until(running, "it was time"):
+        for _ in _until(running, "the chosen moment"):
             if time.monotonic() > until or running.step(attempt):
                 break
     else:
@@ -255,14 +255,14 @@ def harm(
                 break
         time.sleep(draw.uniform(0.0, STEP_SECONDS))
     if moment == "save":
-        for _ in _until(running, "a snapshot was begun"):
+        for _ in _until(running, "a snapshot began"):
             if running.draft():
                 break
     fault = Fault(moment, rank, running.step(attempt), time.monotonic(), in_a_save=moment != "restart" and running.draft())
     try:
         os.kill(workers[rank][0], number)
     except ProcessLookupError:
-        raise RunError(f"worker {rank} had ended before it was its turn; give the run more steps") from None
+        raise RunError(f"worker {rank} ended before it could be signalled; give the run more steps") from None
     return fault
 
 
@@ -297,7 +297,7 @@ def trained_on(ledger: Path, stages: int) -> dict[int, Counter[tuple[int, int]]]
                 del kept[later]
             kept[row["step"]] = row
         if sorted(kept) != list(range(1, len(kept) + 1)):
-            raise RunError(f"{path} does not tell of every step; the ledger is of no use")
+            raise RunError(f"{path} does not record every step; the ledger cannot be used")
         for row in kept.values():
             for epoch, lanes in row["windows"]:
                 for _, sequence, offset, length in lanes:
@@ -305,7 +305,7 @@ def trained_on(ledger: Path, stages: int) -> dict[int, Counter[tuple[int, int]]]
     for counter in counts.values():
         for place, times in counter.items():
             if times % stages:
-                raise RunError(f"step {place} of the data was seen {times} times by {stages} stages; they do not agree")
+                raise RunError(f"step {place} of the data was seen {times} times by {stages} stages; the stages do not agree")
             counter[place] = times // stages
     return counts
 

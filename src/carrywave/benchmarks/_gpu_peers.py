@@ -41,7 +41,7 @@ GRADIENT_SCALE = 8.0
 def cuda_device(bench: str) -> torch.device:
     """The GPU to benchmark on; a user error if there is none."""
     if not torch.cuda.is_available():
-        raise UserError(f"bench {bench} times a GPU, and torch finds none that it can use here; run it on a machine with an NVIDIA GPU")
+        raise UserError(f"bench {bench} needs a GPU, but torch found none that it can use; run it on a machine with an NVIDIA GPU")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -379,6 +379,6 @@ def _plain_model(recipe: Recipe, weights: Mapping[str, Tensor]) -> PlainLanguage
 def check_falls(losses: Sequence[float], cycle: int) -> str:
     """Describe what is wrong with the losses of a loop that cycles over the same windows; empty if nothing is."""
     if not all(abs(loss) < float("inf") for loss in losses):  # False for NaN too
-        return "its loss is not a number"
+        return "its loss is not finite"
     first, last = statistics.median(losses[:cycle]), statistics.median(losses[-cycle:])
     return "" if last < first else f"its loss does not fall: {first:.4f}, then {last:.4f}"

@@ -166,7 +166,7 @@ class DataParallel(Serial):
     def __init__(self, case: Case, lstm: str, rank: int, size: int, bucket_mb: int = 25) -> None:
         super().__init__(case, lstm)
         if case.lanes % size:
-            raise ValueError(f"{case.lanes} lanes for {size} workers")
+            raise ValueError(f"{case.lanes} lanes cannot be divided evenly among {size} workers")
         share = case.lanes // size
         self.batches = [
             (x[:, rank * share :][:, :share].contiguous(), y[:, rank * share :][:, :share].contiguous()) for x, y in self.batches

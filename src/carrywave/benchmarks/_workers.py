@@ -111,7 +111,7 @@ def crew_sizes(cores: int | None = None) -> list[int]:
     """The worker counts to time on this machine: up to one worker per two cores, and always two workers."""
     cores = own_cores() if cores is None else cores
     if cores < 2:
-        raise UserError(f"this benchmark compares several workers, and there is {cores} core; run it on two or more")
+        raise UserError(f"this benchmark compares several workers, but there is {cores} core; run it on two or more")
     return [workers for workers in (2, 4, 8) if workers <= max(2, cores // 2)]
 
 

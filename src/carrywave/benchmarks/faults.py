@@ -47,7 +47,7 @@ def row_of(case: Case, faults: int, number: signal.Signals, *, moments: tuple[Mo
         told = disturbed(folder, case, faults, seed=faults + case.devices, number=number, moments=moments)
         for each in (undisturbed, told):
             if each.code:
-                raise RunError(f"a run of {case.name} ended with exit code {each.code}: {' / '.join(each.lines[-2:])}; see its lines")
+                raise RunError(f"a run of {case.name} exited with code {each.code}: {' / '.join(each.lines[-2:])}; fix that first")
         equal = contents(folder / "disturbed") == contents(folder / "calm")
         once = each_once(folder / "disturbed-ledger", stages) and each_once(folder / "calm-ledger", stages)
     return {

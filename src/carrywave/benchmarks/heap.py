@@ -21,7 +21,7 @@ from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.train.profiles import threads
 
-title = "memory kept in the process, or given back"
+title = "memory kept in the process or returned to the system"
 
 ROUNDS, SECONDS = 3, 3.0
 # mimalloc's default; and a glibc tunable that has no effect itself, but makes `carrywave.heap` leave glibc alone.

@@ -102,7 +102,7 @@ def each(*, quick: bool = False, rows: Sequence[str] = ()) -> Iterator[dict[str,
     device = peers.cuda_device("kernels")
     forced = os.environ.get("CARRYWAVE_KERNEL", "")
     if forced:
-        raise UserError(f"CARRYWAVE_KERNEL={forced} puts every backend in the place of one, and bench kernels compares them; unset it")
+        raise UserError(f"CARRYWAVE_KERNEL={forced} forces one backend, but bench kernels compares several; unset it")
     padded_ms: dict[Case, float] = {}
     for case in cases(quick=quick, rows=rows):
         found = measure(case, device, budget_ms=BUDGET_MS / 10 if quick else BUDGET_MS)
@@ -123,7 +123,7 @@ def cases(*, quick: bool = False, rows: Sequence[str] = ()) -> list[Case]:
     asked = [frozenset(words.split()) for words in rows]
     kept = [case for case in found if not asked or any(words <= case.words for words in asked)]
     if not kept:
-        raise UserError(f"no case of bench kernels is called {' or '.join(rows)}; use words such as 1x1024, B64, bf16, lengths, dropout0.5")
+        raise UserError(f"no case of bench kernels matches {' or '.join(rows)}; use words such as 1x1024, B64, bf16, lengths, dropout0.5")
     return kept
 
 
@@ -234,7 +234,7 @@ def _calls(stack: Stack, refused: str, found: Measured) -> dict[str, Call]:
             ready = peers.graphed(call) if name.endswith("_graph") else peers.warmed_up(call)
             # After a failure the dispatcher warns and falls back permanently.
             if call is ours and dispatch.choose("persistent", stack.x_TBI, stack.layers[0]) != "persistent":
-                found.notes.append("ours: the kernel failed, as the warning says")
+                found.notes.append("ours: the kernel failed (see the warning)")
                 break
             calls[name] = ready
         except Exception as error:

@@ -50,7 +50,7 @@ def run(*, quick: bool) -> list[dict[str, object]]:
         # The file and its tokens, and as much again while the cache is being written.
         needed_mb, free_mb = 4 * max(sizes_mb), shutil.disk_usage(folder).free // MB
         if free_mb < needed_mb:
-            raise UserError(f"bench memory needs {needed_mb} MB of disk and {folder.parent} has {free_mb} MB; set TMPDIR to a larger disk")
+            raise UserError(f"bench memory needs {needed_mb} MB of disk, but {folder.parent} has {free_mb} MB; set TMPDIR to a larger disk")
         valid = folder / "valid.txt"
         _write_text(valid, MB // 10)
         rows: list[dict[str, object]] = []
@@ -87,7 +87,7 @@ def _peak_of_training(train: Path, valid: Path, folder: Path) -> int:
             raise
     if child.returncode != 0:
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-        raise RunError(f"training for bench memory ended with exit code {child.returncode}: {last}")
+        raise RunError(f"training for bench memory exited with code {child.returncode}: {last}")
     return peak
 
 

@@ -309,7 +309,8 @@ def check_losses(losses: dict[str, list[float]], reference: str) -> None:
         for number, (value, wanted) in enumerate(zip(values, serial, strict=True)):
             if not abs(value - wanted) <= allowed:
                 raise RunError(
-                    f"{name} has loss {value} at step {number}, {reference} {wanted}: it does not compute the same; mend it first"
+                    f"{name} has loss {value} at step {number}, but {reference} has {wanted}: they do not compute the same; "
+                    "fix that before comparing their speed"
                 )
 
 

@@ -83,7 +83,7 @@ def each(*, quick: bool = False, rows: Sequence[str] = (), loops: Sequence[str] 
     # Skipped in the quick form, where compiling would take longer than everything else.
     names = loops if loops is not None else LOOPS[:-1] if quick else LOOPS
     if unknown := [name for name in names if name not in LOOPS]:
-        raise UserError(f"there is no loop {unknown[0]} in bench step; use some of {', '.join(LOOPS)}")
+        raise UserError(f"bench step has no loop {unknown[0]}; use some of {', '.join(LOOPS)}")
     for recipe in recipes:
         yield from compare(recipe, device, names, budget_ms=BUDGET_MS / 20 if quick else BUDGET_MS)
 
@@ -93,7 +93,7 @@ def chosen(recipes: Sequence[Recipe], rows: Sequence[str]) -> list[Recipe]:
     kept = [recipe for recipe in recipes if not rows or any(set(words.split()) <= set(recipe.name.split()) for words in rows)]
     if not kept:
         known = ", ".join(recipe.name.split()[0] for recipe in recipes)
-        raise UserError(f"no model of bench step is called {' or '.join(rows)}; use one of {known}")
+        raise UserError(f"no model of bench step matches {' or '.join(rows)}; use one of {known}")
     return kept
 
 

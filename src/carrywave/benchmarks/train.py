@@ -34,7 +34,7 @@ from carrywave.spec.spec import Spec
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Task
 
-title = "training against a loop written by hand"
+title = "training against a hand-written loop"
 COLUMNS = ("case", "device", "loop", "tokens_per_second", "spread", "ratio", "target")
 
 Step = Callable[[], int]  # runs one optimizer step and returns its real tokens

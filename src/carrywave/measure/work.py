@@ -56,7 +56,7 @@ def work(world: World, job: Row) -> Iterator[Row]:
         for parameters, layers in OPTIMIZER_SIZES[world.device.type]:
             yield {"sample": asdict(_update(world.device, name, parameters, layers, precision, together))}
     if on_gpu:
-        persistent.stand_aside("they do in stages over NCCL")  # nor are CUDA graphs captured there
+        persistent.stand_aside("stages over NCCL do not use it")  # nor are CUDA graphs captured there
     for ask in asks:
         if ask.layers == 1:
             sample = time_unit(ask, world.device, task_seconds, together, alone=ask.whole and not on_gpu)

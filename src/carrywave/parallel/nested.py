@@ -28,7 +28,7 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [plain(each, where) for each in value]
     raise RunError(
-        f"{where} is a {type(value).__name__}; only tensors, numbers, texts, and lists and dictionaries of them can be saved: "
+        f"{where} is a {type(value).__name__}; only tensors, numbers, strings, and lists and dictionaries of these can be saved: "
         "save optimizer.state_dict() yourself"
     )
 

@@ -53,9 +53,7 @@ def start(
             from carrywave.parallel.liveness.lost_contact import sounds_lost
 
             cause = min(failed, key=lambda rank: sounds_lost(last[rank]))
-            raise RunError(
-                f"worker {cause} of {name or module} ended with exit code {crew[cause].returncode}: {last[cause] or 'it said nothing'}"
-            )
+            raise RunError(f"worker {cause} of {name or module} exited with code {crew[cause].returncode}: {last[cause] or 'no output'}")
         texts = [(folder / f"{rank}.jsonl").read_text(encoding="utf-8") for rank in range(workers)]
         return [[json.loads(line) for line in text.splitlines()] for text in texts]
 

@@ -86,17 +86,17 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     """
     kind, colon, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not index.isdecimal())):
-        raise SpecError(f"device {name!r} is not one of auto, cpu and cuda; use one of them")
+        raise SpecError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:INDEX")
     there = torch.cuda.is_available()
     if kind == "cuda" and not there:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         hint = "" if seen is None else f" (CUDA_VISIBLE_DEVICES={seen})"
-        raise SpecError(f"device cuda was asked for and no GPU can be used{hint}; use {option('device', 'cpu')}")
+        raise SpecError(f"device cuda was requested, but no GPU is available{hint}; use {option('device', 'cpu')}")
     if kind == "cpu" or not there:
         return torch.device("cpu")
     if index:
         if int(index) >= torch.cuda.device_count():
-            raise SpecError(f"there is no device {name}: this host has {torch.cuda.device_count()} GPUs, from cuda:0; use one of them")
+            raise SpecError(f"device {name} not found: this host has {torch.cuda.device_count()} GPUs, from cuda:0; use one of them")
         return torch.device("cuda", int(index))
     return settled(torch.device("cuda")) if local_rank is None else torch.device("cuda", local_rank % torch.cuda.device_count())
 
@@ -112,13 +112,13 @@ def join(device: str = "auto") -> World:
     local_size = number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else None
     if size < 1 or rank >= size:
         raise WorkerError(
-            f"RANK={rank} does not fit WORLD_SIZE={size}; ranks run from 0 to WORLD_SIZE - 1: correct the launcher's variables"
+            f"RANK={rank} is out of range for WORLD_SIZE={size}; ranks run from 0 to WORLD_SIZE - 1: correct the launcher's variables"
         )
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, size):
             raise WorkerError(
                 f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, but RANK={rank} and WORLD_SIZE={size}; "
-                "destroy the group first, or let carrywave make it"
+                "destroy the group first, or let carrywave create it"
             )
         return _of_group(device, local_rank, local_size or size)
     heartbeat.start()
@@ -152,8 +152,8 @@ def join(device: str = "auto") -> World:
         if lost_contact.lost(error):
             raise lost_contact.of(error) from None
         raise WorkerError(
-            f"rank {rank} cannot connect to the others ({reason(error)}); see that they reach each other, and which "
-            "interface is meant (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+            f"rank {rank} cannot connect to the others ({reason(error)}); check that they can reach each other, and which "
+            "interface they use (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
         ) from error
     _Joined.made_group = True
     _Joined.waits = PrefixStore("waits", store)
@@ -182,8 +182,8 @@ def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
 def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerError:
     """The error for more workers than GPUs."""
     return WorkerError(
-        f"{workers} workers{f' of host {host}' if host else ''} have {gpus} GPU{'s' * (gpus > 1)} to compute on; "
-        f"start one worker for each GPU, or set {SHARE_GPU}=1 to let them take turns, as a trial"
+        f"{workers} workers{f' of host {host}' if host else ''} have only {gpus} GPU{'s' * (gpus > 1)}; "
+        f"start one worker per GPU, or set {SHARE_GPU}=1 to let them take turns, for a trial"
     )
 
 
@@ -271,7 +271,7 @@ def check_agreement(world: World, what: Mapping[str, str]) -> None:
             if theirs.get(name) != said[0].get(name):
                 raise on_every_rank(
                     WorkerError(
-                        f"rank {rank} has {name} {short(theirs.get(name))}, rank 0 has {short(said[0].get(name))}; "
+                        f"rank {rank} has {name} {short(theirs.get(name))}, but rank 0 has {short(said[0].get(name))}; "
                         "start every worker with the same command, files and versions"
                     )
                 )
@@ -312,8 +312,8 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
     config = dist.get_backend_config()
     if "cpu:" not in config:
         raise WorkerError(
-            f"the process group was made with {dist.get_backend()} alone, which sends nothing from the CPU; "
-            'make it with init_process_group("cpu:gloo,cuda:nccl")'
+            f"the process group was created with {dist.get_backend()} alone, which cannot send from the CPU; "
+            'create it with init_process_group("cpu:gloo,cuda:nccl")'
         )
     rank, size = dist.get_rank(), dist.get_world_size()
     where = _taken(pick_device(device, local_rank))
@@ -326,8 +326,8 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
     if any(gpus) and not all(gpus) and "cuda:nccl" in config:
         raise on_every_rank(
             WorkerError(
-                "some workers compute on a GPU and some do not, and the process group sends from GPUs by NCCL, which the others have not; "
-                'make it with init_process_group("gloo")'
+                "some workers compute on a GPU and some do not, but the process group uses NCCL, which needs a GPU on every worker; "
+                'create it with init_process_group("gloo")'
             )
         )
     return replace(world, backend="nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo")

@@ -25,13 +25,13 @@ def check(plan: Plan) -> None:
     """Reject a plan that cannot reproduce the result of one replica bit for bit."""
     if plan.replicas not in REPLICAS:
         raise PlanError(
-            f"train.reproducible=true deals out {SHARDS} shards of the lanes, and {plan.replicas} replicas cannot share them evenly; "
+            f"train.reproducible=true divides the lanes into {SHARDS} shards, which {plan.replicas} replicas cannot share evenly; "
             "use 1, 2, 4 or 8 replicas"
         )
     if plan.micro_batches > 1:
         raise PlanError(
-            f"train.reproducible=true cuts the lanes into {SHARDS} shards, and plan.micro_batches={plan.micro_batches} would cut them "
-            "again; leave plan.micro_batches out"
+            f"train.reproducible=true divides the lanes into {SHARDS} shards, which plan.micro_batches={plan.micro_batches} would divide "
+            "again; remove plan.micro_batches"
         )
 
 

@@ -55,7 +55,7 @@ class Plan:
         edges = (0, *cuts, units)
         if len(edges) != self.stages + 1 or list(edges) != sorted(set(edges)):
             raise PlanError(
-                f"plan.cuts={list(cuts)} must be {self.stages - 1} rising unit numbers between 1 and {units - 1}; change it or leave it out"
+                f"plan.cuts={list(cuts)} must be {self.stages - 1} increasing unit numbers between 1 and {units - 1}; change or remove it"
             )
         return edges
 
@@ -70,12 +70,12 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, po
     replicas = asked.replicas if asked.replicas is not None else max(1, workers // asked.stages)
     if replicas * asked.stages != workers:
         raise PlanError(
-            f"plan.replicas={replicas} x plan.stages={asked.stages} needs {replicas * asked.stages} workers, {workers} are running; "
+            f"plan.replicas={replicas} x plan.stages={asked.stages} needs {replicas * asked.stages} workers, got {workers}; "
             f"use {option('devices', replicas * asked.stages)}, or set plan.replicas and plan.stages so that their product is {workers}"
         )
     if lanes is not None and lanes < replicas * asked.micro_batches:
         raise PlanError(
-            f"batch.lanes={lanes} cannot be shared by {replicas} replicas x {asked.micro_batches} micro-batches; "
+            f"batch.lanes={lanes} cannot be divided among {replicas} replicas x {asked.micro_batches} micro-batches; "
             f"use batch.lanes >= {replicas * asked.micro_batches}"
         )
     chunk_steps = asked.chunk_steps
@@ -99,8 +99,8 @@ def check_head(plan: Plan, *, pooled: bool) -> None:
     """Reject a shared head when the head scores whole sequences: there are no per-step scores to distribute."""
     if plan.shares_head and pooled:
         raise PlanError(
-            "plan.share_head=true deals out the scores of single steps, and the head of this model scores whole sequences; "
-            "leave plan.share_head out"
+            "plan.share_head=true needs a head that scores single steps, but the head of this model scores whole sequences; "
+            "remove plan.share_head"
         )
 
 

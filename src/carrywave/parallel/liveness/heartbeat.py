@@ -60,7 +60,7 @@ def _limit(name: str, usual: float) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < 1e9:
-        raise WorkerError(f"{name}={text} is not a number of seconds; use {usual:g}, say, or 0 to look no more")
+        raise WorkerError(f"{name}={text} is not a number of seconds; use for example {usual:g}, or 0 to turn this check off")
     return seconds or math.inf
 
 
@@ -134,7 +134,7 @@ class Listener:
         for rank, heard in running.items():
             usual = heard.beats > 0 and sys.platform == "linux"
             if somebody_beats and heard.silent_seconds > self._silent_limit * (1 if usual else LONGER):
-                return rank, f"gave no sign of life for {heard.silent_seconds:.0f} s (stopped?) and was ended"
+                return rank, f"gave no sign of life for {heard.silent_seconds:.0f} s (stopped?) and was killed"
         if running and all(heard.training and heard.still_seconds > self._hang_limit for heard in running.values()):
             rank = min(running, key=lambda rank: running[rank].steps)
             return rank, f"hung: no worker took a step for {self._hang_limit:g} s, and this one had taken the fewest"

@@ -106,7 +106,7 @@ def of(error: BaseException) -> ContactLost:
     at = f" at {address[1]}" if rank is None and address is not None else ""
     waited = re.search(r"(\d+) ?ms", str(error))
     how = f"it did not answer for {int(waited[1]) / 1000:g} s" if waited is not None else "the connection closed"
-    return ContactLost(f"contact with {where}{at} was lost at {now} ({how}); its own message says why: start all workers again", rank)
+    return ContactLost(f"contact with {where}{at} was lost at {now} ({how}); its own message says why: restart all workers", rank)
 
 
 def _on(rank: int) -> str:

@@ -122,9 +122,9 @@ class _Watch:
                 os.kill(known["pid"], signal.SIGKILL)
         where = "" if known is None else f" on {known['host']}"
         met = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        who = f"{met}, where the workers met," if rank is None else f"rank {rank}{where}"
+        who = f"the rendezvous store at {met}" if rank is None else f"rank {rank}{where}"
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
-        said = f"{who} gave no sign of life for {seconds:.0f} s, since {since} (stopped, or out of reach?)"
+        said = f"{who} gave no sign of life for {seconds:.0f} s, since {since} (stopped or unreachable?)"
         # Exit from this thread, because the main thread waits for a message that will never come.
         where_told = folder()
         if where_told is not None:

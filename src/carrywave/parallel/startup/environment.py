@@ -31,28 +31,28 @@ def _whole(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
-OWN = "carrywave sets it for the workers that it starts: unset it"
+OWN = "unset it: carrywave sets it for the workers that it starts"
 RULES = (
-    _Rule(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), _threads, f"a number of threads from 1 to {MOST_THREADS}", "correct it, or unset it"),
+    _Rule(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), _threads, f"a number of threads from 1 to {MOST_THREADS}", "correct or unset it"),
     _Rule(
         ("TORCH_CPP_LOG_LEVEL",),
         lambda text: text in ("INFO", "WARNING", "ERROR", "FATAL", "0", "1", "2", "3"),
-        "one of INFO, WARNING, ERROR and FATAL",
-        "correct it, or unset it",
+        "one of INFO, WARNING, ERROR or FATAL",
+        "correct or unset it",
     ),
     _Rule(
         ("TORCH_DISTRIBUTED_DEBUG",),
         lambda text: text.upper() in ("OFF", "INFO", "DETAIL"),
-        "one of OFF, INFO and DETAIL",
-        "correct it, or unset it",
+        "one of OFF, INFO or DETAIL",
+        "correct or unset it",
     ),
     _Rule(("CARRYWAVE_PARENT", "CARRYWAVE_PLACE", "CARRYWAVE_ATTEMPT", "CARRYWAVE_FIT"), _whole, "a whole number >= 0", OWN),
-    _Rule(("CARRYWAVE_CAUSES", "CARRYWAVE_BEATS"), lambda text: Path(text).is_dir(), "a folder that is there", OWN),
-    _Rule(("CARRYWAVE_FIT_EARLIER",), lambda text: Path(text).is_file(), "a file that is there", OWN),
+    _Rule(("CARRYWAVE_CAUSES", "CARRYWAVE_BEATS"), lambda text: Path(text).is_dir(), "an existing folder", OWN),
+    _Rule(("CARRYWAVE_FIT_EARLIER",), lambda text: Path(text).is_file(), "an existing file", OWN),
     _Rule(
         ("CARRYWAVE_STORE",),
         lambda text: Path(text).parent.is_dir() and (not Path(text).exists() or Path(text).is_file()),
-        "a file, or one that can be made",
+        "a file that exists or can be created",
         OWN,
     ),
 )

@@ -26,7 +26,7 @@ def unreachable(*, on_gpu: bool) -> str:
         if missing is not None:
             return (
                 f"{variable}={os.environ[variable]}: this host has no network interface {missing} "
-                f"(it has {', '.join(there)}); correct it, or unset it"
+                f"(it has {', '.join(there)}); correct or unset it"
             )
     try:
         _try_gloo()
@@ -58,8 +58,8 @@ def check_hosts(there: Sequence[Mapping[str, Any]]) -> None:
         if several and one["home"]:
             raise on_every_rank(
                 WorkerError(
-                    f"the name of host {one['host']} leads to loopback there, where other hosts cannot reach its rank {rank}; "
-                    f"set {GLOO} on it to the interface that they reach (eth0, say)"
+                    f"host {one['host']} resolves its own name to loopback, so other hosts cannot reach its rank {rank}; "
+                    f"set {GLOO} on it to an interface that they can reach, such as eth0"
                 )
             )
 

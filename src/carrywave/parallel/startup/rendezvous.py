@@ -33,8 +33,8 @@ def number(name: str) -> int:
     text = os.environ.get(name)
     if text is None:
         given = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
-        hint = " (under srun to SLURM_LOCALID)" if name == "LOCAL_RANK" else ""
-        raise WorkerError(f"{given} is set and {name} is not; start the workers with torchrun, or set it too{hint}")
+        hint = " (under srun, to SLURM_LOCALID)" if name == "LOCAL_RANK" else ""
+        raise WorkerError(f"{given} is set but {name} is not; start the workers with torchrun, or set it too{hint}")
     if not text.isascii() or not text.isdecimal() or len(text) > 9:
         raise WorkerError(f"{name}={short(text)} is not a whole number >= 0; correct it, or start the workers with torchrun")
     return int(text)
@@ -53,7 +53,7 @@ def seconds_of(name: str, usual: float) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
-        raise WorkerError(f"{name}={text} is not a number of seconds; use {usual:g}, say")
+        raise WorkerError(f"{name}={text} is not a number of seconds; use for example {usual:g}")
     return seconds
 
 
@@ -68,7 +68,7 @@ def find_store(rank: int, size: int, seconds: float) -> Store:
         return store
     address = os.environ.get("MASTER_ADDR")
     if not address:
-        raise WorkerError("RANK is set and MASTER_ADDR is not; start the workers with torchrun, or set it to the host of rank 0")
+        raise WorkerError("RANK is set but MASTER_ADDR is not; start the workers with torchrun, or set it to the host of rank 0")
     port = number("MASTER_PORT")
     if not 0 < port < 2**16:
         raise WorkerError(f"MASTER_PORT={port} is not a port; use a number from 1 to 65535")
@@ -84,12 +84,12 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
     on other hosts, it listens on all interfaces; it then reaches its own store through loopback, as the address may be one only the others
     can use.
     """
-    nobody = WorkerError(f"nothing answers at {address}:{port} within {seconds:g} s; start rank 0 there, or correct the address and port")
+    nobody = WorkerError(f"nothing answered at {address}:{port} within {seconds:g} s; start rank 0 there, or correct the address and port")
     try:
         socket.getaddrinfo(address, port)
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or "no name of a host"
-        raise WorkerError(f"the host {short(address)} is not known ({why}); correct the address where rank 0 is") from error
+        why = getattr(error, "strerror", None) or "not a host name"
+        raise WorkerError(f"host {short(address)} not found ({why}); correct the address of rank 0") from error
     handle: int | None = None
     if first:
         handle = _listen(address, port)
@@ -121,7 +121,7 @@ def open_store(address: str, port: int, first: bool, seconds: float) -> TCPStore
     thread.start()
     thread.join(seconds)
     if not made:
-        raise nobody if first else WorkerError(f"another program than rank 0 answers at {address}:{port}; use a free port")
+        raise nobody if first else WorkerError(f"a program other than rank 0 answered at {address}:{port}; use a free port")
     if isinstance(made[0], RuntimeError):
         message = str(made[0]).lower()
         if "eaddrinuse" in message or "address already in use" in message:
@@ -146,13 +146,13 @@ def _listen(address: str, port: int) -> int | None:
         if error.errno == errno.EADDRINUSE:
             raise _taken(address, port) from error
         if error.errno == errno.EACCES:
-            raise WorkerError(f"port {port} may not be opened by this user; use one from 1024 to 65535") from error
+            raise WorkerError(f"this user may not open port {port}; use one from 1024 to 65535") from error
         return None
     return listener.detach()
 
 
 def _taken(address: str, port: int) -> WorkerError:
-    return WorkerError(f"port {port} on {address} is taken by another program; use a free one (MASTER_PORT, --master-port)")
+    return WorkerError(f"port {port} on {address} is in use by another program; use a free one (MASTER_PORT, --master-port)")
 
 
 def _await_listener(address: str, port: int, seconds: float, nobody: WorkerError) -> None:
@@ -188,7 +188,7 @@ def everyone(store: Store, rank: int, size: int, said: Mapping[str, Any], second
                 time.sleep(0.05)
         return [json.loads(store.get(_here(other))) for other in range(size)]
     except RuntimeError as error:
-        raise WorkerError(f"rank {rank} of {size} lost the place where the workers meet ({short(str(error))}); start them again") from error
+        raise WorkerError(f"rank {rank} of {size} lost the rendezvous store ({short(str(error))}); restart all workers") from error
 
 
 def _here(rank: int) -> str:
@@ -201,8 +201,8 @@ def _absent(missing: Sequence[int], size: int, seconds: float) -> UserError:
         named.append("others")
     who = f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}"
     error = WorkerError(
-        f"{who} of {size} did not show up within {seconds:g} s; start every worker, and see that each reaches rank 0 "
-        "(CARRYWAVE_START_SECONDS waits longer)"
+        f"{who} of {size} did not show up within {seconds:g} s; start every worker, and check that each can reach rank 0 "
+        "(to wait longer, set CARRYWAVE_START_SECONDS)"
     )
     return on_every_rank(error, told_by=next((rank for rank in range(size) if rank not in missing), 0))
 

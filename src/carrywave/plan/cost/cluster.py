@@ -52,20 +52,20 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.hosts:
-            raise PlanError("a cluster without hosts has nothing to train on; list at least one")
+            raise PlanError("the cluster has no hosts; list at least one")
         for number, host in enumerate(self.hosts):
             if host.devices < 1:
-                raise PlanError(f"host {number} of the cluster has devices={host.devices}; give it at least one, or take it away")
+                raise PlanError(f"host {number} of the cluster has devices={host.devices}; set at least 1, or remove the host")
         if len(self.hosts) > 1 and self.between is None and any(host.profile.between is None for host in self.hosts):
-            raise PlanError(f"nothing is known of the link between the {len(self.hosts)} hosts of the cluster; give `between`")
+            raise PlanError(f"the link between the {len(self.hosts)} hosts of the cluster is unknown; set `between`")
 
     @staticmethod
     def uniform(profile: Profile, devices: int) -> Cluster:
         """A cluster of `devices` devices of one kind, filling hosts one after another."""
         if devices < 1:
-            raise PlanError(f"devices={devices} leaves nothing to train on; use 1 or more")
+            raise PlanError(f"devices={devices} leaves no device to train on; use 1 or more")
         if devices > MOST_DEVICES:
-            raise PlanError(f"devices={devices} are more than are planned for; use at most {MOST_DEVICES}")
+            raise PlanError(f"devices={devices} is more than the planner supports; use at most {MOST_DEVICES}")
         full, rest = divmod(devices, profile.devices_per_host)
         return Cluster((Host(profile.devices_per_host, profile),) * full + ((Host(rest, profile),) if rest else ()))
 
@@ -84,22 +84,22 @@ class Cluster:
         def host(part: Mapping[str, Any], here: str) -> Host:
             name, devices = part.get("profile", given.get("profile")), part.get("devices", given.get("devices"))
             if not isinstance(name, str):
-                raise PlanError(f"{here}: profile={name!r} is not the name or file of a profile; give one")
+                raise PlanError(f"{here}: profile={name!r} is not the name or file of a profile; set one")
             if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-                raise PlanError(f"{here}: devices={devices!r} is not a number of devices; give each host at least 1")
+                raise PlanError(f"{here}: devices={devices!r} is not a number of devices; use at least 1 for each host")
             if name not in found:
                 found[name] = profile(name)
             return Host(devices, found[name])
 
         hosts = given.get("hosts", 1)
         if isinstance(hosts, int) and hosts > MOST_DEVICES:
-            raise PlanError(f"{where}: hosts={hosts} are more than are planned for; use at most {MOST_DEVICES}")
+            raise PlanError(f"{where}: hosts={hosts} is more than the planner supports; use at most {MOST_DEVICES}")
         if isinstance(hosts, int) and not isinstance(hosts, bool) and hosts >= 1:
             each: tuple[Host, ...] = (host({}, where),) * hosts
         elif isinstance(hosts, list) and hosts:
             each = tuple(host(_mapping(one, keys[1:3], f"{where}: hosts[{i}]"), f"{where}: hosts[{i}]") for i, one in enumerate(hosts))
         else:
-            raise PlanError(f"{where}: hosts={hosts!r} is neither a number of hosts nor a list of them; give at least one")
+            raise PlanError(f"{where}: hosts={hosts!r} is neither a number of hosts nor a list of them; set at least one")
         # Plans use devices from the front, so put large hosts first: their devices have more neighbours on the same host.
         each = tuple(sorted(each, key=lambda one: -one.devices))
         return Cluster(each, *(_link(given.get(name), links or {}, f"{where}: {name}") for name in ("within", "between")))
@@ -123,7 +123,7 @@ class Cluster:
         size, first = self.hosts[0].devices, self.hosts[0].profile
         used = replicas * stages
         if used > self.devices:
-            raise PlanError(f"{replicas} replicas x {stages} stages need {used} devices, the cluster has {self.devices}; use fewer")
+            raise PlanError(f"{replicas} replicas x {stages} stages need {used} devices, but the cluster has {self.devices}; use fewer")
         full = -(-used // size)  # hosts needed if all were like the first
         alike = self.hosts[:full]
         if (
@@ -202,7 +202,7 @@ def _correction(profile: Profile, workers: int, num_bytes: int, *, apart: bool) 
 
 def _mapping(known: object, keys: tuple[str, ...], where: str) -> Mapping[str, Any]:
     if not isinstance(known, Mapping):
-        raise PlanError(f"{where} is {known!r}, not a mapping of {', '.join(keys)}; correct it")
+        raise PlanError(f"{where} must be a mapping with {', '.join(keys)}, got {known!r}; correct it")
     check_keys(known, keys, where)
     return known
 
@@ -212,6 +212,9 @@ def _link(known: object, links: Mapping[str, Link], where: str) -> Link | None:
         return None
     if isinstance(known, str):
         if known not in links:
-            raise PlanError(f"{where}={known!r} is not a known link; use one of {', '.join(links) or 'none'}, or give its figures")
+            raise PlanError(
+                f"{where}={known!r} is not a known link; use one of {', '.join(links) or 'none'}, "
+                "or set its latency_seconds and bytes_per_second"
+            )
         return links[known]
     return link_of(known, where)

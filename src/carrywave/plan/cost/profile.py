@@ -118,7 +118,7 @@ class Profile:
     def of(known: object, where: str = "profile") -> Profile:
         """Build and validate a profile from parsed JSON or YAML; `where` names it in errors."""
         if isinstance(known, Mapping) and known.get("format") != FORMAT:
-            raise PlanError(f"{where} has format {known.get('format')!r}, this version reads {FORMAT}; measure it anew")
+            raise PlanError(f"{where} has format {known.get('format')!r}, but this version reads {FORMAT}; measure it again")
         given = _keys(
             Profile, {key: value for key, value in known.items() if key != "format"} if isinstance(known, Mapping) else known, where
         )
@@ -169,30 +169,30 @@ class Profile:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path} cannot be read as a profile ({error}); give a file that carrywave measured") from None
+            raise PlanError(f"{path} cannot be read as a profile ({error}); use a file that carrywave measured") from None
         try:
             known = json.loads(text)
         except RecursionError:
-            raise PlanError(f"{path} is nested too deeply to be a profile; measure it anew") from None
+            raise PlanError(f"{path} is nested too deeply to be a profile; measure it again") from None
         except ValueError as error:
-            raise PlanError(f"{path} is not JSON ({error}); measure it anew") from None
+            raise PlanError(f"{path} is not JSON ({error}); measure it again") from None
         return Profile.of(known, str(path))
 
     def check_fresh(self, hardware: str, versions: Mapping[str, str]) -> None:
         """Reject a profile made on other hardware or with other versions."""
         if self.hardware != hardware:
-            raise PlanError(f"the profile {self.name} is of {self.hardware}, and this is {hardware}; measure it anew")
+            raise PlanError(f"profile {self.name} was measured on {self.hardware}, but this machine is {hardware}; measure it again")
         for name, version in versions.items():
             if self.versions.get(name) != version:
                 there = self.versions.get(name, "none")
-                raise PlanError(f"the profile {self.name} was made with {name} {there}, and this is {version}; measure it anew")
+                raise PlanError(f"profile {self.name} was measured with {name} {there}, but this is {version}; measure it again")
 
 
 def check(profile: Profile, where: str = "profile") -> Profile:
     """Reject impossible figures, such as times or sizes that are not positive."""
     if profile.memory_bytes <= profile.reserved_bytes:
         raise PlanError(
-            f"{where}: memory_bytes={profile.memory_bytes} leaves nothing beside reserved_bytes={profile.reserved_bytes}; correct them"
+            f"{where}: memory_bytes={profile.memory_bytes} must be more than reserved_bytes={profile.reserved_bytes}; correct them"
         )
     if profile.devices_per_host < 1:
         raise PlanError(f"{where}: devices_per_host={profile.devices_per_host} is not a number of devices; use 1 or more")
@@ -200,25 +200,27 @@ def check(profile: Profile, where: str = "profile") -> Profile:
         here = f"{where}: samples[{number}]"
         for name in ("outputs", "lanes", "steps", "layers", "workers"):
             if getattr(sample, name) < 1:
-                raise PlanError(f"{here}: {name}={getattr(sample, name)} is no size; use 1 or more")
+                raise PlanError(f"{here}: {name}={getattr(sample, name)} is not a size; use 1 or more")
         if sample.forward_seconds <= 0 or sample.backward_seconds < 0:
             raise PlanError(
-                f"{here}: {sample.kind} took {sample.forward_seconds:g} and {sample.backward_seconds:g} seconds; measure it anew"
+                f"{here}: {sample.kind} cannot take {sample.forward_seconds:g} s forward and {sample.backward_seconds:g} s backward; "
+                "measure it again"
             )
         if sample.put_off_seconds > sample.backward_seconds:
             raise PlanError(
-                f"{here}: put_off_seconds={sample.put_off_seconds:g} is more than backward, {sample.backward_seconds:g}; measure it anew"
+                f"{here}: put_off_seconds={sample.put_off_seconds:g} exceeds backward_seconds={sample.backward_seconds:g}; measure it again"
             )
     for number, reduction in enumerate(profile.reductions):
         if reduction.workers < 2 or reduction.num_bytes < 1 or reduction.seconds <= 0:
-            raise PlanError(f"{where}: reductions[{number}] needs 2 workers, bytes and seconds above 0; measure it anew")
+            raise PlanError(f"{where}: reductions[{number}] must have at least 2 workers, and bytes and seconds above 0; measure it again")
     for number, crowd in enumerate(profile.crowds):
         if crowd.workers < 1 or crowd.factor < 1:
             raise PlanError(
-                f"{where}: crowds[{number}] needs workers and a factor of at least 1, got {crowd.workers} and {crowd.factor:g}; correct it"
+                f"{where}: crowds[{number}] must have workers and a factor of at least 1, got {crowd.workers} and {crowd.factor:g}; "
+                "correct it"
             )
     if not 0 <= profile.overheads.overlap <= 1:
-        raise PlanError(f"{where}: overheads.overlap={profile.overheads.overlap:g} is a share; use 0 to 1")
+        raise PlanError(f"{where}: overheads.overlap={profile.overheads.overlap:g} must be a fraction; use 0 to 1")
     return profile
 
 
@@ -226,7 +228,7 @@ def link_of(known: object, where: str) -> Link:
     """Build and validate a link from parsed JSON or YAML."""
     link = _record(Link, known, where)
     if link.bytes_per_second <= 0:
-        raise PlanError(f"{where}: bytes_per_second={link.bytes_per_second:g} sends nothing; give the link's rate, above 0")
+        raise PlanError(f"{where}: bytes_per_second={link.bytes_per_second:g} must be above 0; set the link's rate")
     return link
 
 
@@ -262,7 +264,7 @@ def check_keys(known: Mapping[Any, Any], names: Sequence[str], where: str) -> No
 def _keys(cls: type[Any], known: object, where: str) -> dict[str, Any]:
     """The record as a dict, after checking that it has no unknown keys and no required key is missing."""
     if not isinstance(known, Mapping):
-        raise PlanError(f"{where} is {_shown(known)}, not a mapping of keys; correct it")
+        raise PlanError(f"{where} must be a mapping, got {_shown(known)}; correct it")
     names = [each.name for each in fields(cls)]
     check_keys(known, names, where)
     for each in fields(cls):
@@ -289,22 +291,22 @@ def _check(cls: type[Any], given: dict[str, Any], where: str) -> dict[str, Any]:
         if kind in _NUMBERS and (not isinstance(value, _NUMBERS[kind]) or (kind == "int" and isinstance(value, bool))):
             raise PlanError(f"{where}: {each.name}={_shown(value)} is not a{'n' if kind == 'int' else ''} {kind}; correct it")
         if isinstance(value, int) and value > _LARGEST:
-            raise PlanError(f"{where}: {each.name} is larger than any machine; correct it")
+            raise PlanError(f"{where}: {each.name} is larger than any machine could have; correct it")
         if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
-            raise PlanError(f"{where}: {each.name}={value} must be finite and not below 0; correct it")
+            raise PlanError(f"{where}: {each.name}={value} must be finite and at least 0; correct it")
     return given
 
 
 def _list(given: Mapping[str, Any], key: str, where: str) -> Sequence[Any]:
     value = given.get(key, [])
     if not isinstance(value, list | tuple):
-        raise PlanError(f"{where}: {key} is {_shown(value)}, not a list; correct it")
+        raise PlanError(f"{where}: {key} must be a list, got {_shown(value)}; correct it")
     return value
 
 
 def _texts(known: object, where: str) -> Mapping[str, str]:
     if not isinstance(known, Mapping) or not all(isinstance(part, str) for item in known.items() for part in item):
-        raise PlanError(f"{where} is {_shown(known)}, not names with versions; correct it")
+        raise PlanError(f"{where} must map names to versions, got {_shown(known)}; correct it")
     return dict(known)
 
 

@@ -47,7 +47,7 @@ def names() -> list[str]:
 def shipped(name: str) -> Profile:
     """A profile shipped with carrywave, by name."""
     if name not in names():
-        raise PlanError(f"there is no profile {name}; {_known()}")
+        raise PlanError(f"profile {name} not found; {_known()}")
     with (_folder() / f"{name}.json").open(encoding="utf-8") as file:
         return Profile.of(json.load(file), name)
 
@@ -61,7 +61,7 @@ def find_profile(text: str) -> Profile:
         if "carrywave" in found.versions:  # reject another version's: its kernels may have been different
             found.check_fresh(found.hardware, {"carrywave": __version__})
         return found
-    raise PlanError(f"there is no profile {text}; {_known()}")
+    raise PlanError(f"profile {text} not found; {_known()}")
 
 
 def _folder() -> Traversable:
@@ -70,4 +70,4 @@ def _folder() -> Traversable:
 
 def _known() -> str:
     found = names()
-    return f"use {', '.join(found)}, or a file that carrywave measured" if found else "give a file that carrywave measured"
+    return f"use {', '.join(found)}, or a file that carrywave measured" if found else "use a file that carrywave measured"

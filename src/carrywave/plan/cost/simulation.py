@@ -108,7 +108,7 @@ class Compiled:
                 reading = reader(task, schedule) if kind == "send" else task
                 message = -1 if reading is None else number(reading)
                 if message < 0 and kind != "run":
-                    raise PlanError(f"stage {stage} has no neighbour to {kind} {name(task, schedule)}; take it away")
+                    raise PlanError(f"stage {stage} has no neighbour for {kind} {name(task, schedule)}; remove it")
                 row.append(_Step(kind, task, message))
             self.stages.append(row)
 
@@ -144,7 +144,7 @@ class _Run:
             schedule = self.program.program.schedule
             stuck = sorted((stage, self.program.readers[message]) for message, stage in self.waiting.items())
             said = ", ".join(f"stage {stage} waits for the message of {name(task, schedule)}" for stage, task in stuck)
-            raise PlanError(f"the program cannot go on: {said}; send what is waited for, in the order of the schedule")
+            raise PlanError(f"the program deadlocks: {said}; send the messages that are waited for, in the order of the schedule")
         return Timeline(tuple(map(tuple, self.rows)), tuple(self.sent_bytes))
 
     def _walk(self, stage: int) -> Iterator[int]:

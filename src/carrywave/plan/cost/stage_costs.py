@@ -145,8 +145,8 @@ class Costs:
                 samples = self._samples("linear" if kind == "softmax" else "softmax")
             if not samples:
                 raise PlanError(
-                    f"the profile {self.profile.name} holds no sample of {kind} in {self.units.precision}; "
-                    "measure this machine with that precision, or give another profile"
+                    f"profile {self.profile.name} has no sample of {kind} in {self.units.precision}; "
+                    "measure this machine in that precision, or use another profile"
                 )
             fit = self._fits[kind] = _fit(kind, samples)
         return fit
@@ -159,7 +159,7 @@ def far_off(units: Units, profile: Profile) -> str | None:
         if unit.kind == "lstm" and known:
             nearest = min(known, key=lambda outputs: abs(math.log2(outputs / unit.outputs)))
             if abs(math.log2(nearest / unit.outputs)) > FAR_DOUBLINGS:
-                return f"the profile {profile.name} has no layer near {unit.outputs} units (the nearest has {nearest}): times are a guess"
+                return f"profile {profile.name} has no layer near {unit.outputs} units (the nearest has {nearest}): the times are guesses"
     return None
 
 

@@ -230,7 +230,7 @@ def _encoder(spec: Spec, facts: DataFacts) -> Unit:
             tensors=1,
         )
     if not facts.features:
-        raise PlanError("the data has neither tokens nor features, so that nothing enters the model; give its facts, or the data itself")
+        raise PlanError("the data has neither tokens nor features, so the model has no input; pass the data's facts, or the data itself")
     width = 2 * facts.features if spec.task == "forecasting" and spec.data.residual == "season" else facts.features
     return Unit("encoder", "numbers", width, width, 0, width, 0, kept=width, dropout=width if model.dropout_input else 0)
 
@@ -276,7 +276,7 @@ def _head(spec: Spec, facts: DataFacts) -> tuple[Kind, int]:
             kind, outputs = "linear", spec.data.horizon * facts.outputs * len(spec.data.quantiles or (0.5,))
     if outputs < 1:
         raise PlanError(
-            f"the data has nothing that {spec.task} could learn to say (vocabulary, labels or outputs); give its facts, or the data itself"
+            f"the data has nothing for {spec.task} to predict (vocabulary, labels or outputs); pass the data's facts, or the data itself"
         )
     return "softmax" if kind == "softmax" else "linear", outputs
 

@@ -190,19 +190,19 @@ def _check_steps(program: Program) -> None:
     check(schedule)
     if len(program.stages) != len(schedule.stages):
         raise PlanError(
-            f"a program of {len(program.stages)} stages cannot carry out a schedule of {len(schedule.stages)}; give each its steps"
+            f"a program of {len(program.stages)} stages cannot run a schedule of {len(schedule.stages)} stages; give each stage its steps"
         )
     for stage, (steps, tasks) in enumerate(zip(program.stages, schedule.stages, strict=True)):
         for step in steps:
             if step.task.stage != stage:
-                raise PlanError(f"stage {stage} cannot {_say(step, schedule)} of stage {step.task.stage}; take it away")
+                raise PlanError(f"stage {stage} cannot {_say(step, schedule)} of stage {step.task.stage}; remove it")
             if step.kind != "run" and not _talks(step, schedule):
-                raise PlanError(f"stage {stage} has no neighbour to {_say(step, schedule)}; take it away")
+                raise PlanError(f"stage {stage} has no neighbour for {_say(step, schedule)}; remove it")
         runs = [step.task for step in steps if step.kind == "run"]
         for ran, task in zip_longest(runs, tasks):
             if ran != task:
                 found, wanted = (name(each, schedule) if each else "nothing" for each in (ran, task))
-                raise PlanError(f"stage {stage} runs {found} where the schedule has {wanted}; keep to the schedule's order")
+                raise PlanError(f"stage {stage} runs {found} where the schedule has {wanted}; follow the schedule's order")
 
 
 class _Channel:
@@ -231,12 +231,10 @@ class _Proof:
         left = [(stage, steps[at]) for stage, (steps, at) in enumerate(zip(self.stages, self.at, strict=True)) if at < len(steps)]
         if left:
             waits = ", ".join(f"stage {stage} waits to {_say(step, self.schedule)}" for stage, step in left)
-            raise PlanError(f"the program cannot go on: {waits}; post the receives before the sends that wait for each other")
+            raise PlanError(f"the program deadlocks: {waits}; post the receives before the sends that wait for each other")
         for line, channel in self.channels.items():
             for task in channel.receives[len(channel.sends) :]:
-                raise PlanError(
-                    f"stage {line.receiver} posts a receive for {name(task, self.schedule)} that nothing is sent to; take it away"
-                )
+                raise PlanError(f"stage {line.receiver} posts a receive for {name(task, self.schedule)} that no send matches; remove it")
 
     def _advance(self, stage: int) -> bool:
         """Execute this stage's steps until one blocks; return True if it made progress that may unblock another stage."""
@@ -274,7 +272,7 @@ class _Proof:
         if (line := incoming(task, self.schedule)) is not None:
             channel = self.channels[line]
             if task not in channel.places:
-                raise PlanError(f"stage {task.stage} runs {what} without a receive for it; post one before")
+                raise PlanError(f"stage {task.stage} runs {what} without a receive for it; post one first")
             if channel.places[task] >= len(channel.sends):
                 return False
         self.ran.add(task)

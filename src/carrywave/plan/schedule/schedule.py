@@ -68,7 +68,7 @@ def sequential(stages: int, chunks: int | Sequence[int] = 1, micro_batches: int 
     counts = _counts(stages, chunks, micro_batches)
     if not backward and len(counts) > 1:
         raise PlanError(
-            "stages one after the other take one micro-batch forward at a time, since nothing comes back to hold the next; "
+            "a sequential schedule without backward must have one micro-batch, since no backward would hold up the next; "
             "use micro_batches=1"
         )
     return Schedule(tuple(_one_by_one(stage, counts, backward) for stage in range(stages)), counts, in_turn=True)
@@ -173,7 +173,7 @@ def _counts(stages: int, chunks: int | Sequence[int], micro_batches: int) -> tup
     if not counts or min(counts) < 1:
         raise PlanError(f"a schedule needs at least one chunk and one micro-batch, got {chunks} and {micro_batches}; use 1 or more")
     if micro_batches not in (1, len(counts)):
-        raise PlanError(f"{len(counts)} numbers of chunks cannot describe {micro_batches} micro-batches; leave micro-batches out")
+        raise PlanError(f"{len(counts)} numbers of chunks do not match {micro_batches} micro-batches; omit micro_batches")
     return counts
 
 
@@ -244,7 +244,7 @@ def needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
 def check(schedule: Schedule) -> None:
     """Reject a schedule in which a task is missing, duplicated or on the wrong stage."""
     if not schedule.stages or not schedule.chunks:
-        raise PlanError("a schedule without stages or micro-batches has nothing to run; give it at least one of each")
+        raise PlanError("a schedule without stages or micro-batches has nothing to run; pass at least one of each")
     phases: tuple[Phase, ...] = ("F", "B") if schedule.backward else ("F",)
     heads: list[StageTask] = []
     for stage, tasks in enumerate(schedule.stages):
@@ -253,11 +253,11 @@ def check(schedule: Schedule) -> None:
             for chunk, part in _forwards(schedule.chunks):
                 task = StageTask(phase, stage, chunk, part)
                 if (times := found.pop(task, 0)) != 1:
-                    fact = "is missing from" if times == 0 else f"stands {times} times on"
-                    raise PlanError(f"{name(task, schedule)} {fact} stage {stage}; a stage runs each of its tasks once")
+                    fact = "is missing from" if times == 0 else f"appears {times} times on"
+                    raise PlanError(f"{name(task, schedule)} {fact} stage {stage}; a stage must run each of its tasks once")
         for task in found:
             if task.phase != "H" or task.stage != stage or not schedule.backward:
-                raise PlanError(f"{name(task, schedule)} of stage {task.stage} does not belong on stage {stage}; take it away")
+                raise PlanError(f"{name(task, schedule)} of stage {task.stage} does not belong on stage {stage}; remove it")
         heads += found.elements()
     _check_heads(schedule, heads)
 
@@ -268,10 +268,10 @@ def _check_heads(schedule: Schedule, heads: Sequence[StageTask]) -> None:
     last = len(schedule.stages) - 1
     for place in _forwards(schedule.chunks) if heads else []:
         if (times := found.pop(place, 0)) != 1:
-            fact = "is missing from" if times == 0 else f"stands {times} times in"
-            raise PlanError(f"{name(StageTask('H', last, *place), schedule)} {fact} the schedule; the head runs once on each chunk")
+            fact = "is missing from" if times == 0 else f"appears {times} times in"
+            raise PlanError(f"{name(StageTask('H', last, *place), schedule)} {fact} the schedule; the head must run once on each chunk")
     for place in found:
-        raise PlanError(f"{name(StageTask('H', last, *place), schedule)} scores a chunk that is not there; take it away")
+        raise PlanError(f"{name(StageTask('H', last, *place), schedule)} scores a chunk that does not exist; remove it")
 
 
 def place(schedule: Schedule, *, forward: float = 1, backward: float = 1, head: float = 1) -> dict[StageTask, float]:
@@ -302,7 +302,7 @@ def place(schedule: Schedule, *, forward: float = 1, backward: float = 1, head: 
     ]
     if stuck:
         raise PlanError(
-            f"the schedule cannot go on: {', '.join(stuck)} wait{'s' if len(stuck) == 1 else ''} for what comes later; reorder the tasks"
+            f"the schedule deadlocks: {', '.join(stuck)} wait{'s' if len(stuck) == 1 else ''} for later tasks; reorder the tasks"
         )
     return moments
 

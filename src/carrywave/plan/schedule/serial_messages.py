@@ -76,7 +76,7 @@ def prove_in_order(program: Program) -> None:
                 moved = True
     stuck = [number for number, stage in enumerate(stages) if stage.ran < len(stage.tasks) or stage.through < len(stage.batches)]
     if stuck:
-        raise PlanError(f"messages in order cannot go on: {', '.join(_says(number, stages[number], program) for number in stuck)}")
+        raise PlanError(f"messages in order deadlock: {', '.join(_says(number, stages[number], program) for number in stuck)}")
 
 
 def _stages(program: Program) -> list[_Stage]:
@@ -101,10 +101,10 @@ def _stages(program: Program) -> list[_Stage]:
             if given != wanted:
                 names = (name(task, program.schedule) for task in (given, wanted))
                 raise PlanError(
-                    "message {} from stage {} to stage {} is sent for {} but received for {}; keep one order".format(place, *ends, *names)
+                    "message {} from stage {} to stage {} is sent for {} but received for {}; use one order".format(place, *ends, *names)
                 )
         if len(sent[ends]) != len(received[ends]):
-            raise PlanError(f"stage {ends[0]} sends stage {ends[1]} {len(sent[ends])} messages, and {len(received[ends])} are received")
+            raise PlanError(f"stage {ends[0]} sends {len(sent[ends])} messages to stage {ends[1]}, but {len(received[ends])} are received")
     return found
 
 
@@ -117,7 +117,7 @@ def _message(
 ) -> Message:
     line = (outgoing if step.kind == "send" else incoming)(step.task, program.schedule)
     if line is None:
-        raise PlanError(f"stage {number} has nobody to {step.kind} {name(step.task, program.schedule)}; take it away")
+        raise PlanError(f"stage {number} has no neighbour for {step.kind} {name(step.task, program.schedule)}; remove it")
     known = (sent if step.kind == "send" else received)[line.sender, line.receiver]
     known.append(step.task if step.kind == "receive" else cast(StageTask, reader(step.task, program.schedule)))
     return Message(line.sender, line.receiver, len(known) - 1)
@@ -125,7 +125,7 @@ def _message(
 
 def _says(number: int, stage: _Stage, program: Program) -> str:
     if stage.open is not None:
-        return f"stage {number} waits for messages with {sorted({*_ends(stage.open)} - {number})}"
+        return f"stage {number} waits for messages with stages {sorted({*_ends(stage.open)} - {number})}"
     task = stage.tasks[stage.ran] if stage.ran < len(stage.tasks) else None
     return f"stage {number} waits to run {name(task, program.schedule)}" if task else f"stage {number} waits"
 

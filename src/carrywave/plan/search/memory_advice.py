@@ -24,7 +24,7 @@ def explained(error: NoFit, space: Space) -> NoFit:
     """The error for all plans together, with what would make the model fit."""
     devices, ways = space.cluster.devices, remedies(error, space)
     return NoFit(
-        f"the model fits no plan on {devices} device{'s' if devices > 1 else ''}: {too_large(space) or f'at best {error.lack}'}",
+        f"the model does not fit on {devices} device{'s' if devices > 1 else ''}: {too_large(space) or f'at best, {error.lack}'}",
         "it fits with " + " or ".join(", ".join(part) for part in (ways[:-1], ways[-1:]) if part),
         lack=error.lack,
         missing_bytes=error.missing_bytes,
@@ -39,7 +39,7 @@ def too_large(space: Space) -> str | None:
     largest = alone.index(max(alone))
     if alone[largest] <= limit:
         return None
-    return f"{span(largest, largest + 1, units)} alone is {say(alone[largest] - limit)} over the {say(limit)} of the largest device"
+    return f"{span(largest, largest + 1, units)} alone exceeds the {say(limit)} of the largest device by {say(alone[largest] - limit)}"
 
 
 def remedies(error: NoFit, space: Space) -> list[str]:
@@ -81,7 +81,7 @@ def _fewer_lanes(space: Space) -> str | None:
     if times is None:
         return None
     lanes = max(shape.lanes for shape in units.shapes)
-    return f"batch.lanes={lanes // times} in place of {lanes}" if units.streams else f"a batch.tokens of 1/{times}"
+    return f"batch.lanes={lanes // times} instead of {lanes}" if units.streams else f"1/{times} of batch.tokens"
 
 
 def _first(enough: Callable[[int], bool]) -> int | None:

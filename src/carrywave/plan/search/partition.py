@@ -55,15 +55,15 @@ def no_fit(units: int, stages: int, num_bytes: BytesOf, limits: Sequence[int]) -
     lacks = [num_bytes(stage, edges[stage], edges[stage + 1]) - limits[stage] for stage in range(stages)]
     stage = lacks.index(max(lacks))
     first, last = edges[stage], edges[stage + 1]
-    alone = f"{_unit(first, units)} alone is" if last - first == 1 else f"stage {stage} ({span(first, last, units)}) is"
-    lack = f"{alone} {say(int(missing))} over the {say(limits[stage])} of its device"
+    alone = f"{_unit(first, units)} alone exceeds" if last - first == 1 else f"stage {stage} ({span(first, last, units)}) exceeds"
+    lack = f"{alone} the {say(limits[stage])} of its device by {say(int(missing))}"
     remedy = (
-        "a device with more memory, or a smaller model, is the only way"
+        "use a device with more memory, or a smaller model"
         if last - first == 1
         else f"use more stages (up to {units}), plan.recompute or plan.micro_batches, or devices with more memory"
     )
     return NoFit(
-        f"no way to cut {units} units into {stages} stage{'s' if stages > 1 else ''} fits: at best {lack}",
+        f"no way to cut {units} units into {stages} stage{'s' if stages > 1 else ''} fits in memory: at best, {lack}",
         remedy,
         lack=lack,
         missing_bytes=int(missing),

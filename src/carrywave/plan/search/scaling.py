@@ -56,7 +56,7 @@ def scale(units: Units, profile: Profile, most: int = MOST_DEVICES) -> Scale:
             points.append(Point(devices, best, first / (best.seconds * devices)))
         devices *= 2
     if not points:
-        raise misfit or PlanError(f"devices={most} leaves nothing to train on; use 1 or more")
+        raise misfit or PlanError(f"devices={most} leaves no device to train on; use 1 or more")
     pays = min((point.prediction for point in points), key=lambda each: each.seconds * price(each.plan.workers, GAIN_PER_DOUBLING))
     return Scale(tuple(points), pays.plan.workers)
 

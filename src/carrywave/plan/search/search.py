@@ -93,7 +93,7 @@ def search(units: Units, cluster: Cluster, *, use_all: bool = False, tolerance: 
     ordered = sorted(shown.values(), key=lambda rival: math.inf if rival.prediction is None else rival.prediction.seconds)
     why = _reason(best, ordered, cluster.devices, use_all=use_all)
     if left:
-        why += f" ({MOST_SIMULATED} plans were simulated; one that was not could be faster by {left:.1%} at most)"
+        why += f" ({MOST_SIMULATED} plans were simulated; any other could be faster by at most {left:.1%})"
     return PlanChoice(best, why, tuple(ordered), of_kind[0] or found.serial(), cluster.devices, left)
 
 
@@ -112,7 +112,7 @@ def describe(plan: Plan) -> str:
         parts.append(f"chunks of {plan.chunk_steps} steps")
     if plan.micro_batches > 1:
         parts.append(f"{plan.micro_batches} micro-batches")
-    parts += ["recompute"] * plan.recompute + ["the head shared"] * plan.shares_head
+    parts += ["recompute"] * plan.recompute + ["shared head"] * plan.shares_head
     return ", ".join(parts)
 
 
@@ -261,7 +261,7 @@ class Search:
             return min((self.predictor.missing(plan) for plan in list(self.misfits)[:64]), key=lambda error: error.missing_bytes)
         allowed = f", and replicas must be one of {', '.join(map(str, REPLICAS))}" if self.units.reproducible else ""
         return PlanError(
-            f"{devices} devices cannot all be used by {most} lanes and {len(self.units)} units (encoder, {self.units.layers} layers, head)"
+            f"{most} lanes and {len(self.units)} units (encoder, {self.units.layers} layers, head) cannot use all {devices} devices"
             f"{allowed}; use fewer devices"
         )
 
@@ -274,7 +274,7 @@ class Search:
         limits, units = self.predictor.limits(plan), len(self.units)
         missing = self.predictor.missing(plan).missing_bytes
         return (
-            f"does not fit: {say(missing)} more than the {say(min(limits))} of {'a device' if plan.stages > 1 else span(0, units, units)}"
+            f"does not fit: {say(missing)} over the {say(min(limits))} limit of {'a stage' if plan.stages > 1 else span(0, units, units)}"
         )
 
 
@@ -318,7 +318,7 @@ def _why(rival: Prediction, best: Prediction) -> str:
     if ratio < 1 and more > 1:
         return f"{1 - ratio:.1%} less time for {more:.3g} times the devices: below the {GAIN_PER_DOUBLING:.0%} that each doubling must save"
     if ratio < 1 + TOLERANCE:
-        return "as fast" + (", on more devices" if more > 1 else ", on fewer devices" if more < 1 else "")
+        return "equally fast" + (", on more devices" if more > 1 else ", on fewer devices" if more < 1 else "")
     return f"slower by {ratio - 1:.1%}"
 
 
@@ -330,19 +330,19 @@ def asked_for(plan: Plan, predictor: Predictor, choice: PlanChoice) -> PlanChoic
             where = span(edges[stage], edges[stage + 1], len(predictor.units))
             over = say(memory.total - limit)
             raise PlanError(
-                f"stage {stage} of the plan that is asked for ({where}) is {over} over the {say(limit)} of its device; "
-                f"this fits: {describe(choice.best.plan)}"
+                f"stage {stage} of the requested plan ({where}) exceeds the {say(limit)} of its device by {over}; "
+                f"this plan fits: {describe(choice.best.plan)}"
             )
     asked = predictor.predict(plan)
     if asked.plan == choice.best.plan:
-        return replace(choice, why=f"{describe(asked.plan)}: asked for, and what the planner would choose")
-    rivals = [Rival(choice.best.plan, f"what the planner would choose: {_why(choice.best, asked)}", choice.best)]
+        return replace(choice, why=f"{describe(asked.plan)}: requested, and also the planner's choice")
+    rivals = [Rival(choice.best.plan, f"the planner's choice: {_why(choice.best, asked)}", choice.best)]
     rivals += [
         rival if rival.prediction is None else replace(rival, why=_why(rival.prediction, asked))
         for rival in choice.rivals
         if rival.plan != asked.plan
     ]
-    why = f"{describe(asked.plan)}: asked for; the planner would choose {describe(choice.best.plan)}, {_why(choice.best, asked)}"
+    why = f"{describe(asked.plan)}: requested; the planner would choose {describe(choice.best.plan)}, {_why(choice.best, asked)}"
     return replace(choice, best=asked, why=why, rivals=tuple(rivals))
 
 
@@ -359,11 +359,11 @@ def _reason(best: Prediction, rivals: Sequence[Rival], offered: int, *, use_all:
         beyond = (
             ""
             if fastest is None
-            else f"; the best on more, {describe(fastest.plan)}, is slower by {fastest.seconds / best.seconds - 1:.1%}"
+            else f"; the best on more devices, {describe(fastest.plan)}, is slower by {fastest.seconds / best.seconds - 1:.1%}"
         )
         return f"{describe(best.plan)}: uses {used} of {offered} devices, and more would not help{beyond}"
     saved = 1 - fastest.seconds / best.seconds
     return (
-        f"{describe(best.plan)}: uses {used} of {offered} devices, for {describe(fastest.plan)} saves only {saved:.1%} "
+        f"{describe(best.plan)}: uses {used} of {offered} devices, because {describe(fastest.plan)} saves only {saved:.1%} "
         f"with {fastest.plan.workers}, below the {GAIN_PER_DOUBLING:.0%} that each doubling must save"
     )

@@ -22,8 +22,8 @@ LIGHTEST = 0.55  # opacity of the first chunk; the last is fully opaque
 _NAMES = {
     "F": "forward",
     "B": "backward",
-    "H": "head, shared",
-    "pay": "put-off gradients of weights",
+    "H": "shared head",
+    "pay": "deferred weight gradients",
     "reduce": "gradients summed over workers",
     "update": "update",
 }

@@ -18,9 +18,9 @@ WAITS = "."
 _LETTERS = {"F": "Ff", "B": "Bb", "H": "Hh", "pay": "w", "reduce": "+", "update": "u"}
 _LEGEND = {
     "F": "F f forward of a chunk",
-    "B": "B b its backward",
-    "H": "H h the head, where it is shared",
-    "pay": "w put-off gradients of weights",
+    "B": "B b backward of a chunk",
+    "H": "H h shared head",
+    "pay": "w deferred weight gradients",
     "reduce": "+ gradients summed over workers",
     "update": "u update",
 }
@@ -50,7 +50,7 @@ def seconds_text(seconds: float) -> str:
 def stages_text(units: Units, prediction: Prediction) -> str:
     """A table of the stages: units, seconds of work and memory."""
     shares = prediction.plan.shares_head
-    heads = ["stage", "units", "work a step", *["shared head"] * shares, "memory", "of", "share"]
+    heads = ["stage", "units", "work per step", *["shared head"] * shares, "memory", "limit", "share"]
     heads += ["parameters", "gradients", "optimizer", "activations", "carries", "workspace"]
     rows = []
     for number, (stage, name) in enumerate(zip(prediction.stages, stage_names(prediction, len(units)), strict=True)):
@@ -125,23 +125,23 @@ def figures_text(choice: PlanChoice) -> str:
     # If batch shapes differ, the picture shows one of them, whereas the step time is their mean.
     drawn = best.timeline.seconds
     mean = abs(drawn - best.seconds) > 0.01 * best.seconds
-    own = f" on average; the one that is drawn takes {seconds_text(drawn)}" if mean else ""
+    own = f" on average; the one drawn takes {seconds_text(drawn)}" if mean else ""
     lines = [
         f"step        {seconds_text(best.seconds)}{own}",
         f"speed       {best.speed}",
-        f"bubble      {best.bubble:.1%} of the devices' time is no work: waits, and sums of gradients that are not hidden",
-        f"traffic     {say(best.sent_bytes)} a step between stages, by all workers; "
-        f"{say(best.reduced_bytes)} of gradients that a worker sums with other replicas",
+        f"bubble      {best.bubble:.1%} of the devices' time is spent waiting, or summing gradients without overlap",
+        f"traffic     {say(best.sent_bytes)} per step between stages, over all workers; "
+        f"{say(best.reduced_bytes)} of gradients that each worker sums with other replicas",
     ]
     if choice.serial is None:
-        lines.append("efficiency  no figure: one device cannot hold the model")
+        lines.append("efficiency  unknown: one device cannot hold the model")
     elif plan.workers == 1:
-        lines.append("efficiency  100%: it is one device")
+        lines.append("efficiency  100%: a single device")
     else:
         times = choice.serial.seconds / best.seconds
         lines.append(
             f"efficiency  {choice.efficiency:.1%}: {plan.workers} devices are {times:.2f} times as fast as one, "
-            f"which takes {seconds_text(choice.serial.seconds)} a step"
+            f"which takes {seconds_text(choice.serial.seconds)} per step"
         )
     return "\n".join(lines)
 
@@ -149,7 +149,7 @@ def figures_text(choice: PlanChoice) -> str:
 def rivals_text(choice: PlanChoice) -> str:
     """The alternatives and why they were not chosen."""
     if not choice.rivals:
-        return "there is no other plan"
+        return "there are no other plans"
     rows = []
     for rival in choice.rivals:
         found = rival.prediction
@@ -181,7 +181,7 @@ def scale_text(scale: Scale) -> str:
                 describe(found.plan),
             ]
         )
-    heads = ["devices", "used", f"{counted}/s", "speed-up", "efficiency", f"device-seconds a million {counted}", "plan"]
+    heads = ["devices", "used", f"{counted}/s", "speed-up", "efficiency", f"device-seconds per million {counted}", "plan"]
     return table(heads, rows, left=(6,)) + f"\n{scale_sentence(scale)}"
 
 
@@ -196,13 +196,13 @@ def scale_sentence(scale: Scale) -> str:
     many = f"{pays:,} device{'s' if pays > 1 else ''}"
     fastest = max(scale.points, key=lambda point: point.prediction.tokens_per_second).prediction
     if pays == last.devices:
-        return f"More devices pay as far as this table goes, up to {many}."
+        return f"More devices pay off throughout this table, up to {many}."
     paying = max(
         (point.prediction for point in scale.points if point.prediction.plan.workers <= pays), key=lambda each: each.tokens_per_second
     )
     gain = fastest.tokens_per_second / paying.tokens_per_second - 1
-    beyond = f"the fastest plan, on {fastest.plan.workers:,}, gains {gain:.1%}" if gain > 0 else "nothing is gained by more"
-    return f"More than {many} do not pay: beyond that, each doubling saves less than {GAIN_PER_DOUBLING:.0%}; {beyond}."
+    beyond = f"the fastest plan, on {fastest.plan.workers:,}, gains {gain:.1%}" if gain > 0 else "more devices gain nothing"
+    return f"More than {many} do not pay off: beyond that, each doubling saves less than {GAIN_PER_DOUBLING:.0%}; {beyond}."
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:

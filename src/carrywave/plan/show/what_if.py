@@ -17,7 +17,7 @@ from carrywave.plan.search.search import GAIN_PER_DOUBLING, TOLERANCE, PlanChoic
 from carrywave.plan.show.text import seconds_text, stage_names
 
 LINKS_FASTER = 4
-_YOURS = "changes the answer of training, so it is yours to decide"
+_YOURS = "changes the result of training, so the decision is yours"
 
 
 @dataclass(frozen=True)
@@ -75,19 +75,19 @@ def balance_text(predictor: Predictor, prediction: Prediction) -> str | None:
     slowest = max(range(len(stages)), key=lambda number: stages[number].seconds)
     over = stages[slowest].seconds - mean
     name = stage_names(prediction, len(units))[slowest]
-    works = f"stage {slowest} ({name}) works {seconds_text(stages[slowest].seconds)} a step"
+    works = f"stage {slowest} ({name}), takes {seconds_text(stages[slowest].seconds)} per step"
     if over < TOLERANCE * prediction.seconds:
-        return f"the stages are even: the slowest, {works}"
+        return f"the stages are balanced: the slowest, {works}"
     even = predictor.balanced(plan)
     other = None if even is None or not predictor.fits(replace(plan, cuts=even)) else predictor.predict(replace(plan, cuts=even))
     if other is not None and other.seconds < prediction.seconds * (1 - TOLERANCE):
         gain = f"{prediction.seconds / other.seconds - 1:+.1%}, {other.speed}"
-        return f"this plan with plan.cuts={list(other.plan.cuts)}: {gain}, for the slowest, {works}"
+        return f"this plan with plan.cuts={list(other.plan.cuts)}: {gain}; now the slowest, {works}"
     alone = [predictor.slowest(plan, slowest, unit, unit + 1) for unit in range(len(units) - plan.shares_head)]
     largest = alone.index(max(alone))
     return (
-        f"the slowest, {works}, beside {seconds_text(mean)} on average: even stages would save about {seconds_text(over)} "
-        f"({over / prediction.seconds:.1%}), but units are not divided; the largest, {units.units[largest].name}, "
+        f"the slowest, {works}, against {seconds_text(mean)} on average: balanced stages would save about {seconds_text(over)} "
+        f"({over / prediction.seconds:.1%}), but units cannot be divided; the largest, {units.units[largest].name}, "
         f"takes {seconds_text(alone[largest])}"
     )
 
