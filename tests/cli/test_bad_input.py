@@ -392,7 +392,7 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "more layers": (
         lambda run: rewrite(run, lambda old: replace(old, parameters=old.parameters | {"lstm.weight_ih_l1": torch.zeros(2)})),
-        "the snapshot holds lstm.weight_ih_l1, which the model does not have; use the spec it was made with",
+        "the snapshot has lstm.weight_ih_l1, which the model does not have; use the spec it was made with",
     ),
     "no optimizer": (lambda run: rewrite(run, lambda old: replace(old, optimizer={})), "the snapshot lacks the optimizer state .*; resume"),
     "no sums": (lambda run: rewrite(run, lambda old: replace(old, extra={})), f"the snapshot was not written by this version .*; {OTHER}"),
@@ -549,7 +549,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "facts key": (lambda run: edit(run / "facts.json", more=1), "run/facts.json is damaged ("),
     "facts type": (lambda run: edit(run / "facts.json", labels=None), "run/facts.json is damaged ("),
     "facts scale": (lambda run: edit(run / "facts.json", scale=[1]), "run/facts.json is damaged (scale has 1 numbers, and codec.json 0"),
-    "facts of other data": (lambda run: edit(run / "facts.json", vocabulary=17), "run/facts.json is damaged (vocabulary is 17, and 14 in"),
+    "facts of other data": (lambda run: edit(run / "facts.json", vocabulary=17), "run/facts.json is damaged (vocabulary is 17, but 14 in"),
     "spec gone": (lambda run: (run / "spec.yaml").unlink(), "run is not a run: it has no spec.yaml; pass a run folder"),
     "spec key": (lambda run: (run / "spec.yaml").write_text("model: {hiden: 4}\n"), "unknown key model.hiden; did you mean model.hidden?"),
     "all gone": (shutil.rmtree, "run is not a run: folder not found; pass a run folder such as runs/language-1"),
@@ -835,7 +835,7 @@ def test_names_and_labels_that_are_no_text(run: Path) -> None:
     assert refused("train", *LANGUAGE, "--run", name).startswith(r"the folder name in\udcff.txt is not valid UTF-8; use another --run")
     write("half.jsonl", [{**row, "label": "\ud83d" if row["label"] == "up" else "b"} for row in ROWS])
     message = refused("train", *LABELS, "data.train=half.jsonl", "--run", "half")
-    assert message.startswith("half/codec.json would hold ")
+    assert message.startswith("half/codec.json would contain ")
     assert message.endswith("; fix it in the data, most likely in a label or a name")
 
 

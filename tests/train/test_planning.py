@@ -67,7 +67,7 @@ def test_where_one_device_is_faster_that_is_said(use: Any) -> None:
     found = planned(2)
     assert found.plan.workers == 2
     assert "one device would be faster than" in found.said[1]
-    assert "train with devices=1" in found.said[1]
+    assert "use devices=1" in found.said[1]
 
 
 def test_one_worker_has_nothing_to_choose(use: Any) -> None:
