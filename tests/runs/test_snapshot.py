@@ -453,6 +453,6 @@ def test_refuses_weights(tmp_path: Path, name: str) -> None:
 
 
 def test_refuses_weights_that_are_not_there(tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "nothing", "cannot be read"), (tmp_path, "is not a plain file")):
+    for path, said in ((tmp_path / "nothing", "cannot be read"), (tmp_path, "is not a regular file")):
         with pytest.raises(RunError, match=said):
             load_weights(path, EXPECTED)

@@ -174,7 +174,7 @@ def test_without_a_number_the_gpus_that_pay_are_taken(use: Any, tmp_path: Path, 
     assert best_number(spec, "cpu", None, said.append) is None
     assert best_number(spec, "auto", None, said.append) == 1
     assert said[-1].startswith("1 device: uses 1 of 4 devices, and more would not help")
-    assert said[-1].endswith("; use devices=4 to use all of them")
+    assert said[-1].endswith("; pass devices=4 to use all of them")
     free = Profile("free", "none", "published", 1 << 40, samples(), Link(1e-9, 1e15), devices_per_host=4)
     use(free)
     assert best_number(spec, "auto", None, said.append) == 4

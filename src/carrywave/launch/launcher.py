@@ -193,7 +193,7 @@ class _Meeting:
             if time.monotonic() > deadline:
                 named = ", ".join(f"{hosts.names[node]} ({hosts.addresses[node]})" for node in missing)
                 raise WorkerError(
-                    f"{named} did not join within {seconds:g} s; start it there too, or set CARRYWAVE_START_SECONDS to wait longer"
+                    f"{named} did not show up within {seconds:g} s; start it there too (to wait longer, set CARRYWAVE_START_SECONDS)"
                 )
             time.sleep(POLL_SECONDS)
         each = [int(self.store.get(f"host/{node}")) for node in range(count)]

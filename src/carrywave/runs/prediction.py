@@ -180,7 +180,7 @@ def _texts(data: Any) -> Any:
 
 def _lines(path: Path) -> Iterator[Prompt]:
     if path.exists() and not path.is_file():
-        raise DataError(f"{path} is not a plain file; pass a file with one prompt per line")
+        raise DataError(f"{path} is not a regular file; pass a file with one prompt per line")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

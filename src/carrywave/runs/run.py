@@ -196,7 +196,7 @@ class Run:
         """Read an object that `write_json` wrote."""
         path = self.path / name
         if path.exists() and not path.is_file():
-            raise RunError(f"{path} is not a plain file; pass a complete run folder")
+            raise RunError(f"{path} is not a regular file; pass a complete run folder")
         try:
             return json.loads(path.read_bytes())
         except OSError as error:

@@ -23,7 +23,7 @@ def noted(spec: Spec, order: Order, model: Model | Whole, planned: tuple[str, ..
         yield f"{order.oversized} sequences are longer than batch.tokens={spec.tokens}: each becomes a batch of its own"
     if spec.streams and isinstance(model, Whole):
         name = type(model.module).__name__
-        yield f"{name} has no carry that the trainer can keep: each window of {spec.steps} steps starts fresh; use a cw.Model to keep it"
+        yield f"{name} has no carry that the trainer can keep: each window of {spec.steps} steps starts fresh; use a cw.Model to keep one"
     labels = prepared.codec.labels
     if prepared.codec.label_kind == "whole number" and labels != tuple(map(str, range(len(labels)))) and not _ours(model):
         shown = ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")

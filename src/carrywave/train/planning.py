@@ -93,7 +93,9 @@ def _chosen(world: World, units: Units, given: PlanRequest, say: Say) -> tuple[P
     profile = _known(world, units, given.workers)
     if profile is None:
         if launch_record.with_fewer():
-            raise PlanError("this machine was not measured with fewer workers, and cannot be while one of them is failing; start a new run")
+            raise PlanError(
+                "this machine was not measured with fewer workers, and cannot be while one of them is failing; start the run again"
+            )
         profile = profile_for(units, device=kind, devices=here, note=say)
     found = search(units, _cluster(world, given.workers, profile), use_all=True)
     plan = replace(found.best.plan, kernel=given.spec.plan_spec.kernel)
@@ -168,7 +170,7 @@ def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int |
         say(f"using all {count} GPUs: their benefit could not be estimated ({error})")
         return None
     if found.best.plan.workers < count:
-        say(f"{found.why}; use {option('devices', count)} to use all of them")
+        say(f"{found.why}; pass {option('devices', count)} to use all of them")
     return found.best.plan.workers
 
 

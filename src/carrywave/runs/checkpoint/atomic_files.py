@@ -179,7 +179,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 def check_form(path: Path) -> None:
     """Check that a file can be safetensors: it exists, is no pickle, is as long as its header says, and matches its seal if sealed."""
     if path.exists() and not path.is_file():
-        raise RunError(f"{path} is not a plain file; pass the path of a safetensors file")
+        raise RunError(f"{path} is not a regular file; pass the path of a safetensors file")
     try:
         with path.open("rb") as file:
             head = file.read(8)
