@@ -105,5 +105,5 @@ def test_a_folder_that_not_all_see_is_refused(told: Told) -> None:
     folder, ended = told
     for each in ended["apart"]:
         assert "of rank 0 is not visible on" in each["error"]
-        assert "give run=... a folder on a file system that all hosts share" in each["error"]
+        assert "set run=... to a folder on a file system that all hosts share" in each["error"]
     assert not (folder / "apart").exists()

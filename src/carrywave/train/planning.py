@@ -93,9 +93,7 @@ def _chosen(world: World, units: Units, given: PlanRequest, say: Say) -> tuple[P
     profile = _known(world, units, given.workers)
     if profile is None:
         if launch_record.with_fewer():
-            raise PlanError(
-                "this machine was not measured with fewer workers, and cannot be while one of them is failing; start the run again"
-            )
+            raise PlanError("this machine was not measured with fewer workers, and cannot be while one is failing; start the run again")
         profile = profile_for(units, device=kind, devices=here, note=say)
     found = search(units, _cluster(world, given.workers, profile), use_all=True)
     plan = replace(found.best.plan, kernel=given.spec.plan_spec.kernel)
