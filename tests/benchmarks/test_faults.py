@@ -22,7 +22,7 @@ SEEN = [
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     said: dict[str, Any] = {"code": 0, "disturbed": b"same", "once": True}
-    lines = ["worker 1 of 2 was killed (signal 9, SIGKILL); starting again from step 8 (restart 1 of 4)"] * 3
+    lines = ["worker 1 of 2 was killed (signal 9, SIGKILL); restarting from step 8 (restart 1 of 4)"] * 3
     monkeypatch.setattr(faults, "calm", lambda *_: Told(0, []))
     monkeypatch.setattr(faults, "disturbed", lambda *_, **more: Told(said["code"], lines, SEEN))
     monkeypatch.setattr(faults, "contents", lambda run: {"weights": said.get(Path(run).name, b"same")})

@@ -193,7 +193,7 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     "nothing labelled": (
         [*LABELS, "task=tagging", "data.train=bad2.jsonl", "data.valid=bad", "data.format=jsonl"],
         [{"tokens": [1], "labels": [None]}],
-        "valid holds no target to judge by, every label in it is ignored; give it labels",
+        "valid contains no targets: every label in it is ignored; add labels",
     ),
     "a list": ([*LABELS, "data.train=bad", "data.format=jsonl"], "[1]\n", "bad:1: the line is a JSON list, not an object; write one"),
     "no column": (
@@ -375,31 +375,34 @@ def leave(run: Path) -> None:
 
 SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda run: cut(last(run) / OPTIMIZER), f"{OPTIMIZER} is truncated or from another .*; {OTHER}"),
-    "bit": (lambda run: flip(last(run) / PARAMETERS, -3), f"{PARAMETERS} is damaged: its SHA-256 is .*; {OTHER}"),
+    "bit": (lambda run: flip(last(run) / PARAMETERS, -3), f"{PARAMETERS} is damaged: its SHA-256 does .*; {OTHER}"),
     "bit of the manifest": (lambda run: flip(last(run) / "manifest.json", -20), f"manifest.json is damaged: .*; {OTHER}"),
     "missing": (lambda run: (last(run) / CARRY).unlink(), f"{CARRY} is missing; {OTHER}"),
-    "no manifest": (lambda run: (last(run) / "manifest.json").unlink(), "last names no snapshot of this folder; write the name of one"),
-    "mixed": (mix, f"{PARAMETERS} is damaged: its SHA-256 is not the manifest's; {OTHER}"),
-    "newer": (lambda run: remanifest(run, format=3), "has format 3, this version reads format 2; update carrywave"),
-    "path": (leave, r"manifest.json names the file '\.\./\.\./spec.yaml', which is not in its folder; do not use this snapshot"),
+    "no manifest": (lambda run: (last(run) / "manifest.json").unlink(), "last does not name a snapshot in its folder; replace its content"),
+    "mixed": (mix, f"{PARAMETERS} is damaged: its SHA-256 does not match the manifest; {OTHER}"),
+    "newer": (lambda run: remanifest(run, format=3), "has format 3, but this version reads format 2; update carrywave"),
+    "path": (leave, r"manifest.json lists the file '\.\./\.\./spec.yaml', which is outside its folder; do not use this snapshot"),
     "other dtype": (
         lambda run: rewrite(run, lambda old: replace(old, parameters={k: v.double() for k, v in old.parameters.items()})),
-        r"the snapshot holds encoder.weight as \[14, 4\] float64, the model has \[14, 4\] float32; use the spec it was made with",
+        r"the snapshot has encoder.weight as \[14, 4\] float64, expected \[14, 4\] float32; use the spec it was made with",
     ),
     "fewer layers": (
         lambda run: rewrite(run, lambda old: replace(old, parameters={k: v for k, v in old.parameters.items() if "_l0" not in k})),
-        "the snapshot has no lstm.weight_ih_l0; it is from another model: use the spec it was made with",
+        "the snapshot is from another model: it has no lstm.weight_ih_l0; use the spec it was made with",
     ),
     "more layers": (
         lambda run: rewrite(run, lambda old: replace(old, parameters=old.parameters | {"lstm.weight_ih_l1": torch.zeros(2)})),
-        "the snapshot holds lstm.weight_ih_l1, which the model does not have; use the spec it was made with",
+        "the snapshot has lstm.weight_ih_l1, which the model does not have; use the spec it was made with",
     ),
     "no optimizer": (lambda run: rewrite(run, lambda old: replace(old, optimizer={})), "the snapshot lacks the optimizer state .*; resume"),
-    "no sums": (lambda run: rewrite(run, lambda old: replace(old, extra={})), f"the snapshot is not one that .* wrote .*; {OTHER}"),
-    "no progress": (lambda run: rewrite(run, without("progress")), f"the snapshot is not one that .* wrote .*; {OTHER}"),
-    "no spec": (lambda run: rewrite(run, without("spec")), f"the snapshot is not one that .* wrote .*; {OTHER}"),
-    "no snapshots": (lambda run: shutil.rmtree(run / "snapshots"), "run/snapshots holds no snapshot; leave out --resume"),
-    "no logs": (lambda run: (run / "metrics.jsonl").unlink(), r"run/metrics.jsonl has 0 bytes, the snapshot was made after \d+; put the"),
+    "no sums": (lambda run: rewrite(run, lambda old: replace(old, extra={})), f"the snapshot was not written by this version .*; {OTHER}"),
+    "no progress": (lambda run: rewrite(run, without("progress")), f"the snapshot was not written by this version .*; {OTHER}"),
+    "no spec": (lambda run: rewrite(run, without("spec")), f"the snapshot was not written by this version .*; {OTHER}"),
+    "no snapshots": (lambda run: shutil.rmtree(run / "snapshots"), "run/snapshots has no snapshot; remove --resume"),
+    "no logs": (
+        lambda run: (run / "metrics.jsonl").unlink(),
+        r"run/metrics.jsonl has 0 bytes, but had \d+ when the snapshot was made; restore the",
+    ),
     "no run": (lambda run: (run / "spec.yaml").unlink(), r"run has no run to resume \(no spec.yaml\); remove --resume"),
     "data": (lambda run: write("train.txt", TEXT.replace("log", "fog")), "the data has changed since the snapshot was .*train.txt.*; put"),
     "data gone": (lambda run: Path("train.txt").unlink(), "data.train=train.txt: file not found in .*; use the path of an existing file"),
@@ -425,10 +428,10 @@ RESUME: dict[str, tuple[list[str], str]] = {
     "no folder": (["--run", "none"], "none has no run to resume (no spec.yaml); remove --resume to start a new one"),
     "layers": (
         ["--run", "run", "model.layers=2"],
-        "the run was started with model.layers=1, not 2; leave it as it was, or start a new run",
+        "the run was started with model.layers=1, not 2; keep the old value, or start a new run",
     ),
-    "dtype": (["--run", "run", "train.precision=fp64"], "the run was started with train.precision=fp32, not fp64; leave it as it was"),
-    "seed": (["--run", "run", "train.seed=2"], "the run was started with train.seed=1, not 2; leave it as it was, or start a new run"),
+    "dtype": (["--run", "run", "train.precision=fp64"], "the run was started with train.precision=fp32, not fp64; keep the old value"),
+    "seed": (["--run", "run", "train.seed=2"], "the run was started with train.seed=1, not 2; keep the old value, or start a new run"),
     "init": (
         ["--run", "run", "--init", "run"],
         "--resume continues with the run's own weights and --init starts from others; use only one",
@@ -444,9 +447,9 @@ def test_what_cannot_be_resumed(case: str, run: Path) -> None:
 
 def test_a_run_that_is_there(run: Path) -> None:
     assert refused("train", *LANGUAGE, "--run", "run") == (
-        "run is already there and not empty; use --resume to go on with it, or another --run"
+        "run already exists and is not empty; use --resume to continue it, or use another --run"
     )
-    assert refused("train", *LANGUAGE, "--run", "train.txt") == "train.txt is a file, and a run is a folder; use another --run"
+    assert refused("train", *LANGUAGE, "--run", "train.txt") == "train.txt is a file, but a run must be a folder; use another --run"
 
 
 # Weights.
@@ -458,27 +461,30 @@ def tamper(path: Path, change: Callable[[dict[str, torch.Tensor]], Mapping[str, 
 
 
 WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (cut, r"is truncated: \d+ of \d+ bytes are there; copy it again, or use another one"),
-    "empty": (lambda path: path.write_bytes(b""), "is truncated: 0 bytes are less than its header; copy it again, or use another one"),
+    "truncated": (cut, r"is truncated: it has \d+ of \d+ bytes; copy it again, or use another file"),
+    "empty": (
+        lambda path: path.write_bytes(b""),
+        "is truncated: it has 0 bytes, fewer than its header; copy it again, or use another file",
+    ),
     "text": (lambda path: path.write_text("not weights at all"), "is not a safetensors file|is truncated"),
     "pickle": (
         lambda path: torch.save({"a": torch.zeros(2)}, path),
-        r"is a pickle \(torch.save\), which can run code when it is read; convert",
+        r"is a pickle \(torch.save\), which can run code when it is loaded; convert",
     ),
-    "bit": (lambda path: flip(path, -3), "is damaged: its SHA-256 does not fit; copy it again, or use another one"),
-    "bit of the codec": (lambda path: flip(path, path.read_bytes().index(b"language")), "is damaged: its SHA-256 does not fit; copy it"),
+    "bit": (lambda path: flip(path, -3), "is damaged: its SHA-256 does not match; copy it again, or use another file"),
+    "bit of the codec": (lambda path: flip(path, path.read_bytes().index(b"language")), "is damaged: its SHA-256 does not match; copy it"),
     "nan": (lambda path: tamper(path, lambda old: {k: v * NAN for k, v in old.items()}), ": .* is not finite; use other weights"),
     "wider": (
         lambda path: tamper(path, lambda old: {k: torch.cat([v, v]) for k, v in old.items()}),
-        r"is from another model: encoder.weight is \[28, 4\] there and \[14, 4\] here; use the weights of a model with the same spec",
+        r"is from another model: encoder.weight has shape \[28, 4\], expected \[14, 4\]; use the weights of a model with the same spec",
     ),
     "dtype": (
         lambda path: tamper(path, lambda old: {k: v.double() for k, v in old.items()}),
-        "encoder.weight is torch.float64 there and torch.float32 here; use the train.precision it was made with, or convert it",
+        "encoder.weight is torch.float64, expected torch.float32; use the train.precision it was trained with, or convert it",
     ),
     "layers": (
         lambda path: tamper(path, lambda old: old | {"lstm.weight_ih_l1": torch.zeros(2)}),
-        "is from another model: it holds lstm.weight_ih_l1, which is not here; use the weights of a model with the same spec",
+        "is from another model: it has lstm.weight_ih_l1, which this model does not; use the weights of a model with the same spec",
     ),
     "deep header": (
         lambda path: path.write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000),
@@ -487,9 +493,9 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "absurd header": (lambda path: path.write_bytes((2**63).to_bytes(8, "little") + b"{}"), "it has no readable header"),
     "pipe": (
         lambda path: (path.unlink(), os.mkfifo(path)),
-        "--init run: there is no such run or weights file; give|run has no weights.safetensors yet; train it",
+        "--init run: run or weights file not found; pass|run has no weights.safetensors yet; train it",
     ),
-    "missing": (Path.unlink, "--init run: there is no such run or weights file; give|run has no weights.safetensors yet; train it"),
+    "missing": (Path.unlink, "--init run: run or weights file not found; pass|run has no weights.safetensors yet; train it"),
 }
 
 
@@ -522,8 +528,8 @@ def edit(path: Path, **changes: Any) -> None:
 
 
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "codec gone": (lambda run: (run / "codec.json").unlink(), "run/codec.json cannot be read: No such file or directory; give the folder"),
-    "codec no JSON": (lambda run: cut(run / "codec.json"), "run/codec.json is damaged: it is not JSON; give the folder of a whole run"),
+    "codec gone": (lambda run: (run / "codec.json").unlink(), "run/codec.json cannot be read: No such file or directory; pass a complete"),
+    "codec no JSON": (lambda run: cut(run / "codec.json"), "run/codec.json is damaged: it is not JSON; pass a complete run folder"),
     "codec a list": (lambda run: (run / "codec.json").write_text("[]"), "run/codec.json is damaged: "),
     "codec key": (lambda run: edit(run / "codec.json", more=1), "run/codec.json is damaged: "),
     "codec type": (lambda run: edit(run / "codec.json", vocabulary=5), "run/codec.json is damaged: vocabulary is 5"),
@@ -531,20 +537,26 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "codec tokens": (lambda run: edit(run / "codec.json", vocabulary=["ab"]), "run/codec.json is damaged: "),
     "codec size": (lambda run: edit(run / "codec.json", size=3), "run/codec.json is damaged: "),
     "codec targets": (lambda run: edit(run / "codec.json", targets=[2]), "run/codec.json is damaged: targets is [2] for 0 columns"),
-    "codec task": (lambda run: edit(run / "codec.json", task="tagging"), "run/codec.json is of task tagging, run/spec.yaml of language; "),
-    "facts gone": (lambda run: (run / "facts.json").unlink(), "run/facts.json cannot be read: No such file or directory; give the folder"),
-    "facts no JSON": (lambda run: cut(run / "facts.json"), "run/facts.json is damaged: it is not JSON; give the folder of a whole run"),
-    "facts a number": (lambda run: (run / "facts.json").write_text("3"), "run/facts.json is damaged: it holds no mapping; give the folder"),
+    "codec task": (
+        lambda run: edit(run / "codec.json", task="tagging"),
+        "run/codec.json has task tagging, but run/spec.yaml has language; ",
+    ),
+    "facts gone": (lambda run: (run / "facts.json").unlink(), "run/facts.json cannot be read: No such file or directory; pass a complete"),
+    "facts no JSON": (lambda run: cut(run / "facts.json"), "run/facts.json is damaged: it is not JSON; pass a complete run folder"),
+    "facts a number": (
+        lambda run: (run / "facts.json").write_text("3"),
+        "run/facts.json is damaged: it is not a JSON object; pass a complete",
+    ),
     "facts key": (lambda run: edit(run / "facts.json", more=1), "run/facts.json is damaged ("),
     "facts type": (lambda run: edit(run / "facts.json", labels=None), "run/facts.json is damaged ("),
     "facts scale": (
         lambda run: edit(run / "facts.json", scale=[1]),
         "run/facts.json is damaged (scale has 1 numbers, but codec.json has 0",
     ),
-    "facts of other data": (lambda run: edit(run / "facts.json", vocabulary=17), "run/facts.json is damaged (vocabulary is 17, and 14 in"),
-    "spec gone": (lambda run: (run / "spec.yaml").unlink(), "run is no run: it has no spec.yaml; give the folder of a run"),
+    "facts of other data": (lambda run: edit(run / "facts.json", vocabulary=17), "run/facts.json is damaged (vocabulary is 17, but 14 in"),
+    "spec gone": (lambda run: (run / "spec.yaml").unlink(), "run is not a run: it has no spec.yaml; pass a run folder"),
     "spec key": (lambda run: (run / "spec.yaml").write_text("model: {hiden: 4}\n"), "unknown key model.hiden; did you mean model.hidden?"),
-    "all gone": (shutil.rmtree, "run is no run: there is no such folder; give the folder of a run, such as runs/language-1"),
+    "all gone": (shutil.rmtree, "run is not a run: folder not found; pass a run folder such as runs/language-1"),
 }
 
 
@@ -560,22 +572,26 @@ def test_a_spec_that_was_edited(run: Path) -> None:
     spec = run / "spec.yaml"
     spec.write_text(spec.read_text().replace("hidden: 4", "hidden: 5"))
     message = (
-        r"run/weights.safetensors is from another model: .* is \[.*\] there and \[.*\] here; use the weights of a model with the same spec"
+        r"run/weights.safetensors is from another model: .* has shape \[.*\], expected \[.*\]; "
+        "use the weights of a model with the same spec"
     )
     assert re.fullmatch(message, refused("evaluate", "run"))
 
 
 PREDICT: dict[str, tuple[list[str], str]] = {
-    "no input": (["labels"], "predict needs an INPUT file for a classification model; add it after the run"),
+    "no input": (["labels"], "predict needs an INPUT file for a classification model; pass it after the run folder"),
     "no file": (["labels", "none.jsonl"], "data=none.jsonl: file not found in "),
-    "prompt": (["labels", "train.jsonl", "--prompt", "a"], "--prompt is for language models, labels is of classification; give an INPUT"),
+    "prompt": (
+        ["labels", "train.jsonl", "--prompt", "a"],
+        "--prompt needs a language model, but labels is a classification model; pass an INPUT",
+    ),
     "unknown character": (["run", "--prompt", "cat?"], "the prompt: token '?' is not in the training vocabulary; train with"),
     "unknown in a file": (["run", "prompts.txt"], "prompts.txt:2: token '?' is not in the training vocabulary; train with"),
     "no JSON": (["run", "prompts.jsonl"], "prompts.jsonl:2: not JSON ("),
-    "no prompts": (["run", "empty.txt"], "empty.txt is empty; give a prompt on each line"),
-    "both": (["run", "prompts.txt", "--prompt", "cat"], "--prompt and INPUT are both given; give one of the two"),
+    "no prompts": (["run", "empty.txt"], "empty.txt is empty; pass one prompt per line"),
+    "both": (["run", "prompts.txt", "--prompt", "cat"], "--prompt and INPUT cannot be combined; pass only one of them"),
     "temperature": (["run", "--temperature", "nan"], "--temperature is nan; use a number >= 0"),
-    "output": (["run", "-o", "none/out.jsonl"], "none/out.jsonl cannot be written: there is no folder none; make it, or write elsewhere"),
+    "output": (["run", "-o", "none/out.jsonl"], "none/out.jsonl cannot be written: folder none not found; create it, or use another path"),
 }
 
 
@@ -591,13 +607,13 @@ def test_what_cannot_be_predicted(case: str, run: Path, labels: Path) -> None:
 def test_an_empty_prompt_where_no_line_ends() -> None:
     write("train.txt", TEXT.replace("\n", " "))
     assert call("train", *LANGUAGE, "train.max_steps=1", "--run", "run")[0] == 0
-    message = "the prompt is empty, and the model knows no line end to begin with; give it something to continue"
+    message = "the prompt is empty, and the vocabulary has no newline to start from; pass some text to continue"
     assert refused("predict", "run") == message
 
 
 def test_a_prompt_without_a_word() -> None:
     assert call("train", *LANGUAGE, "data.tokens=word", "train.max_steps=1", "--run", "run")[0] == 0
-    assert refused("predict", "run", "--prompt", " ") == "the prompt: there is no token in ' '; give it something to continue"
+    assert refused("predict", "run", "--prompt", " ") == "the prompt: ' ' contains no tokens; pass some text to continue"
 
 
 def test_a_benchmark_that_is_not_there() -> None:
@@ -669,7 +685,7 @@ FULL = "No space left on device"
 def test_no_room_for_a_new_run(file: str, disk: Disk) -> None:
     disk.full(rf"new/\.?{re.escape(file)}")
     assert refused("train", *LANGUAGE, "--run", "runs/new") == (
-        f"runs/new/{file} could not be written: {FULL}; free some room or make the folder writable, then go on"
+        f"runs/new/{file} could not be written: {FULL}; free disk space or make the folder writable, then try again"
     )
 
 
@@ -680,19 +696,19 @@ def test_no_room_for_a_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(Path("/dev/full") if path.name == "metrics.jsonl" else path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", open_full)
-    message = f"runs/new/metrics.jsonl could not be written: {FULL}; free some room or make the folder writable, then go on"
+    message = f"runs/new/metrics.jsonl could not be written: {FULL}; free disk space or make the folder writable, then try again"
     assert refused("train", *LANGUAGE, "train.log_every=1", "--run", "runs/new") == message
 
 
 def test_no_room_for_the_first_weights_keeps_the_rows_of_what_was_trained(disk: Disk) -> None:
     disk.full(r"new/\.?weights")
     code, err, _ = call("train", *LANGUAGE, "--run", "new")
-    assert one_line(code, err).startswith(f"new/weights.safetensors could not be written: {FULL}; free some room")
+    assert one_line(code, err).startswith(f"new/weights.safetensors could not be written: {FULL}; free disk space")
     rows = [json.loads(line) for line in Path("new/metrics.jsonl").read_text().splitlines()]
     assert [row["split"] for row in rows] == ["train", "valid"]
     assert not Path("new/owner.json").exists()
     assert one_line(*call("train", *LANGUAGE, "--run", "new")[:2]) == (
-        "new holds a run that ended before its first snapshot; use --resume to start it over, or use another --run"
+        "new contains a run that ended before its first snapshot; use --resume to start it over, or use another --run"
     )
 
 
@@ -728,7 +744,7 @@ def test_a_run_that_ended_before_its_first_snapshot_starts_over(disk: Disk) -> N
     assert sorted(os.listdir("new")) == sorted(["notes.txt", *os.listdir("straight")])
     assert sorted(os.listdir("new/snapshots")) == sorted(os.listdir("straight/snapshots"))
     shutil.rmtree("new/snapshots")  # it has had some: what was trained is not to be made again over it
-    assert refused("train", "--resume", "--run", "new").startswith("new/snapshots holds no snapshot; leave out --resume")
+    assert refused("train", "--resume", "--run", "new").startswith("new/snapshots has no snapshot; remove --resume")
 
 
 def test_a_run_from_other_weights_does_not_start_over_without_them(disk: Disk) -> None:
@@ -738,7 +754,7 @@ def test_a_run_from_other_weights_does_not_start_over_without_them(disk: Disk) -
     disk.full("nowhere")
     assert refused("train", "--resume", "--run", "new") == (
         "new was started from the weights of first and ended before its first snapshot; "
-        "remove the folder, and start it again as it was started, or use another --run"
+        "remove the folder and start the run again in the same way, or use another --run"
     )
 
 
@@ -749,7 +765,7 @@ def test_no_room_in_a_folder_that_was_empty(disk: Disk, work: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "told"), [(r"snapshots/\.tmp", "the snapshot before it is kept; free"), ("metrics.jsonl", "free some room")]
+    ("where", "told"), [(r"snapshots/\.tmp", "the previous snapshot is kept; free"), ("metrics.jsonl", "free disk space")]
 )
 def test_no_room_after_the_first_weights_keeps_them(where: str, told: str, disk: Disk) -> None:
     disk.full(where)
@@ -786,14 +802,14 @@ def test_no_room_for_the_cache(disk: Disk, work: Path) -> None:
 def test_no_room_for_predictions(run: Path, disk: Disk) -> None:
     write("out.jsonl", "old\n")
     disk.full("out.jsonl")
-    message = f"out.jsonl could not be written: {FULL}; free some room, or write elsewhere"
+    message = f"out.jsonl could not be written: {FULL}; free disk space, or use another path"
     assert refused("predict", "run", "--prompt", "the", "-o", "out.jsonl") == message
 
 
 def test_a_folder_that_is_read_only(disk: Disk, work: Path) -> None:
     disk.read_only("runs")
     assert refused("train", *LANGUAGE) == (
-        "runs/language-1 could not be written: Read-only file system; free some room or make the folder writable, then go on"
+        "runs/language-1 could not be written: Read-only file system; free disk space or make the folder writable, then try again"
     )
 
 
@@ -812,7 +828,7 @@ def test_rows_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch)
         return plain(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    message = "rows.json could not be written: Permission denied; free some room, or write elsewhere"
+    message = "rows.json could not be written: Permission denied; free disk space, or use another path"
     assert refused("evaluate", "run", "--json", "rows.json") == message
 
 
@@ -820,13 +836,11 @@ def test_names_and_labels_that_are_no_text(run: Path) -> None:
     name = os.fsdecode(b"in\xff.txt")
     Path(name).write_text(TEXT)
     assert refused("evaluate", "run", "--data", name) == r"in\udcff.txt is not UTF-8 text; rename the file or folder, or fix the text"
-    assert refused("train", *LANGUAGE, "--run", name).startswith(
-        r"the name of the folder in\udcff.txt is not UTF-8 text; use another --run"
-    )
+    assert refused("train", *LANGUAGE, "--run", name).startswith(r"the folder name in\udcff.txt is not valid UTF-8; use another --run")
     write("half.jsonl", [{**row, "label": "\ud83d" if row["label"] == "up" else "b"} for row in ROWS])
     message = refused("train", *LABELS, "data.train=half.jsonl", "--run", "half")
-    assert message.startswith("half/codec.json would hold ")
-    assert message.endswith("; mend it in the data, most likely in a label or a name")
+    assert message.startswith("half/codec.json would contain ")
+    assert message.endswith("; fix it in the data, most likely in a label or a name")
 
 
 # As processes of their own: what a shell sees.

@@ -88,11 +88,11 @@ def test_a_wrong_option_is_exit_2_without_a_traceback(tmp_path: Path) -> None:
         (["train", "a.yaml", "b.yaml"], "b.yaml is a second spec file, after a.yaml; pass one SPEC.yaml, and the rest as key=value"),
         (["train", "--resume"], "--resume needs a run folder; pass --run DIR"),
         (["train", "--resume", "--run", "none"], "none has no run to resume (no spec.yaml); remove --resume to start a new one"),
-        (["train", "--json", "no/rows.json"], "no/rows.json cannot be written: there is no folder no; make it, or write elsewhere"),
-        (["evaluate", "run", "--json", "."], ". is a folder; give the name of a file"),
+        (["train", "--json", "no/rows.json"], "no/rows.json cannot be written: folder no not found; create it, or use another path"),
+        (["evaluate", "run", "--json", "."], ". is a folder; pass a file name"),
         (["predict", "run", "--temperature", "nan"], "--temperature is nan; use a number >= 0"),
         (["predict", "run", "--temperature", "-1"], "--temperature is -1.0; use a number >= 0"),
-        (["schema", "-o", "no/schema.json"], "no/schema.json cannot be written: there is no folder no; make it, or write elsewhere"),
+        (["schema", "-o", "no/schema.json"], "no/schema.json cannot be written: folder no not found; create it, or use another path"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(words: list[str], message: str) -> None:
@@ -386,7 +386,7 @@ def closed(streams: str, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("words", [["schema"], ["predict", "r", "in.jsonl"], ["predict", "r", "in.jsonl", "--devices", "2"]])
 def test_a_result_that_nobody_would_see_is_refused(words: list[str]) -> None:
     ended = closed(">&-", *words)
-    message = "standard output is closed, so nobody would see the result; open it, or name a file with -o"
+    message = "standard output is closed, so the result would be lost; open it, or pass a file with -o"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"carrywave: {message}\n")
 
 

@@ -79,26 +79,26 @@ def launch(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 def test_a_worker_that_dies_is_replaced(launch: Callable[..., Launched], tmp_path: Path) -> None:
     done = launch("if attempt == 0:\n    rank and die()\n    time.sleep(60)\nprint('attempt', attempt, 'rank', rank)")
     assert done.ended == Ended(0)
-    assert done.said == ["worker 1 of 2 was killed (signal 9, SIGKILL); starting again from the beginning (restart 1 of 2)"]
+    assert done.said == ["worker 1 of 2 was killed (signal 9, SIGKILL); restarting from the beginning (restart 1 of 2)"]
 
 
 def test_dying_again_and_again_is_the_end(launch: Callable[..., Launched]) -> None:
     done = launch("rank == 0 and die(signal.SIGSEGV)\ntime.sleep(60)")
-    assert done.ended == Ended(1, "worker 0 of 2 was killed (signal 11, SIGSEGV); given up after 2 restarts without progress")
+    assert done.ended == Ended(1, "worker 0 of 2 was killed (signal 11, SIGSEGV); gave up after 2 restarts without progress")
     assert len(done.said) == 2
 
 
 def test_progress_starts_the_count_anew(launch: Callable[..., Launched]) -> None:
     done = launch("rank == 0 and (snapshot(min(attempt, 2)), die())\ntime.sleep(60)")
     # Step 0, 1 and 2 are each farther than before; then it is counted: two more restarts, and the end.
-    assert [line.rpartition("starting again ")[2] for line in done.said] == [
+    assert [line.rpartition("restarting ")[2] for line in done.said] == [
         "from step 0 (restart 1 of 2)",
         "from step 1 (restart 1 of 2)",
         "from step 2 (restart 1 of 2)",
         "from step 2 (restart 2 of 2)",
     ]
     assert done.ended.code == 1
-    assert done.ended.message.endswith("given up after 2 restarts without progress")
+    assert done.ended.message.endswith("gave up after 2 restarts without progress")
 
 
 @pytest.mark.parametrize(
@@ -125,15 +125,15 @@ def test_an_error_before_the_first_step_is_not_tried_again(launch: Callable[...,
 
 def test_an_error_that_comes_again_is_tried_once(launch: Callable[..., Launched]) -> None:
     done = launch("step()\nrank and fail('fault', 1, 'oops')\ntime.sleep(60)")
-    assert (done.ended.code, done.ended.message) == (1, "worker 1: oops; it came again at the same place")
-    assert done.said == ["worker 1: oops; starting again from the beginning (restart 1 of 2)"]
+    assert (done.ended.code, done.ended.message) == (1, "worker 1: oops; it failed again at the same point")
+    assert done.said == ["worker 1: oops; restarting from the beginning (restart 1 of 2)"]
 
 
 def test_a_stopped_worker_is_found(launch: Callable[..., Launched]) -> None:
     done = launch("if attempt == 0:\n    time.sleep(0.5)\n    rank and os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(60)")
     assert done.ended == Ended(0)
     assert done.said[0].startswith("worker 1 of 2 gave no sign of life for ")
-    assert done.said[0].endswith("and was killed; starting again from the beginning (restart 1 of 2)")
+    assert done.said[0].endswith("and was killed; restarting from the beginning (restart 1 of 2)")
 
 
 def test_who_holds_the_interpreter_is_not_silent(launch: Callable[..., Launched]) -> None:
@@ -169,8 +169,8 @@ else:
     done = launch(text, devices=3, restarts=3, min_devices=2)
     assert done.ended == Ended(0)
     assert [line.partition("; ")[2] for line in done.said] == [
-        "starting again from the beginning (restart 1 of 3)",
-        "going on with 2 of 3 workers, from the beginning",
+        "restarting from the beginning (restart 1 of 3)",
+        "continuing with 2 of 3 workers from the beginning",
     ]
     assert [(tmp_path / f"there-{rank}").read_text() for rank in range(2)] == ["2 2 0 0 0", "2 2 1 1 2"]
 
@@ -218,7 +218,7 @@ def test_asked_to_stop_while_starting_again(write: Write, tmp_path: Path, monkey
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75
     assert err.count("\n") == 1
-    assert "starting again from step 5 (restart 1 of 3)" in err
+    assert "restarting from step 5 (restart 1 of 3)" in err
 
 
 def test_time_in_which_nobody_ran_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_a_killed_worker_does_not_change_the_answer(folder: Path, write: Write) 
     command = [sys.executable, write("twice.py", TWICE)]
     assert start(command, 2, environment={"SPEC": " ".join(SPEC)}, restarts=1, say=said.append) == Ended(0)
     # Snapshots are written beside the training: it may be that none was whole yet.
-    assert re.fullmatch(rf"worker 0 of 2 was killed \(signal 9, SIGKILL\); starting again {FROM} \(restart 1 of 1\)", said[0])
+    assert re.fullmatch(rf"worker 0 of 2 was killed \(signal 9, SIGKILL\); restarting {FROM} \(restart 1 of 1\)", said[0])
     assert contents(folder / "killed") == contents(folder / "calm")
 
 
@@ -341,8 +341,8 @@ def test_killed_workers_do_not_change_the_answer(folder: Path) -> None:
     assert train(folder, "calm")[0] == Ended(0)
     ended, said = train(folder, "killed", die={"0": [1, 3, "SIGKILL"], "1": [0, 9, "SIGKILL"]})
     assert ended == Ended(0)
-    assert said[0] == "worker 1 of 2 was killed (signal 9, SIGKILL); starting again from the beginning (restart 1 of 3)"
-    assert re.fullmatch(rf"worker 0 of 2 was killed \(signal 9, SIGKILL\); starting again {FROM} \(restart [12] of 3\)", said[1])
+    assert said[0] == "worker 1 of 2 was killed (signal 9, SIGKILL); restarting from the beginning (restart 1 of 3)"
+    assert re.fullmatch(rf"worker 0 of 2 was killed \(signal 9, SIGKILL\); restarting {FROM} \(restart [12] of 3\)", said[1])
     assert contents(folder / "killed") == contents(folder / "calm")
 
 
@@ -364,7 +364,7 @@ def test_a_run_goes_on_with_the_worker_that_is_left(folder: Path) -> None:
     dies = {str(attempt): [1, 12 if attempt == 0 else 1, "SIGKILL"] for attempt in range(3)}
     ended, said = train(folder, "fewer", "plan.replicas=2", die=dies, min_devices=1)
     assert ended == Ended(0)
-    assert re.search(rf"going on with 1 of 2 workers, {FROM}$", said[-1])
+    assert re.search(rf"continuing with 1 of 2 workers {FROM}$", said[-1])
     ours, theirs = (load_file(folder / run / "weights.safetensors") for run in ("fewer", "calm"))
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-12)  # float64: sums in another order
@@ -375,7 +375,7 @@ def test_one_worker_is_watched_where_that_is_asked_for(folder: Path, python: Run
     words = [DIES, "train", *SPEC, "--device", "cpu", "--run", "run"]
     ended = python(*words, "--restarts", "2", DIE='{"0": [0, 8, "SIGKILL"]}')
     assert ended.returncode == 0, ended.stderr
-    said = rf"carrywave: worker 0 of 1 was killed \(signal 9, SIGKILL\); starting again {FROM} \(restart 1 of 2\)\n"
+    said = rf"carrywave: worker 0 of 1 was killed \(signal 9, SIGKILL\); restarting {FROM} \(restart 1 of 2\)\n"
     assert re.fullmatch(said, ended.stderr)
     assert python(*words[:-1], "calm", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0").returncode == 0
     assert contents(folder / "run") == contents(folder / "calm")
@@ -387,12 +387,12 @@ def test_an_error_is_one_line_and_a_log(folder: Path, python: Run) -> None:
     ended = python(*words, DIE='{"0": [1, 8, "ValueError"], "1": [1, 3, "ValueError"]}')
     assert ended.returncode == 1
     first, second = ended.stderr.splitlines()
-    assert re.fullmatch(rf"carrywave: worker 1: ValueError: oops; starting again {FROM} \(restart 1 of 3\)", first)
-    assert second == "carrywave: worker 1: ValueError: oops; it came again at the same place; full logs: run/logs/attempt-1"
+    assert re.fullmatch(rf"carrywave: worker 1: ValueError: oops; restarting {FROM} \(restart 1 of 3\)", first)
+    assert second == "carrywave: worker 1: ValueError: oops; it failed again at the same point; full logs: run/logs/attempt-1"
     assert "raise ValueError" in (folder / "run" / "logs" / "attempt-1" / "rank-1.log").read_text()
     again = python(*words)
     assert again.returncode == 2  # another launch: the folder is not its own
-    assert "run is already there and not empty; use --resume to go on with it" in again.stderr
+    assert "run already exists and is not empty; use --resume to continue it" in again.stderr
 
 
 @pytest.mark.slow
@@ -412,7 +412,7 @@ def test_a_script_is_started_again(folder: Path, python: Run, write: Write) -> N
     ended = python(write("script.py", text))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["runs/language-1 done"]
-    assert "worker 1 of 2 was killed (signal 9, SIGKILL); starting again from the beginning (restart 1 of 3)" in ended.stderr
+    assert "worker 1 of 2 was killed (signal 9, SIGKILL); restarting from the beginning (restart 1 of 3)" in ended.stderr
     assert [path.name for path in (folder / "runs").iterdir()] == ["language-1"]
 
 
@@ -485,7 +485,7 @@ def test_torchrun_restarts_and_the_run_goes_on(rank: int, number: signal.Signals
         time.sleep(0.1)
     process.terminate()
     out, err = process.communicate(timeout=60)
-    assert "going on from step" in out
+    assert "resuming from step" in out
     assert "terminated at step" in out
     assert ("gave no sign of life" in err) == (number == signal.SIGSTOP)
 

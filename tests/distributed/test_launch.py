@@ -58,7 +58,7 @@ def test_workers_learn_who_they_are(write: Write, tmp_path: Path, temporary: Pat
         ("sys.exit(0)", Ended(0)),
         ("sys.exit(75)", Ended(75)),
         ("sys.exit(130)", Ended(130)),
-        ("sys.exit(3 * rank)", Ended(3, "worker 1 of 2 ended with exit code 3; what it printed says why")),
+        ("sys.exit(3 * rank)", Ended(3, "worker 1 of 2 exited with code 3; see its output for the reason")),
         ("rank and os.kill(os.getpid(), signal.SIGSEGV)", Ended(1, "worker 1 of 2 was killed (signal 11, SIGSEGV)")),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_second_signal_ends_them_there_and_then(write: Write, tmp_path: Path) 
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "ended at once; what was done since the last snapshot is lost\n")
+    assert (process.returncode, out) == (130, "stopped immediately; progress since the last snapshot is lost\n")
 
 
 def test_a_signal_before_the_first_step_ends_them(write: Write, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_bad_tf_config_is_refused(python: Run) -> None:
         TF_CONFIG='{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "ps", "index": 0}}',
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith("carrywave: TF_CONFIG names a ps: there are no parameter servers here")
+    assert ended.stderr.startswith("carrywave: TF_CONFIG lists tasks of type ps: carrywave has no parameter servers")
 
 
 @pytest.mark.slow
@@ -358,7 +358,7 @@ def test_a_run_of_two_workers_stops_and_goes_on(tmp_path: Path, python: Run) -> 
     step = int(out.rpartition("terminated at step ")[2].partition(";")[0])
     ended = python(*carrywave("train", "--resume", "--run", "run", f"train.max_steps={step + 2}", "--devices", "2", "--device", "cpu"))
     assert ended.returncode == 0, ended.stderr
-    assert f"going on from step {step}" in ended.stdout
+    assert f"resuming from step {step}" in ended.stdout
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def test_workers_follow_the_plan_of_rank_0(profiles: dict[str, str], python: Run
     assert ended.returncode == 0, ended.stderr
     assert "chosen: 2 stages" in ended.stdout
     assert "a step takes" in ended.stdout
-    assert "predicted were" in ended.stdout
+    assert "predicted" in ended.stdout
     assert json.loads((tmp_path / "run/plan.json").read_text())["stages"] == 2
 
 
@@ -70,7 +70,7 @@ def test_a_run_that_goes_on_keeps_its_plan(profiles: dict[str, str], python: Run
     assert planned("staged") == (1, 2)
     assert "chosen: 2 stages" in said
     assert "a step takes" in said
-    assert "predicted were" in said
+    assert "predicted" in said
     assert "one device would be faster" in train("--run", "both", "--devices", "2", by="alone")
     train("--run", "shared", "--devices", "2", by="replicas")
     assert planned("shared") == (2, 1)

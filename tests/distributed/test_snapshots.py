@@ -88,7 +88,7 @@ def test_a_part_that_cannot_be_written_is_said_once_and_the_run_goes_on(told: To
 
 def test_the_last_one_is_an_error_for_all(told: Told) -> None:
     folder, ended = told
-    line = f"RunError: rank 1: snapshot last/snapshots/step-00000010 {FULL}; the snapshot before it is kept; free some room or make"
+    line = f"RunError: rank 1: snapshot last/snapshots/step-00000010 {FULL}; the previous snapshot is kept; free disk space or make"
     assert all(each["error"].startswith(line) for each in ended["last"]), ended["last"]
     assert snapshots(folder / "last") == ["last", "step-00000003", "step-00000006", "step-00000009"]
     assert (folder / "last" / "snapshots" / "last").read_text() == "step-00000009\n"
@@ -104,6 +104,6 @@ def test_a_pointer_that_cannot_be_written_leaves_nothing(told: Told) -> None:
 def test_a_folder_that_not_all_see_is_refused(told: Told) -> None:
     folder, ended = told
     for each in ended["apart"]:
-        assert "of rank 0 is not seen on" in each["error"]
-        assert "give run=... a folder on a file system that all hosts share" in each["error"]
+        assert "of rank 0 is not visible on" in each["error"]
+        assert "set run=... to a folder on a file system that all hosts share" in each["error"]
     assert not (folder / "apart").exists()

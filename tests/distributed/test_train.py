@@ -205,5 +205,5 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         messages = {each[number]["error"] for each in told}
         assert len(messages) == 1, messages  # all of them say the same
         assert messages.pop().startswith(start_of), (start_of, told[0][number])
-    assert "already there and not empty" in told[0][5]["error"]
+    assert "already exists and is not empty" in told[0][5]["error"]
     assert not (folder / "bad" / "weights.safetensors").exists()

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Job, str]] = {
         "batch.lanes=8 cannot be divided among 2 replicas x 5 micro-batches; use batch.lanes >= 10",
     ),
     "17 workers": ({"plan": {"replicas": 3}}, "plan.replicas=3 x plan.stages=1 needs 3 workers, got 2; use devices=3"),
-    "27 pickle": ({"init": "weights.pt"}, r"weights.pt is a pickle \(torch.save\), which can run code when it is read; convert"),
+    "27 pickle": ({"init": "weights.pt"}, r"weights.pt is a pickle \(torch.save\), which can run code when it is loaded; convert"),
     "32 specs differ": ({"other": {"train.lr": 0.5}}, "rank 1 has train.lr 0.5, but rank 0 has 0.001; start every worker with the same"),
 }
 

@@ -73,15 +73,15 @@ def other_pointer(run: Path) -> None:
 
 
 WHOLE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "mixed steps": (mix, f"is damaged: its SHA-256 is not the manifest's; {OTHER}"),
-    "newer format": (newer, "has format 99, this version reads format 2; update carrywave"),
-    "other dtype": (other_dtype, r"the snapshot holds encoder.weight as .* float64, the model has .* float32; use the spec"),
-    "other model": (other_model, "the snapshot has no lstm.weight_ih_l1; it is from another model: use the spec it was made with"),
-    "pointer": (other_pointer, "last names no snapshot of this folder; write the name of one"),
+    "mixed steps": (mix, f"is damaged: its SHA-256 does not match the manifest; {OTHER}"),
+    "newer format": (newer, "has format 99, but this version reads format 2; update carrywave"),
+    "other dtype": (other_dtype, r"the snapshot has encoder.weight as .* float64, expected .* float32; use the spec"),
+    "other model": (other_model, "the snapshot is from another model: it has no lstm.weight_ih_l1; use the spec it was made with"),
+    "pointer": (other_pointer, "last does not name a snapshot in its folder; replace its content"),
 }
 BY_SPEC: dict[str, tuple[dict[str, Any], str]] = {
-    "spec of another model": ({"model": {"layers": 3}}, "the run was started with model.layers=2, not 3; leave it as it was"),
-    "spec of another dtype": ({"precision": "fp64"}, "the run was started with train.precision=fp32, not fp64; leave it as it was"),
+    "spec of another model": ({"model": {"layers": 3}}, "the run was started with model.layers=2, not 3; keep the old value"),
+    "spec of another dtype": ({"precision": "fp64"}, "the run was started with train.precision=fp32, not fp64; keep the old value"),
 }
 EACH: dict[str, Callable[[Path, random.Random], None]] = {"truncated": truncate, "bit": flip, "missing": remove}
 
@@ -143,7 +143,7 @@ def test_what_is_refused_and_what_is_not(refusals: dict[str, list[Job]]) -> None
         for number, kind in enumerate(FILES):
             message = refused(refusals[f"{how} {number}"])
             # Without a manifest it is no snapshot at all.
-            assert f"/{kind}" in message or (how == "missing" and "last names no snapshot" in message), (how, kind)
+            assert f"/{kind}" in message or (how == "missing" and "last does not name a snapshot" in message), (how, kind)
     for name, (_, message) in {**WHOLE, **BY_SPEC, "changed data": (None, CHANGED)}.items():
         assert re.search(message, refused(refusals[name])), name
     # Else all the others would prove nothing.

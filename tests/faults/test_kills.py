@@ -47,7 +47,7 @@ def test_kills_do_not_change_the_answer(case: Case, kills: int, stages: int, tmp
     told = _faults.disturbed(tmp_path, case, kills, seed=kills)
     assert len(told.faults) == kills
     check(tmp_path, told, stages)
-    assert all("was killed (signal 9, SIGKILL); starting again from " in line for line in told.lines)
+    assert all("was killed (signal 9, SIGKILL); restarting from " in line for line in told.lines)
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_run_goes_on_with_those_that_are_left(devices: int, left: int, tmp_pat
     finally:
         running.end()
     assert told.code == 0, told.lines
-    assert f"going on with {left} of {devices} workers, from step " in told.lines[-1]
+    assert f"continuing with {left} of {devices} workers from step " in told.lines[-1]
     ours, theirs = (load_file(tmp_path / run / "weights.safetensors") for run in ("disturbed", "calm"))
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-12)  # float64: sums in another order

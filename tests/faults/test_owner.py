@@ -43,7 +43,7 @@ def test_one_process_trains_a_run_and_its_death_frees_it(tmp_path: Path) -> None
     until_there(tmp_path / "run" / "snapshots" / "last", first)
     who = f"run is being trained by process {first.pid} on {os.uname().nodename}; "
     second, third = start(tmp_path, "--resume", "--run", "run"), start(tmp_path, *WORDS, "--run", "run")
-    assert ended(second) == (2, f"carrywave: {who}wait for its end or stop it, or use another --run\n")
+    assert ended(second) == (2, f"carrywave: {who}wait until it ends, stop it, or use another --run\n")
     assert ended(third) == (2, f"carrywave: {who}use another --run\n")
     assert first.poll() is None  # nothing happened to it
     first.send_signal(signal.SIGKILL)
@@ -81,5 +81,5 @@ def test_a_folder_that_is_removed_ends_the_run(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "moved")
     code, err = ended(process)
     assert code == 2
-    assert err == "carrywave: the folder of the run run was removed while it was trained; start the run again, and leave it in place\n"
+    assert err == "carrywave: the folder of run run was removed during training; restart the run, and leave it in place\n"
     assert not (tmp_path / "run").exists()

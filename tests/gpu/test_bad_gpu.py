@@ -124,9 +124,7 @@ def run(spec: dict[str, Any], folder: Path, on_nan: str, watch: Silent) -> str |
 
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_the_first_bad_step_is_named_also_where_it_is_looked_at_later(spec: dict[str, Any], tmp_path: Path, on_nan: str) -> None:
-    with pytest.raises(
-        Diverged, match=rf"the weight lstm.weight_hh_l1 of lstm.l1 on rank 0 is no longer finite at step {BAD} "
-    ) as caught:
+    with pytest.raises(Diverged, match=rf"the weight lstm.weight_hh_l1 of lstm.l1 on rank 0 is no longer finite at step {BAD} ") as caught:
         run(spec, tmp_path / "run", on_nan, Silent())
     assert ("steps in a row were skipped" in str(caught.value)) == (on_nan == "skip")
     assert not list(tmp_path.glob("run/snapshots/step-*"))

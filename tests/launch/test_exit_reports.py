@@ -54,7 +54,7 @@ def test_whom_we_ended_ourselves_is_no_cause() -> None:
 
 
 def test_a_worker_without_a_word_keeps_its_exit_code() -> None:
-    assert of([0, 3]) == Ended(3, "worker 1 of 2 ended with exit code 3; what it printed says why")
+    assert of([0, 3]) == Ended(3, "worker 1 of 2 exited with code 3; see its output for the reason")
 
 
 def test_lost_contact_alone() -> None:
@@ -97,7 +97,7 @@ def test_an_end_as_an_error() -> None:
         Ended(2, "no; do", "OutOfMemoryError").check()
     with pytest.raises(RuntimeError, match=r"(?s)worker 1: ValueError.*Traceback"):
         Ended(1, "worker 1: ValueError", trace="Traceback").check()
-    with pytest.raises(RuntimeError, match=r"^the workers ended with exit code 143, and none of them said why$"):
+    with pytest.raises(RuntimeError, match=r"^the workers exited with code 143 and did not report why$"):
         Ended(143).check()
     with pytest.raises(KeyboardInterrupt):
         Ended(130).check()

@@ -45,18 +45,27 @@ def test_one_machine_is_no_cluster(environment: dict[str, str]) -> None:
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1", "b:1"]}}'}, "TF_CONFIG has no task"),
         (
             config({"type": "worker", "index": 0}, worker=["a:1"], ps=["b:1"]),
-            "names a ps: there are no parameter servers here.*list those hosts as",
+            "lists tasks of type ps: carrywave has no parameter servers.*list those hosts as",
         ),
-        (config({"type": "ps", "index": 0}, worker=["a:1", "b:1"]), "makes this task a ps: there are no parameter servers"),
-        (config({"type": "evaluator", "index": 0}, worker=["a:1", "b:1"]), "makes this task a evaluator: workers evaluate as they train"),
-        (config({"type": "worker", "index": 0}, worker=["a:1"], evaluator=["b:1"]), "names a evaluator: .*carrywave evaluate RUN"),
-        (config({"type": "worker", "index": 0}, worker=["a:1"], master=["b:1"]), "names a master: only chief and worker take part"),
+        (config({"type": "ps", "index": 0}, worker=["a:1", "b:1"]), "gives this task the type ps: carrywave has no parameter servers"),
+        (
+            config({"type": "evaluator", "index": 0}, worker=["a:1", "b:1"]),
+            "gives this task the type evaluator: workers evaluate during training",
+        ),
+        (
+            config({"type": "worker", "index": 0}, worker=["a:1"], evaluator=["b:1"]),
+            "lists tasks of type evaluator: .*carrywave evaluate RUN",
+        ),
+        (
+            config({"type": "worker", "index": 0}, worker=["a:1"], master=["b:1"]),
+            "lists tasks of type master: only chief and worker are supported",
+        ),
         (config({"type": "worker", "index": 2}, worker=["a:1", "b:1"]), "task worker 2 is not in the cluster, which has 2 of type worker"),
         (config({"type": "chief", "index": 0}, worker=["a:1", "b:1"]), "task chief 0 is not in the cluster, which has 0 of type chief"),
         (config({"type": "worker", "index": 0}, worker={"0": "a:1"}), "cluster.worker is not a list"),
         (config({"type": "worker", "index": 0}, worker=["a", "b:1"]), "'a' is not host:port"),
         (config({"type": "worker", "index": 0}, worker=["a:0", "b:1"]), "'a:0' is not host:port"),
-        (config({"type": "worker", "index": 0}, worker=["a:1", "a:1"]), "gives one address to two tasks"),
+        (config({"type": "worker", "index": 0}, worker=["a:1", "a:1"]), "gives the same address to two tasks"),
         (config({}, worker=["a:1", "b:1"]), "task None None is not in the cluster"),
     ],
 )

@@ -51,7 +51,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "round").symlink_to("round")
     (tmp_path / "folder").symlink_to(tmp_path)
     (tmp_path / "astray").symlink_to("none/file")
-    for name, message in (("round", "cannot be written: "), ("folder", "is a folder; "), ("astray", "there is no folder .*none; make it")):
+    for name, message in (("round", "cannot be written: "), ("folder", "is a folder; "), ("astray", "folder .*none not found; create it")):
         for refuse in (output_file.check, lambda path: output_file.write(path, "x")):
             with pytest.raises(UserError, match=message):
                 refuse(tmp_path / name)
@@ -82,7 +82,7 @@ def test_a_device_is_written_into(tmp_path: Path) -> None:
         output_file.write(null, "x")
     except PermissionError:
         pytest.skip("nodes of devices cannot be made or used here")
-    with pytest.raises(UserError, match=r"full could not be written: No space left on device; free some room, or write elsewhere"):
+    with pytest.raises(UserError, match=r"full could not be written: No space left on device; free disk space, or use another path"):
         output_file.write(full, "x")
     assert null.is_char_device()
     assert full.is_char_device()

@@ -21,7 +21,7 @@ from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.owner import Owner
 
-HELD = "is being trained by process {pid} on {host}; wait for its end or stop it, or use another run=..."
+HELD = "is being trained by process {pid} on {host}; wait until it ends, stop it, or use another run=..."
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_a_silent_owner_elsewhere_is_waited_for_and_then_gone(tmp_path: Path) ->
     write(tmp_path, elsewhere())
     said: list[str] = []
     owner.take(tmp_path, said.append).release()
-    assert said == [f"{tmp_path} was last trained by process 1 on other; waiting up to 1 s for a sign of life from there"]
+    assert said == [f"{tmp_path} was last trained by process 1 on other; waiting up to 1 s for a heartbeat from it"]
 
 
 def test_an_owner_elsewhere_that_counts_on_is_alive(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_it_beats(tmp_path: Path) -> None:
 def test_who_was_asleep_while_another_took_the_run_ends(tmp_path: Path) -> None:
     claim = owner.take(tmp_path)
     write(tmp_path, elsewhere())
-    with pytest.raises(RunError, match="was taken over by process 1 on other, because this process gave no sign of life; it ends here"):
+    with pytest.raises(RunError, match="was taken over by process 1 on other because this process sent no heartbeat; this process stops"):
         claim.look()
     claim.release()
     there = owner.read(tmp_path)
@@ -168,7 +168,7 @@ def test_a_folder_that_is_removed_is_noticed(tmp_path: Path) -> None:
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
-    with pytest.raises(RunError, match=r"the folder of the run .*run was removed while it was trained; start the run again"):
+    with pytest.raises(RunError, match=r"the folder of run .*run was removed during training; restart the run"):
         claim.look()
     claim.release()
     assert not folder.exists()

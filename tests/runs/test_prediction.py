@@ -137,7 +137,7 @@ def test_labels_come_back_as_they_were_given(tmp_path: Path, labels: tuple[Any, 
     run = learn(tmp_path, "classification", {"train": str(data)}, batch={"tokens": 16}, train={"epochs": 8, "lr": 0.05})
     found = predict_run(run, data, tmp_path / "out.jsonl", device="cpu")
     assert [row["label"] for row in found] == [row["label"] for row in rows]
-    with pytest.raises(UserError, match=r"written as JSON lines or CSV, not as \.parquet"):
+    with pytest.raises(UserError, match=r"written as JSON Lines or CSV, not as \.parquet"):
         predict_run(run, data, tmp_path / "out.parquet", device="cpu")
 
 

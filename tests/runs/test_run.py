@@ -54,7 +54,7 @@ def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=rf"empty is being trained by process {os.getpid()} on .*; use another run="):
         Run.create(tmp_path / "empty", "language")
     run.release()
-    with pytest.raises(RunError, match=r"empty is already there and not empty; use resume=True .* or another run="):
+    with pytest.raises(RunError, match=r"empty already exists and is not empty; use resume=True .* or use another run="):
         Run.create(tmp_path / "empty", "language")
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="file is a file"):
@@ -64,7 +64,7 @@ def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"a\xff")
     for attempt in (lambda: Run.create(path, "language"), lambda: Run.open(path)):
-        with pytest.raises(RunError, match="is not UTF-8 text; use another run="):
+        with pytest.raises(RunError, match="is not valid UTF-8; use another run="):
             attempt()
 
 
@@ -88,7 +88,7 @@ def test_spec_plan_and_codec(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="there is no such folder"):
+    with pytest.raises(RunError, match="is not a run: folder not found"):
         Run.open(tmp_path / "nowhere")
     with pytest.raises(RunError, match=r"it has no spec\.yaml"):
         Run.open(tmp_path)
@@ -138,7 +138,7 @@ def test_a_log_that_lost_lines_is_refused_and_lost_timings_are_not(tmp_path: Pat
     run.write_metrics(ROW)
     size, _, _ = run.sizes()
     run.cut_back(size, 1000)
-    with pytest.raises(RunError, match=f"metrics.jsonl has {size} bytes, the snapshot was made after {size + 1}"):
+    with pytest.raises(RunError, match=f"metrics.jsonl has {size} bytes, but had {size + 1} when the snapshot was made"):
         run.cut_back(size + 1, 0)
     assert (run.path / "metrics.jsonl").stat().st_size == size
 
@@ -153,7 +153,7 @@ def test_a_log_that_was_changed_is_refused_and_left_as_it_is(tmp_path: Path) -> 
     kept = log.read_bytes()
     for changed in (b'{"by": "hand"}\n' + kept, kept.replace(b"train", b"tried") + kept):
         log.write_bytes(changed)
-        with pytest.raises(RunError, match=rf"metrics.jsonl was changed: its first {len(kept)} bytes .*; put the file back, or start"):
+        with pytest.raises(RunError, match=rf"metrics.jsonl was changed: its first {len(kept)} bytes .*; restore the file, or start"):
             Run.open(run.path, events=False).cut_back(*sizes)
         assert log.read_bytes() == changed
     Run.open(run.path, events=False).cut_back(*sizes[:2])  # of a snapshot from before there was a checksum
@@ -193,7 +193,7 @@ def test_a_folder_that_is_moved_is_one_error_and_no_traceback_of_another_thread(
             run.write_metrics({**ROW, "step": step})
             run.sizes()
 
-    with pytest.raises(RunError, match=r"the folder of the run .*x was removed while it was trained; start"):
+    with pytest.raises(RunError, match=r"the folder of run .*x was removed during training; restart"):
         go_on()
     with suppress(RunError):
         run.close()
@@ -240,7 +240,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str) -> N
     run = Run.create(tmp_path / "x", "language", events=False)
     monkeypatch.setattr(Path, "open", full)
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(RunError, match=r"could not be written: No space left on device; .*free some room"):
+    with pytest.raises(RunError, match=r"could not be written: No space left on device; .*free disk space"):
         getattr(run, act)(values[act])
     monkeypatch.undo()
     assert files(tmp_path) == []

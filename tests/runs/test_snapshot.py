@@ -158,7 +158,7 @@ def test_a_failure_at_any_moment_keeps_the_old_one(
         patch.setattr(os, "fsync", fragile(os.fsync))
         patch.setattr(atomic_files, "write_tensors", fragile(atomic_files.write_tensors))
         if isinstance(error, OSError):
-            with pytest.raises(RunError, match=r"could not be written: .*; the snapshot before it is kept") as caught:
+            with pytest.raises(RunError, match=r"could not be written: .*; the previous snapshot is kept") as caught:
                 save(tmp_path, "step-2", small(2), keep=1)
             assert "\n" not in str(caught.value)
         else:
@@ -257,23 +257,23 @@ PARAMETERS = "parameters-w.safetensors"
 CARRY = "carry-lstm.l0.h-0-5.safetensors"
 OPTIMIZER = "optimizer-exp_avg-w.safetensors"
 EXTRA = "extra-scale.safetensors"
-OTHERWISE = "it does not hold the tensors that the manifest names"
+OTHERWISE = "its tensors do not match the manifest"
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda f: os.truncate(f / OPTIMIZER, 40), f"{OPTIMIZER} is truncated"),
     "bit of a tensor": (lambda f: flip(f / PARAMETERS, -3), f"{PARAMETERS} is damaged: its SHA-256"),
     "bit of a header": (lambda f: flip(f / PARAMETERS, 20), f"{PARAMETERS} is damaged"),
     "missing": (lambda f: (f / EXTRA).unlink(), f"{EXTRA} is missing"),
     "other step": (lambda f: shutil.copy(save(f.parent.parent / "z", "s", small(9), 1) / PARAMETERS, f), "is damaged: its SHA-256"),
-    "newer": (lambda f: resign(f, format=3), "has format 3, this version reads format 2; update"),
-    "older": (lambda f: resign(f, format=1), "has format 1, this version reads format 2; use the version that wrote it"),
-    "no format": (lambda f: resign(f, format=None), "not the manifest of a snapshot"),
-    "format true": (lambda f: resign(f, format=True), "not the manifest of a snapshot"),
+    "newer": (lambda f: resign(f, format=3), "has format 3, but this version reads format 2; update"),
+    "older": (lambda f: resign(f, format=1), "has format 1, but this version reads format 2; use the version that wrote it"),
+    "no format": (lambda f: resign(f, format=None), "not a snapshot manifest"),
+    "format true": (lambda f: resign(f, format=True), "not a snapshot manifest"),
     "no JSON": (lambda f: (f / "manifest.json").write_text("{"), "is damaged: it is not JSON"),
     "deep JSON": (lambda f: (f / "manifest.json").write_text("[" * 200_000), "is damaged: it is not JSON"),
-    "a list": (lambda f: (f / "manifest.json").write_text("[]"), "not the manifest of a snapshot"),
+    "a list": (lambda f: (f / "manifest.json").write_text("[]"), "not a snapshot manifest"),
     "not text": (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe{}\x00"), "is not JSON"),
-    "leaves upward": (lambda f: escape(f, "../x.safetensors"), "names the file '../x.safetensors', which is not in its folder"),
-    "leaves to root": (lambda f: escape(f, "/etc/passwd"), "names the file '/etc/passwd', which is not in its folder"),
+    "leaves upward": (lambda f: escape(f, "../x.safetensors"), "lists the file '../x.safetensors', which is outside its folder"),
+    "leaves to root": (lambda f: escape(f, "/etc/passwd"), "lists the file '/etc/passwd', which is outside its folder"),
     "symlink": (link, f"{CARRY} is a symbolic link"),
     "linked manifest": (lambda f: relink(f / "manifest.json"), "manifest.json is a symbolic link"),
     "pickle": (lambda f: put(f, pickle.dumps({"w": [1.0] * 50})), "is a pickle"),
@@ -283,15 +283,15 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other tensors": (lambda f: put(f, safetensors.torch.save({"v": torch.ones(2, 3)})), OTHERWISE),
     "huge": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["BF16", [2**40, 5, 3]]}), OTHERWISE),
     "overflowing": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["BF16", [2**62] * 8]}), OTHERWISE),
-    "negative": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["BF16", [-1, -15]]}), "manifest of a snapshot (ValueError"),
+    "negative": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["BF16", [-1, -15]]}), "snapshot manifest (ValueError"),
     "other dtype": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["F16", [1, 5, 3]]}), OTHERWISE),
-    "unknown dtype": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["F1", [1, 5, 3]]}), "manifest of a snapshot (KeyError"),
-    "no group": (lambda f: describe(f, CARRY, group="../carry"), "manifest of a snapshot (ValueError"),
-    "twice": (lambda f: describe(f, EXTRA, group="optimizer", tensors={"step/w": ["F32", []]}), "names step/w of optimizer twice"),
+    "unknown dtype": (lambda f: describe(f, CARRY, tensors={"lstm.l0.h/0-5": ["F1", [1, 5, 3]]}), "snapshot manifest (KeyError"),
+    "no group": (lambda f: describe(f, CARRY, group="../carry"), "snapshot manifest (ValueError"),
+    "twice": (lambda f: describe(f, EXTRA, group="optimizer", tensors={"step/w": ["F32", []]}), "lists step/w of optimizer twice"),
     "NaN": (unfinished, "parameter w is not finite"),
-    "pointer away": (lambda f: (f.parent / "last").write_text("../../elsewhere"), "last names no snapshot of this folder"),
-    "pointer to nothing": (lambda f: (f.parent / "last").write_text("step-77"), "last names no snapshot of this folder"),
-    "pointer of junk": (lambda f: (f.parent / "last").write_bytes(b"\xff\x00"), "last names no snapshot of this folder"),
+    "pointer away": (lambda f: (f.parent / "last").write_text("../../elsewhere"), "last does not name a snapshot in its folder"),
+    "pointer to nothing": (lambda f: (f.parent / "last").write_text("step-77"), "last does not name a snapshot in its folder"),
+    "pointer of junk": (lambda f: (f.parent / "last").write_bytes(b"\xff\x00"), "last does not name a snapshot in its folder"),
 }
 
 
@@ -339,7 +339,7 @@ def test_a_file_that_grows_too_large(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(RunError, match="step-2 could not be written: File too large; the snapshot before it is kept; free"):
+        with pytest.raises(RunError, match="step-2 could not be written: File too large; the previous snapshot is kept; free"):
             save(tmp_path, "step-2", Snapshot({"w": torch.ones(50_000)}), keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -375,9 +375,9 @@ def test_any_name_of_a_parameter_makes_a_file(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="holds no snapshot; leave out resume=True"):
+    with pytest.raises(RunError, match="has no snapshot; remove resume=True"):
         load(tmp_path)
-    with pytest.raises(RunError, match="holds no snapshot"):
+    with pytest.raises(RunError, match="has no snapshot"):
         load(tmp_path / "nowhere")
 
 
@@ -424,18 +424,18 @@ SOUND = safetensors.torch.save(WEIGHTS)
 OTHERS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is truncated"),
     "header cut": (SOUND[:30], "is truncated"),
-    "data cut": (SOUND[:-1], f"is truncated: {len(SOUND) - 1} of {len(SOUND)} bytes"),
-    "data over": (SOUND + b"x", "not a sound safetensors file"),
+    "data cut": (SOUND[:-1], f"is truncated: it has {len(SOUND) - 1} of {len(SOUND)} bytes"),
+    "data over": (SOUND + b"x", "not a valid safetensors file"),
     "text": (b"{'not': 'safetensors'}", "is not a safetensors file"),
     "bad header": ((16).to_bytes(8, "little") + b'{"a":{"dtype":1}' + b"x" * 20, "is not a safetensors file"),
     "pickle": (pickle.dumps(["x"] * 20), "is a pickle"),
     "torch.save": (torch_saved(legacy=False), "is a pickle"),
     "lacks one": (safetensors.torch.save({"lstm.w": WEIGHTS["lstm.w"]}), "it has no head.b"),
-    "one more": (safetensors.torch.save({**WEIGHTS, "z": torch.ones(1)}), "it holds z, which is not here"),
-    "other shape": (safetensors.torch.save({**WEIGHTS, "lstm.w": torch.ones(3, 2)}), "lstm.w is [3, 2] there and [2, 3] here"),
+    "one more": (safetensors.torch.save({**WEIGHTS, "z": torch.ones(1)}), "it has z, which this model does not"),
+    "other shape": (safetensors.torch.save({**WEIGHTS, "lstm.w": torch.ones(3, 2)}), "lstm.w has shape [3, 2], expected [2, 3]"),
     "other dtype": (
         safetensors.torch.save({**WEIGHTS, "lstm.w": torch.ones(2, 3).half()}),
-        "lstm.w is torch.float16 there and torch.float32 here",
+        "lstm.w is torch.float16, expected torch.float32",
     ),
     "NaN": (safetensors.torch.save({**WEIGHTS, "lstm.w": torch.full((2, 3), math.nan)}), "lstm.w is not finite"),
 }
@@ -453,6 +453,6 @@ def test_refuses_weights(tmp_path: Path, name: str) -> None:
 
 
 def test_refuses_weights_that_are_not_there(tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "nothing", "cannot be read"), (tmp_path, "is not a plain file")):
+    for path, said in ((tmp_path / "nothing", "cannot be read"), (tmp_path, "is not a regular file")):
         with pytest.raises(RunError, match=said):
             load_weights(path, EXPECTED)

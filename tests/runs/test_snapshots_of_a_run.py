@@ -168,7 +168,7 @@ def test_a_snapshot_that_cannot_be_written_is_said_and_the_run_goes_on(text: Pat
 @pytest.mark.usefixtures("proc")
 def test_the_last_one_that_cannot_be_written_is_an_error(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FullDisk(monkeypatch, r"tmp-step-00000036")
-    with pytest.raises(RunError, match="step-00000036 could not be written: No space left on device; the snapshot before it is kept; free"):
+    with pytest.raises(RunError, match="step-00000036 could not be written: No space left on device; the previous snapshot is kept; free"):
         train(language(text), run=tmp_path / "run", device="cpu")
     assert last(tmp_path / "run").name == "step-00000032"
     assert not list((tmp_path / "run" / "snapshots").glob(".tmp*"))

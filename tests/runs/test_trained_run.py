@@ -47,7 +47,7 @@ def test_a_codec_or_spec_that_was_changed_is_refused(trained: Path) -> None:
     codec, spec = trained / "run" / "codec.json", trained / "run" / "spec.yaml"
     kept = codec.read_text()
     codec.write_text(kept.replace('"a"', '"@"').replace('"c"', '"a"').replace('"@"', '"c"'))
-    with pytest.raises(RunError, match=r"codec\.json is not the one that weights\.safetensors was trained with"):
+    with pytest.raises(RunError, match=r"codec\.json does not match the codec that weights\.safetensors was trained with"):
         cw.predict(trained / "run", prompt="the", tokens=3, device="cpu")
     codec.write_text(kept)
     spec.write_text(spec.read_text().replace("tokens: char", "tokens: byte"))
@@ -58,7 +58,7 @@ def test_a_codec_or_spec_that_was_changed_is_refused(trained: Path) -> None:
 @pytest.mark.parametrize("text", ["null", "[]", "3"])
 def test_facts_that_are_none_are_refused(trained: Path, text: str) -> None:
     (trained / "run" / "facts.json").write_text(text)
-    with pytest.raises(RunError, match=r"facts\.json is damaged: it holds no mapping"):
+    with pytest.raises(RunError, match=r"facts\.json is damaged: it is not a JSON object"):
         refuse_python(parse({}), Run.open(trained / "run"))
 
 

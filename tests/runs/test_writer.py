@@ -112,7 +112,7 @@ def test_a_full_disk_is_told_and_leaves_no_draft(writer: Writer, monkeypatch: py
         failure = writer.settle()
     assert isinstance(failure, RunError)
     assert str(failure).startswith(
-        f"snapshot {writer.folder / 'step-2'} could not be written: No space left on device; the snapshot before"
+        f"snapshot {writer.folder / 'step-2'} could not be written: No space left on device; the previous snapshot"
     )
     assert sorted(path.name for path in writer.folder.iterdir()) == ["last", "step-1"]
     begin(writer, torch.ones(3), 2)
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     writer = Writer(World.alone(torch.device("cpu")), tmp_path / "file" / "snapshots")
     writer.meet()
     begin(writer, torch.zeros(3))
-    assert "could not be written: Not a directory; the snapshot before it is kept" in str(writer.settle())
+    assert "could not be written: Not a directory; the previous snapshot is kept" in str(writer.settle())
 
 
 def test_a_fault_of_our_own_is_told_too(writer: Writer) -> None:
@@ -160,7 +160,7 @@ def test_a_run_that_fails_waits_a_while_for_its_snapshot(writer: Writer, monkeyp
         if ends:
             begun[0].set()
         said = writer.close(0.05 if not ends else 30)
-        assert said == (None if ends else "a snapshot was not whole 0.05 s after the run had failed")
+        assert said == (None if ends else "a snapshot was still incomplete 0.05 s after the run failed")
         assert (writer.folder / "last").exists() == there
         begun[0].set()
         writer.settle()

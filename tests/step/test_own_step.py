@@ -156,7 +156,7 @@ def test_labels_that_are_no_numbers_from_zero_on_are_told(caplog: pytest.LogCapt
     labels = np.where(steps.sum(2) > 0, 5, 3)
     own = cw.Model(nn.Linear(3, 6), cw.LSTM(6, 8), Head())
     keys: dict[str, Any] = {"task": "tagging", "batch": {"tokens": 64}, "train": {"max_steps": 1}, "device": "cpu"}
-    said = "the labels 3, 5 are given to your loss as 0 to 1, in this order; number them from 0 on to have them as they are"
+    said = "the labels 3, 5 are passed to your loss as 0 to 1, in this order; number them from 0 to keep them unchanged"
     for given, told in ((labels, True), ((labels - 3) // 2, False)):
         cw.fit(own, (steps, given), **keys)
         assert (said in caplog.text) == told

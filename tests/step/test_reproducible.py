@@ -224,5 +224,5 @@ def test_a_run_says_what_it_does_and_what_it_costs(tmp_path: Path) -> None:
     }
     watch = Listening()
     train(parse(spec), run=tmp_path / "run", device="cpu", watch=watch)
-    assert any(line.startswith("shards    8 of the lanes") for line in watch.summary.splitlines())
+    assert any(line.startswith("shards    8 groups of lanes") for line in watch.summary.splitlines())
     assert [line for line in watch.lines if line.startswith("reproducible: 9 lanes in 8 shards; ")] != []

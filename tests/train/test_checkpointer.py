@@ -188,9 +188,9 @@ def test_a_snapshot_of_another_model_is_refused_before_it_is_read(tmp_path: Path
     write(tmp_path, [serial], 4)
     stored = open_stored(tmp_path)
     monkeypatch.setattr(File, "read", lambda *args: pytest.fail("it was read"))
-    with pytest.raises(RunError, match=r"the snapshot holds encoder.weight as \[7, 3\] float32, the model has \[7, 4\] float32"):
+    with pytest.raises(RunError, match=r"the snapshot has encoder.weight as \[7, 3\] float32, expected \[7, 4\] float32"):
         load_state(worker(Plan.serial(), 0, hidden=4), stored, 4)
-    with pytest.raises(RunError, match=r"the snapshot holds the carry of 4 lanes, and batch.lanes=5"):
+    with pytest.raises(RunError, match=r"the snapshot has the carry of 4 lanes, but batch.lanes=5"):
         load_state(serial, stored, 5)
 
 
@@ -206,13 +206,19 @@ def changed(stored: snapshot.Stored, old: str, new: str, shape: tuple[int, ...] 
 
 
 CHANGED = {
-    "a gap in the lanes": (("lstm.l1.c/0-4", "lstm.l1.c/1-5", (1, 4, 3)), "does not hold every lane of lstm.l1.c"),
-    "more lanes": (("lstm.l1.c/0-4", "lstm.l1.c/0-5", (1, 5, 3)), "carry of 5 lanes, and batch.lanes=4"),
-    "a wide carry": (("lstm.l1.c/0-4", "lstm.l1.c/0-4", (1, 4, 2**40)), r"carry lstm.l1.c/0-4 is \[1, 4, 1099511627776\], which is of"),
-    "a large state": (("exp_avg/head.weight", "exp_avg/head.weight", (2**40,)), r"exp_avg/head.weight is \[1099511627776\], which fits no"),
+    "a gap in the lanes": (("lstm.l1.c/0-4", "lstm.l1.c/1-5", (1, 4, 3)), "does not contain every lane of lstm.l1.c"),
+    "more lanes": (("lstm.l1.c/0-4", "lstm.l1.c/0-5", (1, 5, 3)), "carry of 5 lanes, but batch.lanes=4"),
+    "a wide carry": (
+        ("lstm.l1.c/0-4", "lstm.l1.c/0-4", (1, 4, 2**40)),
+        r"carry lstm.l1.c/0-4 has shape \[1, 4, 1099511627776\], which does not match",
+    ),
+    "a large state": (
+        ("exp_avg/head.weight", "exp_avg/head.weight", (2**40,)),
+        r"exp_avg/head.weight has shape \[1099511627776\], which matches no",
+    ),
     "a state of nothing": (
         ("exp_avg/head.weight", "exp_avg/tail.weight", (2**40,)),
-        r"exp_avg/tail.weight is .*, which fits no",
+        r"exp_avg/tail.weight has shape .*, which matches no",
     ),
 }
 

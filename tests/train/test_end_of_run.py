@@ -91,7 +91,7 @@ def test_a_run_that_is_over_keeps_its_files_and_says_so(tmp_path: Path) -> None:
         assert state(run) == before
     longer = Watch()
     go(spec(tmp_path, epochs=3), run, longer, resume=True)
-    assert longer.lines[0] == f"going on from step {step} (epoch 3)"
+    assert longer.lines[0] == f"resuming from step {step} (epoch 3)"
     assert load(run / "spec.yaml").train.epochs == 3
 
 
@@ -186,9 +186,7 @@ def test_weights_of_another_vocabulary_are_what_is_recorded(tmp_path: Path) -> N
     assert json.loads((tmp_path / "fine" / "codec.json").read_text())["kind"] == "word"
     assert go(load(tmp_path / "fine" / "spec.yaml", ["train.epochs=2"]), tmp_path / "fine", resume=True).ending == "done"
     other = parse({**asked, "data": {**asked["data"], "tokens": "char"}})
-    message = (
-        r"data.tokens=char, but the weights of .*words were trained with data.tokens=word, .*; leave data.tokens out, or leave out init="
-    )
+    message = r"data.tokens=char, but the weights of .*words were trained with data.tokens=word, .*; remove data.tokens, or remove init="
     with pytest.raises(RunError, match=message):
         go(other, tmp_path / "other", init=str(tmp_path / "words"))
     assert not (tmp_path / "other").exists()

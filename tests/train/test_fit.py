@@ -301,7 +301,7 @@ def test_more_epochs_can_be_asked_for_on_resume(text: Path, tmp_path: Path) -> N
 
 def test_another_spec_cannot_resume(text: Path, tmp_path: Path) -> None:
     train(language(text, epochs=1), run=tmp_path / "run", device="cpu")
-    with pytest.raises(RunError, match=r"started with train.lr=0.005, not 0.1; leave it as it was"):
+    with pytest.raises(RunError, match=r"started with train.lr=0.005, not 0.1; keep the old value"):
         train(language(text, epochs=1, lr=0.1), run=tmp_path / "run", resume=True, device="cpu")
 
 

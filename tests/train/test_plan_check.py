@@ -46,7 +46,7 @@ PIPELINE, ALONE = predicted(Plan(2, 2, (3,), 8)), predicted(Plan())
 
 def test_near_each_other_no_cause_is_named() -> None:
     text = line(ALONE, 1.1 * ALONE.seconds, spent_as(ALONE))
-    assert text == f"a step takes {1100 * ALONE.seconds:.3g} ms, predicted were {1000 * ALONE.seconds:.3g} ms (+10%)"
+    assert text == f"a step takes {1100 * ALONE.seconds:.3g} ms, predicted {1000 * ALONE.seconds:.3g} ms (+10%)"
     assert "computes" in line(ALONE, 2 * ALONE.seconds, [Spent(2 * ALONE.seconds, 0.0, 0.0)])
 
 
@@ -66,7 +66,7 @@ def test_a_link_that_is_slow_is_named(waits: int, link: str) -> None:
     more = 2 * max(each.work for each in spent)  # another stage may wait longer still, as it was to
     spent = [replace(each, wait=each.wait + more) if rank == waits else each for rank, each in enumerate(spent)]
     assert f"stage {waits} waits" in cause(plan, spent)
-    assert f"look at the link between stages {link}" in cause(plan, spent)
+    assert f"check the link between stages {link}" in cause(plan, spent)
 
 
 def test_sums_and_update_are_named() -> None:

@@ -67,7 +67,7 @@ def test_where_one_device_is_faster_that_is_said(use: Any) -> None:
     found = planned(2)
     assert found.plan.workers == 2
     assert "one device would be faster than" in found.said[1]
-    assert "train with devices=1" in found.said[1]
+    assert "use devices=1" in found.said[1]
 
 
 def test_one_worker_has_nothing_to_choose(use: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_profile_without_this_kind_of_work_predicts_nothing(use: Any) -> None:
     said: list[str] = []
     found = plan_run(ALONE, given(2), said.append)
     assert found.plan == Plan(2)  # it trains all the same
-    assert said[0].startswith("no plan was chosen, and every worker is a replica: ")
+    assert said[0].startswith("no plan could be chosen, so every worker is a replica: ")
     assert "has no sample" in said[0]
 
 
@@ -154,7 +154,7 @@ def test_a_damaged_plan_is_made_anew(text: str, tmp_path: Path) -> None:
 
 def test_workers_that_do_not_fit_the_plan_are_refused() -> None:
     check_workers(PlanSpec(stages=2), 4)
-    with pytest.raises(PlanError, match=r"devices=3 is not plan.replicas x plan.stages \(any number x 2\)"):
+    with pytest.raises(PlanError, match=r"devices=3 does not match plan.replicas x plan.stages \(any number x 2\)"):
         check_workers(PlanSpec(stages=2), 3)
 
 
@@ -174,7 +174,7 @@ def test_without_a_number_the_gpus_that_pay_are_taken(use: Any, tmp_path: Path, 
     assert best_number(spec, "cpu", None, said.append) is None
     assert best_number(spec, "auto", None, said.append) == 1
     assert said[-1].startswith("1 device: uses 1 of 4 devices, and more would not help")
-    assert said[-1].endswith("; devices=4 uses all")
+    assert said[-1].endswith("; pass devices=4 to use all of them")
     free = Profile("free", "none", "published", 1 << 40, samples(), Link(1e-9, 1e15), devices_per_host=4)
     use(free)
     assert best_number(spec, "auto", None, said.append) == 4
@@ -216,7 +216,7 @@ def test_with_a_worker_broken_nothing_is_measured(monkeypatch: pytest.MonkeyPatc
 
 def test_a_measurement_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **how: Any) -> Profile:
-        raise PlanError("worker 1 of the measurement exited with code -9: no output; give plan.replicas")
+        raise PlanError("worker 1 of the measurement exited with code -9: no output; set plan.replicas")
 
     monkeypatch.delenv("CARRYWAVE_PROFILE")
     monkeypatch.setattr(planning, "known_profile", lambda units, **how: None)

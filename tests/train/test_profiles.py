@@ -132,7 +132,7 @@ def test_times_of_workers_are_averaged() -> None:
 def test_a_cache_that_cannot_be_written_is_named(started: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CARRYWAVE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(Exception, match=r"cannot be kept in .*file/profiles .*; set \$CARRYWAVE_CACHE"):
+    with pytest.raises(Exception, match=r"cannot be saved in .*file/profiles .*; set CARRYWAVE_CACHE"):
         profile_for(units(), device="cpu", devices=1)
 
 

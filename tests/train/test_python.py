@@ -96,7 +96,7 @@ def test_every_kind_of_data_trains(kind: str, tmp_path: Path) -> None:
     assert not result.model.training
     # The run does not claim to have read the default file, and what it cannot find again it asks for.
     assert cw.load_spec(result.run / "spec.yaml").data.train is None
-    with pytest.raises(DataError, match="trained on data from Python, which no file holds; give data"):
+    with pytest.raises(DataError, match="trained on data from Python, which is not stored in the run; pass data"):
         cw.evaluate(result.run, device="cpu")
 
 
@@ -136,7 +136,7 @@ def test_prompts(tmp_path: Path) -> None:
     several = cw.predict(result.run, ["the", "on"], tokens=5, device="cpu")
     assert cw.predict(result.run, "the", tokens=5, device="cpu") == one == several[:1]
     assert [row["prompt"] for row in several] == ["the", "on"]
-    with pytest.raises(DataError, match="prompt 1 is of type int, not a string"):
+    with pytest.raises(DataError, match="prompt 1 must be a string, got int"):
         cw.predict(result.run, ["the", 3], device="cpu")
 
 
@@ -241,7 +241,9 @@ def test_own_modules(tmp_path: Path) -> None:
     found = results[0].metrics["valid"]
     assert 0 <= found["accuracy"] <= 1
     # What no file describes has to be given again.
-    with pytest.raises(RunError, match=r"modules of your own, which no file describes; rebuild the model in Python and give it as model="):
+    with pytest.raises(
+        RunError, match=r"your own modules, which are not stored in the run; rebuild the model in Python and pass it as model="
+    ):
         cw.evaluate(results[0].run, (STEPS, TAGS), device="cpu")
     rebuilt = cw.evaluate(results[0].run, (STEPS, TAGS), model=own(), device="cpu")
     assert rebuilt == cw.evaluate(results[1].run, (STEPS, TAGS), model=model, device="cpu")
@@ -252,7 +254,7 @@ def test_a_head_with_a_loss_alone_is_evaluated_by_it(tmp_path: Path) -> None:
     whole = cw.fit(own(), (STEPS, TAGS), run=tmp_path / "whole", **options("tagging"))
     alone = cw.fit(own(TagLoss), (STEPS, TAGS), run=tmp_path / "alone", **options("tagging"))
     assert alone.metrics["valid"] == {"loss": whole.metrics["valid"]["loss"]}
-    with pytest.raises(RunError, match="the head TagLoss has no forward, so there is nothing to predict with"):
+    with pytest.raises(RunError, match="head TagLoss has no forward method, so it cannot predict"):
         cw.predict(alone.run, STEPS, model=alone.model, device="cpu")
 
 
@@ -312,7 +314,7 @@ def test_resume_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
     from carrywave.train.fit import train
 
-    with pytest.raises(RunError, match=r"trained from Python, .*; go on there: cw\.fit\(model, data, run="):
+    with pytest.raises(RunError, match=r"trained from Python, .*; resume it from Python: cw\.fit\(model, data, run="):
         train(cw.load_spec(tmp_path / "stopped" / "spec.yaml"), run=tmp_path / "stopped", resume=True, device="cpu")
     how = options("tagging") | {"train": {**ONCE, "epochs": 3}}
     with pytest.raises(RunError, match="the data has changed since the snapshot"):
@@ -338,16 +340,21 @@ class Single(Largest):
 @pytest.mark.parametrize(
     ("model", "how", "error", "message"),
     [
-        (NARROW, {"devices": 0}, PlanError, "devices=0 is no number of workers; use 1 or more"),
-        (NARROW, {"devices": 3, "plan": {"stages": 2}}, PlanError, r"devices=3 is not plan.replicas x plan.stages \(any number x 2\)"),
+        (NARROW, {"devices": 0}, PlanError, "devices must be a whole number of workers, got 0; use 1 or more"),
+        (
+            NARROW,
+            {"devices": 3, "plan": {"stages": 2}},
+            PlanError,
+            r"devices=3 does not match plan.replicas x plan.stages \(any number x 2\)",
+        ),
         (NARROW, {"plan": {"replicas": 2}}, PlanError, "needs 2 workers, got 1"),
         (NARROW, {"plan": "fast"}, SpecError, "plan is"),
         (NARROW, {"epochs": 3}, SpecError, r"unknown key epochs; did you mean train\.epochs\?"),
         (NARROW, {"resume": True}, RunError, "resume needs to know which run"),
         (nn.LSTM(2, 6), {}, UserError, "the module LSTM has no loss; pass loss="),
-        ("small", {}, UserError, "model is a str; give a cw.Model"),
+        ("small", {}, UserError, "model is a str; pass a cw.Model"),
         (lambda facts: nn.Linear(2, 2), {}, UserError, "the module Linear has no loss"),
-        (lambda facts: None, {}, UserError, "returned a NoneType; return cw.Model"),
+        (lambda facts: None, {}, UserError, "returned a NoneType; return a cw.Model"),
         (Mean, {}, UserError, r"loss of the head Mean must return \(sum over the targets, number of targets\), two scalars"),
         (Single, {"task": "classification"}, UserError, "start of the head Single returned a tensor .* return a tuple of tensors"),
     ],

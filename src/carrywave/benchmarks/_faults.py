@@ -84,7 +84,7 @@ class Told:
     @property
     def restarts(self) -> int:
         """How often the launcher reported restarting its workers."""
-        return sum("starting again" in line or "going on with" in line for line in self.lines)
+        return sum("restarting from" in line or "continuing with" in line for line in self.lines)
 
 
 def write_data(folder: Path) -> None:
@@ -268,7 +268,7 @@ def harm(
 
 def _tell_times(running: Running, faults: list[Fault]) -> None:
     """Record when each fault was noticed and when the next step was completed, unless another fault came first."""
-    said = [seconds for seconds, line in running.lines if "starting again" in line]
+    said = [seconds for seconds, line in running.lines if "restarting from" in line]
     steps = [row["seconds"] for row in rows_of(running.ledger / "0.jsonl")]
     for number, fault in enumerate(faults):
         until = faults[number + 1].seconds if number + 1 < len(faults) else float("inf")

@@ -60,7 +60,7 @@ class Ended:
             raise KeyboardInterrupt(self.message or "interrupted")
         if self.code not in (0, STOPPED):
             more = "" if self.logs is None else f"; full logs: {self.logs}"
-            said = self.message or f"the workers ended with exit code {self.code}, and none of them said why"
+            said = self.message or f"the workers exited with code {self.code} and did not report why"
             raise RuntimeError(f"{said}{more}\n{self.trace}".rstrip())
 
 
@@ -112,7 +112,7 @@ def ended(
         return _died(rank, number, size)
     for rank, code in codes.items():
         if code > 0 and code not in (STOPPED, INTERRUPTED) and rank not in causes:
-            what = f"worker {rank} of {size} ended with exit code {code}; what it printed says why"
+            what = f"worker {rank} of {size} exited with code {code}; see its output for the reason"
             return Ended(code, what, rank=rank, died=code != MISTAKE)
     if asked is not None and -asked in codes.values() and not told_of - set(causes):
         return Ended(128 + asked)  # the signal killed one worker before its first step, and the others merely lost contact with it
@@ -122,7 +122,7 @@ def ended(
         return Ended(FAULT, first.message, rank=first.rank, died=True, lost=True, peer=first.peer)
     if asked is not None and any(code < 0 for code in codes.values()):
         # Before the first step there is nothing to save; if we killed workers, there was a second signal.
-        return Ended(128 + asked, "ended at once; what was done since the last snapshot is lost" if told_of else "")
+        return Ended(128 + asked, "stopped immediately; progress since the last snapshot is lost" if told_of else "")
     return Ended(next((code for code in (INTERRUPTED, STOPPED) if code in codes.values()), 0))
 
 

@@ -75,8 +75,8 @@ def warning() -> str | None:
     if restarts == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return (
-        f"torchrun may restart workers (--max-restarts {restarts}), and they can hang on what the dead ones left in its store; "
-        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started"
+        f"torchrun may restart workers (--max-restarts {restarts}), which can then hang on stale entries in its store; "
+        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
     )
 
 

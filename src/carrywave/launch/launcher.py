@@ -165,14 +165,14 @@ class _Decide:
             self.places.remove(place)
             self._used = 0
             self._at_start.clear()
-            return f"{what}; going on with {len(self.places)} of {self._devices} workers, {where}"
+            return f"{what}; continuing with {len(self.places)} of {self._devices} workers {where}"
         if repeated and not may_shrink:
-            self.given_up = "" if outcome.steps == 0 else "; it came again at the same place"
+            self.given_up = "" if outcome.steps == 0 else "; it failed again at the same point"
             return None
         if self._used > self._restarts:
-            self.given_up = f"; given up after {self._restarts} restarts without progress"
+            self.given_up = f"; gave up after {self._restarts} restarts without progress"
             return None
-        return f"{what}; starting again {where} (restart {self._used} of {self._restarts})"
+        return f"{what}; restarting {where} (restart {self._used} of {self._restarts})"
 
 
 class _Meeting:
@@ -193,7 +193,7 @@ class _Meeting:
             if time.monotonic() > deadline:
                 named = ", ".join(f"{hosts.names[node]} ({hosts.addresses[node]})" for node in missing)
                 raise WorkerError(
-                    f"{named} did not show up within {seconds:g} s; start it there too (CARRYWAVE_START_SECONDS waits longer)"
+                    f"{named} did not show up within {seconds:g} s; start it there too (to wait longer, set CARRYWAVE_START_SECONDS)"
                 )
             time.sleep(POLL_SECONDS)
         each = [int(self.store.get(f"host/{node}")) for node in range(count)]
@@ -216,8 +216,8 @@ class _Meeting:
         nodes = [self._node_of[rank]] if rank is not None else [0] if hosts.node else range(1, len(hosts.names))
         named = ", ".join(f"{hosts.addresses[node]} ({hosts.names[node]} in TF_CONFIG)" for node in nodes)
         return (
-            f"; look at {named}: if it has ended, it is said there why; if it has not, see that the hosts reach each other. "
-            "Then start every host again with --resume"
+            f"; check {named}: if it has ended, its output says why; if not, make sure that the hosts can reach each other; "
+            "then start every host again with --resume"
         )
 
 

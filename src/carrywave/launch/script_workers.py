@@ -71,10 +71,10 @@ def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None 
         ended = start(command, devices, environment=variables, restarts=restarts, min_devices=min_devices)
         ended.check()
         if ended.code == STOPPED and not result.exists():
-            raise WorkerError("the workers were asked to stop before they took a step; the run is where it was, call fit with resume=True")
+            raise WorkerError("the workers were stopped before their first step, and the run is unchanged; call fit with resume=True")
         if not result.exists():
             raise WorkerError(
-                "the workers ended before they came to this call of fit; call it at the top of the script, under no condition"
+                "the workers ended before they reached this call of fit; call it unconditionally at the top level of the script"
             )
         remember(json.loads(result.read_text(encoding="utf-8")))
     told = _results[-1]
@@ -138,7 +138,7 @@ def script_command() -> list[str]:
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if not words or words[0] == "-" or words[0].startswith("-c") or main is None or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         raise WorkerError(
-            "workers run the same program again, and this one is not in a file (a notebook, a prompt, -c or stdin); "
+            "each worker runs this program again, but it is not in a file (a notebook, a prompt, -c or stdin); "
             "put the code into a file and run it with python, or start it with torchrun"
         )
     if not words[0].startswith("-m"):

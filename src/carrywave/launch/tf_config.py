@@ -48,7 +48,7 @@ def read(environment: Mapping[str, str]) -> Hosts | None:
         return None  # {} is how TensorFlow denotes a single machine
     for role in cluster:
         if role not in ("chief", "worker"):
-            raise WorkerError(f"TF_CONFIG names a {role}: {_remedy(role)}")
+            raise WorkerError(f"TF_CONFIG lists tasks of type {role}: {_remedy(role)}")
     addresses: list[str] = []
     names: list[str] = []
     for role in ("chief", "worker"):
@@ -60,10 +60,10 @@ def read(environment: Mapping[str, str]) -> Hosts | None:
             addresses.append(address)
             names.append(f"{role} {index}")
     if len(set(addresses)) != len(addresses):
-        raise WorkerError("TF_CONFIG gives one address to two tasks; every task is a host with an address of its own")
+        raise WorkerError("TF_CONFIG gives the same address to two tasks; use a different host address for each task")
     kind, number = task.get("type"), task.get("index")
     if kind in ("ps", "evaluator"):
-        raise WorkerError(f"TF_CONFIG makes this task a {kind}: {_remedy(kind)}")
+        raise WorkerError(f"TF_CONFIG gives this task the type {kind}: {_remedy(kind)}")
     if f"{kind} {number}" not in names:
         count = sum(name.startswith(f"{kind} ") for name in names)
         raise WorkerError(
@@ -83,10 +83,10 @@ def _part(config: object, name: str) -> dict[str, Any]:
 
 def _remedy(role: str) -> str:
     if role == "ps":
-        return "there are no parameter servers here, workers hold the weights; list those hosts as worker, or leave them out"
+        return "carrywave has no parameter servers, the workers hold the weights; list those hosts as worker, or remove them"
     if role == "evaluator":
-        return "workers evaluate as they train; leave it out of the cluster, or run carrywave evaluate RUN there"
-    return "only chief and worker take part; leave it out"
+        return "workers evaluate during training; remove them from the cluster, or run carrywave evaluate RUN there"
+    return "only chief and worker are supported; remove the others"
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -73,7 +73,7 @@ def evaluate(
         sums[shard, 2] = float(watched and judge.meter is None)
     loss_sum, count, unfit = tree(mesh.sum_(sums).unbind(), torch.add).tolist()
     if not count:
-        raise DataError(f"{part.name} holds no target to judge by, every label in it is ignored; give it labels")
+        raise DataError(f"{part.name} contains no targets: every label in it is ignored; add labels")
     metrics: dict[str, float] = {}
     meters = {shard: judge.meter for shard, judge in judges.items() if judge.meter is not None}
     if meters and not unfit:

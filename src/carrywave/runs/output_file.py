@@ -23,22 +23,22 @@ def check(path: Path | None, *, wanted: bool = False) -> None:
     """Refuse before the work what could not be written after it. `wanted`: without a file the result goes to stdout, which must be open."""
     if path is None:
         if wanted and sys.stdout is None:
-            raise UserError("standard output is closed, so nobody would see the result; open it, or name a file with -o")
+            raise UserError("standard output is closed, so the result would be lost; open it, or pass a file with -o")
         return
     known = _known(path)
     if known is not None and stat.S_ISDIR(known.st_mode):
-        raise UserError(f"{path} is a folder; give the name of a file")
+        raise UserError(f"{path} is a folder; pass a file name")
     if _open_file(path) is not None:
         return
     if known is not None and not stat.S_ISREG(known.st_mode):
         if not os.access(path, os.W_OK):
-            raise UserError(f"{path} cannot be written: it is read-only; write elsewhere")
+            raise UserError(f"{path} cannot be written: it is read-only; use another path")
         return
     folder = _target(path).parent
     if not folder.is_dir():
-        raise UserError(f"{path} cannot be written: there is no folder {folder}; make it, or write elsewhere")
+        raise UserError(f"{path} cannot be written: folder {folder} not found; create it, or use another path")
     if not os.access(folder, os.W_OK):
-        raise UserError(f"{path} cannot be written: folder {folder} is read-only; write elsewhere")
+        raise UserError(f"{path} cannot be written: folder {folder} is read-only; use another path")
 
 
 def write(path: Path, text: str) -> None:
@@ -55,7 +55,7 @@ def write(path: Path, text: str) -> None:
         else:
             _replace(_target(path), data, None if known is None else stat.S_IMODE(known.st_mode))
     except OSError as error:
-        raise UserError(f"{path} could not be written: {error.strerror or error}; free some room, or write elsewhere") from error
+        raise UserError(f"{path} could not be written: {error.strerror or error}; free disk space, or use another path") from error
 
 
 def _known(path: Path) -> os.stat_result | None:
@@ -65,7 +65,7 @@ def _known(path: Path) -> os.stat_result | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}; write elsewhere") from error
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; use another path") from error
 
 
 def _target(path: Path) -> Path:

@@ -132,10 +132,10 @@ class Claim:
     def _see(self) -> None:
         there = read(self.folder)
         if there is not None and there.token != self._own.token:
-            self._lost = f"{self.folder} was taken over by {there}, because this process gave no sign of life; it ends here"
+            self._lost = f"{self.folder} was taken over by {there} because this process sent no heartbeat; this process stops"
         elif not self.folder.is_dir() or not (self.folder / FILE).exists():
             gone = "folder" if not self.folder.is_dir() else f"file {FILE}"
-            self._lost = f"the {gone} of the run {self.folder} was removed while it was trained; start the run again, and leave it in place"
+            self._lost = f"the {gone} of run {self.folder} was removed during training; restart the run, and leave it in place"
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
@@ -203,7 +203,7 @@ def _judge(folder: Path, there: Owner, own: Owner, say: Callable[[str], None]) -
     if gone is None:
         gone = not _moves(folder, there, say)
     if not gone:
-        raise RunError(f"{folder} is being trained by {there}; wait for its end or stop it, or use another {option('run')}")
+        raise RunError(f"{folder} is being trained by {there}; wait until it ends, stop it, or use another {option('run')}")
 
 
 def is_gone(there: Owner, own: Owner) -> bool | None:
@@ -228,7 +228,7 @@ def is_gone(there: Owner, own: Owner) -> bool | None:
 
 def _moves(folder: Path, there: Owner, say: Callable[[str], None]) -> bool:
     """True if an owner that cannot be seen from here shows a heartbeat."""
-    say(f"{folder} was last trained by {there}; waiting up to {SILENT_SECONDS:g} s for a sign of life from there")
+    say(f"{folder} was last trained by {there}; waiting up to {SILENT_SECONDS:g} s for a heartbeat from it")
     deadline = time.monotonic() + SILENT_SECONDS
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)

@@ -85,20 +85,22 @@ def _check(saved: Saved, path: Path | str, data: Any, prompt: str | None) -> Non
     if workers > 1 and saved.spec.task == "language":
         raise PlanError(f"a prompt is continued token by token, on one device; start one worker instead of {workers}")
     if not saved.model.has_output:
-        raise RunError(f"the head {type(saved.model.head).__name__} has no forward, so there is nothing to predict with; give it one")
+        raise RunError(f"head {type(saved.model.head).__name__} has no forward method, so it cannot predict; add one")
     if prompt is not None and saved.spec.task != "language":
-        raise UserError(f"--prompt is for language models, {path} is of {saved.spec.task}; give an INPUT file instead")
+        raise UserError(f"--prompt needs a language model, but {path} is a {saved.spec.task} model; pass an INPUT file instead")
     if prompt is not None and data is not None:
-        raise UserError("--prompt and INPUT are both given; give one of the two")
+        raise UserError("--prompt and INPUT cannot be combined; pass only one of them")
     if data is None and saved.spec.task != "language":
-        raise UserError(f"predict needs an INPUT file for a {saved.spec.task} model; add it after the run")
+        raise UserError(f"predict needs an INPUT file for a {saved.spec.task} model; pass it after the run folder")
 
 
 def predict_run(path: Path, input: Path | None = None, output: Path | None = None, *, prompt: str | None = None, **how: Any) -> list[Row]:
     """Predict for a file (or, for a language model, a prompt), and write rows to a .jsonl or .csv file or to standard output."""
     kind = "" if output is None else output.suffix.lower()
     if kind not in ("", ".csv", ".json", ".jsonl", ".txt"):
-        raise UserError(f"{output}: predictions are written as JSON lines or CSV, not as {kind}; name the file .jsonl or .csv")
+        raise UserError(
+            f"{output}: predictions are written as JSON Lines or CSV, not as {kind}; use a file name that ends in .jsonl or .csv"
+        )
     rows = predict(path, input, prompt=prompt, note=lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr), **how)
     if not is_first():
         return rows
@@ -113,7 +115,7 @@ def predict_run(path: Path, input: Path | None = None, output: Path | None = Non
 def _show(text: str) -> None:
     """Write to standard output: verbatim for a program, escaped for a terminal."""
     if sys.stdout is None:
-        raise UserError("standard output is closed, so nobody would see the result; open it, or name a file with -o")
+        raise UserError("standard output is closed, so the result would be lost; open it, or pass a file with -o")
     try:
         sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     except UnicodeEncodeError:  # an encoding that lacks some characters, or an unpaired surrogate
@@ -124,8 +126,8 @@ def continuations(saved: Saved, prompts: list[Prompt], count: int, temperature: 
     """Continue each prompt."""
     if not isinstance(saved.model, Model):
         raise RunError(
-            f"a {type(saved.model.module).__name__} hands no carry from token to token; "
-            "to continue prompts, train a cw.Model(encoder, lstm, head)"
+            f"{type(saved.model.module).__name__} passes no carry from token to token, so it cannot continue prompts; "
+            "train a cw.Model(encoder, lstm, head)"
         )
     codec = saved.task.codec
     starts = [_start(codec, text, where) for where, text in prompts]
@@ -142,11 +144,11 @@ def _start(codec: Codec, text: str, where: str) -> NDArray[Any]:
     if not text:
         end = codec.tokens.ids("\n")[-1:]
         if not len(end) or end[0] < 0:
-            raise DataError(f"{where} is empty, and the model knows no line end to begin with; give it something to continue")
+            raise DataError(f"{where} is empty, and the vocabulary has no newline to start from; pass some text to continue")
         return end
     ids = codec.encode(text, where)
     if not len(ids):
-        raise DataError(f"{where}: there is no token in {text!r:.40}; give it something to continue")
+        raise DataError(f"{where}: {text!r:.40} contains no tokens; pass some text to continue")
     return ids
 
 
@@ -158,10 +160,10 @@ def _prompts(data: Any, prompt: str | None, saved: Saved) -> list[Prompt]:
     texts = [data] if isinstance(data, str) else _texts(data)
     found = list(_lines(Path(file))) if file is not None else [(f"prompt {number}", text) for number, text in enumerate(texts)]
     if not found:
-        raise DataError(f"{file or 'data'} is empty; give a prompt on each line")
+        raise DataError(f"{file or 'data'} is empty; pass one prompt per line")
     for where, text in found:
         if not isinstance(text, str):
-            raise DataError(f"{where} is of type {type(text).__name__}, not a string; give a list of texts")
+            raise DataError(f"{where} must be a string, got {type(text).__name__}; pass a list of strings")
     return found
 
 
@@ -172,17 +174,17 @@ def _texts(data: Any) -> Any:
     columns = dict(columns_of(data))
     name = next((name for name in ("prompt", "text") if name in columns), next(iter(columns)) if len(columns) == 1 else None)
     if name is None:
-        raise DataError(f"the frame has the columns {', '.join(list(columns)[:8])}; give it a column named prompt or text")
+        raise DataError(f"the frame has no column named prompt or text (columns: {', '.join(list(columns)[:8])}); rename or add one")
     return plain_column(columns[name])
 
 
 def _lines(path: Path) -> Iterator[Prompt]:
     if path.exists() and not path.is_file():
-        raise DataError(f"{path} is not a plain file; give a file with a prompt on each line")
+        raise DataError(f"{path} is not a regular file; pass a file with one prompt per line")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}; give a file with a prompt on each line") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; pass a file with one prompt per line") from error
     except UnicodeDecodeError as error:
         known = not_utf8(path, path.read_bytes()[:HEAD_BYTES])
         raise DataError(known or f"{path} is not UTF-8 text at byte {error.start}; {to_utf8(path)}") from error
@@ -194,9 +196,9 @@ def _lines(path: Path) -> Iterator[Prompt]:
             value = json.loads(line)
             text = value.get("prompt", value.get("text")) if isinstance(value, dict) else value
         except ValueError as error:
-            raise DataError(f"{path}:{number}: not JSON ({error}); give one object a line") from error
+            raise DataError(f"{path}:{number}: not JSON ({error}); write one object per line") from error
         if not isinstance(text, str):
-            raise DataError(f'{path}:{number}: no text; give {{"text": "…"}} on each line')
+            raise DataError(f'{path}:{number}: no text; write {{"text": "…"}} on each line')
         yield f"{path}:{number}", text
 
 

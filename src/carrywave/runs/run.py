@@ -129,9 +129,9 @@ class Run:
         """An existing run."""
         _check_name(path)
         if not path.is_dir():
-            raise RunError(f"{path} is no run: there is no such folder; give the folder of a run, such as runs/language-1")
+            raise RunError(f"{path} is not a run: folder not found; pass a run folder such as runs/language-1")
         if not (path / "spec.yaml").is_file():
-            raise RunError(f"{path} is no run: it has no spec.yaml; give the folder of a run, such as runs/language-1")
+            raise RunError(f"{path} is not a run: it has no spec.yaml; pass a run folder such as runs/language-1")
         return cls(path, new=False, events=events)
 
     @property
@@ -176,7 +176,7 @@ class Run:
             if self._anew:
                 self._clear()
             elif any(entry.name != owner.FILE for entry in self.path.iterdir()):
-                raise RunError(f"{self.path} was filled by another process just now; use another {option('run')}")
+                raise RunError(f"{self.path} was just filled by another process; use another {option('run')}")
             else:
                 self._founded = founded
             launch_record.note(self.path)
@@ -196,19 +196,19 @@ class Run:
         """Read an object that `write_json` wrote."""
         path = self.path / name
         if path.exists() and not path.is_file():
-            raise RunError(f"{path} is not a plain file; give the folder of a whole run")
+            raise RunError(f"{path} is not a regular file; pass a complete run folder")
         try:
             return json.loads(path.read_bytes())
         except OSError as error:
-            raise RunError(f"{path} cannot be read: {error.strerror or error}; give the folder of a whole run") from error
+            raise RunError(f"{path} cannot be read: {error.strerror or error}; pass a complete run folder") from error
         except (ValueError, RecursionError) as error:
-            raise RunError(f"{path} is damaged: it is not JSON; give the folder of a whole run") from error
+            raise RunError(f"{path} is damaged: it is not JSON; pass a complete run folder") from error
 
     def read_object(self, name: str) -> dict[str, Any]:
         """Read an object that must be a mapping."""
         found = self.read_json(name)
         if not isinstance(found, dict):
-            raise RunError(f"{self.path / name} is damaged: it holds no mapping; give the folder of a whole run")
+            raise RunError(f"{self.path / name} is damaged: it is not a JSON object; pass a complete run folder")
         return found
 
     def write_metrics(self, row: Mapping[str, Value]) -> None:
@@ -261,11 +261,11 @@ class Run:
         """
         present = _size(self.path / METRICS)
         if present < metrics_bytes:
-            had = f"{self.path / METRICS} has {present} bytes, the snapshot was made after {metrics_bytes}"
-            raise RunError(f"{had}; put the file back, or start a new run with {option('init')}")
+            had = f"{self.path / METRICS} has {present} bytes, but had {metrics_bytes} when the snapshot was made"
+            raise RunError(f"{had}; restore the file, or start a new run with {option('init')}")
         if sha256 is not None and _Hashed.of(self.path / METRICS, metrics_bytes).digest.hexdigest() != sha256:
-            fact = f"{self.path / METRICS} was changed: its first {metrics_bytes} bytes are not those that the run wrote"
-            raise RunError(f"{fact}; put the file back, or start a new run with {option('init')}")
+            fact = f"{self.path / METRICS} was changed: its first {metrics_bytes} bytes differ from what the run wrote"
+            raise RunError(f"{fact}; restore the file, or start a new run with {option('init')}")
         self.close()
         self._hashed = None
         with self._writing(str(self.path / METRICS)):
@@ -334,8 +334,8 @@ class Run:
             data = text.encode()
         except UnicodeEncodeError as error:
             around = text[max(0, error.start - 20) : error.end + 20]
-            fact = f"{self.path / name} would hold {around!r}, where half of a pair of surrogates stands alone, which is no text"
-            raise DataError(f"{fact}; mend it in the data, most likely in a label or a name") from None
+            fact = f"{self.path / name} would contain {around!r}, which is not valid text: it has an unpaired surrogate"
+            raise DataError(f"{fact}; fix it in the data, most likely in a label or a name") from None
         with self._writing(str(self.path / name)):
             atomic_files.write_bytes(self.path / name, data)
 
@@ -407,12 +407,12 @@ def _check_name(path: Path) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise RunError(f"the name of the folder {path} is not UTF-8 text; use another {option('run')}, or rename the folder") from None
+        raise RunError(f"the folder name {path} is not valid UTF-8; use another {option('run')}, or rename the folder") from None
 
 
 def _refuse_occupied(path: Path) -> None:
     if path.exists() and not path.is_dir():
-        raise RunError(f"{path} is a file, and a run is a folder; use another {option('run')}")
+        raise RunError(f"{path} is a file, but a run must be a folder; use another {option('run')}")
     # A process killed at its start may have left only its owner file.
     if not path.is_dir() or all(entry.name == owner.FILE for entry in path.iterdir()):
         return
@@ -422,8 +422,8 @@ def _refuse_occupied(path: Path) -> None:
     if (path / "spec.yaml").is_file() and not (path / "snapshots" / POINTER).is_file():
         known = (path / "snapshots" / NONE_YET).is_file()
         remedy = f"use {option('resume')} to start it over" if known else "remove the folder"
-        raise RunError(f"{path} holds a run that ended before its first snapshot; {remedy}, or use another {option('run')}")
-    raise RunError(f"{path} is already there and not empty; use {option('resume')} to go on with it, or another {option('run')}")
+        raise RunError(f"{path} contains a run that ended before its first snapshot; {remedy}, or use another {option('run')}")
+    raise RunError(f"{path} already exists and is not empty; use {option('resume')} to continue it, or use another {option('run')}")
 
 
 def _hush_events() -> None:

@@ -43,7 +43,7 @@ def open_folder(
             return Run.begin_anew(ours), None
         run = ours
     if run is None:
-        raise RunError(f"resume needs to know which run to go on with; add {option('run')}")
+        raise RunError(f"resume needs to know which run to continue; pass {option('run')}")
     folder = Run.open(run)
     if hold is not None:
         folder.hold(hold)
@@ -63,10 +63,10 @@ def _begins_again(folder: Run, spec: Spec, init: str | None) -> bool:
     if began is None:
         return False
     if began["init"] != init:
-        given = "no weights" if began["init"] is None else f"the weights of {began['init']}"
+        given = "without initial weights" if began["init"] is None else f"from the weights of {began['init']}"
         raise RunError(
-            f"{folder.path} was started from {given} and ended before its first snapshot; "
-            f"remove the folder, and start it again as it was started, or use another {option('run')}"
+            f"{folder.path} was started {given} and ended before its first snapshot; "
+            f"remove the folder and start the run again in the same way, or use another {option('run')}"
         )
     check_same(spec, load_own(folder.path / "spec.yaml"))
     return True
@@ -76,8 +76,8 @@ def refuse_python(spec: Spec, folder: Run) -> None:
     """Refuse to resume from files a run that was trained from Python."""
     if spec.data.train is None or folder.read_object("facts.json").get("own_model"):
         raise RunError(
-            f"{folder.path} was trained from Python, on data or with modules that no file holds; "
-            f"go on there: cw.fit(model, data, run={str(folder.path)!r}, resume=True)"
+            f"{folder.path} was trained from Python, on data or with modules that are not stored in files; "
+            f"resume it from Python: cw.fit(model, data, run={str(folder.path)!r}, resume=True)"
         )
 
 
@@ -87,7 +87,7 @@ def weights_file(init: str) -> Path:
     if path.is_dir():
         path = Run.open(path).weights
     if not path.is_file():
-        raise RunError(f"{option('init', init)}: there is no such run or weights file; give a run folder or a .safetensors file")
+        raise RunError(f"{option('init', init)}: run or weights file not found; pass a run folder or a .safetensors file")
     return path
 
 
@@ -119,7 +119,7 @@ def reading_of(init: str, spec: Spec) -> dict[str, Any]:
         if name in spec.data.model_fields_set and mine[name] != theirs[name]:
             raise RunError(
                 f"data.{name}={_shown(mine[name])}, but the weights of {init} were trained with data.{name}={_shown(theirs[name])}, "
-                f"and data is read as it was there; leave data.{name} out, or leave out {option('init')}"
+                f"and data must be read in the same way; remove data.{name}, or remove {option('init')}"
             )
     return theirs
 

@@ -39,7 +39,7 @@ def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, or
         f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
     ]
     if spec.train.reproducible:
-        lines.append(f"shards    {SHARDS} of the lanes, each computed by itself and summed in one order, on 1, 2, 4 or 8 replicas")
+        lines.append(f"shards    {SHARDS} groups of lanes, computed separately and summed in a fixed order, on 1, 2, 4 or 8 replicas")
     names = backends(spec, model, plan, order, device)
     if names:
         lines.append(f"kernels   {_by_layer(names)}")
@@ -90,7 +90,7 @@ def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None) -> str
         optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + (1 if spec.train.momentum else 0))
         return (
             f"at least {say(2 * weights + optimizer)}: {say(weights)} parameters, {say(weights)} gradients, {say(optimizer)} optimizer; "
-            "what your own modules keep for backward is not known"
+            "what your own modules keep for backward is not included"
         )
     held = largest_stage(units, plan)
     parts = asdict(held)

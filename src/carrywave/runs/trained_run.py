@@ -61,7 +61,7 @@ def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = N
         raise RunError(f"{run.path} has no weights.safetensors yet; train it to the end of its first epoch ({option('resume')})")
     if own_model and model is None:
         raise RunError(
-            f"{run.path} was trained with modules of your own, which no file describes; rebuild the model in Python and give it as "
+            f"{run.path} was trained with your own modules, which are not stored in the run; rebuild the model in Python and pass it as "
             f"model=..., or load {run.weights} into it"
         )
     task = Task(spec, codec, facts, scale)
@@ -104,13 +104,13 @@ def codec_of(run: Run, spec: Spec) -> Codec:
         codec = Codec.from_json(json.dumps(run.read_json(path.name)))
     except DataError as error:
         fact = str(error).rpartition(";")[0].removeprefix("the codec is damaged: ")
-        raise RunError(f"{path} is damaged: {fact}; give the folder of a whole run") from error
+        raise RunError(f"{path} is damaged: {fact}; pass a complete run folder") from error
     if codec.task != spec.task:
-        raise RunError(f"{path} is of task {codec.task}, {run.path / 'spec.yaml'} of {spec.task}; give the folder of a whole run")
+        raise RunError(f"{path} has task {codec.task}, but {run.path / 'spec.yaml'} has {spec.task}; pass a complete run folder")
     if codec.kind is not None and codec.field == "text" and codec.kind != spec.data.tokens:
         raise RunError(
-            f"{path} reads text by {codec.kind}, {run.path / 'spec.yaml'} says data.tokens={spec.data.tokens}; "
-            "put back the spec it was trained with"
+            f"{path} reads text by {codec.kind}, but {run.path / 'spec.yaml'} has data.tokens={spec.data.tokens}; "
+            "restore the spec it was trained with"
         )
     return codec
 
@@ -120,7 +120,7 @@ def _check_codec(run: Run) -> None:
     path = run.path / "codec.json"
     trained_with = weights_metadata(run.weights).get("codec")
     if trained_with is not None and trained_with != path.read_text("utf-8"):
-        raise RunError(f"{path} is not the one that {run.weights.name} was trained with, and holds a copy of; put it back as it was")
+        raise RunError(f"{path} does not match the codec that {run.weights.name} was trained with; restore the original file")
 
 
 def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
@@ -137,9 +137,9 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
         said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
         for name, value in said.items():
             if getattr(facts, name) != value:
-                raise ValueError(f"{name} is {getattr(facts, name)!r:.40}, and {value!r:.40} in codec.json")
+                raise ValueError(f"{name} is {getattr(facts, name)!r:.40}, but {value!r:.40} in codec.json")
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{path} is damaged ({error}); give the folder of a whole run") from error
+        raise RunError(f"{path} is damaged ({error}); pass a complete run folder") from error
     return facts, scale, own_model, given_codec
 
 
@@ -178,12 +178,12 @@ def _part(saved: Saved, data: Any) -> Part:
         part = saved.task.part(file_of(data, saved.spec) or "data", given)
         return replace(part, notes=(*given.notes, *part.notes))
     if saved.spec.data.train is None:
-        raise DataError(f"{saved.run.path} was trained on data from Python, which no file holds; give data to evaluate on")
+        raise DataError(f"{saved.run.path} was trained on data from Python, which is not stored in the run; pass data to evaluate on")
     prepared = _prepared(saved)
     for name, found in (("test", prepared.test), ("valid", prepared.valid)):
         if found is not None:
             return saved.task.part(name, found)
-    raise DataError(f"{saved.run.path} was trained without valid or test data; give a file with {option('data')}")
+    raise DataError(f"{saved.run.path} was trained without valid or test data; pass a file with {option('data')}")
 
 
 def _prepared(saved: Saved) -> Prepared:

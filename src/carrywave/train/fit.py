@@ -123,9 +123,9 @@ def fit(
     told = script_workers.begin()
     with script_workers.working():
         if model is not None and not isinstance(model, Mapping) and not callable(model):
-            raise UserError(f"model is a {type(model).__name__}; give a cw.Model, a function that makes one, or the spec's model section")
+            raise UserError(f"model is a {type(model).__name__}; pass a cw.Model, a function that builds one, or the spec's model section")
         if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-            raise PlanError(f"devices={devices!r} is no number of workers; use 1 or more")
+            raise PlanError(f"devices must be a whole number of workers, got {devices!r}; use 1 or more")
         asked = _spec_of(spec, model, plan, sections)
         asked = asked if data is None else naming(data, asked)
         own = None if model is None or isinstance(model, Mapping) else model
@@ -138,7 +138,7 @@ def fit(
             return _result_of(told, own, device)
         world = join(device)
         if launched() and devices not in (1, world.size) and not launch_record.with_fewer():
-            raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; leave devices out")
+            raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; remove devices")
         with _left_at_the_end(world):
             start = begin(
                 asked,
@@ -227,7 +227,7 @@ def _train(
     for line in noted(spec, order, model, planned.said, prepared, parts):
         watch.say(line)
     if dry_run:
-        watch.end("dry run: nothing was trained, and no run was written")
+        watch.end("dry run: nothing was trained and no run folder was written")
         return Result(folder.path, None, {}, _shown(model), task)
     with folder:
         with raise_on_all(world):
@@ -239,8 +239,8 @@ def _train(
         if start.snapshot is not None:
             state = checkpointer.restore(start.snapshot)
             state.extend(spec.train)
-            going_on = f"going on from step {state.step} (epoch {state.epoch + 1})"
-            watch.say(going_on if state.trains(spec.train) else state.over(spec.train))
+            resuming = f"resuming from step {state.step} (epoch {state.epoch + 1})"
+            watch.say(resuming if state.trains(spec.train) else state.over(spec.train))
         with raise_on_all(world):
             loop = Loop(
                 spec,
@@ -297,9 +297,11 @@ def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts) -> Model | Whole:
     if isinstance(model, nn.Module) and not isinstance(model, Model | Whole):
         model = Whole(model, pooled=spec.task in POOLED)
     if not isinstance(model, Model | Whole):
-        raise UserError(f"the function that makes the model returned a {type(model).__name__}; return cw.Model(encoder, lstm, head)")
+        raise UserError(f"the function that builds the model returned a {type(model).__name__}; return a cw.Model(encoder, lstm, head)")
     if isinstance(model, Model) and model.lstm.bidirectional and spec.streams:
-        raise SpecError("the model reads both ways, and a stream cannot be read backwards; set batch.tokens for separate sequences")
+        raise SpecError(
+            "the model is bidirectional, but a stream cannot be read backwards; set batch.tokens to train on separate sequences"
+        )
     return model
 
 
@@ -313,7 +315,7 @@ def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
             ending = asked.reason
     at = loop.state
     if ending in ASKED:
-        watch.end(f"{ending} at step {at.step}; go on with: {again_with}")
+        watch.end(f"{ending} at step {at.step}; resume with: {again_with}")
         return Result(loop.folder.path, ending, {}, _shown(loop.trainer.model), loop.task)
     for part, values in reached.items():
         if (verdict := worse_than_naive(values)) is not None:

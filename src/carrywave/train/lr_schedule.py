@@ -72,6 +72,6 @@ def from_json(kept: Mapping[str, Any]) -> Rate:
     fields = {"scale": (int, float), "best": (int, float, type(None)), "bad_evals": (int,), "since_best": (int,)}
     if set(kept) != set(fields) or any(not isinstance(kept[name], kinds) for name, kinds in fields.items()):
         raise RunError(
-            f"the snapshot's learning rate state {dict(kept)!r} is not one of this version; start a new run with {option('init')}"
+            f"the snapshot's learning rate state {dict(kept)!r} was not written by this version; start a new run with {option('init')}"
         )
     return Rate(**kept)

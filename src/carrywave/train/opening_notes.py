@@ -20,15 +20,15 @@ def _ours(model: Model | Whole) -> bool:
 def noted(spec: Spec, order: Order, model: Model | Whole, planned: tuple[str, ...], prepared: Prepared, parts: DataParts) -> Iterator[str]:
     """Yield the notes."""
     if isinstance(order, SequenceOrder) and order.oversized:
-        yield f"{order.oversized} sequences are longer than batch.tokens={spec.tokens}: each is a batch of its own"
+        yield f"{order.oversized} sequences are longer than batch.tokens={spec.tokens}: each becomes a batch of its own"
     if spec.streams and isinstance(model, Whole):
         name = type(model.module).__name__
-        yield f"a {name} keeps no carry that the trainer knows of: each window of {spec.steps} steps starts anew; in a cw.Model it goes on"
+        yield f"{name} has no carry that the trainer can keep: each window of {spec.steps} steps starts fresh; use a cw.Model to keep one"
     labels = prepared.codec.labels
     if prepared.codec.label_kind == "whole number" and labels != tuple(map(str, range(len(labels)))) and not _ours(model):
         shown = ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")
-        given = f"the labels {shown} are given to your loss as 0 to {len(labels) - 1}, in this order"
-        yield f"{given}; number them from 0 on to have them as they are"
+        given = f"the labels {shown} are passed to your loss as 0 to {len(labels) - 1}, in this order"
+        yield f"{given}; number them from 0 to keep them unchanged"
     yield from planned
     yield from prepared.notes
     for part in (parts.valid, parts.test):

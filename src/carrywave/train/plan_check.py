@@ -82,7 +82,7 @@ def _gather(world: World, own: Spent) -> list[Spent]:
 def line(prediction: Prediction, measured: float, spent: Sequence[Spent]) -> str:
     """The comparison in one line."""
     off = measured / prediction.seconds - 1
-    text = f"a step takes {1e3 * measured:.3g} ms, predicted were {1e3 * prediction.seconds:.3g} ms ({off:+.0%})"
+    text = f"a step takes {1e3 * measured:.3g} ms, predicted {1e3 * prediction.seconds:.3g} ms ({off:+.0%})"
     return text if abs(off) <= FAR_OFF or not spent else f"{text}: {cause(prediction, spent)}"
 
 
@@ -103,14 +103,14 @@ def cause(prediction: Prediction, spent: Sequence[Spent]) -> str:
     if stages > 1 and found[wait].wait - expected[wait].wait > max(of_work, of_rest):
         other = wait - 1 if wait else 1
         return (
-            f"stage {wait} waits {1e3 * found[wait].wait:.3g} ms for messages, predicted were {1e3 * expected[wait].wait:.3g} ms, "
-            f"and no stage computes that much longer: look at the link between stages {min(wait, other)} and {max(wait, other)}"
+            f"stage {wait} waits {1e3 * found[wait].wait:.3g} ms for messages, predicted {1e3 * expected[wait].wait:.3g} ms, "
+            f"and no stage computes that much longer: check the link between stages {min(wait, other)} and {max(wait, other)}"
         )
     if of_work >= of_rest:
         who = f"stage {work} ({names[work]})" if stages > 1 else "the model"
-        return f"{who} computes {1e3 * found[work].work:.3g} ms, predicted were {1e3 * expected[work].work:.3g} ms"
+        return f"{who} computes for {1e3 * found[work].work:.3g} ms, predicted {1e3 * expected[work].work:.3g} ms"
     what = "sums over workers and the update take" if len(spent) > 1 else "the update takes"
-    return f"{what} {1e3 * found[rest].rest:.3g} ms, predicted were {1e3 * expected[rest].rest:.3g} ms"
+    return f"{what} {1e3 * found[rest].rest:.3g} ms, predicted {1e3 * expected[rest].rest:.3g} ms"
 
 
 def _expected(row: Sequence[TaskSpan]) -> Spent:

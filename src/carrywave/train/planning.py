@@ -79,7 +79,7 @@ def _plan(world: World, given: PlanRequest, say: Say) -> tuple[Plan, Prediction 
         try:
             return _chosen(world, units, given, say)
         except UserError as error:  # training works without a chosen plan
-            say(f"no plan was chosen, and every worker is a replica: {error}")
+            say(f"no plan could be chosen, so every worker is a replica: {error}")
             plan = _resolved(given)
     else:
         plan = _resolved(given)
@@ -93,11 +93,11 @@ def _chosen(world: World, units: Units, given: PlanRequest, say: Say) -> tuple[P
     profile = _known(world, units, given.workers)
     if profile is None:
         if launch_record.with_fewer():
-            raise PlanError("this machine was not measured for fewer workers, and is not while one of them is broken; start the run anew")
+            raise PlanError("this machine was not measured with fewer workers, and cannot be while one is failing; start the run again")
         profile = profile_for(units, device=kind, devices=here, note=say)
     found = search(units, _cluster(world, given.workers, profile), use_all=True)
     plan = replace(found.best.plan, kernel=given.spec.plan_spec.kernel)
-    by = f" (by the profile {profile.name})" if PROFILE in os.environ else ""
+    by = f" (using profile {profile.name})" if PROFILE in os.environ else ""
     return plan, found.best, [f"chosen: {found.why}{by}", *_advice(found.serial, found.best)]
 
 
@@ -128,8 +128,8 @@ def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
         return []
     said = "faster than" if serial.seconds < NEAR * best.seconds else "about as fast as"
     return [
-        f"one device would be {said} {describe(best.plan)}: {1e3 * serial.seconds:.3g} ms a step against {1e3 * best.seconds:.3g} ms, "
-        f"by what was measured; train with {option('devices', 1)}"
+        f"one device would be {said} {describe(best.plan)}: {1e3 * serial.seconds:.3g} ms per step instead of {1e3 * best.seconds:.3g} ms, "
+        f"according to the measurements; use {option('devices', 1)}"
     ]
 
 
@@ -165,10 +165,10 @@ def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int |
         profile = _named() or profile_for(units, device="cuda", devices=count, note=say)
         found = search(units, Cluster.uniform(replace(profile, devices_per_host=count), count))
     except UserError as error:
-        say(f"all {count} GPUs are taken, for what they are worth is not known: {error}")
+        say(f"using all {count} GPUs: their benefit could not be estimated ({error})")
         return None
     if found.best.plan.workers < count:
-        say(f"{found.why}; {option('devices', count)} uses all")
+        say(f"{found.why}; pass {option('devices', count)} to use all of them")
     return found.best.plan.workers
 
 
@@ -176,7 +176,8 @@ def check_workers(plan: PlanSpec, devices: int) -> None:
     """Refuse before starting workers what all of them would refuse."""
     if devices % plan.stages or (plan.replicas is not None and plan.replicas * plan.stages != devices):
         raise PlanError(
-            f"devices={devices} is not plan.replicas x plan.stages ({plan.replicas or 'any number'} x {plan.stages}); change one of them"
+            f"devices={devices} does not match plan.replicas x plan.stages ({plan.replicas or 'any number'} x {plan.stages}); "
+            "change one of them"
         )
 
 

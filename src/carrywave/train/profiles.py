@@ -41,7 +41,9 @@ def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: N
     """The profile of this machine, with all samples needed to plan this model on this many of its devices; measures what is missing."""
     kind = device if device != "auto" else "cuda" if gpus() else "cpu"
     if kind == "cuda" and not gpus():
-        raise PlanError("device cuda was asked for and nvidia-smi shows no GPU; use --device cpu, or a --profile of another machine")
+        raise PlanError(
+            "device cuda was requested, but nvidia-smi shows no GPU; use --device cpu, or pass the --profile of another machine"
+        )
     path = _path(kind)
     with _alone(path, note):
         profile = read(path, kind)
@@ -103,7 +105,7 @@ def empty(kind: str) -> Profile:
         "measured",
         _memory(kind),
         (),
-        Link(50e-6, 1e9, "assumed, for nothing has been measured yet"),
+        Link(50e-6, 1e9, "assumed: nothing has been measured yet"),
         LINKS[BETWEEN],
         devices_per_host=len(gpus()) if kind == "cuda" else cores(),
         common_memory=kind == "cpu",
@@ -160,7 +162,7 @@ def _measured(profile: Profile, kind: str, precision: str, workers: int, missing
     try:
         rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), name="the measurement of this machine")
     except RunError as error:
-        raise PlanError(f"{error}; give plan.replicas and plan.stages, or a profile of such a machine (CARRYWAVE_PROFILE)") from None
+        raise PlanError(f"{error}; set plan.replicas and plan.stages, or set CARRYWAVE_PROFILE to a profile of such a machine") from None
     return merged(profile, rows, workers)
 
 
@@ -227,8 +229,8 @@ def _alone(path: Path, note: Note) -> Iterator[None]:
         lock = path.with_suffix(".lock").open("w")
     except OSError as error:
         raise UserError(
-            f"the profile of this machine cannot be kept in {path.parent} ({error.strerror or error}); "
-            "set $CARRYWAVE_CACHE to a folder that can be written"
+            f"the profile of this machine cannot be saved in {path.parent} ({error.strerror or error}); "
+            "set CARRYWAVE_CACHE to a writable folder"
         ) from error
     with lock:
         try:

@@ -62,7 +62,7 @@ def begin(
                 folder, snapshot = open_folder(spec, run, resume, init, restarted=restarted, hold=watch.say if hold else None)
                 exit_reports.tell_run(folder.path)
                 if resume and snapshot is None:
-                    watch.say(f"{folder.path} ended before its first snapshot: it starts again from the beginning")
+                    watch.say(f"{folder.path} ended before its first snapshot: restarting it from the beginning")
                 if from_files and (resume or snapshot is not None):
                     refuse_python(spec, folder)
                 if snapshot is not None:

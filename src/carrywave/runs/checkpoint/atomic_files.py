@@ -51,7 +51,9 @@ def writing(what: str, kept: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise RunError(f"{what} could not be written: {reason}; {kept}free some room or make the folder writable, then go on") from error
+        raise RunError(
+            f"{what} could not be written: {reason}; {kept}free disk space or make the folder writable, then try again"
+        ) from error
 
 
 def sync_path(path: Path) -> None:
@@ -161,7 +163,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise RunError(f"{path} is not a sound safetensors file ({_line(error)}); copy it again, or use another one") from error
+        raise RunError(f"{path} is not a valid safetensors file ({_line(error)}); copy it again, or use another file") from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -171,13 +173,13 @@ def read_metadata(path: Path) -> dict[str, str]:
         with safe_open(path, "pt") as file:
             return {name: text for name, text in (file.metadata() or {}).items() if name != SEAL}
     except (SafetensorError, OSError) as error:
-        raise RunError(f"{path} is not a sound safetensors file ({_line(error)}); copy it again, or use another one") from error
+        raise RunError(f"{path} is not a valid safetensors file ({_line(error)}); copy it again, or use another file") from error
 
 
 def check_form(path: Path) -> None:
     """Check that a file can be safetensors: it exists, is no pickle, is as long as its header says, and matches its seal if sealed."""
     if path.exists() and not path.is_file():
-        raise RunError(f"{path} is not a plain file; give the path of a safetensors file")
+        raise RunError(f"{path} is not a regular file; pass the path of a safetensors file")
     try:
         with path.open("rb") as file:
             head = file.read(8)
@@ -185,17 +187,17 @@ def check_form(path: Path) -> None:
             length = int.from_bytes(head, "little")
             text = file.read(length) if 8 + length <= size and length <= MOST_HEADER_BYTES else b""
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}; give the path of a safetensors file") from error
+        raise RunError(f"{path} cannot be read: {error.strerror or error}; pass the path of a safetensors file") from error
     refuse_pickle(path, head + text[:1])
     if len(head) < 8 or (not text and length <= MOST_HEADER_BYTES):
-        raise RunError(f"{path} is truncated: {size} bytes are less than its header; copy it again, or use another one")
+        raise RunError(f"{path} is truncated: it has {size} bytes, fewer than its header; copy it again, or use another file")
     try:
         header = json.loads(text)
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-        raise RunError(f"{path} is not a safetensors file: it has no readable header; give the path of a safetensors file") from error
+        raise RunError(f"{path} is not a safetensors file: it has no readable header; pass the path of a safetensors file") from error
     if isinstance(end, int) and size < 8 + length + end:
-        raise RunError(f"{path} is truncated: {size} of {8 + length + end} bytes are there; copy it again, or use another one")
+        raise RunError(f"{path} is truncated: it has {size} of {8 + length + end} bytes; copy it again, or use another file")
     _check_seal(path, header, 8 + length)
 
 
@@ -204,7 +206,7 @@ def refuse_pickle(path: Path, head: bytes) -> None:
     # A zip archive, or in the old format a bare pickle: protocol 2 and above begin with 0x80.
     bare = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and head[8:9] != b"{"
     if head[:4] == b"PK\x03\x04" or bare:
-        raise RunError(f"{path} is a pickle (torch.save), which can run code when it is read; convert it to safetensors first")
+        raise RunError(f"{path} is a pickle (torch.save), which can run code when it is loaded; convert it to safetensors first")
 
 
 def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:
@@ -216,7 +218,7 @@ def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:
     with path.open("rb") as file:
         file.seek(start)
         if seal != _seal(header, iter(lambda: file.read(BLOCK_BYTES), b"")):
-            raise RunError(f"{path} is damaged: its SHA-256 does not fit; copy it again, or use another one")
+            raise RunError(f"{path} is damaged: its SHA-256 does not match; copy it again, or use another file")
 
 
 def remove(folder: Path) -> None:

@@ -48,7 +48,7 @@ class File:
         """Parse an entry; KeyError, TypeError or ValueError if it does not describe a file."""
         group, num_bytes, sha256, tensors = (said[key] for key in ("group", "bytes", "sha256", "tensors"))
         if group not in GROUPS or type(num_bytes) is not int or not isinstance(sha256, str) or not isinstance(tensors, dict):
-            raise ValueError("it does not say what a file holds")
+            raise ValueError("not a description of a file")
         return File(group, num_bytes, sha256, {name: _form(*form) for name, form in tensors.items()})
 
     def header(self) -> tuple[list[str], bytes]:
@@ -59,19 +59,19 @@ class File:
     def check(self, path: Path) -> None:
         """Check that the file is there, as far as possible without reading its tensors."""
         if path.is_symlink():
-            raise RunError(f"{path} is a symbolic link, and a snapshot's files stand in its own folder; do not use this snapshot")
+            raise RunError(f"{path} is a symbolic link, but a snapshot's files must be in its own folder; do not use this snapshot")
         if not path.is_file():
             raise RunError(f"{path} is missing; {REMEDY}")
         size = path.stat().st_size
         if size != self.num_bytes:
-            raise RunError(f"{path} is truncated or from another snapshot: {size} bytes instead of {self.num_bytes}; {REMEDY}")
+            raise RunError(f"{path} is truncated or from another snapshot: expected {self.num_bytes} bytes, got {size}; {REMEDY}")
         expected = self.header()[1]
         held = sum(_num_bytes(form) for form in self.tensors.values())
         with _reading(path), path.open("rb") as file:
             given = file.read(len(expected))
         if given != expected or len(expected) + held != size:
             atomic_files.refuse_pickle(path, given[:9])
-            raise RunError(f"{path} is damaged: it does not hold the tensors that the manifest names; {REMEDY}")
+            raise RunError(f"{path} is damaged: its tensors do not match the manifest; {REMEDY}")
 
     def read(self, path: Path, wanted: Collection[str]) -> dict[str, Tensor]:
         """Read the wanted tensors; every byte of the file is verified, including the other tensors."""
@@ -97,7 +97,7 @@ class File:
                     digest.update(room[:count])
                     left -= count
         if digest.hexdigest() != self.sha256:
-            raise RunError(f"{path} is damaged: its SHA-256 is not the manifest's; {REMEDY}")
+            raise RunError(f"{path} is damaged: its SHA-256 does not match the manifest; {REMEDY}")
         return found
 
 
@@ -124,25 +124,25 @@ class Manifest:
         path = folder / MANIFEST
         version = said.get("format") if isinstance(said, dict) else None
         if type(version) is int and version > FORMAT:
-            raise RunError(f"snapshot {folder} has format {version}, this version reads format {FORMAT}; update carrywave")
+            raise RunError(f"snapshot {folder} has format {version}, but this version reads format {FORMAT}; update carrywave")
         if type(version) is int and 0 < version < FORMAT:
-            raise RunError(f"snapshot {folder} has format {version}, this version reads format {FORMAT}; use the version that wrote it")
+            raise RunError(f"snapshot {folder} has format {version}, but this version reads format {FORMAT}; use the version that wrote it")
         if version != FORMAT or not isinstance(said.get("files"), dict) or not isinstance(said.get("meta"), dict):
-            raise RunError(f"{path} is not the manifest of a snapshot; {REMEDY}")
+            raise RunError(f"{path} is not a snapshot manifest; {REMEDY}")
         if said.get("sha256") != digest(said):
-            raise RunError(f"{path} is damaged: its SHA-256 does not fit; {REMEDY}")
+            raise RunError(f"{path} is damaged: its SHA-256 does not match; {REMEDY}")
         for name in said["files"]:
             if not is_plain(name):
-                raise RunError(f"{path} names the file {name!r}, which is not in its folder; do not use this snapshot")
+                raise RunError(f"{path} lists the file {name!r}, which is outside its folder; do not use this snapshot")
         try:
             files = {name: File.of(file) for name, file in said["files"].items()}
         except (KeyError, TypeError, ValueError) as error:
-            raise RunError(f"{path} is not the manifest of a snapshot ({type(error).__name__} in files); {REMEDY}") from error
+            raise RunError(f"{path} is not a snapshot manifest ({type(error).__name__} in files); {REMEDY}") from error
         seen: set[tuple[str, str]] = set()
         for file in files.values():
             for name in file.tensors:
                 if (file.group, name) in seen:
-                    raise RunError(f"{path} names {name} of {file.group} twice; {REMEDY}")
+                    raise RunError(f"{path} lists {name} of {file.group} twice; {REMEDY}")
                 seen.add((file.group, name))
         return Manifest(files, said["meta"])
 
@@ -155,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a snapshot, and check that all its files are there with the right sizes and headers."""
     path = folder / MANIFEST
     if path.is_symlink():
-        raise RunError(f"{path} is a symbolic link, and a snapshot's files stand in its own folder; do not use this snapshot")
+        raise RunError(f"{path} is a symbolic link, but a snapshot's files must be in its own folder; do not use this snapshot")
     try:
         text = path.read_bytes()
         said = json.loads(text)
@@ -163,7 +163,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise RunError(f"{path} is damaged: it is not JSON; {REMEDY}") from error
     manifest = Manifest.of(said, folder)
     if text != encode(said):  # one flipped bit turns 1e-5 into 1E-5, which parses to the same
-        raise RunError(f"{path} is damaged: it is not as it was written; {REMEDY}")
+        raise RunError(f"{path} is damaged: it differs from what was written; {REMEDY}")
     for name, file in manifest.files.items():
         file.check(folder / name)
     return manifest
@@ -187,7 +187,7 @@ def is_plain(name: object) -> bool:
 
 def _form(dtype: Any, shape: Any) -> Form:
     if not isinstance(shape, list) or len(shape) > 16 or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
-        raise ValueError("a shape is a list of whole numbers")
+        raise ValueError("a shape must be a list of whole numbers")
     return atomic_files.BY_NAME[dtype], tuple(shape)
 
 

@@ -34,7 +34,7 @@ def check_same(asked: Spec, spec: Spec) -> None:
                 continue  # left out, it keeps its value
             if old != new and name.removeprefix("train.") not in MAY_CHANGE and name != "data.cache":
                 raise RunError(
-                    f"the run was started with {name}={old}, not {new}; leave it as it was, or start a new run with {option('init')}"
+                    f"the run was started with {name}={old}, not {new}; keep the old value, or start a new run with {option('init')}"
                 )
 
 
@@ -52,6 +52,4 @@ def sound() -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError) as error:
         what = " ".join(str(error).split())[:80]
-        raise RunError(
-            f"the snapshot is not one that this version wrote ({what}); resume from another snapshot or start a new run"
-        ) from error
+        raise RunError(f"the snapshot was not written by this version ({what}); resume from another snapshot or start a new run") from error

@@ -83,7 +83,7 @@ class Stored:
         pieces = sorted(ranges_of(self.manifest.forms("carry")).get(name, []))
         ends = [0, *(end for _, end, _ in pieces)]
         if not pieces or [start for start, _, _ in pieces] != ends[:-1]:
-            raise RunError(f"snapshot {self.folder} does not hold every lane of {name}; {REMEDY}")
+            raise RunError(f"snapshot {self.folder} does not contain every lane of {name}; {REMEDY}")
         return pieces
 
     def lanes(self, name: str, low: int = 0, high: int | None = None) -> Tensor:
@@ -100,7 +100,7 @@ def save(folder: Path, name: str, snapshot: Snapshot, keep: int, *, best: bool =
     meta = json.loads(json.dumps(snapshot.meta))
     groups = {group: getattr(snapshot, group) for group in GROUPS}
     groups["carry"] = {ranged(key, 0, tensor.shape[1]): tensor for key, tensor in snapshot.carry.items()}
-    with atomic_files.writing(f"snapshot {folder / name}", "the snapshot before it is kept; "):
+    with atomic_files.writing(f"snapshot {folder / name}", "the previous snapshot is kept; "):
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder)
         draft = folder / f"{TEMPORARY}{name}"
@@ -130,10 +130,12 @@ def open_stored(path: Path) -> Stored:
 def last(folder: Path) -> Path:
     """The folder of the last snapshot."""
     if not (folder / POINTER).is_file():
-        raise RunError(f"{folder} holds no snapshot; leave out {option('resume')} and start anew in another {option('run')}")
+        raise RunError(f"{folder} has no snapshot; remove {option('resume')} and start in another {option('run')}")
     name = pointed(folder, POINTER)
     if name is None or not (folder / name / MANIFEST).is_file() or (folder / name).is_symlink():
-        raise RunError(f"{folder / POINTER} names no snapshot of this folder; write the name of one of the folders beside it into it")
+        raise RunError(
+            f"{folder / POINTER} does not name a snapshot in its folder; replace its content with the name of a snapshot folder beside it"
+        )
     return folder / name
 
 
@@ -200,13 +202,13 @@ def load_weights(path: Path, expected: Mapping[str, tuple[tuple[int, ...], torch
         if name not in given:
             raise RunError(f"{path} is from another model: it has no {name}; {remedy}")
         if tuple(given[name].shape) != tuple(shape):
-            raise RunError(f"{path} is from another model: {name} is {list(given[name].shape)} there and {list(shape)} here; {remedy}")
+            raise RunError(f"{path} is from another model: {name} has shape {list(given[name].shape)}, expected {list(shape)}; {remedy}")
         if given[name].dtype != dtype:
             raise RunError(
-                f"{path}: {name} is {given[name].dtype} there and {dtype} here; use the train.precision it was made with, or convert it"
+                f"{path}: {name} is {given[name].dtype}, expected {dtype}; use the train.precision it was trained with, or convert it"
             )
     if extra := sorted(given.keys() - expected.keys() - {ignored}):
-        raise RunError(f"{path} is from another model: it holds {extra[0]}, which is not here; {remedy}")
+        raise RunError(f"{path} is from another model: it has {extra[0]}, which this model does not; {remedy}")
     if (bad := not_finite(given)) is not None:
         raise RunError(f"{path}: {bad} is not finite; use other weights")
     return {name: given[name] for name in expected}

@@ -85,7 +85,7 @@ def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:
             continue
         if torch.Size(shape).numel() > max(1, held.get(parameter, 1)):
             raise RunError(
-                f"the snapshot's optimizer state {name} is {list(shape)}, which fits no parameter of this run; "
+                f"the snapshot's optimizer state {name} has shape {list(shape)}, which matches no parameter of this run; "
                 "resume with the train.optimizer, train.precision and model it was made with"
             )
         found.append(name)
@@ -101,11 +101,13 @@ def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
     for name, one in wanted.items():
         pieces = stored.pieces(name)
         if pieces[-1][1] != lanes:
-            raise RunError(f"the snapshot holds the carry of {pieces[-1][1]} lanes, and batch.lanes={lanes}; use the spec it was made with")
+            raise RunError(f"the snapshot has the carry of {pieces[-1][1]} lanes, but batch.lanes={lanes}; use the spec it was made with")
         for start, end, key in pieces:
             shape = forms[key][1]
             if shape != (one.shape[0], end - start, *one.shape[2:]):
-                raise RunError(f"the snapshot's carry {key} is {list(shape)}, which is of another model; use the spec it was made with")
+                raise RunError(
+                    f"the snapshot's carry {key} has shape {list(shape)}, which does not match the model; use the spec it was made with"
+                )
     low, high = trainer.mesh.share().bounds(lanes)
     return carry_state({name: stored.lanes(name, low, high) for name in wanted}, trainer.device, trainer.stage.layers)
 
@@ -114,12 +116,12 @@ def check_forms(own: Mapping[str, Tensor], given: Mapping[str, Form], where: str
     """Refuse tensors whose names, shapes or dtypes are not the model's. `whole`: the names in the whole model, of which `own` is a part."""
     for name, tensor in own.items():
         if name not in given:
-            raise RunError(f"{where} has no {name}; it is from another model: use the spec it was made with")
+            raise RunError(f"{where} is from another model: it has no {name}; use the spec it was made with")
         if given[name] != form_of(tensor):
             there, here = (f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (given[name], form_of(tensor)))
-            raise RunError(f"{where} holds {name} as {there}, the model has {here}; use the spec it was made with")
+            raise RunError(f"{where} has {name} as {there}, expected {here}; use the spec it was made with")
     if extra := sorted(given.keys() - set(whole)):
-        raise RunError(f"{where} holds {extra[0]}, which the model does not have; use the spec it was made with")
+        raise RunError(f"{where} has {extra[0]}, which the model does not have; use the spec it was made with")
 
 
 def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str, *, whole: Collection[str] | None = None) -> None:

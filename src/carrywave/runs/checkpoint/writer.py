@@ -87,8 +87,8 @@ class Writer:
         with raise_on_all(self.world):
             if not _seen(self.folder / f"{TEMPORARY}meeting-{self._token}"):
                 raise RunError(
-                    f"the folder {self.folder} of rank 0 is not seen on {os.uname().nodename}; every worker writes its part of a "
-                    f"snapshot: give {option('run')} a folder on a file system that all hosts share"
+                    f"the folder {self.folder} of rank 0 is not visible on {os.uname().nodename}, but every worker writes its part of a "
+                    f"snapshot; set {option('run')} to a folder on a file system that all hosts share"
                 )
         if self.world.rank == 0:
             atomic_files.remove(mark)
@@ -147,7 +147,7 @@ class Writer:
             return None
         self._job.thread.join(seconds)
         if self._job.thread.is_alive():
-            return f"a snapshot was not whole {seconds:g} s after the run had failed"
+            return f"a snapshot was still incomplete {seconds:g} s after the run failed"
         failure = self._job.part_failure or self._job.failure
         return None if failure is None else failure[1]
 
@@ -231,8 +231,8 @@ class Writer:
                 file = File.of(described)
                 if not _seen(job.draft / name) or (job.draft / name).stat().st_size != file.num_bytes:
                     raise RunError(
-                        f"snapshot {job.target}: {name} of rank {waiting[0]} is not seen by rank 0; "
-                        f"give {option('run')} a folder on a file system that all hosts share"
+                        f"snapshot {job.target}: {name} of rank {waiting[0]} is not visible to rank 0; "
+                        f"set {option('run')} to a folder on a file system that all hosts share"
                     )
                 files[name] = file
             report.unlink()
@@ -249,7 +249,7 @@ def _failure(target: Path, error: Exception) -> Failure:
     if isinstance(error, UserError):
         return type(error).__name__, str(error)
     reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
-    kept = "the snapshot before it is kept; free some room or make the folder writable, then go on"
+    kept = "the previous snapshot is kept; free disk space or make the folder writable, then resume"
     return "RunError", f"snapshot {target} could not be written: {' '.join(reason.split())}; {kept}"
 
 
