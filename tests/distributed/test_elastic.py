@@ -237,7 +237,7 @@ def test_time_in_which_nobody_ran_does_not_count(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
 def test_limits_that_are_no_numbers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CARRYWAVE_HEARTBEAT_SECONDS", text)
-    with pytest.raises(WorkerError, match=f"CARRYWAVE_HEARTBEAT_SECONDS={text} is not a number of seconds; use 10"):
+    with pytest.raises(WorkerError, match=f"CARRYWAVE_HEARTBEAT_SECONDS={text} is not a number of seconds; use for example 10"):
         heartbeat.silent_seconds()
 
 

@@ -35,16 +35,16 @@ def test_linear_and_embedding_over_chunks(before: bool) -> None:
     expected = [each.grad for each in (weight, bias, table)]
     for each in (weight, bias, table):
         each.grad = torch.ones_like(each) if before else None
-    owed, whole = Deferred(), []
-    with deferring(owed):
+    deferred, whole = Deferred(), []
+    with deferring(deferred):
         for part in (slice(2, 4), slice(0, 2)):
             deferred_gradients.backward([loss(part, True)], [None])
-            assert owed.pending(weight)
-            assert owed.pending(table)
-            assert not owed.pending(bias)
-    owed.flush(whole.append)
+            assert deferred.pending(weight)
+            assert deferred.pending(table)
+            assert not deferred.pending(bias)
+    deferred.flush(whole.append)
     assert [id(each) for each in whole] == [id(weight), id(table)]  # in the order of backward, each once
-    assert not owed.pending(weight)
+    assert not deferred.pending(weight)
     for each, wanted in zip((weight, bias, table), expected, strict=True):
         assert wanted is not None
         assert_close(each.grad, wanted + 1.0 if before else wanted, **TOLERANCE)
@@ -54,10 +54,10 @@ def test_a_tied_weight_is_paid_once() -> None:
     table, index = made(6, 3).requires_grad_(), torch.tensor([[0, 4], [4, 1]])
     functional.linear(functional.embedding(index, table), table).square().sum().backward()  # type: ignore[no-untyped-call]
     expected, table.grad = table.grad, None
-    owed, whole = Deferred(), []
-    with deferring(owed):
+    deferred, whole = Deferred(), []
+    with deferring(deferred):
         deferred_gradients.backward([deferred_gradients.linear(deferred_gradients.embedding(index, table), table).square().sum()], [None])
-    owed.flush(whole.append)
+    deferred.flush(whole.append)
     assert len(whole) == 1
     assert_close(table.grad, expected, **TOLERANCE)
 
@@ -74,13 +74,13 @@ def test_the_layer_over_chunks() -> None:
     for each in named:
         assert each is not None
         each.grad = None
-    owed = Deferred()
-    with deferring(owed):
+    deferred = Deferred()
+    with deferring(deferred):
         first, middle = manual.layer(x[:4], zero, (weights,), lengths.clamp(max=4))
         second, last = manual.layer(x[4:], middle, (weights,), (lengths - 4).clamp(min=0))
         deferred_gradients.backward([first.square().sum() + second.square().sum() + last.c.sum()], [None])
     assert weights.w_ih.grad is None
-    owed.flush()
+    deferred.flush()
     for each, wanted in zip(named, expected, strict=True):
         assert each is not None
         assert_close(each.grad, wanted, **TOLERANCE)
@@ -88,9 +88,9 @@ def test_the_layer_over_chunks() -> None:
 
 def test_what_was_made_of_a_weight_goes_through_autograd() -> None:
     weight, x = made(5, 3).requires_grad_(), made(4, 3)
-    owed = Deferred()
-    with deferring(owed):
+    deferred = Deferred()
+    with deferring(deferred):
         deferred_gradients.backward([deferred_gradients.linear(x, weight * 2.0).sum()], [None])
-    assert not owed.pending(weight)
+    assert not deferred.pending(weight)
     assert weight.grad is not None
     assert_close(weight.grad, 2.0 * x.sum(0).expand(5, 3), **TOLERANCE)

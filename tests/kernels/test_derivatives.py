@@ -169,13 +169,13 @@ def test_a_put_off_gradient_is_no_hidden_part_of_one_that_a_loss_asks_for() -> N
     for again in (False, True):
         leaves = [weight, table, *cells]
         expected = torch.autograd.grad(loss(again, functional.embedding, functional.linear, reference.layer), leaves)
-        owed = Deferred()
-        with deferring(owed):
+        deferred = Deferred()
+        with deferring(deferred):
             total = loss(again, deferred_gradients.embedding, deferred_gradients.linear, manual.layer)
-            assert not any(owed.pending(each) for each in leaves)
+            assert not any(deferred.pending(each) for each in leaves)
             deferred_gradients.backward([total], [None])
-            assert all(owed.pending(each) for each in leaves)
-        owed.flush()
+            assert all(deferred.pending(each) for each in leaves)
+        deferred.flush()
         torch.testing.assert_close([each.grad for each in leaves], list(expected), **TOLERANCE)
         for each in leaves:
             each.grad = None

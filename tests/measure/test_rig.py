@@ -51,11 +51,11 @@ def test_a_stage_of_one_unit_runs_forward_and_backward_in_chunks() -> None:
     unit = Rig(Ask("lstm", 6, 8, 3, 8), CPU)
     unit.run(4, clock)
     assert [lap.label for lap in clock.laps if lap.label in "FB"] == ["F"] * 4 + ["B"] * 4
-    assert [lap.label for lap in clock.laps].count("pay") == 1
+    assert [lap.label for lap in clock.laps].count("W") == 1
     assert all(parameter.grad is not None for name, parameter in unit.stage.lstm.named_parameters() if "weight" in name)
     one = TaskClock(CPU)
     unit.run(1, one)
-    assert one.seconds("pay") == 0  # nothing is put off where time is not cut
+    assert one.seconds("W") == 0  # nothing is put off where time is not cut
 
 
 def test_only_layers_have_work_in_them() -> None:

@@ -291,7 +291,7 @@ def test_replicas_wait_for_the_slowest_of_them() -> None:
     for plan in (Plan(), Plan(1, 2, (2,), 8)):
         assert uneven.predict(plan).seconds == even.predict(plan).seconds
     for plan in (Plan(4), Plan(2, 2, (2,), 8)):
-        work = max(max(span.end for span in row if span.label in ("B", "pay")) for row in even.predict(plan).timeline.rows)
+        work = max(max(span.end for span in row if span.label in ("B", "W")) for row in even.predict(plan).timeline.rows)
         assert uneven.predict(plan).seconds - even.predict(plan).seconds == pytest.approx(0.5 * work, rel=1e-6)
 
 

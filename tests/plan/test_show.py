@@ -43,19 +43,19 @@ def units_of(vocabulary: int = 4096, **parts: object) -> Units:
     return Units.of(Spec.model_validate(spec), DataFacts(vocabulary=vocabulary))
 
 
-def timeline(stages: int, chunks: int, *, micro_batches: int = 1, pay: float = 0.0) -> Timeline:
+def timeline(stages: int, chunks: int, *, micro_batches: int = 1, late: float = 0.0) -> Timeline:
     """A forward takes a second, a backward two; then a second of update."""
     program = with_messages(wavefront(stages, chunks, micro_batches))
 
-    def paid(task: StageTask) -> float:
-        return pay if task.phase == "B" and task.chunk == 0 else 0.0
+    def weights(task: StageTask) -> float:
+        return late if task.phase == "B" and task.chunk == 0 else 0.0
 
-    found = simulate(program, TaskTimes(run=lambda task: {"F": 1.0, "B": 2.0, "H": 2.0}[task.phase], pay=paid))
+    found = simulate(program, TaskTimes(run=lambda task: {"F": 1.0, "B": 2.0, "H": 2.0}[task.phase], weights=weights))
     return found.then("update", [(found.seconds, found.seconds + 1)] * stages)
 
 
 def test_a_step_is_a_picture() -> None:
-    step = timeline(2, 3, pay=1.0)
+    step = timeline(2, 3, late=1.0)
     *rows, _, _, legend = timeline_text(step, columns=14).splitlines()
     assert rows == ["stage 0 FfF...BBbbBBwu", "stage 1 .FfFBBbbBBw..u"]
     assert legend == "F f forward of a chunk, B b backward of a chunk, w deferred weight gradients, u update, . waiting"
@@ -66,7 +66,7 @@ def test_a_step_is_a_picture() -> None:
 
 
 def test_a_column_shows_what_takes_most_of_it() -> None:
-    rows = timeline_text(timeline(2, 3, pay=1.0), columns=7).splitlines()
+    rows = timeline_text(timeline(2, 3, late=1.0), columns=7).splitlines()
     assert rows[:2] == ["stage 0 FF.BbBw", "stage 1 FfBbBwu"]
 
 
@@ -203,14 +203,14 @@ def test_growth_is_told_with_where_it_stops_to_pay() -> None:
 
 
 def test_a_drawing_has_a_rectangle_for_each_span_and_one_axis() -> None:
-    one, other = timeline(2, 3, pay=1.0), timeline(2, 6)
+    one, other = timeline(2, 3, late=1.0), timeline(2, 6)
     text = draw([Panel("equal <split>", one, ["a & b", "c"]), Panel("chosen", other, ["a", "b"])], 'title "x"')
     tree = ElementTree.fromstring(text)
     name = "{http://www.w3.org/2000/svg}"
     labels = [each.get("class") for each in tree.iter(f"{name}rect")]
     spans = [span for line in (one, other) for row in line.rows for span in row]
     # One of each kind in the legend.
-    for kind in ("F", "B", "pay", "update"):
+    for kind in ("F", "B", "W", "update"):
         assert labels.count(kind) == 1 + sum(span.label == kind for span in spans)
     texts = [each.text for each in tree.iter(f"{name}text")]
     assert "equal <split>" in texts

@@ -62,10 +62,10 @@ def test_messages_take_their_time_one_after_the_other() -> None:
 
 
 def test_a_stage_pays_after_it_has_sent_and_each_message_costs_it_time() -> None:
-    times = TaskTimes(run=lambda task: 1.0, pay=lambda task: 5.0 if task.phase == "B" else 0.0, message_seconds=0.25)
+    times = TaskTimes(run=lambda task: 1.0, weights=lambda task: 5.0 if task.phase == "B" else 0.0, message_seconds=0.25)
     found = simulate(with_messages(wavefront(2, 1)), times)
-    assert [(span.label, span.start, span.end) for span in found.rows[1]] == [("F", 1.5, 2.5), ("B", 2.5, 3.5), ("pay", 3.75, 8.75)]
-    assert [(span.label, span.start) for span in found.rows[0]] == [("F", 0.25), ("B", 3.75), ("pay", 4.75)]
+    assert [(span.label, span.start, span.end) for span in found.rows[1]] == [("F", 1.5, 2.5), ("B", 2.5, 3.5), ("W", 3.75, 8.75)]
+    assert [(span.label, span.start) for span in found.rows[0]] == [("F", 0.25), ("B", 3.75), ("W", 4.75)]
     assert found.busy == (7.0, 7.0)
 
 
@@ -98,17 +98,17 @@ def test_what_stages_hold_is_what_the_schedule_says(stages: int, chunks: list[in
     for stage, load in enumerate(found):
         for weight in (0.0, 0.3, 0.5, 1.0, 2.0, 5.0):
             # Task by task.
-            held, owed, worst = 0, 0, 0.0
+            held, deferred, worst = 0, 0, 0.0
             for task in schedule.stages[stage]:
                 held += task.phase == "F"
-                worst = max(worst, held + weight * owed)
+                worst = max(worst, held + weight * deferred)
                 if task.phase == "B":
                     held -= 1
-                    owed = 0 if task.chunk == 0 or not put_off else owed + 1
-            assert max(held + weight * owed for held, owed in load.pairs) == pytest.approx(worst)
+                    deferred = 0 if task.chunk == 0 or not put_off else deferred + 1
+            assert max(held + weight * deferred for held, deferred in load.pairs) == pytest.approx(worst)
     if len(chunks) == 1:
         assert all(set(load.pairs) == set(one_micro_batch(chunks[0], put_off=put_off).pairs) for load in found)
     elif len(set(chunks)) == 1:
         for stage, load in enumerate(found):
-            [(held, owed)] = most_held(chunks[0], len(chunks), stages - 1 - stage, put_off=put_off).pairs
-            assert all(pair[0] <= held and pair[1] <= owed for pair in load.pairs)
+            [(held, deferred)] = most_held(chunks[0], len(chunks), stages - 1 - stage, put_off=put_off).pairs
+            assert all(pair[0] <= held and pair[1] <= deferred for pair in load.pairs)

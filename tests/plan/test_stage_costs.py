@@ -130,11 +130,11 @@ def test_what_is_put_off_is_paid_in_one_product_or_by_chunks_where_only_short_ch
     chunk = replace(whole, steps=16, forward_seconds=2e-3, backward_seconds=4e-3, put_off_seconds=1e-3)
     others = tuple(sample for sample in samples() if sample.kind != "lstm")
     one = Costs(units(), machine(samples=(*others, whole, chunk)))
-    assert one.owed(1, 2, 8, 64, 16) == pytest.approx(3e-3)
-    assert one.owed(1, 3, 8, 64, 16) == pytest.approx(6e-3)
+    assert one.deferred(1, 2, 8, 64, 16) == pytest.approx(3e-3)
+    assert one.deferred(1, 3, 8, 64, 16) == pytest.approx(6e-3)
     long = Costs(units(), machine(samples=(*others, replace(whole, put_off_seconds=1e-5), chunk)))
-    assert long.owed(1, 3, 8, 64, 16) == pytest.approx(8e-3)
-    assert long.owed(1, 3, 8, 64, 64) == pytest.approx(2e-5)
+    assert long.deferred(1, 3, 8, 64, 16) == pytest.approx(8e-3)
+    assert long.deferred(1, 3, 8, 64, 64) == pytest.approx(2e-5)
 
 
 def test_the_update_grows_with_the_tensors() -> None:

@@ -252,7 +252,7 @@ def test_a_run_that_diverges_stops_and_keeps_what_was_good(text: Path, tmp_path:
         return plain(self, *batches)
 
     monkeypatch.setattr(Trainer, "update", update)
-    with pytest.raises(Diverged, match=r"not a number any more at step 40 \(epoch 2\); lower train.lr"):
+    with pytest.raises(Diverged, match=r"is no longer finite at step 40 \(epoch 2\); lower train.lr"):
         train(language(text), run=tmp_path / "run", device="cpu")
     assert all(math.isfinite(row["loss"]) for row in rows(tmp_path / "run"))
     monkeypatch.undo()

@@ -15,11 +15,11 @@ from typing import Any
 
 from carrywave.benchmarks._workers import spread
 from carrywave.benchmarks.plan import CASES, QUICK, WARM_UP, Case, loop_of
+from carrywave.measure.profiles import threads
 from carrywave.parallel import worker_pool
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
-from carrywave.train.profiles import threads
 
 title = "memory kept in the process or returned to the system"
 

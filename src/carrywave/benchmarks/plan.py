@@ -20,6 +20,7 @@ import torch
 from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, spread, take_turns
 from carrywave.data.batch import Batch
+from carrywave.measure.profiles import profile_for, threads
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
@@ -38,7 +39,6 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.step.trainer import Trainer
-from carrywave.train.profiles import profile_for, threads
 
 title = "predicted and measured step times"
 

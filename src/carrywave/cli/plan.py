@@ -14,6 +14,7 @@ import typer
 from carrywave.cli.options import Device, DeviceOption, note, plain, spec_and_overrides
 from carrywave.errors import DataError, PlanError
 from carrywave.launch.hardware import cores, gpus
+from carrywave.measure.profiles import CROWDED, profile_for
 from carrywave.plan import canonical_shards
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Profile
@@ -32,7 +33,6 @@ from carrywave.runs import output_file
 from carrywave.spec.facts import DataFacts, read_facts
 from carrywave.spec.load import load, parse_yaml
 from carrywave.spec.spec import PlanSpec, Spec
-from carrywave.train.profiles import CROWDED, profile_for
 
 THIS_MACHINE = "this machine"  # the profile of a cluster file that names none
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from carrywave.measure.profiles import MEASURED_BY, empty, merged, threads
 from carrywave.parallel import worker_pool
 from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.sample_requests import Ask
 from carrywave.plan.cost.shipped_profiles import LINKS
-from carrywave.train.profiles import MEASURED_BY, empty, merged, threads
 
 HIDDEN, LANES, STEPS = (128, 256, 512, 1024, 2048), (16, 64), (8, 32, 128)
 OTHER_INPUTS = ((256, 1024), (1024, 256))  # (inputs, hidden) of layers whose input width differs from their own

@@ -121,7 +121,7 @@ class Rig:
             clock = TaskClock(self.device)
             self.run(chunks, clock)
             spent += clock.seconds()
-            found.append((clock.seconds("F") / chunks, clock.seconds("B") / chunks, clock.seconds("pay")))
+            found.append((clock.seconds("F") / chunks, clock.seconds("B") / chunks, clock.seconds("W")))
         forward, backward, put_off = (statistics.median(each) for each in zip(*found, strict=True))
         return forward, backward, put_off
 

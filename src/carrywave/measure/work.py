@@ -1,6 +1,6 @@
 """Runs one worker of a measurement: times units, the optimizer, all-reduces and messages, simultaneously on all workers.
 
-It yields rows that `train.profiles` merges into a profile: `sample`, `lag`, `reduction`, `link`, `overheads`.
+It yields rows that `measure.profiles` merges into a profile: `sample`, `lag`, `reduction`, `link`, `overheads`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Shapes: T time, B lane, W width of the last layer.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,14 +18,23 @@ from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
+from carrywave.model.lstm import LSTM
 from carrywave.model.state import Chunk, State
-
-if TYPE_CHECKING:
-    from carrywave.model.model import Model
 
 __all__ = ["Chunk", "Stage", "State", "regularize"]
 
 Score = tuple[Tensor, Tensor]  # (loss sum, count)
+
+
+class ModelParts(Protocol):
+    """What a stage takes its units from: a `Model`."""
+
+    encoder: nn.Module
+    dropout_in: nn.Module | None
+    lstm: LSTM
+    dropout_out: nn.Module | None
+    head: nn.Module
+    pooled: bool
 
 
 class Stage(nn.Module):
@@ -34,7 +43,7 @@ class Stage(nn.Module):
     `scores`: True if it runs the head on chunks. The last stage does; with `share_head` every stage does, on chunks from the last one.
     """
 
-    def __init__(self, model: Model, first: int = 0, last: int | None = None, *, share_head: bool = False) -> None:
+    def __init__(self, model: ModelParts, first: int = 0, last: int | None = None, *, share_head: bool = False) -> None:
         super().__init__()
         units = model.lstm.num_layers + 2
         last = units if last is None else last
@@ -133,9 +142,9 @@ class Stage(nn.Module):
         return x.to(self.dtype) if x.is_floating_point() else x
 
 
-def _width(model: Model, unit: int) -> int:
+def _width(model: ModelParts, unit: int) -> int:
     """Input width of a unit: 0 for the encoder, which reads the data, and past the head."""
-    if unit in (0, model.units):
+    if unit in (0, model.lstm.num_layers + 2):
         return 0
     return model.lstm.input_size if unit == 1 else model.lstm.outputs(unit - 2)
 
@@ -145,7 +154,9 @@ def checked_score(score: Any, whose: str) -> Score:
     if not isinstance(score, tuple) or len(score) != 2 or not isinstance(score[0], Tensor) or score[0].dim() or not _is_number(score[1]):
         raise UserError(f"{whose} must return (sum over the targets, number of targets), two scalars; it returned {_shown(score)}")
     total, count = score
-    return total, count if isinstance(count, Tensor) else torch.full((), count, dtype=torch.float64, device=total.device)
+    if not isinstance(count, Tensor):
+        return total, torch.full((), count, dtype=torch.float64, device=total.device)
+    return total, count.to(total.device)  # a user's torch.tensor(n) is on the host
 
 
 def _is_number(count: Any) -> bool:

@@ -204,11 +204,11 @@ class _Run:
         if done is None:
             return
         if done.phase == "H" and not self.last_stage and self.deferred_head is not None:
-            with self._timed("pay", done):
+            with self._timed("W", done):
                 self.deferred_head.flush()
         if done.phase == "B" and done.chunk == 0 and self.deferred is not None:
             final = done == self.last_backward
-            with self._timed("pay", done):
+            with self._timed("W", done):
                 self.deferred.flush(self.gradients.ready if final and self.gradients is not None else None)
 
     def _receive(self, task: StageTask) -> None:

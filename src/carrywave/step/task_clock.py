@@ -16,7 +16,7 @@ from carrywave.plan.schedule.schedule import StageTask
 
 
 class Lap(NamedTuple):
-    """A time span of a task, in seconds: its phase, `wait` for the message it reads, `send`, or `pay` (deferred weight gradients)."""
+    """A time span of a task, in seconds: its phase, `wait` for the message it reads, `send`, or `W` (deferred weight gradients)."""
 
     label: str
     task: StageTask

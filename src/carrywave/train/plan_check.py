@@ -18,7 +18,7 @@ from carrywave.step.trainer import Trainer
 
 FIRST, STEPS = 5, 20  # skipped, then timed: first steps are slower (allocation, kernel selection, graph capture)
 FAR_OFF = 0.25
-TASKS = ("F", "B", "H", "pay")
+TASKS = ("F", "B", "H", "W")
 
 
 @dataclass(frozen=True)

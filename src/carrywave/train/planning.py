@@ -17,6 +17,7 @@ from carrywave.data.prepare import prepare
 from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.launch import launch_record
 from carrywave.launch.hardware import gpus
+from carrywave.measure.profiles import known_profile, profile_for
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.plan.cost.cluster import Cluster, Host
@@ -29,7 +30,6 @@ from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, search
 from carrywave.runs.run import Run
 from carrywave.spec.load import with_new_names
 from carrywave.spec.spec import PlanSpec, Spec
-from carrywave.train.profiles import known_profile, profile_for
 
 Say = Callable[[str], None]
 NEAR = 0.97  # ratio above which two step times count as equal: measurements are no more precise

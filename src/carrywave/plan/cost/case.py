@@ -89,7 +89,7 @@ class PlanCase(Footprint):
             found = self._tasks[key] = self.task_seconds + work.forward, backward
         return found
 
-    def pay(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
+    def weight_gradients(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
         """Seconds of a micro-batch's deferred weight gradients, including a shared head's for the `scored` chunks of the last stage."""
         if not self.put_off:
             return 0.0
@@ -101,7 +101,7 @@ class PlanCase(Footprint):
     def _owed(self, stage: int, first: int, last: int, lanes: int) -> float:
         """Seconds of the deferred weight gradients of units [first, last), on the slowest of this stage's devices."""
         pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
-        return max(costs.owed(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
+        return max(costs.deferred(first, last, lanes, self.shape.steps, self.chunk_steps) * crowd for costs, crowd in pairs)
 
     def _head(self, stage: int, lanes: int, steps: int) -> Seconds:
         return self.of_stage(stage, len(self.units) - 1, len(self.units), lanes, steps)
@@ -135,7 +135,7 @@ class PlanCase(Footprint):
         total = 0.0
         for lanes in set(self.lanes):
             times = self.lanes.count(lanes)
-            one = self.pay(stage, first, last, lanes)
+            one = self.weight_gradients(stage, first, last, lanes)
             # All chunks but the last are equal.
             for chunk, count in ((0, self.chunks - 1), (self.chunks - 1, 1)):
                 if count:
@@ -173,10 +173,10 @@ class PlanCase(Footprint):
                     known[key] = of_phase(task.stage, *span[task.stage], lanes, task.chunk)
             return known[key]
 
-        def pay(task: StageTask) -> float:
+        def weights(task: StageTask) -> float:
             if task.phase != "B" or task.chunk:
                 return 0.0
-            return self.pay(
+            return self.weight_gradients(
                 task.stage, *span[task.stage], self.lanes[task.micro_batch], own.get(task.micro_batch, 0) if task.stage == last else 0
             )
 
@@ -190,7 +190,7 @@ class PlanCase(Footprint):
         def link(line: Channel) -> Link:
             return self.link(line.sender, line.receiver)
 
-        found = simulate(program, TaskTimes(run, pay, num_bytes, link, self.overheads.message_seconds))
+        found = simulate(program, TaskTimes(run, weights, num_bytes, link, self.overheads.message_seconds))
         reduced, updated = self.after(edges, found.ends)
         return found.then("reduce", reduced).then("update", updated)
 
@@ -229,7 +229,7 @@ class PlanCase(Footprint):
     def _window(self, stage: int, first: int, last: int) -> float:
         """Seconds during which gradients become final one after another: the deferred weight gradients, or else the last backward."""
         lanes = self.lanes[-1]
-        return self.pay(stage, first, last, lanes) if self.put_off else self.backward(stage, first, last, lanes, 0)
+        return self.weight_gradients(stage, first, last, lanes) if self.put_off else self.backward(stage, first, last, lanes, 0)
 
     def _exposed(self, num_bytes: int, window: float) -> float:
         """Seconds by which the all-reduce over replicas outlasts the last task; buckets are reduced while later gradients are computed."""

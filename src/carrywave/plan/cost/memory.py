@@ -57,14 +57,14 @@ def loads(schedule: Schedule, *, put_off: bool) -> tuple[Load, ...]:
     """
     found = []
     for tasks in schedule.stages:
-        held = owed = 0
+        held = deferred = 0
         most: dict[int, int] = {}  # number pending -> most in flight
         for task in tasks:
             held += task.phase == "F"
-            most[owed] = max(held, most.get(owed, 0))
+            most[deferred] = max(held, most.get(deferred, 0))
             if task.phase == "B":
                 held -= 1
-                owed = 0 if task.chunk == 0 or not put_off else owed + 1
+                deferred = 0 if task.chunk == 0 or not put_off else deferred + 1
         found.append(Load(_hull(most)))
     return tuple(found)
 
@@ -72,16 +72,16 @@ def loads(schedule: Schedule, *, put_off: bool) -> tuple[Load, ...]:
 def _hull(most: dict[int, int]) -> tuple[tuple[int, int], ...]:
     """The pairs that are the worst case for some weighting of the two: the upper right of their convex hull."""
     kept: list[tuple[int, int]] = []
-    for owed, held in sorted(most.items(), reverse=True):
-        while len(kept) > 1 and _inside(kept[-2], kept[-1], (held, owed)):
+    for deferred, held in sorted(most.items(), reverse=True):
+        while len(kept) > 1 and _inside(kept[-2], kept[-1], (held, deferred)):
             kept.pop()
         if not kept or held > kept[-1][0]:
-            kept.append((held, owed))
+            kept.append((held, deferred))
     return tuple(reversed(kept))
 
 
 def _inside(one: tuple[int, int], middle: tuple[int, int], other: tuple[int, int]) -> bool:
-    """True if the middle pair lies on or below the line between the others, with `held` plotted over decreasing `owed`."""
+    """True if the middle pair lies on or below the line between the others, with `held` plotted over decreasing `deferred`."""
     return (middle[0] - one[0]) * (one[1] - other[1]) <= (other[0] - one[0]) * (one[1] - middle[1])
 
 
@@ -102,15 +102,15 @@ class Split:
 def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) -> Memory:
     """Bytes of a stage with units [first, last)."""
     fixed = _fixed(units, first, last, split.share_head, split.reduced)
-    kept, owed, entering, carry, work, owing = _numbers(units, first, last, split.share_head)
+    kept, deferred, entering, carry, work, widest = _numbers(units, first, last, split.share_head)
     e = units.activation_bytes
     chunk = split.lanes * split.steps
     flight = (entering if split.recompute else entering + kept) * chunk * e
-    activations = max(held * flight + debts * owed * chunk * e for held, debts in load.pairs)
+    activations = max(held * flight + pending * deferred * chunk * e for held, pending in load.pairs)
     # The running chunk's temporaries; deferred gradients instead need a second copy of the largest unit's pending rows, over all chunks.
     workspace = (work + (kept if split.recompute else 0)) * chunk * e
     if split.put_off:
-        workspace = max(workspace, owing * split.lanes * split.window * e)
+        workspace = max(workspace, widest * split.lanes * split.window * e)
     carries = carry * e * (split.all_lanes + split.lanes * (load.held + 1))
     parameters, gradients, optimizer = fixed
     if units.activation_bytes < units.parameter_bytes:  # the layers read a lower-precision copy of the weights
@@ -131,9 +131,9 @@ def _numbers(units: Units, first: int, last: int, share_head: bool) -> tuple[int
         own.pop()
     return (
         sum(unit.kept for unit in own),
-        sum(unit.owed for unit in own),
+        sum(unit.deferred for unit in own),
         units.units[first].width_in or -(-INDEX_BYTES // units.activation_bytes),
         sum(unit.carry for unit in own),
         max([unit.work for unit in own] + [head.work + head.kept] * share_head, default=0),
-        max([unit.owed for unit in own], default=0),
+        max([unit.deferred for unit in own], default=0),
     )

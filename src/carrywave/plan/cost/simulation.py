@@ -21,7 +21,7 @@ INSTANT = Link(0.0, float("inf"))
 
 
 class TaskSpan(NamedTuple):
-    """An interval of a worker's time: a task, `pay` (deferred weight gradients), `reduce` (gradient all-reduce) or `update`."""
+    """An interval of a worker's time: a task, `W` (deferred weight gradients), `reduce` (gradient all-reduce) or `update`."""
 
     label: str
     start: float
@@ -34,7 +34,7 @@ class TaskTimes:
     """The durations and message sizes that drive a simulation."""
 
     run: Callable[[StageTask], float]
-    pay: Callable[[StageTask], float] = lambda task: 0.0  # deferred weight gradients, computed after this task and its sends
+    weights: Callable[[StageTask], float] = lambda task: 0.0  # deferred weight gradients, computed after this task and its sends
     num_bytes: Callable[[StageTask], int] = lambda task: 0  # size of the message this task sends to another stage
     link: Callable[[Channel], Link] = lambda line: INSTANT
     message_seconds: float = 0.0  # of a stage's own time, per message sent or received
@@ -173,9 +173,9 @@ class _Run:
         self._pay(stage, done, clock)
 
     def _pay(self, stage: int, done: StageTask | None, clock: float) -> float:
-        seconds = 0.0 if done is None else self.times.pay(done)
+        seconds = 0.0 if done is None else self.times.weights(done)
         if seconds > 0:
-            self.rows[stage].append(TaskSpan("pay", clock, clock + seconds, done))
+            self.rows[stage].append(TaskSpan("W", clock, clock + seconds, done))
         return clock + seconds
 
     def _meet(self, message: int) -> None:

@@ -59,7 +59,7 @@ class Costs:
             self._of_stage[key] = found
         return found
 
-    def owed(self, first: int, last: int, lanes: int, steps: int, chunk_steps: int) -> float:
+    def deferred(self, first: int, last: int, lanes: int, steps: int, chunk_steps: int) -> float:
         """Seconds of the weight gradients that units [first, last) defer until all chunks of a window are done.
 
         They are computed as one product, so the time for the whole window is used; unless the kernel defers only for short chunks, in

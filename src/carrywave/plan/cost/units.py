@@ -36,7 +36,7 @@ class Unit:
     width_out: int  # width of the output to the next unit; 0 for the head
     parameters: int  # not counting those shared with another unit
     kept: int  # elements per lane and step saved from forward to backward, not counting the input
-    owed: int = 0  # elements per lane and step held from backward until deferred weight gradients are computed
+    deferred: int = 0  # elements per lane and step held from backward until deferred weight gradients are computed
     carry: int = 0  # elements per lane
     work: int = 0  # elements per lane and step of temporary memory while it runs
     projection: int = 0
@@ -182,7 +182,7 @@ class Units:
                 0,
                 outputs * width + outputs - tied,
                 kept=0 if pooled else outputs,
-                owed=0 if pooled else outputs,
+                deferred=0 if pooled else outputs,
                 work=0 if pooled else outputs,
                 carry=width if pooled else 0,
                 tensors=2,
@@ -224,7 +224,7 @@ def _encoder(spec: Spec, facts: DataFacts) -> Unit:
             width,
             size,
             kept=dropped + 2,
-            owed=width + 2,
+            deferred=width + 2,
             work=width,
             dropout=dropped,
             tensors=1,
@@ -252,7 +252,7 @@ def _layer(spec: Spec, layer: int, width: int, hidden: int, out: int, dropout: i
         out,
         parameters,
         kept,
-        owed=directions * (4 * hidden + back) + width,
+        deferred=directions * (4 * hidden + back) + width,
         carry=directions * (back + hidden),
         work=directions * 6 * hidden + width,
         projection=model.projection,

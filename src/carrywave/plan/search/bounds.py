@@ -88,14 +88,14 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
     """The earliest time at which each stage can finish: its own work, plus the time to reach it and to return from later stages."""
     stages, span = case.plan.stages, case.spans(edges)
     first, final = case.lanes[0], case.lanes[-1]
-    pays = [case.pay(stage, *span[stage], final) for stage in range(stages)]
+    late = [case.weight_gradients(stage, *span[stage], final) for stage in range(stages)]
     sends = case.overheads.message_seconds * sum(case.counts)  # receives cost nothing here: they may be posted while the stage is idle
     lead = back = all_work = waits = 0.0  # lead: time to reach a stage; back: time to return from it
     own = []
     for stage in range(stages):
-        work = case.busy(stage, *span[stage]) - pays[stage] + sends * ((stage > 0) + (stage < stages - 1))
-        all_work += work + pays[stage]
-        waits += lead + max(0.0, back - pays[stage])
+        work = case.busy(stage, *span[stage]) - late[stage] + sends * ((stage > 0) + (stage < stages - 1))
+        all_work += work + late[stage]
+        waits += lead + max(0.0, back - late[stage])
         if case.share_head:
             # Chunks differ little, and micro-batches by at most one lane: the fewest lanes and the cheaper chunk keep it a lower bound.
             scores = (case.score(stage, min(case.lanes), chunk) for chunk in (0, case.chunks - 1))
@@ -105,11 +105,11 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
             lead += case.forward(stage, *span[stage], first, 0) + case.hop(stage, edges, first, 0)
             back += case.backward(stage, *span[stage], final, 0) + case.hop(stage, edges, final, 0)
     # The last backward of a stage is followed by those of all earlier stages; `hop` already includes its send.
-    ends = [own[-1] + pays[-1]]
+    ends = [own[-1] + late[-1]]
     after = own[-1] - case.overheads.message_seconds
     for stage in range(stages - 2, -1, -1):
         after += case.hop(stage, edges, final, 0) + case.backward(stage, *span[stage], final, 0)
-        ends.append(max(after, own[stage]) + pays[stage])
+        ends.append(max(after, own[stage]) + late[stage])
         after = max(after, own[stage] - case.overheads.message_seconds)
     ends.reverse()
     if case.share_head:  # whichever stages run the head, the stages together must do all the work
@@ -135,5 +135,5 @@ def _wave(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
         # The backward starts with the short chunk: the same path, reversed.
         sends = [send if each else 0.0 for each in range(stage, stages)]
         back = through(whole[stage:], short[stage:], hop[stage:], short_hop[stage:], last, sends)
-        ends.append(forward + back + case.pay(stage, *span[stage], lanes))
+        ends.append(forward + back + case.weight_gradients(stage, *span[stage], lanes))
     return ends

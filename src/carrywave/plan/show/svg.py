@@ -23,14 +23,14 @@ _NAMES = {
     "F": "forward",
     "B": "backward",
     "H": "shared head",
-    "pay": "deferred weight gradients",
+    "W": "deferred weight gradients",
     "reduce": "gradients summed over workers",
     "update": "update",
 }
 _STYLE = """
 .ground{fill:#ffffff}.track{fill:#eceff3}.tick{stroke:#c3cad4}text{fill:#1d2430;font:12px sans-serif}.title{font-size:15px}
 .in{fill:#10151d;font-size:10px;text-anchor:middle}.mid{text-anchor:middle}
-.F{fill:#6ea8e5}.B{fill:#f2a65a}.H{fill:#7fc48a}.pay{fill:#bd93d8}.reduce{fill:#e2727b}.update{fill:#a9a196}
+.F{fill:#6ea8e5}.B{fill:#f2a65a}.H{fill:#7fc48a}.W{fill:#bd93d8}.reduce{fill:#e2727b}.update{fill:#a9a196}
 @media (prefers-color-scheme:dark){.ground{fill:#161b22}.track{fill:#262d37}.tick{stroke:#4a5462}text{fill:#e6eaf0}.in{fill:#10151d}}
 """.strip().replace("\n", "")
 
@@ -85,20 +85,20 @@ def _row(name: str, spans: Sequence[TaskSpan], top: int, scale: float, seconds: 
         x, width = left + span.start * scale, (span.end - span.start) * scale
         said = _said(span, micro_batches)
         when = f"{seconds_text(span.start)} to {seconds_text(span.end)}"
-        shade = "" if span.task is None or span.label == "pay" else f' fill-opacity="{_shade(span.task.chunk, chunks):.2f}"'
+        shade = "" if span.task is None or span.label == "W" else f' fill-opacity="{_shade(span.task.chunk, chunks):.2f}"'
         # Leave a hairline gap between neighbours if there is room for one.
         width = width - 0.6 if width > 3 else width
         parts.append(
             f'<rect class="{span.label}" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{ROW}"{shade}>'
             f"<title>{escape(said)}, {when}</title></rect>"
         )
-        if span.task is not None and span.label != "pay" and width >= SHORTEST:
+        if span.task is not None and span.label != "W" and width >= SHORTEST:
             parts.append(f'<text class="in" x="{x + width / 2:.2f}" y="{top + 15}">{escape(said)}</text>')
     return parts
 
 
 def _said(span: TaskSpan, micro_batches: int) -> str:
-    if span.task is None or span.label == "pay":
+    if span.task is None or span.label == "W":
         return _NAMES[span.label]
     return f"{span.label}{span.task.chunk}" + (chr(ord("a") + span.task.micro_batch % 26) if micro_batches > 1 else "")
 

@@ -15,12 +15,12 @@ from carrywave.plan.search.search import GAIN_PER_DOUBLING, PlanChoice, describe
 COLUMNS = 100  # width of a picture, not counting the names of its rows
 MOST_ROWS = 24  # height of a picture; stages in the middle are omitted, as they are much alike
 WAITS = "."
-_LETTERS = {"F": "Ff", "B": "Bb", "H": "Hh", "pay": "w", "reduce": "+", "update": "u"}
+_LETTERS = {"F": "Ff", "B": "Bb", "H": "Hh", "W": "w", "reduce": "+", "update": "u"}
 _LEGEND = {
     "F": "F f forward of a chunk",
     "B": "B b backward of a chunk",
     "H": "H h shared head",
-    "pay": "w deferred weight gradients",
+    "W": "w deferred weight gradients",
     "reduce": "+ gradients summed over workers",
     "update": "u update",
 }

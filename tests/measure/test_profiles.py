@@ -11,6 +11,8 @@ import pytest
 
 from carrywave.errors import PlanError
 from carrywave.launch import hardware
+from carrywave.measure import profiles
+from carrywave.measure.profiles import crowds, empty, known_profile, merged, profile_for
 from carrywave.parallel import worker_pool
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Crowd, Link, Profile, Sample
@@ -21,8 +23,6 @@ from carrywave.plan.search.predictor import Predictor
 from carrywave.plan.search.search import search
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
-from carrywave.train import profiles
-from carrywave.train.profiles import crowds, empty, known_profile, merged, profile_for
 
 
 def units(hidden: int = 8, **train: Any) -> Units:
