@@ -102,6 +102,23 @@ def test_shards_give_the_answer_of_the_whole() -> None:
         torch.testing.assert_close(numbers(shards)[name], tensor, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_parameter_that_no_shard_reaches_is_left_alone(batches: int, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight decay would move it, as it would not without shards, or with several workers."""
+    emulate(monkeypatch)
+    model = language()
+    model.head.unused = nn.Parameter(torch.ones(3))
+    trainer = Trainer(model, {"reproducible": True, "weight_decay": 0.1, "optimizer": "sgd"}, device="cpu", keep_state=True)
+    trainer.capture = Capture(CPU) if recorded else None
+    before = model.head.bias.detach().clone()
+    for number in range(3):
+        trainer.step(*(words(4, 13, batches * number + at, fresh=True) for at in range(batches)))
+    assert model.head.unused.tolist() == [1.0] * 3
+    assert model.head.unused.grad is None
+    assert not torch.equal(model.head.bias, before)
+
+
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_recordings_give_the_same_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)

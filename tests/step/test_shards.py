@@ -106,7 +106,8 @@ def given_to_a_tree(parameters: list[nn.Parameter], grads: list[list[Tensor | No
             summed.note(summed.collect())
             summed.close()
         summed.reduce()
-        found = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+        # One that no shard reached has none; what other workers would have to add to is zero.
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
     return found
 
 

@@ -116,7 +116,8 @@ class FixedTree(Gradients):
         self.unreached = {id(p) for p in self.parameters}
 
     def close(self) -> None:
-        self._add([p.grad for p in self.parameters])
+        reached = {id(p) for p, given in zip(self.trained, self.given, strict=True) if given}
+        self._add([p.grad if id(p) in reached else None for p in self.parameters])
 
     def skip(self) -> None:
         """Count a shard without lanes."""
@@ -153,7 +154,7 @@ class FixedTree(Gradients):
             torch._foreach_zero_(root.flats)
         self._root = root
         for parameter, view in zip(self.parameters, root.views, strict=True):
-            parameter.grad = view
+            parameter.grad = None if id(parameter) in self.unreached and not self.reduces(parameter) else view
         views = root.by_id
         found = norm_of_each([views[id(p)] for p in self._watched])
         self.local = dict(zip(map(id, self._watched), found.unbind(), strict=True))
