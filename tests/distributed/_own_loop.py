@@ -104,7 +104,7 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
     if plan.get("stages", 1) > 1 and case == "plain":
         with pytest.raises(UserError, match=r"trainer\.state_dict"):
             net.state_dict()
-        with pytest.raises(UserError, match=r"has no numbers here: another trainer has cut the model into stages"):
+        with pytest.raises(UserError, match=r"has no values here: another trainer has split the model into stages"):
             cw.Trainer(net, keys, plan=plan, device=device)
     weights = trainer.gathered()
     return {"losses": losses, "weights": {name: tensor.tolist() for name, tensor in weights.items()}}

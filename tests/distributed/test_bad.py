@@ -109,7 +109,7 @@ def test_all_workers_stop_at_one_step_and_name_the_rank_and_the_layer(number: in
     each = told[f"stop-{number}"]
     assert each["error"] == (
         f"Diverged: {FOUND[number][-1]} is no longer finite at step {STEP} (epoch 1); "
-        "lower train.lr=0.02 or set train.clip; nothing of that step was saved"
+        "lower train.lr=0.02 or set train.clip; nothing from that step was saved"
     )
     assert each["told_by"] == 0  # by one of them
     assert each["begun"] == [0, 2, 4]
@@ -131,7 +131,7 @@ def test_every_plan_goes_on_as_one_worker_does(told: Told, folder: Path) -> None
 
 def test_workers_give_up_together(told: Told) -> None:
     assert "at step 5 (epoch 1); 10 steps in a row were skipped; lower train.lr=0.02" in told["many"]["error"]
-    assert told["often"]["error"].endswith("(after going back 3 times, to a rate of 0.0025)")
+    assert told["often"]["error"].endswith("(after going back 3 times, down to a learning rate of 0.0025)")
     assert told["often"]["begun"] == [0, 1, 2, 3, 4] * 4
     assert "after going back 3 times" in told["high"]["error"]
 

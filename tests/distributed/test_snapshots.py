@@ -81,7 +81,7 @@ def test_a_part_that_cannot_be_written_is_said_once_and_the_run_goes_on(told: To
     assert [each["ending"] for each in ended[run]] == ["done"] * 2, ended[run]
     rank, reason = (0 if run == "full-0" else 1), ("Read-only file system" if run == "read-only" else "No space left on device")
     fact = f"rank {rank}: snapshot {run}/snapshots/step-00000006 could not be written: {reason}"
-    line = f"{fact}; the run goes on, and the snapshot before it is kept"
+    line = f"{fact}; the run continues, and the previous snapshot is kept"
     assert [each["said"] for each in ended[run]] == [[line], [line]]  # every worker knows; who watches rank 0 sees it
     assert snapshots(folder / run) == ["best", "last", "step-00000003", "step-00000009", "step-00000010"]
 

@@ -20,7 +20,7 @@ from _small import Job, carry_out, spec
 
 from carrywave.runs.checkpoint import manifest, snapshot
 
-CHANGED = r"^the data has changed since the snapshot was written \(.*text.txt\); put the old data back"
+CHANGED = r"^the data has changed since the snapshot was written \(.*text.txt\); restore the old data"
 OTHER = "resume from another snapshot or start a new run"
 FILES = ("carry", "carry", "extra", "manifest", "optimizer", "optimizer", "parameters", "parameters")  # as two workers write them
 

@@ -20,7 +20,7 @@ SPEC = [
     "batch.steps=8",
 ]
 SPEC += ["train.optimizer=adam", "train.epochs=100", "train.snapshot_every=10", "train.log_every=5", "train.keep=1"]
-FULL = "could not be written: No space left on device; the run goes on, and the snapshot before it is kept"
+FULL = "could not be written: No space left on device; the run continues, and the previous snapshot is kept"
 
 # A snapshot has about 1.2 MB. The old one and the filler leave no room for another, until the filler is removed.
 PROGRAM = """

@@ -160,7 +160,7 @@ def test_a_snapshot_that_cannot_be_written_is_said_and_the_run_goes_on(text: Pat
     said = [line for line in watch.lines if "could not be written" in line]
     folder = tmp_path / "run" / "snapshots"
     assert said == [
-        f"snapshot {folder / name} could not be written: No space left on device; the run goes on, and the snapshot before it is kept"
+        f"snapshot {folder / name} could not be written: No space left on device; the run continues, and the previous snapshot is kept"
         for name in ("step-00000016", "step-00000018")
     ]
 

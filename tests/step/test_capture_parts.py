@@ -290,7 +290,7 @@ def test_a_batch_that_cannot_be_recorded_says_so_once_and_steps_go_on() -> None:
         batches = [words(4, 2, 2 * number), words(4, 2, 2 * number + 1)]
         plain.step(*batches)
         if number == 0:
-            with pytest.warns(UserWarning, match="steps are not recorded as CUDA graphs"):
+            with pytest.warns(UserWarning, match="steps could not be captured as CUDA graphs"):
                 recorded.step(*batches)
         else:
             recorded.step(*batches)

@@ -279,7 +279,7 @@ def test_a_run_stops_at_the_first_bad_step_with_one_line(text: Path, tmp_path: P
         train(language(text), run=tmp_path / "run", device="cpu")
     assert str(caught.value) == (
         "the loss that head computes on rank 0 is no longer finite at step 10 (epoch 1); "
-        "lower train.lr=0.01 or set train.clip; nothing of that step was saved"
+        "lower train.lr=0.01 or set train.clip; nothing from that step was saved"
     )
     assert [row["step"] for row in rows(tmp_path / "run")] == [4, 8]
     assert [path.name for path in (tmp_path / "run" / "snapshots").iterdir()] == [".none-yet"]
@@ -375,7 +375,10 @@ def test_without_a_snapshot_a_run_goes_back_to_its_start_and_is_then_the_run_at_
 
 
 def test_a_run_that_goes_back_too_often_stops(text: Path, tmp_path: Path) -> None:
-    with poisoned("loss", [9]) as begun, pytest.raises(Diverged, match=rf"\(after going back {MOST_BACKS} times, to a rate of 0.00125\)$"):
+    with (
+        poisoned("loss", [9]) as begun,
+        pytest.raises(Diverged, match=rf"\(after going back {MOST_BACKS} times, down to a learning rate of 0.00125\)$"),
+    ):
         train(language(text, on_nan="back", lr=0.01), run=tmp_path / "run", device="cpu")
     assert begun == [*range(10)] * (MOST_BACKS + 1)
 

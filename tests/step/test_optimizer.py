@@ -210,10 +210,10 @@ def faulty(change: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("missing", "lacks the optimizer state exp_avg/a.bias"),
-        ("extra", "exp_avg/c, which this run has no place for"),
-        ("shape", r"exp_avg/a.bias is torch.float64 \[6\], this run needs torch.float64 \[5\]"),
-        ("dtype", r"exp_avg/a.bias is torch.float32 \[5\], this run needs torch.float64 \[5\]"),
+        ("missing", "has no optimizer state exp_avg/a.bias"),
+        ("extra", "exp_avg/c, which this run does not have"),
+        ("shape", r"exp_avg/a.bias is torch.float64 \[6\], but this run needs torch.float64 \[5\]"),
+        ("dtype", r"exp_avg/a.bias is torch.float32 \[5\], but this run needs torch.float64 \[5\]"),
     ],
 )
 def test_refuses_a_state_that_does_not_fit(change: str, said: str) -> None:

@@ -147,14 +147,14 @@ def test_what_is_refused_changes_nothing() -> None:
     other = net(3)
     parts = [{"params": other.encoder.parameters()}, {"params": [*other.lstm.parameters(), *other.head.parameters()]}]
     groups = cw.Trainer(other, {}, optimizer=torch.optim.Adam(parts))
-    with pytest.raises(RunError, match="the state is of an optimizer with 2 groups, this one has 1; make it alike"):
-        trainer.load_state_dict(groups.state_dict())
     with pytest.raises(
-        RunError, match=r"is of a trainer with the optimizer of the spec, and this one has an optimizer of your own; make it"
+        RunError, match="parameter groups does not match: the state has 2, this optimizer has 1; create the optimizer with the same groups"
     ):
+        trainer.load_state_dict(groups.state_dict())
+    with pytest.raises(RunError, match=r"is from a trainer with the spec's optimizer, but this one has your own optimizer; use the same"):
         trainer.load_state_dict(cw.Trainer(net(3), {}).state_dict())
     few = cw.Trainer(other, {}, optimizer=torch.optim.Adam(other.lstm.parameters()))
-    with pytest.raises(RunError, match=r"group 0 of the optimizer is another than in the state: of encoder\.0\.bias this one has it"):
+    with pytest.raises(RunError, match=r"group 0 of the optimizer does not match the state: encoder\.0\.bias is in this optimizer but"):
         trainer.load_state_dict(few.state_dict())
     after = trainer.gathered()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -165,7 +165,9 @@ def test_what_cannot_be_saved_is_named() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["course"] = lambda step: step
     trainer = cw.Trainer(model, {}, optimizer=optimizer)
-    with pytest.raises(RunError, match=r"holds as course is a function; only tensors, numbers, strings, and lists and dictionaries"):
+    with pytest.raises(
+        RunError, match=r"the SGD group setting course is a function; only tensors, numbers, strings, and lists and dictionaries"
+    ):
         trainer.state_dict()
 
 

@@ -117,7 +117,7 @@ def test_a_parameter_that_was_replaced_is_refused() -> None:
     trainer = cw.Trainer(net, SGD)
     trainer.step(batch())
     net.head.out.weight = nn.Parameter(torch.zeros_like(net.head.out.weight))
-    with pytest.raises(UserError, match=r"head\.out\.weight was replaced or removed after the trainer was made; change it in place"):
+    with pytest.raises(UserError, match=r"head\.out\.weight was replaced or removed after the trainer was created; change it in place"):
         trainer.step(batch())
 
 
@@ -157,11 +157,11 @@ def test_parameters_that_are_not_the_models_are_refused() -> None:
     with pytest.raises(UserError, match="the loss depends on temperature of shape"):
         whole.step(batch())
     given = torch.optim.SGD([*model().parameters(), temperature], lr=0.1)
-    with pytest.raises(UserError, match="the optimizer holds none of the model's parameters"):
+    with pytest.raises(UserError, match="the optimizer has none of the model's parameters"):
         cw.Trainer(model(), {"precision": "fp64"}, optimizer=given)
     net = model()
     given = torch.optim.SGD([{"params": net.parameters()}, {"params": [temperature]}], lr=0.1)
-    with pytest.raises(UserError, match=r"group 1 of the optimizer holds a parameter of shape \[\] that is not the model's"):
+    with pytest.raises(UserError, match=r"group 1 of the optimizer has a parameter of shape \[\] that is not in the model"):
         cw.Trainer(net, optimizer=given)
 
 
@@ -180,14 +180,14 @@ def test_a_learned_carry_and_inputs_with_gradients_are_no_strangers(plan: dict[s
 def test_keys_that_a_step_does_not_act_on_are_refused() -> None:
     for keys in ({"warmup": 10}, {"schedule": "cosine"}, {"accumulate": 2}, {"max_steps": 5}, {"epochs": 3}, {"early_stop": 2}):
         [key] = keys
-        with pytest.raises(SpecError, match=rf"does not act on train\.{key}; .*, or use cw\.fit"):
+        with pytest.raises(SpecError, match=rf"train\.{key} does not apply to a Trainer, which takes single steps; .*, or use cw\.fit"):
             cw.Trainer(model(), keys)
     with pytest.raises(SpecError, match="on_nan=back"):
         cw.Trainer(model(), {"on_nan": "back"})
     net = model()
     for keys in ({"lr": 0.1}, {"optimizer": "adam"}, {"weight_decay": 0.1}):
         [key] = keys
-        with pytest.raises(SpecError, match=rf"train\.{key} is given beside an optimizer of your own"):
+        with pytest.raises(SpecError, match=rf"train\.{key} does not apply to your own optimizer"):
             cw.Trainer(net, keys, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     # A whole spec may be shared with cw.fit, as long as it asks for nothing else.
     assert cw.Trainer(model(), cw.Spec.model_validate({"train": {"lr": 0.25, "epochs": 5}})).spec.lr == 0.25
@@ -202,7 +202,7 @@ def test_a_float64_model_is_trained_as_one() -> None:
         with pytest.raises(UserError, match=rf"use model\.float\(\).*{remedy}"):
             cw.Trainer(other, {"precision": "fp32"})
         assert {p.dtype for p in other.parameters()} == {kind}
-    with pytest.raises(UserError, match=r"is float64, and train\.precision=fp32"):
+    with pytest.raises(UserError, match=r"is float64, but train\.precision=fp32"):
         cw.fit(model(), (batch().inputs.transpose(0, 1), [[0] * T] * B), task="tagging", batch={"tokens": 64})
 
 
@@ -211,12 +211,12 @@ def test_lanes_that_cannot_go_on_are_refused() -> None:
     plain = nn.Linear(2, CLASSES).double()
     loss = Head.loss.__get__(nn.Identity())
     for trainer, why in (
-        (cw.Trainer(both_ways, SGD), "read both ways"),
-        (cw.Trainer(plain, SGD, loss=loss), "a Linear keeps none"),
+        (cw.Trainer(both_ways, SGD), "bidirectional layers read whole sequences"),
+        (cw.Trainer(plain, SGD, loss=loss), "a Linear has no carry that the trainer can keep"),
         (cw.Trainer(model(), SGD, keep_state=False), "keep_state=False"),
     ):
         for fresh in (False, [True] * (B - 1) + [False]):
-            with pytest.raises(UserError, match=f"fresh=False goes on from the carry .*{why}"):
+            with pytest.raises(UserError, match=f"fresh=False continues the carry .*{why}"):
                 trainer.step(batch(fresh=fresh))
         trainer.step(batch(fresh=True))
 
@@ -227,15 +227,15 @@ def test_batches_that_cannot_be_meant_are_said_in_our_words() -> None:
     tokens, target = torch.zeros(T, B, dtype=torch.int64), torch.zeros(T, B, dtype=torch.int64)
     with pytest.raises(UserError, match="the batch has no targets"):
         trainer.step(cw.Batch.of(tokens))
-    with pytest.raises(UserError, match="hold token 7, the encoder knows 0 to 6"):
+    with pytest.raises(UserError, match="contain token 7, but the encoder knows 0 to 6"):
         trainer.step(cw.Batch.of(tokens + 7, target))
-    with pytest.raises(UserError, match="hold class -1, and the head knows 0 to 2"):
+    with pytest.raises(UserError, match="contain class -1, but the head knows 0 to 2"):
         trainer.step(cw.Batch.of(tokens, target - 1))
-    with pytest.raises(UserError, match="Embedding reads tokens; give whole numbers"):
+    with pytest.raises(UserError, match="Embedding reads tokens; pass whole numbers"):
         trainer.step(cw.Batch.of(torch.zeros(T, B, 2), target))
-    with pytest.raises(UserError, match=r"Linear reads 2 numbers a step; give floats of shape \[time, lane, 2\]"):
+    with pytest.raises(UserError, match=r"Linear reads 2 numbers per step; pass floats of shape \[time, lane, 2\]"):
         numbers.step(cw.Batch.of(torch.zeros(T, B, 3), target))
-    with pytest.raises(UserError, match="learns classes; give whole numbers"):
+    with pytest.raises(UserError, match="learns classes; pass whole numbers"):
         trainer.step(cw.Batch.of(tokens, target.double()))
     trainer.step(cw.Batch.of(tokens, torch.full_like(target, -100)))  # nothing to learn in this one is no mistake
 
@@ -333,7 +333,7 @@ def test_evaluation_is_the_mean_over_all_targets_with_a_carry_of_its_own() -> No
     assert shown == [(4, B, CLASSES), (2, B, CLASSES)] * 2
     assert trainer.state is carry
     assert net.training
-    with pytest.raises(UserError, match="no target to judge by"):
+    with pytest.raises(UserError, match="the batches contain no targets"):
         trainer.evaluate([cw.Batch.of(first.inputs, torch.full((T, B), -100))])
 
 
@@ -374,9 +374,9 @@ def test_an_own_loop_stops_and_goes_on(make: Any, tmp_path: Path) -> None:
     # The weights alone fit a model that was built anew, the tied ones too.
     fresh = begin().model
     fresh.load_state_dict(again.gathered())
-    with pytest.raises(RunError, match="this is no state of a trainer"):
+    with pytest.raises(RunError, match="not a trainer state"):
         again.load_state_dict({"weights": {}})
-    with pytest.raises(RunError, match=r"the state holds nothing for encoder\.weight, the model has"):
+    with pytest.raises(RunError, match=r"the state has nothing for encoder\.weight, but the model has"):
         again.load_state_dict({**half.state_dict(), "weights": {}})
 
 

@@ -68,13 +68,16 @@ def test_gathered_weights_stay_what_they_were() -> None:
 
 
 def test_a_trainer_is_not_copied() -> None:
-    with pytest.raises(UserError, match=r"a trainer cannot be copied; make another over copy\.deepcopy\(model\)"):
+    with pytest.raises(UserError, match=r"a trainer cannot be copied; create one with copy\.deepcopy\(model\)"):
         copy.deepcopy(cw.Trainer(net(), {}))
 
 
 def test_a_step_inside_autocast_is_refused() -> None:
     trainer = cw.Trainer(net(), {})
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UserError, match=r"inside torch\.autocast, .* set precision=bf16"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(UserError, match=r"inside torch\.autocast, .* set train.precision=bf16"),
+    ):
         trainer.step(batch())
 
 
@@ -83,7 +86,7 @@ def test_targets_that_can_be_read_in_two_ways_are_asked_about() -> None:
     model = cw.Model(nn.Linear(3, 6), cw.LSTM(6, 8), PooledNumbers(8, 4)).double()
     x, target = torch.randn(4, 4, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
     trainer = cw.Trainer(model, {})
-    with pytest.raises(UserError, match=r"targets of shape \[4, 4\] may be one for each step or several for each lane.*pooled=True"):
+    with pytest.raises(UserError, match=r"targets of shape \[4, 4\] could be one per step or several per lane.*pooled=True"):
         trainer.step(cw.Batch.of(x, target, lengths=[4, 1, 2, 3]))
     sure = float(trainer.evaluate([cw.Batch.of(x, target, lengths=[4, 1, 2, 3], pooled=True)]))
     assert sure == pytest.approx(
@@ -112,7 +115,7 @@ def test_a_step_that_ended_halfway_can_be_taken_again(plan: dict[str, Any]) -> N
 def test_a_count_that_cannot_be_is_refused(count: Any) -> None:
     model = net()
     model.head.count = count
-    with pytest.raises(UserError, match=r"a count that is not above zero; return \(sum, number of targets\)"):
+    with pytest.raises(UserError, match=r"a count that is not positive; return \(sum, number of targets\)"):
         cw.Trainer(model, {}).step(batch())
 
 
@@ -147,7 +150,7 @@ def test_a_loss_in_float64_is_told_so() -> None:
 
 def test_a_step_in_inference_mode_is_refused() -> None:
     trainer = cw.Trainer(net(), {})
-    with torch.inference_mode(), pytest.raises(UserError, match=r"inside torch\.inference_mode, in which nothing can be differentiated"):
+    with torch.inference_mode(), pytest.raises(UserError, match=r"inside torch\.inference_mode, where nothing can be differentiated"):
         trainer.step(batch())
 
 

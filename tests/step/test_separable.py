@@ -84,7 +84,7 @@ def test_each_parameter_by_itself(kind: Any) -> None:
 def test_a_norm_over_all_parameters_is_refused_under_stages_alone(kind: Any) -> None:
     check_separable(kind(parameters(), lr=0.1), SERIAL)
     check_separable(kind(parameters(), lr=0.1), cw.Plan(replicas=2))
-    with pytest.raises(PlanError, match=f"{kind.__name__} steps a parameter otherwise when others stand beside it"):
+    with pytest.raises(PlanError, match=f"{kind.__name__} updates a parameter differently when there are others"):
         check_separable(kind(parameters(), lr=0.1), STAGES)
 
 
@@ -92,15 +92,15 @@ def test_one_that_cannot_be_tried_is_refused_under_stages() -> None:
     own = parameters()
     odd = Odd(own, dict.fromkeys(own, 1.0))
     check_separable(odd, SERIAL)
-    with pytest.raises(PlanError, match=r"a small Odd could not be tried \(.*table.*\), so that nothing is known"):
+    with pytest.raises(PlanError, match=r"a small Odd could not be tried \(.*table.*\), so it is unknown whether"):
         check_separable(odd, STAGES)
 
 
 @pytest.mark.parametrize("plan", [SERIAL, STAGES])
 def test_those_that_no_step_here_suits(plan: cw.Plan) -> None:
-    with pytest.raises(UserError, match=r"LBFGS evaluates the loss several times a step.*use SGD or Adam"):
+    with pytest.raises(UserError, match=r"LBFGS evaluates the loss several times per step.*use for example SGD or Adam"):
         check_separable(torch.optim.LBFGS(parameters()), plan)
-    with pytest.raises(UserError, match=r"SparseAdam takes sparse gradients alone.*use Adam"):
+    with pytest.raises(UserError, match=r"SparseAdam takes only sparse gradients.*use Adam"):
         check_separable(torch.optim.SparseAdam(parameters()), plan)
 
 

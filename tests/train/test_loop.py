@@ -116,7 +116,7 @@ def test_once_averaging_began_the_average_is_judged_and_kept_and_the_raw_weights
 
     class Listening(Silent):
         def say(self, line: str) -> None:
-            if "averaging of the weights starts" in line:
+            if "weight averaging starts" in line:
                 begun.append(len(seen))
 
     monkeypatch.setattr(loops, "evaluate", watched)

@@ -91,7 +91,7 @@ class Gradients:
         if (before := self._versions) is not None:
             self._versions = self._now()
             if any(p.grad is not self._views[id(p)] for p in self.trained):
-                raise RuntimeError("a gradient was replaced during backward, instead of being added to")
+                raise RuntimeError("a gradient was replaced during backward instead of being added to")
             return tuple(new != old for new, old in zip(self._versions, before, strict=True))
         reached = tuple(p.grad is not None for p in self.trained)
         if self._static:

@@ -43,7 +43,7 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: executor.Obse
                 states[shard] = outcome.state
     loss_sum, count = tree(mesh.sum_(sums).unbind(), torch.add).tolist()
     if not count:
-        raise UserError("the batches hold no target to judge by; give some with targets")
+        raise UserError("the batches contain no targets; pass batches with targets")
     return float(loss_sum / count)
 
 

@@ -87,7 +87,9 @@ class Trainer:
         self.model = model if isinstance(model, Model | Whole) else Whole(model, loss)
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
-            raise UserError("a head that pools, or a model that reads both ways, reads whole sequences; leave keep_state out")
+            raise UserError(
+                "a pooling head or a bidirectional model reads whole sequences, so there is no state to keep; remove keep_state"
+            )
         self.spec = train_spec(spec)
         if mesh is None:  # a user's own loop; ours casts the model itself and uses all keys
             check_spec(self.spec, own_optimizer=optimizer is not None)
@@ -208,7 +210,7 @@ class Trainer:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Not supported: a trainer is bound to the parameters that it trains."""
         raise UserError(
-            "a trainer cannot be copied; make another over copy.deepcopy(model), and give it what trainer.state_dict() of this one returns"
+            "a trainer cannot be copied; create one with copy.deepcopy(model), and load this one's trainer.state_dict() into it"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,8 +291,8 @@ class Trainer:
             self.state = unflatten(mended(left, self.compute.start(left[0].shape[1])))
         raise on_every_rank(
             Diverged(
-                f"{cause} is no longer finite; lower the learning rate, or set clip; the weights are as they were before that step "
-                "(on_nan=skip goes on without it)"
+                f"{cause} is no longer finite; lower the learning rate, or set train.clip; the weights are as they were before that step "
+                "(to continue without it, set train.on_nan=skip)"
             )
         )
 
@@ -311,11 +313,14 @@ class Trainer:
             lanes = batch.cells[1] // batch.steps
             if lanes < least and self.plan.workers > 1:
                 raise PlanError(
-                    f"{lanes} lanes that keep their state cannot be shared by {self.plan.replicas} replicas x "
-                    f"{self.plan.micro_batches} micro-batches; use at least {least} lanes"
+                    f"too few lanes to keep the carry with plan.replicas={self.plan.replicas} x "
+                    f"plan.micro_batches={self.plan.micro_batches}, got {lanes}; use at least {least} lanes"
                 )
             if before is not None and lanes != before and not bool(batch.fresh.all()):
-                raise UserError(f"a batch goes on with {lanes} lanes after one of {before}; keep the lanes, or make all of them fresh")
+                raise UserError(
+                    f"a batch that continues the carry must have as many lanes as the previous one: expected {before}, got {lanes}; "
+                    "keep the number of lanes, or make all of them fresh"
+                )
             before = lanes
         self.lanes = before
 
@@ -362,8 +367,8 @@ class Trainer:
 
 def _halfway() -> WorkerError:
     return WorkerError(
-        "an earlier step of this trainer ended halfway, so that its stages no longer agree; make a new Trainer on all workers, and "
-        "give it what trainer.state_dict() returned before"
+        "an earlier step of this trainer ended halfway, so its stages no longer agree; create a new Trainer on all workers, and "
+        "load into it what trainer.state_dict() returned before"
     )
 
 

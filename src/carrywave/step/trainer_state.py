@@ -87,7 +87,9 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
         carry = _own_carry(trainer, state["carry"])
         if not trainer.own_optimizer and len(state["groups"]) != len(trainer.optimizer.param_groups):
             many = len(state["groups"])
-            raise RunError(f"the state is of an optimizer with {many} groups, and that of a spec has one; give the state of such a trainer")
+            raise RunError(
+                f"the state has {many} parameter groups, but the spec's optimizer has one; pass the state of a trainer with one group"
+            )
         if trainer.scaler is not None:
             trainer.scaler.check(state["scaler"])
     with raise_on_all(world):
@@ -132,11 +134,11 @@ def _joined(carries: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def _check(given: Mapping[str, Any], *, own_optimizer: bool) -> None:
     if not isinstance(given, Mapping) or given.get("format") != FORMAT or any(not isinstance(given.get(part), Mapping) for part in _GROUPS):
-        raise RunError("this is no state of a trainer; give what trainer.state_dict() returned on rank 0")
+        raise RunError("not a trainer state; pass what trainer.state_dict() returned on rank 0")
     if (given["own_optimizer"] is not None) != own_optimizer:
-        kinds = ("an optimizer of your own", "the optimizer of the spec")
+        kinds = ("your own optimizer", "the spec's optimizer")
         there, here = kinds if given["own_optimizer"] is not None else kinds[::-1]
-        raise RunError(f"the state is of a trainer with {there}, and this one has {here}; make it alike")
+        raise RunError(f"the state is from a trainer with {there}, but this one has {here}; use the same in both")
 
 
 def _own_optimizer(trainer: Trainer) -> optimizer_state.Saved | None:
@@ -159,10 +161,10 @@ def _check_weights(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
         if there is None or there.shape != tensor.shape or there.dtype != tensor.dtype:
             found = "nothing" if there is None else f"{list(there.shape)} {there.dtype}"
             raise RunError(
-                f"the state holds {found} for {name}, the model has {list(tensor.shape)} {tensor.dtype}; give that of this model"
+                f"the state has {found} for {name}, but the model has {list(tensor.shape)} {tensor.dtype}; pass a state of this model"
             )
     if extra := sorted(given.keys() - whole):
-        raise RunError(f"the state holds {extra[0]}, which the model does not have; give that of this model")
+        raise RunError(f"the state has {extra[0]}, which the model does not have; pass a state of this model")
 
 
 def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -190,7 +192,7 @@ def _own_carry(trainer: Trainer, carry: Mapping[str, Tensor]) -> State | None:
     for name, tensor in wanted.items():
         there = carry.get(name)
         if there is None or there[:, low:high].shape != tensor.shape:
-            raise RunError(f"the state holds another carry for {name} than the model has; give that of this model")
+            raise RunError(f"the carry of {name} in the state does not match the model; pass a state of this model")
         own[name] = there[:, low:high].to(tensor.dtype)
     return carry_state(own, trainer.device, trainer.stage.layers)
 
@@ -202,4 +204,4 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a parameter group, with a learning rate on a GPU converted to a number."""
     numbers = {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
-    return {name: plain(value, f"what a group of the optimizer holds as {name}") for name, value in numbers.items()}
+    return {name: plain(value, f"the optimizer group setting {name}") for name, value in numbers.items()}

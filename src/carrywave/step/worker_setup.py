@@ -56,7 +56,8 @@ def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Who
         world = join(_asked(next(model.parameters()).device if device is None else torch.device(device), given=device is not None))
     elif isinstance(plan, Plan) and plan.workers > 1:
         raise PlanError(
-            f"the plan needs {plan.workers} workers, and this is one; start the program with torchrun --nproc-per-node {plan.workers}"
+            f"the plan needs {plan.workers} workers, but only one is running; "
+            f"start the program with torchrun --nproc-per-node {plan.workers}"
         )
     if not isinstance(plan, Plan):
         asked = plan if isinstance(plan, PlanSpec) else _plan_spec(plan)
@@ -187,8 +188,8 @@ def _check_whole(model: nn.Module, world: World) -> None:
     with raise_on_all(world):
         if gone is not None:
             raise UserError(
-                f"the model's {gone} has no numbers here: another trainer has cut the model into stages, or it was made on the meta "
-                "device; make it anew on every worker, and give the new trainer what trainer.state_dict() returned"
+                f"the model's {gone} has no values here: another trainer has split the model into stages, or it was created on the meta "
+                "device; create it again on every worker, and load what trainer.state_dict() returned into the new trainer"
             )
 
 
@@ -198,13 +199,13 @@ def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
     if isinstance(model, Whole):
         if plan.stages > 1:
             raise PlanError(
-                f"a {type(model.module).__name__} cannot be cut into {plan.stages} stages; "
-                "wrap its modules as cw.Model(encoder, lstm, head), or use replicas alone"
+                f"a {type(model.module).__name__} cannot be split into {plan.stages} stages; "
+                "wrap its modules as cw.Model(encoder, lstm, head), or use only replicas"
             )
         if plan.chunk_steps is not None:
             raise PlanError(
                 f"a {type(model.module).__name__} cannot be run in chunks of time; "
-                "wrap its modules as cw.Model(encoder, lstm, head), or leave plan.chunk_steps out"
+                "wrap its modules as cw.Model(encoder, lstm, head), or remove plan.chunk_steps"
             )
         return
     check_head(plan, pooled=model.pooled)

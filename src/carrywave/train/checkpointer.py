@@ -85,7 +85,7 @@ class Checkpointer:
             return
         if final or isinstance(failure, Diverged):
             raise failure
-        self.watch.say(f"{str(failure).partition('; ')[0]}; the run goes on, and the snapshot before it is kept")
+        self.watch.say(f"{str(failure).partition('; ')[0]}; the run continues, and the previous snapshot is kept")
 
     def go_back(self) -> LoopState:
         """Restore the last snapshot. One in progress that fails because of non-finite weights does not count."""
@@ -101,7 +101,7 @@ class Checkpointer:
                 files = ", ".join(self.data.changed(meta, self.spec))
                 of = f" ({files})" if files else ""
                 raise RunError(
-                    f"the data has changed since the snapshot was written{of}; put the old data back, or start a new run from its weights"
+                    f"the data has changed since the snapshot was written{of}; restore the old data, or start a new run from its weights"
                 )
             load_state(trainer, stored, self.spec.lanes)
             extra = stored.read("extra", stored.manifest.forms("extra"))
@@ -123,7 +123,7 @@ class Checkpointer:
         except Exception as error:
             lost = self.writer.close(AFTER_MISTAKE_SECONDS if isinstance(error, UserError) else AFTER_FAULT_SECONDS)
             if lost is not None:  # besides the error itself: the run will resume from an older snapshot than expected
-                self.watch.say(f"{lost.partition('; ')[0]}; the snapshot before it is kept")
+                self.watch.say(f"{lost.partition('; ')[0]}; the previous snapshot is kept")
             raise
 
 
@@ -142,7 +142,7 @@ def receive_snapshot(world: World, told: Sequence[Any]) -> Stored:
     with raise_on_all(world, for_all_of_us=True, patient=True):
         if not stored.folder.is_dir():
             raise RunError(
-                f"{stored.folder} is not seen by rank {world.rank}; give {option('run')} a folder on a file system that all hosts share"
+                f"rank {world.rank} cannot see {stored.folder}; set {option('run')} to a folder on a file system that all hosts share"
             )
         stored.verify(world.rank, world.size)
     return stored

@@ -260,7 +260,8 @@ class Loop:
         skipped = f"{seen.longest} steps in a row were skipped; " if skips else ""
         raise on_every_rank(
             Diverged(
-                f"{fact}; {skipped}lower train.lr={train.lr:g} or set train.clip; nothing of {'them' if skips else 'that step'} was saved"
+                f"{fact}; {skipped}lower train.lr={train.lr:g} or set train.clip; "
+                f"nothing from {'those steps' if skips else 'that step'} was saved"
             )
         )
 
@@ -270,7 +271,7 @@ class Loop:
         if self.spec.train.on_nan != "back":
             raise error
         if at.backs >= MOST_BACKS:
-            raise on_every_rank(Diverged(f"{error} (after going back {MOST_BACKS} times, to a rate of {at.lr:g})"))
+            raise on_every_rank(Diverged(f"{error} (after going back {MOST_BACKS} times, down to a learning rate of {at.lr:g})"))
         # The file of the best weights stays as it is, even if it was written after the snapshot.
         self.state = replace(self.checkpointer.go_back(), backs=at.backs + 1, best=at.best)
         fact, factor = str(error).partition(";")[0], BACK_FACTOR**self.state.backs
@@ -310,7 +311,7 @@ class Loop:
             loss = values["loss"]
             if not math.isfinite(loss):
                 fact = f"the validation loss is {loss} at step {at.step}"
-                raise on_every_rank(Diverged(f"{fact}; lower train.lr={train.lr:g} or set train.clip; nothing of it was saved"))
+                raise on_every_rank(Diverged(f"{fact}; lower train.lr={train.lr:g} or set train.clip; nothing from that step was saved"))
             if at.best is None or loss < at.best["loss"]:
                 at.best, at.best_step = values, at.step
                 self._write_weights()
@@ -319,7 +320,7 @@ class Loop:
         optimizer = self.trainer.optimizer
         if isinstance(optimizer, optimizers.NTASGD) and not optimizer.average_active and optimizers.nonmonotone(at.history, train.nonmono):
             optimizer.trigger()
-            self.watch.say(f"averaging of the weights starts at step {at.step}")
+            self.watch.say(f"weight averaging starts at step {at.step}")
         if rates.stops_early(train, at.rate):
             at.ending = "early"
 

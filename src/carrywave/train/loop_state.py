@@ -89,7 +89,7 @@ class LoopState:
             key, verb = f"train.max_steps={train.max_steps}", "ended"
         else:
             key, verb = f"train.epochs={train.epochs}", "ended"
-        return f"nothing is left to train: the run has {verb} at step {self.step}, with {key}; raise that to train on"
+        return f"nothing is left to train: the run {verb} at step {self.step} with {key}; raise it to continue training"
 
     def _reached(self, train: TrainSpec) -> bool:
         return self.epoch >= train.epochs or (train.max_steps is not None and self.step >= train.max_steps)

@@ -31,10 +31,10 @@ from carrywave.parallel.world import all_gather_text
 
 # What is compared, in column order, and how to fix a mismatch.
 REMEDIES = {
-    "batches": "give every worker the same whole batches, in the same steps; each takes its own lanes",
-    "contents": "give every worker the same whole batch, it takes its own lanes",
-    "optimizer": "set the learning rate and everything else of the optimizer alike on all workers",
-    "weights": "change weights after the trainer was made on all workers alike, or on none",
+    "batches": "pass the same whole batches to every worker, at the same steps; each takes its own lanes",
+    "contents": "pass the same whole batch to every worker; each takes its own lanes",
+    "optimizer": "use the same learning rate and other optimizer settings on all workers",
+    "weights": "once the trainer is created, change weights in the same way on all workers, or not at all",
 }
 BATCHES, CONTENTS, OPTIMIZER, WEIGHTS = range(len(REMEDIES))
 HASHED_BYTES = 1 << 20  # hashed per tensor; a longer one is sampled evenly down to this size
@@ -84,14 +84,15 @@ class Agreement:
             for number, batch in enumerate(batches):
                 contents = _checksum(batch, contents, self._steps + number)
                 self._on_device += [_sum_of(t, weighted=True) for t in (batch.inputs, batch.targets) if t is not None and t.is_cuda]
-        self._given = StepInputs(f"{len(batches)} batches of {where}" if own else f"{len(batches)} batches", _settings(optimizer), contents)
+        many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
+        self._given = StepInputs(f"{many} of shape {where}" if own else many, _settings(optimizer), contents)
         if own and (not self._steps or self.mesh.plan.stages > 1):
             self._gather(self._given)
 
     def unbroken(self, *, broken: bool) -> None:
         """In a pipeline: raise on all ranks if a step has ended halfway on some of them, whatever the others were about to do."""
         if self.mesh.plan.stages > 1:
-            self._gather(StepInputs("nothing, for its last step ended halfway" if broken else "no batch", "", 0))
+            self._gather(StepInputs("nothing (its last step ended halfway)" if broken else "no batch", "", 0))
 
     def _gather(self, given: StepInputs) -> None:
         """Compare a row of every rank. All calls that begin with a comparison send rows of one form, so that any two of them can meet."""
@@ -103,7 +104,7 @@ class Agreement:
         """Compare the next batch to evaluate (None: there are no more) before anything is computed. Collective: every rank must call it."""
         if self.mesh.world.size == 1:
             return
-        what = "no further batch to evaluate" if batch is None else f"a batch of {tuple(batch.inputs.shape[:2])} to evaluate"
+        what = "no more batches to evaluate" if batch is None else f"a batch of shape {tuple(batch.inputs.shape[:2])} to evaluate"
         contents = 0 if batch is None or batch.whole is not None else _checksum(batch, 0, self._steps)
         self._gather(StepInputs(what, "", contents))
 
@@ -154,16 +155,17 @@ class Agreement:
     def _difference(self, column: int, rank: int, first: int, given: StepInputs | None) -> str:
         """Describe the mismatch. Every worker has found the same one, so all of them reach this collective."""
         if column == CONTENTS:
-            return f"rank {rank} was given another batch than rank {first}"
+            return f"rank {rank} got a different batch than rank {first}"
         if column == WEIGHTS:
-            return f"the weights of rank {rank} are not those of rank {first}"
+            return f"the weights of rank {rank} differ from those of rank {first}"
         told = [
             json.loads(text)
             for text in all_gather_text(self.mesh.world, json.dumps([given.batches, given.optimizer] if given else ["", ""]))
         ]
         which = 0 if column == BATCHES else 1
         theirs, ours = _apart(told[rank][which], told[first][which])
-        return f"rank {rank} {'was given' if column == BATCHES else 'has'} {theirs}, rank {first} {ours}"
+        verb = "got" if column == BATCHES else "has"
+        return f"rank {rank} {verb} {theirs}, but rank {first} {verb} {ours}"
 
     def _weights(self) -> Tensor:
         """A checksum of some of the weights, different ones at each step. It sums integers, so the order of summation does not matter."""

@@ -23,11 +23,11 @@ from carrywave.step.precision import parameter_dtype
 STEP_KEYS = {"precision", "optimizer", "lr", "momentum", "weight_decay", "betas", "clip", "seed", "alpha", "beta", "on_nan", "reproducible"}
 OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas")
 INSTEAD = {
-    "accumulate": "give several batches to one trainer.step",
+    "accumulate": "pass several batches to one trainer.step",
     "epochs": "write the loop over epochs yourself",
     "max_steps": "end the loop yourself",
     "warmup": "call trainer.set_lr before each step",
-    "schedule": "call trainer.set_lr before each step, or give an optimizer of your own and its scheduler",
+    "schedule": "call trainer.set_lr before each step, or pass your own optimizer and use its scheduler",
     "snapshot_every": "save trainer.state_dict() yourself",
 }
 
@@ -44,13 +44,13 @@ def check_spec(spec: TrainSpec, *, own_optimizer: bool) -> None:
     usual = TrainSpec()
     for key in sorted(spec.model_fields_set):
         if own_optimizer and key in OPTIMIZER_KEYS:
-            raise SpecError(f"train.{key} is given beside an optimizer of your own, which has its own; leave train.{key} out")
+            raise SpecError(f"train.{key} does not apply to your own optimizer, which has its own settings; remove train.{key}")
         if key not in STEP_KEYS and getattr(spec, key) != getattr(usual, key):
             raise SpecError(
-                f"a Trainer takes single steps and does not act on train.{key}; {INSTEAD.get(key, 'leave it out')}, or use cw.fit"
+                f"train.{key} does not apply to a Trainer, which takes single steps; {INSTEAD.get(key, 'remove it')}, or use cw.fit"
             )
     if spec.on_nan == "back":
-        raise SpecError("a Trainer writes no snapshots to go back to (train.on_nan=back); use stop or skip, or use cw.fit")
+        raise SpecError("train.on_nan=back needs snapshots, which a Trainer does not write; use stop or skip, or use cw.fit")
 
 
 def in_model_dtype(spec: TrainSpec, model: nn.Module) -> TrainSpec:
@@ -72,7 +72,7 @@ def check_dtype(spec: TrainSpec, model: nn.Module) -> None:
         short = {torch.bfloat16: " and train.precision=bf16", torch.float16: " and train.precision=fp16"}.get(parameter.dtype, "")
         other = ", or set train.precision=fp64" if parameter.dtype == torch.float64 else ""
         raise UserError(
-            f"the model's {name} is {has}, and train.precision={spec.precision} keeps weights in {keeps}; use model.float(){short}{other}"
+            f"the model's {name} is {has}, but train.precision={spec.precision} keeps weights in {keeps}; use model.float(){short}{other}"
         )
 
 
@@ -82,29 +82,29 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     given = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
     foreign = [(number, p) for number, p in given if id(p) not in own]
     if given and len(foreign) == len(given):
-        raise UserError("the optimizer holds none of the model's parameters; make it from model.parameters() of the model that is trained")
+        raise UserError("the optimizer has none of the model's parameters; create it from model.parameters() of the model being trained")
     if foreign:
         number, parameter = foreign[0]
         raise UserError(
-            f"group {number} of the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's, so that its "
-            "gradient would be neither summed nor divided; make it a parameter of the model, of its head for instance"
+            f"group {number} of the optimizer has a parameter of shape {list(parameter.shape)} that is not in the model, so its gradient "
+            "would be neither summed nor divided; make it a parameter of the model, for example of its head"
         )
 
 
 def check_surroundings(spec: TrainSpec, device: torch.device) -> None:
     """Refuse a step inside torch.autocast, because the spec determines the precision, or inside torch.inference_mode."""
     if torch.is_inference_mode_enabled():
-        raise UserError("a step was asked for inside torch.inference_mode, in which nothing can be differentiated; leave it")
+        raise UserError("a step was called inside torch.inference_mode, where nothing can be differentiated; call it outside")
     if torch.is_autocast_enabled(device.type):
         name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(device.type), "bf16")
         raise UserError(
-            f"a step was asked for inside torch.autocast, and train.precision={spec.precision}; leave it, and set precision={name}"
+            f"a step was called inside torch.autocast, but train.precision={spec.precision}; call it outside and set train.precision={name}"
         )
 
 
 def uncounted() -> UserError:
     """The error for a non-zero loss whose target count is not positive."""
-    return UserError("the loss returned a sum over targets and a count that is not above zero; return (sum, number of targets)")
+    return UserError("the loss returned a sum over targets with a count that is not positive; return (sum, number of targets)")
 
 
 def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state: bool) -> None:
@@ -114,14 +114,14 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
     for batch in batches:
         if not isinstance(batch, Batch):
             raise UserError(
-                f"a step takes batches, one after the other, got a {type(batch).__name__}; make them with Batch.of(inputs, targets)"
+                f"a step takes one or more batches as arguments, got a {type(batch).__name__}; make them with Batch.of(inputs, targets)"
             )
         if batch.goes_on and not keep_state:
-            raise UserError(f"fresh=False goes on from the carry of the step before, and {_why_no_carry(model)}; leave fresh out")
+            raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}; remove fresh")
         if batch.unsure and model.pooled:
             raise UserError(
-                f"targets of shape {list(batch.inputs.shape[:2])} may be one for each step or several for each lane, and lengths shut off "
-                "others in each case; say Batch.of(..., pooled=True)"
+                f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "
+                "different ones in each case; use Batch.of(..., pooled=True)"
             )
         if batch.whole is None and isinstance(model, Model):
             _check_inputs(batch.inputs, _first(model.encoder))
@@ -132,10 +132,10 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
 
 def _why_no_carry(model: Model | Whole) -> str:
     if isinstance(model, Whole):
-        return f"a {type(model.module).__name__} keeps none that the trainer knows of"
+        return f"a {type(model.module).__name__} has no carry that the trainer can keep"
     if model.pooled:
-        return "a head that pools reads whole sequences"
-    return "layers that read both ways read whole sequences" if model.reads_whole else "this trainer was made with keep_state=False"
+        return "a pooling head reads whole sequences"
+    return "bidirectional layers read whole sequences" if model.reads_whole else "this trainer was created with keep_state=False"
 
 
 def _first(module: nn.Module) -> nn.Module:
@@ -150,17 +150,20 @@ def _check_inputs(inputs: Tensor, reader: nn.Module) -> None:
     rows = reader.vocabulary if isinstance(reader, Embedding) else reader.num_embeddings if isinstance(reader, nn.Embedding) else None
     if numbers is not None and (not inputs.is_floating_point() or inputs.dim() < 3 or inputs.shape[-1] != numbers):
         raise UserError(
-            f"the inputs are {_form(inputs)}, and the encoder's {type(reader).__name__} reads {numbers} numbers a step; "
-            f"give floats of shape [time, lane, {numbers}]"
+            f"the inputs are {_form(inputs)}, but the encoder's {type(reader).__name__} reads {numbers} numbers per step; "
+            f"pass floats of shape [time, lane, {numbers}]"
         )
     if rows is None:
         return
     if inputs.is_floating_point():
-        raise UserError(f"the inputs are {_form(inputs)}, and the encoder's {type(reader).__name__} reads tokens; give whole numbers")
+        raise UserError(f"the inputs are {_form(inputs)}, but the encoder's {type(reader).__name__} reads tokens; pass whole numbers")
     if inputs.device.type == "cpu" and inputs.numel():
         low, high = (int(each) for each in inputs.aminmax())
         if low < 0 or high >= rows:
-            raise UserError(f"the inputs hold token {low if low < 0 else high}, the encoder knows 0 to {rows - 1}; give it a larger one")
+            raise UserError(
+                f"the inputs contain token {low if low < 0 else high}, but the encoder knows 0 to {rows - 1}; "
+                "use tokens in that range, or a larger embedding"
+            )
 
 
 def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
@@ -169,18 +172,18 @@ def _check_targets(targets: Tensor | None, head: nn.Module) -> None:
     if not isinstance(head, Softmax | PooledSoftmax):
         return
     if targets.is_floating_point():
-        raise UserError(f"the targets are {_form(targets)}, and the head {type(head).__name__} learns classes; give whole numbers")
+        raise UserError(f"the targets are {_form(targets)}, but the head {type(head).__name__} learns classes; pass whole numbers")
     if targets.device.type == "cpu" and targets.numel():
         low, high = (int(each) for each in torch.where(targets == IGNORED, 0, targets).aminmax())
         if low < 0 or high >= head.classes:
             raise UserError(
-                f"the targets hold class {low if low < 0 else high}, and the head knows 0 to {head.classes - 1} ({IGNORED}: none); "
-                "number them so, or give the head more classes"
+                f"the targets contain class {low if low < 0 else high}, but the head knows 0 to {head.classes - 1} ({IGNORED} for none); "
+                "use classes in that range, or give the head more of them"
             )
 
 
 def _no_targets() -> UserError:
-    return UserError("the batch has no targets, so there is nothing to learn from it; give Batch.of(inputs, targets)")
+    return UserError("the batch has no targets, so there is nothing to learn from; pass Batch.of(inputs, targets)")
 
 
 def _form(tensor: Tensor) -> str:

@@ -50,8 +50,8 @@ class Hooks:
     def _refuse(self, what: str) -> None:
         if self.is_cut:
             raise UserError(
-                f"{what} would see parts of a gradient, or nothing, where a plan cuts time, lanes or layers; use "
-                "register_post_accumulate_grad_hook on the parameter, which is called once a step with the whole gradient"
+                f"{what} would see parts of a gradient, or nothing, when a plan splits time, lanes or layers; use "
+                "register_post_accumulate_grad_hook on the parameter, which is called once per step with the whole gradient"
             )
 
     @contextmanager

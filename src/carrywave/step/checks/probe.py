@@ -280,12 +280,12 @@ class _Probe:
             return []  # it does not handle masked targets
         finally:
             self.sample = kept
-        return self._of_sums("loss without any targets", one, several, axis) if one.isfinite() and several.isfinite() else []
+        return self._of_sums("loss without targets", one, several, axis) if one.isfinite() and several.isfinite() else []
 
     def _of_sums(self, what: str, one: Tensor, several: Tensor, axis: Axis) -> list[Finding]:
         if not self._differ(one, several, float(one.abs()) * self.of_loss / self.tolerance):
             return []
-        return [self._finding("loss", self.path, f"{what} of {float(one):.6g} as a whole and of {float(several):.6g} in parts", axis)]
+        return [self._finding("loss", self.path, f"{what} of {float(one):.6g} as a whole but {float(several):.6g} in parts", axis)]
 
     def _differences(self, whole: Ran, pieces: Sequence[Piece], axis: Axis) -> list[Finding]:
         parts, other = self._run(pieces), self.sample.x.shape[1 if axis == "time" else 0]
@@ -294,7 +294,7 @@ class _Probe:
             joined = own if len(own) == 1 else _joined(output, own, other)  # a head that pools over time gives a single output
             if all(self._differ(output, each) for each in joined) and (joined or not whole.sums):
                 return [self._finding("output", self._culprit(pieces, axis), "", axis)]
-        for number, what in enumerate(("loss", "count of targets")) if whole.sums else ():
+        for number, what in enumerate(("loss", "target count")) if whole.sums else ():
             found = self._of_sums(what, _total(whole.sums, number), _total(parts.sums, number), axis)
             if found:
                 inner = self._culprit(pieces, axis)
@@ -374,7 +374,7 @@ def _gradients(total: Tensor, root: nn.Module, path: str, y: Tensor | None = Non
     wanted = [*trained.values(), *([] if y is None else [y])]
     if not wanted:
         return {}
-    return dict(zip([*trained, "what it reads"], torch.autograd.grad(total, wanted, allow_unused=True), strict=False))
+    return dict(zip([*trained, "its input"], torch.autograd.grad(total, wanted, allow_unused=True), strict=False))
 
 
 def _add(ran: Ran, gradients: dict[str, Tensor | None]) -> None:

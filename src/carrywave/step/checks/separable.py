@@ -25,9 +25,9 @@ def check_separable(optimizer: Optimizer, plan: Plan) -> None:
     """Refuse an optimizer that cannot take a step here at all, or cannot do so across the stages of this plan."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
-        raise UserError(f"{kind} evaluates the loss several times a step, and a step here evaluates it once; use SGD or Adam, say")
+        raise UserError(f"{kind} evaluates the loss several times per step, but a step here evaluates it once; use for example SGD or Adam")
     if isinstance(optimizer, SparseAdam):
-        raise UserError(f"{kind} takes sparse gradients alone, and gradients are dense here; use Adam")
+        raise UserError(f"{kind} takes only sparse gradients, but gradients are dense here; use Adam")
     if plan.stages == 1 or type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]:
         return
     try:
@@ -35,13 +35,13 @@ def check_separable(optimizer: Optimizer, plan: Plan) -> None:
             separable = all(_separable(optimizer, size) for size in SIZES)
     except Exception as error:
         raise PlanError(
-            f"a small {kind} could not be tried ({' '.join(str(error).split())[:100]}), so that nothing is known of how it would "
-            f"step parts of the model on {plan.stages} stages; use an optimizer of torch.optim, or replicas alone"
+            f"a small {kind} could not be tried ({' '.join(str(error).split())[:100]}), so it is unknown whether it can update "
+            f"parts of the model on {plan.stages} stages; use an optimizer of torch.optim, or only replicas"
         ) from error
     if not separable:
         raise PlanError(
-            f"{kind} steps a parameter otherwise when others stand beside it (a norm over all of them, say), and {plan.stages} stages "
-            "hold parts of the model; use train.clip for a norm over all, or replicas alone"
+            f"{kind} updates a parameter differently when there are others (for example, by a norm over all of them), but each of the "
+            f"{plan.stages} stages holds only part of the model; use train.clip for a norm over all parameters, or only replicas"
         )
 
 

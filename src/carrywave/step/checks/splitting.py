@@ -34,7 +34,7 @@ STEPWISE: frozenset[type[nn.Module]] = frozenset(
     | {nn.Embedding}
 )
 
-_STEP_BY_STEP = "make it work step by step, or leave plan.stages and plan.chunk_steps out"
+_STEP_BY_STEP = "make it work step by step, or remove plan.stages and plan.chunk_steps"
 _LANE_BY_LANE = "make it work lane by lane, or train on one device without micro-batches"
 
 
@@ -61,11 +61,11 @@ def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
             continue
         what = f"{name} is an {type(module).__name__} with"
         if module.sparse:
-            yield f"{what} sparse=True, and gradients are summed as dense ones here; leave sparse out", True
+            yield f"{what} sparse=True, but gradients are summed as dense tensors here; remove it", True
         if module.max_norm is not None:
-            yield f"{what} max_norm={module.max_norm:g}, which shortens the rows that a worker happens to read; leave it out", False
+            yield f"{what} max_norm={module.max_norm:g}, which shortens only the rows that a worker happens to read; remove it", False
         if module.scale_grad_by_freq:
-            yield f"{what} scale_grad_by_freq, which counts words in the part that a worker happens to hold; leave it out", False
+            yield f"{what} scale_grad_by_freq, which counts words only in the part that a worker happens to hold; remove it", False
 
 
 def check_splits(stage: Stage | Whole, plan: Plan, batch: Batch, key: Tensor, mesh: Mesh, *, shards: bool = False) -> None:
@@ -94,7 +94,7 @@ def check_splits(stage: Stage | Whole, plan: Plan, batch: Batch, key: Tensor, me
             (errors if harmful else warned).append(say(found))
     told = _agreed(mesh, errors, warned)
     if told is not None:
-        warnings.warn(f"{told}; this plan does not cut it, others would", stacklevel=4)
+        warnings.warn(f"{told}; this plan is not affected, but others would be", stacklevel=4)
 
 
 def _parts(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, probe.Run]]:
@@ -113,25 +113,25 @@ def say(found: Finding) -> str:
     what = f"{found.path} ({found.kind})"
     words: dict[str, Callable[[], str]] = {
         "draws": lambda: (
-            f"{what} draws from a generator that is not keyed, so that its numbers depend on how the work is split and on where a run was "
-            "stopped; use nn.Dropout, which is made keyed, in the place of functional dropout and noise"
+            f"{what} draws from a random generator that is not keyed, so its numbers depend on how the work is split and on where a run "
+            "was stopped; use nn.Dropout, which is made keyed, instead of functional dropout or noise"
         ),
         "state": lambda: (
-            f"{what} changes its {found.detail} in forward, so that its answer depends on how often it is called, which a plan decides; "
-            "change it between the steps, outside of forward"
+            f"{what} changes its {found.detail} in forward, so its result depends on how often it is called, which a plan decides; "
+            "change it between steps, outside forward"
         ),
         "output": lambda: (
-            f"{what} gives another result at a step when it is given other steps beside it; {_STEP_BY_STEP}"
+            f"{what} gives different results for a step depending on the other steps in its input; {_STEP_BY_STEP}"
             if found.axis == "time"
-            else f"{what} gives another result for a lane when it is given other lanes beside it; {_LANE_BY_LANE}"
+            else f"{what} gives different results for a lane depending on the other lanes in its input; {_LANE_BY_LANE}"
         ),
         "loss": lambda: (
-            f"{what} gives a {found.detail}, cut by {found.axis}; return the sum over targets and their number, "
-            "and leave penalties on weights to the optimizer (train.weight_decay)"
+            f"{what} returns a {found.detail} when split by {found.axis}; return the sum over targets and their number, "
+            "and leave weight penalties to the optimizer (train.weight_decay)"
         ),
         "gradient": lambda: (
-            f"{what} has another gradient of {found.detail} as a whole than summed over parts, cut by {found.axis}; "
-            "use nothing in it that scales or clips gradients on the way"
+            f"{what} has a gradient of {found.detail} that differs between the whole and the sum over parts when split by {found.axis}; "
+            "remove anything in it that scales or clips gradients"
         ),
     }
     return words[found.fault]()

@@ -35,8 +35,8 @@ class Followed:
         for store, key, parameter in self.places:
             if store.get(key) is not parameter:
                 raise UserError(
-                    f"the parameter {self.names[id(parameter)]} was replaced or removed after the trainer was made; change it in place, "
-                    "or make a new Trainer after that"
+                    f"the parameter {self.names[id(parameter)]} was replaced or removed after the trainer was created; change it in place, "
+                    "or create a new Trainer afterwards"
                 )
         flags = self._now()
         if flags == self.flags:
@@ -57,7 +57,7 @@ class Followed:
 
     def _agree(self, changed: dict[str, bool]) -> None:
         name = next(iter(changed))
-        remedy = "freeze and unfreeze on all workers alike, before the same step"
+        remedy = "freeze and unfreeze the same parameters on all workers before the same step"
         if self.world.size > 1:
             # Workers that saw no change are already entering the step and will never reach this barrier, so do not wait for the full
             # message timeout.
@@ -71,9 +71,9 @@ class Followed:
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 name = next(iter({*theirs.items()} ^ {*told[0].items()}))[0]
-                raise on_every_rank(WorkerError(f"requires_grad of {name} has changed on rank {rank} otherwise than on rank 0; {remedy}"))
+                raise on_every_rank(WorkerError(f"requires_grad of {name} changed differently on rank {rank} than on rank 0; {remedy}"))
 
     def _alone(self, name: str, remedy: str) -> WorkerError:
         return WorkerError(
-            f"requires_grad of {name} has changed on rank {self.world.rank}, and other workers did not come to agree on it; {remedy}"
+            f"requires_grad of {name} changed on rank {self.world.rank}, but other workers did not report the same change; {remedy}"
         )

@@ -138,7 +138,9 @@ class Capture:
             known.broken = True
             self._pool = None
             torch.cuda.synchronize(self.device)
-            warnings.warn(f"steps are not recorded as CUDA graphs, and run slower: {' '.join(str(error).split())[:200]}", stacklevel=3)
+            warnings.warn(
+                f"steps could not be captured as CUDA graphs and will run slower: {' '.join(str(error).split())[:200]}", stacklevel=3
+            )
             return None
         recorded = _Recorded(graph, own, own_tensors, own_state, result, left)
         known.recorded[shape] = recorded

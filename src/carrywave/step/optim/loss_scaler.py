@@ -87,7 +87,7 @@ class Scaler:
             given = tensors.get(name)
             if given is None or given.shape != own.shape or given.dtype != own.dtype:
                 raise RunError(
-                    f"the snapshot holds no loss scale ({name}); resume with the train.precision it was made with, or start a new run"
+                    f"the snapshot has no loss scale ({name}); resume with the train.precision it was made with, or start a new run"
                 )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -208,13 +208,13 @@ def load_state(optimizer: Optimizer, named: Named, tensors: Mapping[str, Tensor]
     own = state_tensors(optimizer, named)
     remedy = "resume with the train.optimizer, train.precision and model it was made with"
     if missing := sorted(own.keys() - tensors.keys()):
-        raise RunError(f"the snapshot lacks the optimizer state {missing[0]}; {remedy}")
+        raise RunError(f"the snapshot has no optimizer state {missing[0]}; {remedy}")
     if extra := sorted(tensors.keys() - own.keys()):
-        raise RunError(f"the snapshot holds the optimizer state {extra[0]}, which this run has no place for; {remedy}")
+        raise RunError(f"the snapshot has an optimizer state {extra[0]}, which this run does not have; {remedy}")
     for name, place in own.items():
         given = tensors[name]
         if given.shape != place.shape or given.dtype != place.dtype:
             there, here = f"{given.dtype} {list(given.shape)}", f"{place.dtype} {list(place.shape)}"
-            raise RunError(f"the snapshot's optimizer state {name} is {there}, this run needs {here}; {remedy}")
+            raise RunError(f"the snapshot's optimizer state {name} is {there}, but this run needs {here}; {remedy}")
     for name, place in own.items():
         place.copy_(tensors[name])

@@ -22,15 +22,15 @@ def saved(optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> Saved:
     kind = type(optimizer).__name__
     given = optimizer.state_dict()
     names = _names(optimizer, given, held)
-    found = plain(given["state"], f"what the optimizer {kind} keeps as")
+    found = plain(given["state"], f"the {kind} state entry")
     state = {names[key]: value for key, value in found.items() if key in names}
     other = {key: value for key, value in found.items() if key not in names}
     groups = [
-        {**plain({key: value for key, value in group.items() if key != "params"}, f"what a group of the optimizer {kind} holds as")}
+        {**plain({key: value for key, value in group.items() if key != "params"}, f"the {kind} group setting")}
         | {"params": [names[number] for number in group["params"]]}
         for group in given["param_groups"]
     ]
-    rest = {key: plain(value, f"what the optimizer {kind} holds as {key}") for key, value in given.items() if key not in _KNOWN}
+    rest = {key: plain(value, f"the {kind} state_dict entry {key}") for key, value in given.items() if key not in _KNOWN}
     return {"state": state, "other": other, "groups": groups, "rest": rest}
 
 
@@ -53,21 +53,21 @@ def load(optimizer: Optimizer, held: Mapping[str, nn.Parameter], given: Saved) -
     own = optimizer.state_dict()
     names = _names(optimizer, own, held)
     if len(given["groups"]) != len(own["param_groups"]):
-        many = f"{len(given['groups'])} groups, this one has {len(own['param_groups'])}"
-        raise RunError(f"the state is of an optimizer with {many}; make it alike")
+        many = f"the state has {len(given['groups'])}, this optimizer has {len(own['param_groups'])}"
+        raise RunError(f"the number of parameter groups does not match: {many}; create the optimizer with the same groups")
     groups = []
     for number, (there, here) in enumerate(zip(given["groups"], own["param_groups"], strict=True)):
         mine = {names[each] for each in here["params"]}
         if odd := sorted(mine ^ (set(there["params"]) & held.keys())):
-            which = "this one has it, and not the state" if odd[0] in mine else "the state has it, and not this one"
-            raise RunError(f"group {number} of the optimizer is another than in the state: of {odd[0]} {which}; make it alike")
+            which = "in this optimizer but not in the state" if odd[0] in mine else "in the state but not in this optimizer"
+            raise RunError(f"group {number} of the optimizer does not match the state: {odd[0]} is {which}; use the same groups")
         groups.append({**there, "params": here["params"]})
     state = {number: given["state"][name] for number, name in names.items() if name in given["state"]} | given["other"]
     try:
         optimizer.load_state_dict({"state": state, "param_groups": groups, **given["rest"]})
     except Exception as error:
-        what = f"the optimizer {type(optimizer).__name__} does not take the state ({type(error).__name__}: {error})"
-        raise RunError(f"{what}; give that of an optimizer of this class") from error
+        what = f"the optimizer {type(optimizer).__name__} rejected the state ({type(error).__name__}: {error})"
+        raise RunError(f"{what}; pass the state of an optimizer of this class") from error
     # torch casts loaded state to the parameter's dtype; put back the original dtype so that no precision is lost.
     for name, kept in given["state"].items():
         now = optimizer.state.get(held[name], {}) if name in held else {}

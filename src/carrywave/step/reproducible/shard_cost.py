@@ -43,7 +43,7 @@ def cost(trainer: Trainer, batch: Batch) -> tuple[float, float]:
     """Seconds for forward and backward of this worker's lanes of a batch, with and without shards; no replica communication is included."""
     engine = trainer.engine
     if engine.shards is None:
-        raise UserError("only a run with train.reproducible=true has shards to time; set it")
+        raise UserError("there are no shards to time; set train.reproducible=true")
     own = trainer.own_part(batch)
     whole = Engine(engine.compute, Gradients(engine.gradients.trained, engine.gradients.held), engine.update)
     key = random.key(trainer.spec.seed, 0, 0)
