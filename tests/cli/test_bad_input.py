@@ -270,7 +270,7 @@ SPEC: dict[str, tuple[list[str], str]] = {
     "nan lr": (["train.lr=.nan"], "train.lr is nan, which is not finite; use a number > 0"),
     "nan as text": (["train.lr=nan"], 'train.lr is "nan", which is text; use a number > 0'),
     "chunk_steps 0": (["plan.chunk_steps=0"], "plan.chunk_steps is 0; use a whole number >= 1"),
-    "stages": (["plan.stages=4"], "plan.stages=4, but the model has 3 units (encoder, 1 layers, head); use plan.stages <= 3"),
+    "stages": (["plan.stages=4"], "plan.stages=4, but the model has 3 units (encoder, 1 layer, head); use plan.stages <= 3"),
     "workers": (
         ["plan.replicas=2"],
         "plan.replicas=2 x plan.stages=1 needs 2 workers, got 1; use --devices 2, or "
@@ -281,7 +281,10 @@ SPEC: dict[str, tuple[list[str], str]] = {
         "plan.replicas=1 x plan.stages=2 needs 2 workers, got 1; use --devices 2, or "
         "set plan.replicas and plan.stages so that their product is 1",
     ),
-    "micro_batches": (["plan.micro_batches=5"], "batch.lanes=4 cannot be divided among 1 replicas x 5 micro-batches; use batch.lanes >= 5"),
+    "micro_batches": (
+        ["plan.micro_batches=5"],
+        "batch.lanes=4 cannot be divided among plan.replicas=1 x plan.micro_batches=5; use batch.lanes >= 5",
+    ),
     "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] must be 0 increasing unit numbers"),
     "bidirectional": (["model.bidirectional=true"], "model.bidirectional cannot read a stream backwards; use separate sequences"),
     "tie": (
@@ -394,7 +397,7 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: rewrite(run, lambda old: replace(old, parameters=old.parameters | {"lstm.weight_ih_l1": torch.zeros(2)})),
         "the snapshot has lstm.weight_ih_l1, which the model does not have; use the spec it was made with",
     ),
-    "no optimizer": (lambda run: rewrite(run, lambda old: replace(old, optimizer={})), "the snapshot lacks the optimizer state .*; resume"),
+    "no optimizer": (lambda run: rewrite(run, lambda old: replace(old, optimizer={})), "the snapshot has no optimizer state .*; resume"),
     "no sums": (lambda run: rewrite(run, lambda old: replace(old, extra={})), f"the snapshot was not written by this version .*; {OTHER}"),
     "no progress": (lambda run: rewrite(run, without("progress")), f"the snapshot was not written by this version .*; {OTHER}"),
     "no spec": (lambda run: rewrite(run, without("spec")), f"the snapshot was not written by this version .*; {OTHER}"),
@@ -720,7 +723,7 @@ def test_of_the_data_the_file_that_has_changed_is_named() -> None:
         kept = Path(changed).read_bytes()
         write(changed, kept.replace(b"cat", b"act"))
         message = refused("train", "--resume", "--run", "run", "train.epochs=3")
-        assert message.startswith(f"the data has changed since the snapshot was written ({changed}); put the old data back")
+        assert message.startswith(f"the data has changed since the snapshot was written ({changed}); restore the old data")
         write(changed, kept)
     assert call("train", "--resume", "--run", "run", "train.epochs=3")[0] == 0
 

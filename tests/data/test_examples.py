@@ -179,7 +179,7 @@ def test_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: Any, message
         ("classification", [{"text": "", "label": 1}], ":1: text is a zero-length sequence"),
         ("classification", [{"text": 3, "label": 1}], ":1: text is a number, not a string"),
         ("classification", ['{"text": "a\\ud800", "label": 1}'], ":1: text is not valid Unicode at character 1"),
-        ("tagging", [{"tokens": ["a", "b"], "labels": ["N"]}], ":1: 1 labels for 2 steps; use one label per step"),
+        ("tagging", [{"tokens": ["a", "b"], "labels": ["N"]}], ":1: 1 label for 2 steps; use one label per step"),
         ("tagging", [{"tokens": ["a"], "labels": "N"}], ":1: labels is a string, not a list"),
         ("tagging", [{"tokens": ["a"], "labels": [None]}], "has no labels"),
         ("tagging", [{"tokens": ["a"], "label": "N"}], ":1: the field labels is missing"),

@@ -250,7 +250,7 @@ def test_codec_of_another_run_is_kept(tmp_path: Path) -> None:
         ("language", {"train": "empty.txt"}, DataError, r"empty\.txt is empty"),
         ("language", {"train": "three.txt"}, DataError, r"three\.txt has 3 tokens, too few to hold out validation data"),
         ("language", {"train": "one.txt", "share": 0}, DataError, r"one\.txt has 1 token, but a language model needs 2"),
-        ("language", {"train": "one.jsonl", "share": 0}, DataError, r"one\.jsonl has 1 tokens, but a language model needs 2"),
+        ("language", {"train": "one.jsonl", "share": 0}, DataError, r"one\.jsonl has 1 token, but a language model needs 2"),
     ],
 )
 def test_bad_spec_or_file_is_refused(tmp_path: Path, task: str, data: dict[str, Any], error: type[Exception], message: str) -> None:

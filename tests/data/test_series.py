@@ -144,7 +144,7 @@ def test_prediction_needs_no_horizon(tmp_path: Path) -> None:
     found = run(tmp_path, wide(9))
     (tmp_path / "p.csv").write_text(wide(1))
     assert read(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"), labelled=False).lengths.tolist() == [1]
-    with pytest.raises(DataError, match="has 1 rows in data, but a horizon of 2 needs 3"):
+    with pytest.raises(DataError, match="has 1 row in data, but a horizon of 2 needs 3"):
         read(str(tmp_path / "p.csv"), found.codec, spec(tmp_path, "t.csv"))
 
 
@@ -185,7 +185,7 @@ BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
         "series q has 2 rows in train, but a horizon of 2 needs 3; reduce data.horizon",
     ),
     (wide(10), {"split": [8, 4]}, r"series .*t\.csv has 10 rows, but data\.split asks for 12"),
-    (wide(10), {"split": [8, 1]}, "has 1 rows in valid, but a horizon of 2 needs 2"),
+    (wide(10), {"split": [8, 1]}, "has 1 row in valid, but a horizon of 2 needs 2"),
     ("date,a\n2024-01-01,1\n2024-01-02,1e300\n2024-01-03,1\n", {"standardize": False}, "row 2, column a is 1e[+]300, not a finite number"),
 ]
 

@@ -294,7 +294,7 @@ def test_devices_that_cannot_be(words: list[str], message: str, python: Run, tmp
 def test_a_launcher_has_decided_how_many(python: Run) -> None:
     ended = python(*carrywave("evaluate", "run", "--devices", "2"), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     assert ended.returncode == 2
-    assert ended.stderr == "carrywave: --devices is 2, but the launcher started 1 workers (WORLD_SIZE); remove --devices\n"
+    assert ended.stderr == "carrywave: --devices is 2, but the launcher started 1 worker (WORLD_SIZE); remove --devices\n"
 
 
 def test_a_bad_tf_config_is_refused(python: Run) -> None:

@@ -190,15 +190,15 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
     assert [each[-1] for each in told] == [{}] * 3
     expected = [
         "PlanError: plan.stages=7, but the model has 5 units (encoder, 3 layers, head); use plan.stages <= 5",
-        "PlanError: plan.replicas=1 x plan.stages=1 needs 1 workers, got 3",
-        "PlanError: batch.lanes=5 cannot be divided among 3 replicas x 2 micro-batches; use batch.lanes >= 6",
+        "PlanError: plan.replicas=1 x plan.stages=1 needs 1 worker, got 3",
+        "PlanError: batch.lanes=5 cannot be divided among plan.replicas=3 x plan.micro_batches=2; use batch.lanes >= 6",
         "PlanError: plan.share_head=true needs a head that scores single steps, but the head of this model scores whole sequences; remove",
         "DataError: data.train",
         "RunError: ",
         "WorkerError: rank 2 has train.lr 0.125, but rank 0 has 0.02; start every worker with the same command, files and versions",
-        "WorkerError: rank 1 was given another batch than rank 0 (step 1 of the trainer); give every worker the same whole batch",
-        "PlanError: encoder (Mixing) gives another result for a lane when it is given other lanes beside it; make it work lane by lane",
-        "PlanError: encoder (Mixing) gives another result at a step when it is given other steps beside it; make it work step by step",
+        "WorkerError: rank 1 got a different batch than rank 0 (step 1 of the trainer); pass the same whole batch to every worker",
+        "PlanError: encoder (Mixing) gives different results for a lane depending on the other lanes in its input; make it work lane by",
+        "PlanError: encoder (Mixing) gives different results for a step depending on the other steps in its input; make it work step by",
         "Diverged: ",
     ]
     for number, start_of in enumerate(expected):

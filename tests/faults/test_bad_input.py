@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Job, str]] = {
     "15 stages": ({"plan": {"stages": 5}}, "plan.stages=5, but the model has 4 units .*; use plan.stages <= 4"),
     "16 lanes": (
         {"plan": {"replicas": 2, "micro_batches": 5}},
-        "batch.lanes=8 cannot be divided among 2 replicas x 5 micro-batches; use batch.lanes >= 10",
+        "batch.lanes=8 cannot be divided among plan.replicas=2 x plan.micro_batches=5; use batch.lanes >= 10",
     ),
     "17 workers": ({"plan": {"replicas": 3}}, "plan.replicas=3 x plan.stages=1 needs 3 workers, got 2; use devices=3"),
     "27 pickle": ({"init": "weights.pt"}, r"weights.pt is a pickle \(torch.save\), which can run code when it is loaded; convert"),

@@ -248,7 +248,7 @@ def test_widths_of_their_own() -> None:
         ),
         (lambda: LSTM(3, 4, 2)(torch.zeros(2, 2, 3), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))), "first dimension of both must be 2"),
         (lambda: LSTM(3, [4, 5])(torch.zeros(2, 2, 3), (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4))), "one .h, c. each"),
-        (lambda: LSTM(3, [4, 5])(torch.zeros(2, 2, 3), [(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))]), "1 carries for 2 layers"),
+        (lambda: LSTM(3, [4, 5])(torch.zeros(2, 2, 3), [(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))]), "expected 2 carries, got 1"),
         (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, [1, 3]), "lengths range from 1 to 3"),
         (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, [1]), "2 whole numbers"),
         (lambda: LSTM(3, 4)(torch.zeros(2, 2, 3), None, torch.tensor([1.0, 2.0])), "whole numbers"),

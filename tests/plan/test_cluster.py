@@ -35,7 +35,7 @@ def test_hosts_that_differ_give_each_stage_its_kinds() -> None:
     assert [[kind.name for kind in kinds] for kinds in placed.profiles] == [["fast", "slow"]] * 2
     assert placed.crossing == (False,)
     assert cluster.place(1, 3).crossing == (False, True)
-    with pytest.raises(PlanError, match="4 replicas x 2 stages need 8 devices, but the cluster has 6"):
+    with pytest.raises(PlanError, match="replicas=4 x stages=2 needs 8 devices, but the cluster has 6"):
         cluster.place(4, 2)
 
 

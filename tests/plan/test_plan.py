@@ -58,7 +58,7 @@ def test_a_plan_made_by_hand_is_cut_evenly() -> None:
     [
         (PlanSpec(replicas=2), 1, None, "needs 2 workers, got 1"),
         (PlanSpec(stages=5), 5, None, "the model has 4 units"),
-        (PlanSpec(micro_batches=4), 1, 3, "batch.lanes=3 cannot be divided among 1 replicas x 4 micro-batches"),
+        (PlanSpec(micro_batches=4), 1, 3, "batch.lanes=3 cannot be divided among plan.replicas=1 x plan.micro_batches=4"),
         (PlanSpec(stages=2, cuts=(9,)), 2, None, r"plan.cuts=\[9\] must be 1 increasing"),
     ],
 )

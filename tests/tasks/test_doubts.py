@@ -22,7 +22,7 @@ def test_an_epoch_of_one_step() -> None:
     lengths = np.full(20, 10)
     asked = spec(batch={"tokens": 4096}, train={"epochs": 7})
     said = one_step(asked, SequenceOrder(lengths, tokens=4096))
-    assert said == "an epoch is a single step, so 7 epochs train only 7 steps; make batch.tokens=4096 smaller"
+    assert said == "an epoch is a single step, so train.epochs=7 is also the number of steps; make batch.tokens=4096 smaller"
     several = SequenceOrder(lengths, tokens=100)
     assert one_step(asked, several) is None
     accumulated = one_step(spec(train={"accumulate": 4}), several)

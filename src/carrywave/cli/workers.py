@@ -84,7 +84,9 @@ def start_workers(
     if launched():
         size = os.environ.get("WORLD_SIZE")
         if devices is not None and str(devices) != size and not is_worker():
-            raise PlanError(f"--devices is {devices}, but the launcher started {size} workers (WORLD_SIZE); remove --devices")
+            raise PlanError(
+                f"--devices is {devices}, but the launcher started {size} worker{'s' * (size != '1')} (WORLD_SIZE); remove --devices"
+            )
         return None
     # Only training follows TF_CONFIG to several hosts; evaluation and prediction run on one.
     hosts = tf_config.read(os.environ) if plan is not None else None
@@ -140,7 +142,11 @@ def _check_plan(plan: PlanSpec, workers: int) -> None:
     if plan.replicas is not None and plan.replicas * plan.stages != workers:
         needed = plan.replicas * plan.stages
         raise PlanError(
-            f"plan.replicas={plan.replicas} x plan.stages={plan.stages} needs {needed} workers, got {workers}; use --devices {needed}"
+            f"plan.replicas={plan.replicas} x plan.stages={plan.stages} needs {needed} worker{'s' * (needed > 1)}, got {workers}; "
+            f"use --devices {needed}"
         )
     if workers % plan.stages:
-        raise PlanError(f"plan.stages={plan.stages} does not divide {workers} workers; use --devices {plan.stages} or a multiple of it")
+        raise PlanError(
+            f"plan.stages={plan.stages} does not divide {workers} worker{'s' * (workers > 1)}; "
+            f"use --devices {plan.stages} or a multiple of it"
+        )

@@ -197,7 +197,8 @@ def encode(rows: Rows, codec: Codec, new: NewArray, *, labelled: bool, join: boo
     if not count:
         raise DataError(f"{rows.name} is empty; use data with at least one row")
     if join and writer.rows < (2 if labelled else 1):
-        raise DataError(f"{rows.name} has {writer.rows} tokens, but a language model needs 2 to have a target; add more text")
+        many = f"{writer.rows} token{'s' * (writer.rows != 1)}"
+        raise DataError(f"{rows.name} has {many}, but a language model needs 2 to have a target; add more text")
     return writer.close(join=join)
 
 

@@ -46,7 +46,9 @@ def split_tail(stream: Sequences, share: float, name: str) -> tuple[Sequences, S
     """Split one stream into train and valid: the last `share` of its tokens is held out."""
     total = int(stream.lengths[0])
     if total < 2 * LEAST_TOKENS:
-        raise DataError(f"{name} has {total} tokens, too few to hold out validation data; set data.valid, or data.share=0")
+        raise DataError(
+            f"{name} has {total} token{'s' * (total != 1)}, too few to hold out validation data; set data.valid, or data.share=0"
+        )
     held = min(max(round(total * share), LEAST_TOKENS), total - LEAST_TOKENS)
     start = int(stream.starts[0])
     return (

@@ -170,7 +170,7 @@ class _Decide:
             self.given_up = "" if outcome.steps == 0 else "; it failed again at the same point"
             return None
         if self._used > self._restarts:
-            self.given_up = f"; gave up after {self._restarts} restarts without progress"
+            self.given_up = f"; gave up after {self._restarts} restart{'s' * (self._restarts != 1)} without progress"
             return None
         return f"{what}; restarting {where} (restart {self._used} of {self._restarts})"
 

@@ -278,7 +278,7 @@ class LSTM(nn.Module):
         else:
             pairs = [(h, c) for h, c in cast("Sequence[tuple[Tensor, Tensor]]", carry)]
         if len(pairs) != self.num_layers:
-            raise UserError(f"got {len(pairs)} carries for {self.num_layers} layers; pass one (h, c) for each layer")
+            raise UserError(f"expected {self.num_layers} carries, got {len(pairs)}; pass one (h, c) for each layer")
         carries = tuple(Carry(h, c) if batched else Carry(h[:, None], c[:, None]) for h, c in pairs)
         for layer, (each, width) in enumerate(zip(carries, self.widths, strict=True)):
             for name, part, last in (("h", each.h, self.proj_size or width), ("c", each.c, width)):

@@ -29,8 +29,8 @@ class Mesh:
     def __init__(self, world: World, plan: Plan) -> None:
         if world.size != plan.workers:
             raise PlanError(
-                f"the plan needs {plan.workers} workers ({plan.replicas} replicas x {plan.stages} stages), got {world.size}; "
-                f"start {plan.workers} workers, or set plan.replicas and plan.stages so that their product is {world.size}"
+                f"plan.replicas={plan.replicas} x plan.stages={plan.stages} needs {plan.workers} worker{'s' * (plan.workers > 1)}, "
+                f"got {world.size}; start {plan.workers}, or set plan.replicas and plan.stages so that their product is {world.size}"
             )
         self.world, self.plan, self.device = world, plan, world.device
         self.replica, self.stage = divmod(world.rank, plan.stages)

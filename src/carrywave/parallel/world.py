@@ -96,7 +96,8 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
         return torch.device("cpu")
     if index:
         if int(index) >= torch.cuda.device_count():
-            raise SpecError(f"device {name} not found: this host has {torch.cuda.device_count()} GPUs, from cuda:0; use one of them")
+            gpus = torch.cuda.device_count()
+            raise SpecError(f"device {name} not found: this host has {gpus} GPU{'s' * (gpus != 1)}, from cuda:0; use one of them")
         return torch.device("cuda", int(index))
     return settled(torch.device("cuda")) if local_rank is None else torch.device("cuda", local_rank % torch.cuda.device_count())
 

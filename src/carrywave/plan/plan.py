@@ -65,17 +65,19 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, po
     units = layers + 2
     if asked.stages > units:
         raise PlanError(
-            f"plan.stages={asked.stages}, but the model has {units} units (encoder, {layers} layers, head); use plan.stages <= {units}"
+            f"plan.stages={asked.stages}, but the model has {units} units (encoder, {layers} layer{'s' * (layers > 1)}, head); "
+            f"use plan.stages <= {units}"
         )
     replicas = asked.replicas if asked.replicas is not None else max(1, workers // asked.stages)
-    if replicas * asked.stages != workers:
+    needed = replicas * asked.stages
+    if needed != workers:
         raise PlanError(
-            f"plan.replicas={replicas} x plan.stages={asked.stages} needs {replicas * asked.stages} workers, got {workers}; "
-            f"use {option('devices', replicas * asked.stages)}, or set plan.replicas and plan.stages so that their product is {workers}"
+            f"plan.replicas={replicas} x plan.stages={asked.stages} needs {needed} worker{'s' * (needed > 1)}, got {workers}; "
+            f"use {option('devices', needed)}, or set plan.replicas and plan.stages so that their product is {workers}"
         )
     if lanes is not None and lanes < replicas * asked.micro_batches:
         raise PlanError(
-            f"batch.lanes={lanes} cannot be divided among {replicas} replicas x {asked.micro_batches} micro-batches; "
+            f"batch.lanes={lanes} cannot be divided among plan.replicas={replicas} x plan.micro_batches={asked.micro_batches}; "
             f"use batch.lanes >= {replicas * asked.micro_batches}"
         )
     chunk_steps = asked.chunk_steps
@@ -111,7 +113,9 @@ def even_cuts(units: int, stages: int) -> tuple[int, ...]:
     """
     layers = units - 2
     if stages > units:
-        raise PlanError(f"{units} units (encoder, {layers} layers, head) cannot fill {stages} stages; use plan.stages <= {units}")
+        raise PlanError(
+            f"{units} units (encoder, {layers} layer{'s' * (layers > 1)}, head) cannot fill {stages} stages; use plan.stages <= {units}"
+        )
     if stages > layers:
         return tuple(range(1 if stages == units else 2, units))
     each, more = divmod(layers, stages)

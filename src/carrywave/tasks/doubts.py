@@ -34,7 +34,7 @@ def one_step(spec: Spec, order: Order) -> str | None:
         smaller = f"train.accumulate={spec.train.accumulate}"
     else:
         smaller = f"batch.lanes={spec.lanes} or batch.steps={spec.steps}" if spec.streams else f"batch.tokens={spec.tokens}"
-    return f"an epoch is a single step, so {spec.train.epochs} epochs train only {spec.train.epochs} steps; make {smaller} smaller"
+    return f"an epoch is a single step, so train.epochs={spec.train.epochs} is also the number of steps; make {smaller} smaller"
 
 
 def flat_sequences(spec: Spec, codec: Codec, train: Sequences) -> str | None:

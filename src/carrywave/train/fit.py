@@ -138,7 +138,7 @@ def fit(
             return _result_of(told, own, device)
         world = join(device)
         if launched() and devices not in (1, world.size) and not launch_record.with_fewer():
-            raise PlanError(f"devices={devices}, but the launcher started {world.size} workers; remove devices")
+            raise PlanError(f"devices={devices}, but the launcher started {world.size} worker{'s' * (world.size > 1)}; remove devices")
         with _left_at_the_end(world):
             start = begin(
                 asked,
@@ -322,7 +322,8 @@ def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
             watch.say(f"{part}: {verdict}")
     told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
     stopped = " (stopped early)" if ending == "early" else ""
-    watch.end(f"{loop.folder.path}: {at.step} steps{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
+    steps = f"{at.step} step{'s' * (at.step != 1)}"
+    watch.end(f"{loop.folder.path}: {steps}{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
     return Result(loop.folder.path, ending, reached, _shown(loop.trainer.model), loop.task)
 
 

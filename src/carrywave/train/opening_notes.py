@@ -20,7 +20,7 @@ def _ours(model: Model | Whole) -> bool:
 def noted(spec: Spec, order: Order, model: Model | Whole, planned: tuple[str, ...], prepared: Prepared, parts: DataParts) -> Iterator[str]:
     """Yield the notes."""
     if isinstance(order, SequenceOrder) and order.oversized:
-        yield f"{order.oversized} sequences are longer than batch.tokens={spec.tokens}: each becomes a batch of its own"
+        yield f"sequences longer than batch.tokens={spec.tokens}: {order.oversized}; each becomes a batch of its own"
     if spec.streams and isinstance(model, Whole):
         name = type(model.module).__name__
         yield f"{name} has no carry that the trainer can keep: each window of {spec.steps} steps starts fresh; use a cw.Model to keep one"

@@ -157,7 +157,8 @@ def tags_of(row: Row, steps: int, where: str) -> list[tuple[str, str] | None]:
     if not isinstance(value, list):
         raise DataError(f"{where}: labels is {_kind(value)}, not a list; use one label per step")
     if len(value) != steps:
-        raise DataError(f"{where}: {len(value)} labels for {steps} steps; use one label per step (null for none)")
+        many = f"{len(value)} label{'s' * (len(value) != 1)} for {steps} step{'s' * (steps != 1)}"
+        raise DataError(f"{where}: {many}; use one label per step (null for none)")
     return [None if _ignored(label) else class_of(label, "a label", where) for label in value]
 
 

@@ -68,7 +68,10 @@ def _bounds(rows: int, split: tuple[float, ...], series: str, name: str) -> list
     if any(part < 1 for part in split):
         return [int(np.floor(rows * total + 1e-9)) for total in sums]
     if sums[-1] > rows:
-        raise DataError(f"{name}: series {series} has {rows} rows, but data.split asks for {int(sums[-1])}; use fewer, or shares below 1")
+        raise DataError(
+            f"{name}: series {series} has {rows} row{'s' * (rows != 1)}, but data.split asks for {int(sums[-1])}; "
+            "use fewer, or shares below 1"
+        )
     return [int(total) for total in sums]
 
 
@@ -84,7 +87,7 @@ def check(span: SeriesPart, table: Table, part: str, horizon: int) -> None:
     if short.any():
         place = int(np.argmax(short))
         raise DataError(
-            f"{table.name}: series {table.names[place]} has {int(own[place])} rows in {part}, "
+            f"{table.name}: series {table.names[place]} has {int(own[place])} row{'s' * (int(own[place]) != 1)} in {part}, "
             f"but a horizon of {horizon} needs {horizon + (span.warm[place] == 0)}; "
             f"reduce data.horizon, add rows to {part}, or remove the series"
         )

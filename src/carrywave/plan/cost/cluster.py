@@ -123,7 +123,7 @@ class Cluster:
         size, first = self.hosts[0].devices, self.hosts[0].profile
         used = replicas * stages
         if used > self.devices:
-            raise PlanError(f"{replicas} replicas x {stages} stages need {used} devices, but the cluster has {self.devices}; use fewer")
+            raise PlanError(f"replicas={replicas} x stages={stages} needs {used} devices, but the cluster has {self.devices}; use fewer")
         full = -(-used // size)  # hosts needed if all were like the first
         alike = self.hosts[:full]
         if (

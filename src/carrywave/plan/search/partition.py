@@ -40,7 +40,9 @@ def partition(units: int, stages: int, seconds: SecondsOf, num_bytes: BytesOf | 
 def check_stages(units: int, stages: int) -> None:
     """Reject more stages than units."""
     if not 1 <= stages <= units:
-        raise PlanError(f"{units} units (encoder, {units - 2} layers, head) cannot fill {stages} stages; use 1 to {units} stages")
+        raise PlanError(
+            f"{units} units (encoder, {units - 2} layer{'s' * (units > 3)}, head) cannot fill {stages} stages; use 1 to {units} stages"
+        )
 
 
 def all_cuts(units: int, stages: int) -> list[tuple[int, ...]]:
