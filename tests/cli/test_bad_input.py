@@ -407,7 +407,10 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"run/metrics.jsonl has 0 bytes, but had \d+ when the snapshot was made; restore the",
     ),
     "no run": (lambda run: (run / "spec.yaml").unlink(), r"run has no run to resume \(no spec.yaml\); remove --resume"),
-    "data": (lambda run: write("train.txt", TEXT.replace("log", "fog")), "the data has changed since the snapshot was .*train.txt.*; put"),
+    "data": (
+        lambda run: write("train.txt", TEXT.replace("log", "fog")),
+        "the data has changed since the snapshot was .*train.txt.*; restore",
+    ),
     "data gone": (lambda run: Path("train.txt").unlink(), "data.train=train.txt: file not found in .*; use the path of an existing file"),
 }
 
