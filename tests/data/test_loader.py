@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import fields, replace
 from itertools import chain
 
@@ -263,3 +264,22 @@ def test_on_cuda_batches_arrive_whole_while_the_gpu_is_busy() -> None:
     for step, batch in enumerate(given):
         wanted = build(view, order.window(Cursor(0, step)), Cursor(0, step))
         assert equal(replace(batch, inputs=batch.inputs - 1).to(CPU), wanted)
+
+
+@pytest.mark.gpu
+def test_copies_are_never_captured_however_many_passes_there_were() -> None:
+    """torch hands out its 32 streams in turns: a new one for each pass would be, sooner or later, the one that a graph is captured on."""
+    device = torch.device("cuda")
+    view = view_of([200], targets_at=lambda rows: rows)
+    order = StreamOrder(view.lengths, lanes=2, steps=10)
+    numbers = torch.zeros(3, device=device)
+    for _ in range(40):
+        batches = Loader(view, order, device=device, ahead=2).batches(Cursor(0, 0))
+        found = [next(batches)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            numbers.add_(1)
+            time.sleep(0.005)  # meanwhile batches are copied ahead
+        found += list(batches)
+        for step, batch in enumerate(found):
+            assert equal(batch.to(CPU), build(view, order.window(Cursor(0, step)), Cursor(0, step)))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from carrywave.data.batch import IGNORED, Batch
+from carrywave.data.copy_stream import copy_stream
 from carrywave.data.order import Cursor, Order, Window
 from carrywave.data.sequences import Ints
 from carrywave.data.view import View
@@ -130,7 +131,7 @@ class Loader:
         try:
             # A separate stream: copies overlap with the computation and do not wait for work queued on its stream.
             # Pinning memory here breaks a concurrent CUDA graph capture unless its capture_error_mode is thread_local.
-            side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            side = copy_stream(self.device) if self.device.type == "cuda" else None
             with nullcontext() if side is None else torch.cuda.stream(side):
                 for step in range(start.step, number):
                     room.acquire()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from carrywave import errors
+from carrywave.data.copy_stream import copy_stream
 from carrywave.errors import RunError, UserError, option
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.rendezvous import on_every_rank
@@ -156,7 +157,7 @@ class Writer:
         tensors = {(group, name): tensor.detach() for group, named in groups.items() for name, tensor in named.items()}
         on_device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         if on_device is not None and self._stream is None:
-            self._stream = torch.cuda.Stream(on_device)  # type: ignore[no-untyped-call]
+            self._stream = copy_stream(on_device)
         for key, tensor in tensors.items():
             room = self._memory.get(key)
             if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
