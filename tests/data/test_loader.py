@@ -138,7 +138,7 @@ def test_shards_make_up_the_whole_batch(lengths: list[int], lanes: int, streams:
         assert equal(replace(whole, **joined, real=sum(shard.real for shard in held)), whole)
         for rank, shard in enumerate(shards):  # a batch that is there is shared in the same way
             taken = whole.take(*Share(rank, replicas).bounds(len(window.length)), pooled=False)
-            assert equal(replace(taken, real=shard.real, whole=shard.whole, lanes=shard.lanes), shard)
+            assert equal(replace(taken, real=shard.real, part_of=shard.part_of, lanes=shard.lanes), shard)
 
 
 def test_a_middle_stage_reads_neither_inputs_nor_targets() -> None:
@@ -153,8 +153,8 @@ def test_a_share_is_known_as_one_also_where_it_is_all() -> None:
     window = window_of(2, (0, 0, 2), (1, 0, 1))
     view = view_of([2, 2], targets_at=lambda rows: rows)
     parts = [build(view, window, Cursor(0, 0), share=Share(inputs=inputs)) for inputs in (True, False)]
-    assert [part.whole for part in parts] == [(3, 2)] * 2
-    assert build(view, window, Cursor(0, 0)).whole is None
+    assert [part.part_of for part in parts] == [(3, 2)] * 2
+    assert build(view, window, Cursor(0, 0)).part_of is None
 
 
 def test_the_loader_gives_what_build_gives_from_any_cursor() -> None:

@@ -32,8 +32,8 @@ from carrywave.plan.plan import Plan
 from carrywave.runs.evaluation import passes
 from carrywave.spec.load import parse
 from carrywave.step.all_reduce import AllReduce, Reduced
-from carrywave.step.graphs.capture import Capture, Lanes
-from carrywave.step.micro_batches import flatten
+from carrywave.step.graphs.capture import Capture
+from carrywave.step.micro_batches import FlatCarry, flatten
 from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.task import Part
@@ -95,7 +95,7 @@ def counted(trainer: Trainer, kind: str) -> int:
 def test_every_shape_is_replayed_from_its_second_batch_on(groups: list[list[int]]) -> None:
     total = torch.zeros(())
 
-    def step(batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes) -> tuple[Tensor, Lanes]:
+    def step(batches: Sequence[Batch], tensors: Sequence[Tensor], state: FlatCarry) -> tuple[Tensor, FlatCarry]:
         assert state is not None
         add = batches[0].inputs.sum() * tensors[0]
         total.add_(add)
@@ -104,7 +104,7 @@ def test_every_shape_is_replayed_from_its_second_batch_on(groups: list[list[int]
     with pytest.MonkeyPatch.context() as monkeypatch:
         emulate(monkeypatch)
         capture = Capture(CPU)
-        state: Lanes = [torch.ones(())]
+        state: FlatCarry = [torch.ones(())]
         expected, expected_state, number = torch.zeros(()), torch.ones(()), 0
         for steps in (steps for group in groups for steps in group):
             number += 1
@@ -124,7 +124,7 @@ def test_every_shape_is_replayed_from_its_second_batch_on(groups: list[list[int]
 def test_no_more_shapes_are_held_than_wanted_and_the_oldest_goes() -> None:
     runs: list[int] = []
 
-    def step(batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes) -> tuple[int, Lanes]:
+    def step(batches: Sequence[Batch], tensors: Sequence[Tensor], state: FlatCarry) -> tuple[int, FlatCarry]:
         runs.append(batches[0].steps)
         return batches[0].steps, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from carrywave.data.batch import IGNORED, Batch
+from carrywave.errors import PlanError
 from carrywave.kernels import random
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
@@ -21,7 +23,7 @@ from carrywave.model.stage import Stage
 from carrywave.plan.cost.memory import Split, one_micro_batch, stage_memory
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.schedule import StageTask
+from carrywave.plan.schedule.schedule import Schedule, StageTask
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
@@ -174,6 +176,19 @@ def test_windows_of_35_equal_one_window() -> None:
         y, state = model(batch.inputs[first : first + 35], state)
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0.0, atol=1e-12)
+
+
+def test_a_schedule_that_starts_a_batch_before_its_carry_is_there_is_refused() -> None:
+    def mixed(stages: int, chunks: Sequence[int], *, backward: bool) -> Schedule:
+        forward = [StageTask("F", 0, chunk, part) for chunk in range(2) for part in range(2)]  # the second batch follows chunk by chunk
+        return Schedule(((*forward, *(task._replace(phase="B") for task in reversed(forward))),), tuple(chunks))
+
+    model, plan = build(pooled=False), Plan(chunk_steps=2)
+    batches = [batch_of(4, [4, 4], pooled=False), batch_of(4, [4, 3], pooled=False, fresh=[False, False])]
+    jobs = [Job(batches[0], model.start(2), KEY), Job(batches[1], None, KEY)]
+    program = program_for(plan, batches, backward=True, scheduler=mixed)
+    with pytest.raises(PlanError, match="starts a batch before the previous one has left its carry"):
+        run(Stage(model), plan, program, jobs)
 
 
 def test_evaluation_sees_every_output_and_makes_no_graph() -> None:

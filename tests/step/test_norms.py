@@ -17,12 +17,16 @@ def made(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[T
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
+def squared(grads: list[Tensor]) -> Tensor:
+    return norms.norms(grads).square().sum()
+
+
 def norm_of(grads: list[Tensor]) -> Tensor:
-    return norms.norm_squared(grads).sqrt()
+    return squared(grads).sqrt()
 
 
 def apply(grads: list[Tensor], count: Tensor, limit: float | None = None) -> Tensor:
-    norm = norms.norm_of_mean(norms.norm_squared(grads).to(count.device), count)
+    norm = norms.norm_of_mean(squared(grads).to(count.device), count)
     norms.scale_(grads, norms.factor(norm, count, limit))
     return norm
 
@@ -57,7 +61,7 @@ def test_norm_is_that_of_one_long_vector() -> None:
 
 def test_squares_of_stages_add_up() -> None:
     grads = made((2, 3), (4,), (5, 2))
-    parts = norms.norm_squared(grads[:1]) + norms.norm_squared(grads[1:])
+    parts = squared(grads[:1]) + squared(grads[1:])
     assert_close(parts.sqrt(), norm_of(grads), rtol=1e-14, atol=0)
 
 

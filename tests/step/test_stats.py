@@ -7,7 +7,7 @@ import torch
 
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS, tree
-from carrywave.step.stats import Slots, StepStats, backward_slots, step_slots, total
+from carrywave.step.stats import Slots, StepStats, pass_slots, step_slots, total
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def test_a_slot_that_is_missing_or_of_another_size_is_an_error() -> None:
 
 
 def test_the_size_of_a_pass_does_not_depend_on_its_batches() -> None:
-    assert backward_slots(3).size == 4 + 2 * 3
+    assert pass_slots(3).size == 4 + 2 * 3
 
 
 @pytest.mark.parametrize("reproducible", [False, True])

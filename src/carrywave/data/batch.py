@@ -34,7 +34,7 @@ class Batch:
     real: int = 0  # number of real steps (sum of lengths), known on the host; -1: unknown
     goes_on: bool = False  # the caller asked for some lanes to continue from a carry
     unsure: bool = False  # targets fit both readings, per step and several per lane, and `lengths` masks different ones in each
-    whole: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
+    part_of: tuple[int, int] | None = None  # (real steps, lanes) of the full batch if this is a share of it; None: this is the full batch
 
     @staticmethod
     def of(
@@ -96,13 +96,13 @@ class Batch:
     @property
     def cells(self) -> tuple[int, int]:
         """(Real steps, steps including padding) of the full batch, even if this is only some of its lanes."""
-        real, lanes = self.whole or (self.real, self.lanes.shape[0])
+        real, lanes = self.part_of or (self.real, self.lanes.shape[0])
         return real, lanes * self.steps
 
     @property
     def idle(self) -> bool:
         """True if this part is known to have no real step: it is a placeholder on a worker that has no lanes, and is not scored."""
-        return self.real == 0 and self.whole is not None
+        return self.real == 0 and self.part_of is not None
 
     @property
     def waste(self) -> float:
@@ -132,7 +132,7 @@ class Batch:
             offset=self.offset[low:high],
             # The number of real steps in a subset of lanes is not known on the host.
             real=self.steps * (high - low) if full else -1,
-            whole=self.whole or (self.real, total),
+            part_of=self.part_of or (self.real, total),
         )
 
     def without(self, *, inputs: bool, targets: bool) -> Batch:
@@ -154,7 +154,7 @@ class Batch:
             sequence=torch.full_like(one.sequence, -1),
             offset=torch.zeros_like(one.offset),
             real=0,
-            whole=one.whole or (self.real, self.lanes.shape[0]),
+            part_of=one.part_of or (self.real, self.lanes.shape[0]),
         )
 
     def to(self, device: torch.device) -> Batch:

@@ -77,7 +77,7 @@ def build(view: View, window: Window, cursor: Cursor, *, share: Share | None = N
         step=cursor.step,
         real=int(length.sum()),
         # Set even if the share covers every lane: a pipeline stage may hold all lanes and still lack the inputs or the targets.
-        whole=(int(window.length.sum()), total) if given else None,
+        part_of=(int(window.length.sum()), total) if given else None,
     )
 
 

@@ -31,7 +31,7 @@ from carrywave.errors import WorkerError
 from carrywave.launch import exit_reports, launch_record
 from carrywave.launch.exit_reports import STOPPED, Ended
 from carrywave.launch.hardware import cores
-from carrywave.launch.supervisor import POLL_SECONDS, AttemptOutcome, Signals, WorkerGroup, carry_out
+from carrywave.launch.supervisor import POLL_SECONDS, AttemptOutcome, Signals, WorkerGroup, supervise
 from carrywave.launch.tf_config import Hosts
 
 RESTARTS = 3  # without progress in between, unless the user sets another limit
@@ -68,7 +68,7 @@ def start(
             shared = launch | {launch_record.ATTEMPT: str(number)} | ({launch_record.FEWER: "1"} if len(decide.places) < devices else {})
             folder = Path(name) / f"attempt-{number}"
             crew = _crew(command, decide.places, shared, folder, meeting)
-            outcome = carry_out(crew, folder, signals)
+            outcome = supervise(crew, folder, signals)
             # A worker that dies early has not reported its run; the previous attempt did.
             outcome = replace(outcome, run=outcome.run or run)
             run = outcome.run

@@ -78,7 +78,7 @@ class AttemptOutcome:
     outputs: Outputs
 
 
-def carry_out(crew: WorkerGroup, folder: Path, signals: Signals) -> AttemptOutcome:
+def supervise(crew: WorkerGroup, folder: Path, signals: Signals) -> AttemptOutcome:
     """Start the workers and wait for them to end. `folder` is created for the files of this attempt."""
     told, beats = folder / "causes", folder / "beats"
     for made in (told, beats):

@@ -22,8 +22,8 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
-from carrywave.step.graphs.capture import Capture, Lanes
-from carrywave.step.micro_batches import flatten, unflatten
+from carrywave.step.graphs.capture import Capture
+from carrywave.step.micro_batches import FlatCarry, flatten, unflatten
 from carrywave.step.reproducible.shards import own_shards, parts_of, settle
 from carrywave.tasks.metrics import Metric
 from carrywave.tasks.task import Part, Task
@@ -161,17 +161,14 @@ class _Forward:
     def __init__(self, stage: Stage | Whole, mesh: Mesh, spec: Spec, *, whole: bool) -> None:
         self.stage, self.mesh, self.spec, self.whole = stage, mesh, spec, whole
 
-    @torch.no_grad()
     def run(self, batch: Batch, state: State, observe: executor.Observer | None) -> executor.BatchOutcome:
-        program = executor.program_for(self.mesh.plan, [batch], backward=False, whole=self.whole)
-        job = executor.Job(batch, state, precision=self.spec.train.precision, observe=observe)
-        [outcome] = executor.run(self.stage, self.mesh.plan, program, [job], self.mesh.links, place=self.mesh.stage)
-        return outcome
+        precision = self.spec.train.precision
+        return executor.forward(self.stage, self.mesh, batch, state, whole=self.whole, precision=precision, observe=observe)
 
     def recorded(self, capture: Capture, batch: Batch, state: State, observe: executor.Observer | None) -> executor.BatchOutcome:
         """The same by graph replay. Observers run afterwards: their code is not ours to capture."""
 
-        def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: Lanes) -> tuple[_Seen, Lanes]:
+        def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: FlatCarry) -> tuple[_Seen, FlatCarry]:
             [own] = batches
             entered = self.stage.start(own.lanes.shape[0], self.mesh.device).detach() if carries is None else unflatten(carries)
             shown: list[tuple[Tensor, Tensor | None]] = []

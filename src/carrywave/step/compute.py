@@ -1,6 +1,6 @@
 """`stats, carry = compute(batches, keys, carry)`: forward and backward of batches on this worker's stage and lanes.
 
-The gradients are left in the parameters' `.grad`; the stats are a vector as in `backward_slots`. A single device runs a schedule of one
+The gradients are left in the parameters' `.grad`; the stats are a vector as in `pass_slots`. A single device runs a schedule of one
 stage, by the same code as a stage of a pipeline. Nothing is read on the host, and what a call depends on besides its arguments (weights,
 loss scale) is in tensors at fixed addresses, so a call can be captured as a CUDA graph.
 """
@@ -22,11 +22,10 @@ from carrywave.spec.spec import TrainSpec
 from carrywave.step import executor
 from carrywave.step.executor import BatchOutcome, Job, Scheduler
 from carrywave.step.gradients import Gradients
-from carrywave.step.graphs.capture import Lanes
-from carrywave.step.micro_batches import flatten, unflatten
+from carrywave.step.micro_batches import FlatCarry, flatten, unflatten
 from carrywave.step.nonfinite import watched_encoder
 from carrywave.step.norms import norm_of_each
-from carrywave.step.stats import backward_slots, total
+from carrywave.step.stats import pass_slots, total
 from carrywave.step.task_clock import TaskClock
 
 
@@ -35,15 +34,15 @@ class Compute:
 
     def __init__(self, stage: Stage | Whole, mesh: Mesh, spec: TrainSpec, *, keep_state: bool, whole: bool, scale: Tensor | None) -> None:
         self.stage, self.mesh, self.spec, self.scale = stage, mesh, spec, scale
-        self.slots = backward_slots(len(stage.layers))
+        self.slots = pass_slots(len(stage.layers))
         self.keep_state = keep_state  # True: lanes keep their carry from batch to batch
         self.whole = whole  # True: time is not cut, because layers read both ways
         self.scheduler: Scheduler = wavefront
         self.clock: TaskClock | None = None  # if set, times the tasks
 
     def __call__(
-        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, gradients: Gradients | None = None
-    ) -> tuple[Tensor, Lanes]:
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, gradients: Gradients | None = None
+    ) -> tuple[Tensor, FlatCarry]:
         """`gradients`: told which become final, if this is the last pass of a step."""
         plan = self.mesh.plan
         program = executor.program_for(plan, batches, backward=True, whole=self.whole, scheduler=self.scheduler)
@@ -64,7 +63,7 @@ class Compute:
         """The initial carry of this many lanes."""
         return flatten(self.stage.start(lanes, self.mesh.device).detach())
 
-    def _jobs(self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes) -> list[Job]:
+    def _jobs(self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry) -> list[Job]:
         jobs: list[Job] = []
         for batch, key in zip(batches, keys, strict=True):
             lanes = batch.lanes.shape[0]

@@ -1,11 +1,11 @@
-"""The engine of a training step: run forward and backward of each batch, sum the gradients over workers, update the weights.
+"""The engine of a training step: run forward and backward of every batch, sum the gradients over workers, update the weights.
 
-Every plan takes this one way. What differs is said by its parts: which batches a backward pass takes (a pipeline takes all of a step at
-once, so that they follow each other through its stages), how gradients are summed (`Gradients` and its subclasses), and whether the lanes
-run shard by shard (a reproducible run).
+Every plan takes this one way. A *pass* is the forward and backward of one batch; a pipeline takes all batches of a step in one pass, so
+that they follow each other through its stages. What else differs is said by the parts: how gradients are summed (`Gradients` and its
+subclasses), and whether the lanes run shard by shard (a reproducible run).
 
-If `graphs` are given, work whose shapes recur is replayed from CUDA graphs: the whole step if it has one backward pass and nothing to
-communicate, otherwise each backward pass, and the update of a single worker.
+If `graphs` are given, work whose shapes recur is replayed from CUDA graphs: the whole step if it is one pass of a single worker; otherwise
+each pass, and, unless gradients are summed over workers or shards, the update.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 from carrywave.data.batch import Batch
 from carrywave.step.compute import Compute
 from carrywave.step.gradients import Flags, Gradients
-from carrywave.step.graphs.capture import Capture, Lanes
+from carrywave.step.graphs.capture import Capture
+from carrywave.step.micro_batches import FlatCarry
 from carrywave.step.nonfinite import mended
 from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.reproducible.fixed_tree import FixedTree
@@ -27,7 +28,7 @@ from carrywave.step.reproducible.shards import Cut
 from carrywave.step.stats import total
 from carrywave.step.update import StepResult, Update, Votes
 
-Passes = dict[int, Tensor]  # what the backward passes of each shard reported, added up; a step without shards has one, number 0
+Passes = dict[int, Tensor]  # what the passes of each shard reported, added up; a step without shards has one, number 0
 
 
 class Engine:
@@ -48,22 +49,25 @@ class Engine:
         self.shards, self.pooled, self.resets = shards, pooled, resets
 
     def step(
-        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, votes: Votes, graphs: Capture | None
-    ) -> tuple[StepResult, Lanes]:
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None
+    ) -> tuple[StepResult, FlatCarry]:
         """One optimizer step over this worker's lanes; returns its result, valid until the next step, and the carry after it."""
-        if graphs is not None and len(batches) == 1 and not self.gradients.sums:
+        if graphs is not None and len(batches) == 1 and self._is_alone:
+            # The graph holds the votes of the time when it was captured; nobody reads those of a single worker.
             return graphs("step", partial(self._step, votes=votes), batches, keys, carry, under=self._restarts())
         return self._step(batches, keys, carry, votes, graphs)
 
     def _step(
-        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, votes: Votes, graphs: Capture | None = None
-    ) -> tuple[StepResult, Lanes]:
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None = None
+    ) -> tuple[StepResult, FlatCarry]:
         self.gradients.begin()
-        passes, carry = self.backward(batches, keys, carry, graphs)
+        passes, carry = self.forward_backward(batches, keys, carry, graphs)
         self.gradients.reduce()
         return self._update(passes, votes, graphs), self._reset(carry)
 
-    def backward(self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, graphs: Capture | None) -> tuple[Passes, Lanes]:
+    def forward_backward(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
+    ) -> tuple[Passes, FlatCarry]:
         """Run forward and backward of all batches, shard by shard if there are shards."""
         if self.shards is None:
             found, carry = self._shard(batches, keys, carry, graphs)
@@ -90,8 +94,10 @@ class Engine:
                 lefts.append([tensor.clone() for tensor in left])
         return passes, None if carry is None else [torch.cat(tensors, dim=1) for tensors in zip(*lefts, strict=True)]
 
-    def _shard(self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, graphs: Capture | None) -> tuple[Tensor, Lanes]:
-        """Run the backward passes of one shard, or of all lanes; returns the sum of what they report."""
+    def _shard(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
+    ) -> tuple[Tensor, FlatCarry]:
+        """Run the passes of one shard, or of all lanes; returns the sum of what they report."""
         size = len(batches) if self.mesh.plan.stages > 1 else 1
         firsts = range(0, len(batches), size)
         self.gradients.open(len(firsts), static=graphs is not None)
@@ -110,25 +116,30 @@ class Engine:
         return total(found), carry
 
     def _pass(
-        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: Lanes, *, final: bool = False
-    ) -> tuple[tuple[Tensor, Flags], Lanes]:
-        """One backward pass; `final`: the last of a step that is not captured, so gradients may be summed as soon as they are complete."""
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, *, final: bool = False
+    ) -> tuple[tuple[Tensor, Flags], FlatCarry]:
+        """One pass; `final`: the last of a step that is not captured, so gradients may be summed as soon as they are complete."""
         stats, carry = self.compute(batches, keys, carry, self.gradients if final else None)
         return (stats, self.gradients.collect()), carry
 
     def _update(self, passes: Passes, votes: Votes, graphs: Capture | None) -> StepResult:
-        if graphs is None or self.mesh.world.size > 1 or self.gradients.sums:
+        if graphs is None or not self._is_alone:
             return self.update(passes, votes)
 
-        def update(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: Lanes) -> tuple[StepResult, Lanes]:
+        def update(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
             return self.update({0: tensors[0]}, votes), None
 
         return graphs("update", update, [], [passes[0]], None, under=(*self._restarts(), *self.gradients.given))[0]
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if nothing is sent to other workers, or summed, between the passes and the new weights."""
+        return self.mesh.world.size == 1 and not self.gradients.sums
 
     def _restarts(self) -> tuple[int, ...]:
         """What a captured update of NT-ASGD depends on: with averaging it differs, and a restarted average is in different tensors."""
         optimizer = self.update.optimizer
         return (optimizer.restarts,) if isinstance(optimizer, NTASGD) else ()
 
-    def _reset(self, carry: Lanes) -> Lanes:
+    def _reset(self, carry: FlatCarry) -> FlatCarry:
         return mended(carry, self.compute.start(carry[0].shape[1])) if carry and self.resets else carry

@@ -25,11 +25,13 @@ import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.errors import PlanError
 from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
+from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.transport import Links, Pending
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing, with_messages
@@ -109,10 +111,22 @@ def run(
 
     `gradients` are told which become final, in the last backward of a step. `clock` times each task.
     """
-    return _Run(stage, plan, program, jobs, links, place, gradients, clock).carry_out()
+    return _Run(stage, plan, program, jobs, links, place, gradients, clock).execute()
+
+
+@torch.no_grad()
+def forward(
+    stage: Stage | Whole, mesh: Mesh, batch: Batch, state: State, *, whole: bool, precision: str, observe: Observer | None
+) -> BatchOutcome:
+    """Run one batch forward only, as an evaluation does. `whole`: as in `program_for`."""
+    program = program_for(mesh.plan, [batch], backward=False, whole=whole)
+    [outcome] = run(stage, mesh.plan, program, [Job(batch, state, precision=precision, observe=observe)], mesh.links, place=mesh.stage)
+    return outcome
 
 
 class _Run:
+    """One execution of a program on one stage. Everything is kept by micro-batch: a part of a job's lanes, numbered over all jobs."""
+
     def __init__(
         self,
         stage: Stage | Whole,
@@ -138,6 +152,7 @@ class _Run:
             self.owner += [number] * micro_batches
             self.batches += split_lanes(job.batch, micro_batches, pooled=stage.pooled)
             self.states += [None] * micro_batches if job.state is None else split_state(job.state, micro_batches, lanes)
+        self.forwards = [0] * len(self.batches)  # chunks of each micro-batch that have run forward
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.arriving: dict[StageTask, Pending] = {}
         self.leaving: dict[StageTask, Tensor] = {}
@@ -161,7 +176,8 @@ class _Run:
         self.deferred_head = self.deferred if self.last_stage else Deferred()
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
 
-    def carry_out(self) -> list[BatchOutcome]:
+    def execute(self) -> list[BatchOutcome]:
+        """Carry out the steps of this stage in order."""
         run = {"F": self._forward, "B": self._backward, "H": self._score}
         done: StageTask | None = None  # the last task that ran
         with deferring(self.deferred):
@@ -234,6 +250,7 @@ class _Run:
             y, left, root, sums = self._compute(task, x, entered)
         self.sums[self.owner[task.micro_batch]] += sums
         self.states[task.micro_batch] = left.detach()
+        self.forwards[task.micro_batch] += 1
         if not self.last_stage or self.share_head:
             self._hand_on(task, y.detach().contiguous())
         if self.backward:
@@ -270,7 +287,10 @@ class _Run:
         state = self.states[task.micro_batch]
         if state is None:
             job = self.owner[task.micro_batch]
-            state = cast(State, self.states[self.first[job - 1] + task.micro_batch - self.first[job]])
+            before = self.first[job - 1] + task.micro_batch - self.first[job]
+            if self.forwards[before] < self.program.schedule.chunks[before]:
+                raise PlanError("the schedule starts a batch before the previous one has left its carry; run the batches in order")
+            state = cast(State, self.states[before])
         # The penalty on changes of the output (`beta`) does not span windows.
         return state if task.chunk > 0 else state._replace(tail=None)
 

@@ -50,7 +50,7 @@ class Gradients:
     def __init__(self, trained: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> None:
         self.trained, self.held = list(trained), list(held)
         self.given = [False] * len(self.trained)  # which parameters the passes since `open` have reached
-        self.unreached: set[int] = set()  # ids of those that no pass of the step reached on this worker; on others one may have
+        self.unreached: set[int] = set()  # ids of summed ones that no pass of the step reached on this worker; on others one may have
         self.local: dict[int, Tensor] = {}  # norms of some gradients before they were summed, by the parameter's id
         self._views: dict[int, Tensor] = {}  # where gradients are collected, by the parameter's id; allocated on first use
         self._flats: list[Tensor] = []

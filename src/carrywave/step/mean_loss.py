@@ -51,10 +51,8 @@ def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: execu
     stage, mesh, lanes = trainer.stage, trainer.mesh, batch.lanes.shape[0]
     if state is None or not trainer.keep_state or (state.carries and state.carries[0].h.shape[1] != lanes):
         state = stage.start(lanes, mesh.device).detach()
-    program = executor.program_for(mesh.plan, [batch], backward=False, whole=trainer.model.reads_whole)
-    job = executor.Job(batch, state, precision=trainer.spec.precision, observe=observe)
-    [outcome] = executor.run(stage, mesh.plan, program, [job], mesh.links, place=mesh.stage)
-    return outcome
+    whole, precision = trainer.model.reads_whole, trainer.spec.precision
+    return executor.forward(stage, mesh, batch, state, whole=whole, precision=precision, observe=observe)
 
 
 def _alike(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:

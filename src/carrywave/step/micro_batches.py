@@ -13,6 +13,8 @@ from carrywave.kernels.carry import Carry
 from carrywave.model.state import State
 from carrywave.plan.plan import Plan
 
+FlatCarry = list[Tensor] | None  # the carry of some lanes as the tensors of `flatten`; None: lanes keep none
+
 
 def bounds(lanes: int, micro_batches: int) -> list[tuple[int, int]]:
     """The half-open range of lanes of each micro-batch, split the way lanes are split among replicas."""

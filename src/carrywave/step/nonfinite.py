@@ -35,7 +35,7 @@ from carrywave.model.stage import Stage
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.step.gradients import Gradients
 from carrywave.step.norms import norm_of_each
-from carrywave.step.stats import backward_slots
+from carrywave.step.stats import pass_slots
 
 MOST_IN_A_ROW = 10  # consecutive skipped steps before the run stops
 MOST_BACKS = 3  # returns to the last snapshot before the run stops
@@ -104,7 +104,7 @@ class NonfiniteRecord:
         outputs = {"loss": [loss], "count": [loss], "encoded": [units.forward(0)]}
         outputs["carries"] = [units.forward(layer + 1) for layer in stage.layers for _ in "hc"]
         # The code for each number that a backward pass reports. The penalty has none: it is computed from outputs that have.
-        self._codes = [code for name in backward_slots(len(stage.layers)).shapes for code in outputs.get(name, [0])]
+        self._codes = [code for name in pass_slots(len(stage.layers)).shapes for code in outputs.get(name, [0])]
         self._on_device: dict[tuple[int, ...], Tensor] = {}
 
     @property

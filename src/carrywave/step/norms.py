@@ -36,11 +36,6 @@ def norm_of_each(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([by_id[id(tensor)] for tensor in tensors])
 
 
-def norm_squared(grads: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements, as a float64 scalar that is additive over stages."""
-    return norms(grads).square().sum()
-
-
 def norm_of_mean(squared: Tensor, count: Tensor) -> Tensor:
     """The gradient norm of the mean loss, from the squared gradient norm of the summed loss; zero if there are no targets."""
     return squared.sqrt() / torch.where(count > 0, count, torch.inf)

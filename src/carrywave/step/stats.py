@@ -1,12 +1,12 @@
-"""The numbers of an optimizer step, in vectors with named slots: what one backward pass reports, and what all workers share after it.
+"""The numbers of an optimizer step, in vectors with named slots: what one pass reports, and what all workers share after the last.
 
-A backward pass over one or more batches returns one float64 vector (`backward_slots`). Its shape does not depend on the batches, so that it
-can be the output of a captured graph. Vectors of several passes are added up.
+A pass (forward and backward of a batch) returns one float64 vector (`pass_slots`). Its size does not depend on the batch, so that it can be
+the output of a captured graph. Vectors of several passes are added up.
 
-After the last backward pass, every worker fills its part of one longer vector (`step_slots`), and a single all-reduce adds up the workers'
-vectors. What must be known of each worker separately has one slot per rank, to which the others add zero. In a reproducible run, nothing
-whose rounding depends on the order of summation is added up by the all-reduce either: losses and norms have one slot per stage and shard,
-which are added up afterwards in a fixed order.
+After the last pass, every worker fills its part of one longer vector (`step_slots`), and a single all-reduce adds up the workers' vectors.
+What must be known of each worker separately has one slot per rank, to which the others add zero. In a reproducible run, nothing whose
+rounding depends on the order of summation is added up by the all-reduce either: losses and norms have one slot per stage and shard, which
+are added up afterwards in a fixed order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Slots:
         return vector[self._spans[name]].view(self.shapes[name])
 
 
-def backward_slots(layers: int) -> Slots:
-    """What a backward pass reports: sums over its targets, and norms that are non-finite if what they belong to is."""
+def pass_slots(layers: int) -> Slots:
+    """What a pass reports: sums over its targets, and norms that are non-finite if what they belong to is."""
     return Slots(
         loss=(),  # sum over real targets
         count=(),  # number of real targets
@@ -88,7 +88,7 @@ def total(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def step_slots(mesh: Mesh, *, parameters: int, marks: int, reproducible: bool) -> Slots:
-    """What workers share after the last backward pass of a step."""
+    """What workers share after the last pass of a step."""
     stages, shards = (mesh.plan.stages, SHARDS) if reproducible else (1, 1)
     return Slots(
         score=(stages, shards, 2),  # loss and count

@@ -152,7 +152,7 @@ class Trainer:
         if not self.model.training:
             self.model.train()
         if self._broken:
-            self.check_unbroken()
+            self.check_unbroken()  # meets the comparison of inputs with which the other ranks start the step, so that all of them raise
         check_batches(batches, self.model, keep_state=self.keep_state)
         check_surroundings(self.spec, self.device)
         if self._followed.changed():
@@ -299,7 +299,7 @@ class Trainer:
     def own_part(self, batch: Batch, *, scores: bool | None = None) -> Batch:
         """This worker's lanes of a batch, reduced to what its stage reads, on its device. `scores`: whether it reads the targets."""
         scores = self.stage.scores if scores is None else scores
-        if batch.whole is None and self.plan.replicas > 1:
+        if batch.part_of is None and self.plan.replicas > 1:
             batch = batch.take(*self.mesh.share().bounds(batch.lanes.shape[0]), pooled=self.model.pooled)
         if self.plan.stages > 1:
             batch = batch.without(inputs=not self.stage.has_encoder, targets=not scores)

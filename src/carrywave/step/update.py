@@ -1,8 +1,9 @@
 """The update: from summed gradients and the stats of the backward passes to new weights, in one pass over the gradients for each of:
 unscale (fp16), norm, divide and clip, optimizer.
 
-Between norm and division, a single all-reduce shares what all workers must know (`step_slots`). Nothing is read on the host, except where
-workers without a GPU compare what they were given.
+Between norm and division, a single all-reduce shares what all workers must know (`step_slots`). The host waits for the device only in rare
+cases: backward missed a parameter here that it may have reached on another worker, or the user's optimizer cannot skip a step by a flag on
+the device.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Update:
         scaler: Scaler | None,
         *,
         gradients: Gradients,
-        passes: Slots,
+        pass_slots: Slots,
         nonfinite: NonfiniteRecord,
         agreement: Agreement,
         reach: Reach,
@@ -64,12 +65,12 @@ class Update:
         reproducible: bool,
     ) -> None:
         self.mesh, self.named, self.counted, self.optimizer, self.scaler = mesh, named, counted, optimizer, scaler
-        self.gradients, self.passes, self.nonfinite, self.agreement = gradients, passes, nonfinite, agreement
+        self.gradients, self.pass_slots, self.nonfinite, self.agreement = gradients, pass_slots, nonfinite, agreement
         self.reach, self.hooks, self.clip, self.guards_weights = reach, hooks, clip, guards_weights
         self.slots = step_slots(mesh, parameters=reach.count, marks=agreement.columns, reproducible=reproducible)
 
     def __call__(self, passes: Mapping[int, Tensor], votes: Votes) -> StepResult:
-        """Take the optimizer step. `passes`: the sum of what the backward passes of each shard reported, by shard."""
+        """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard."""
         grads = [p.grad for _, p in self.named if p.grad is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
         stats = self._own(passes, votes, overflow).over(self.mesh)
@@ -82,7 +83,7 @@ class Update:
         overflowed = stats["overflow"] > 0
         finite = (torch.isfinite(norm) | overflowed if self.scaler is not None else torch.isfinite(norm)) & torch.isfinite(loss_sum)
         self.hooks.call()
-        self._step(finite, overflowed)
+        self._optimize(finite, overflowed)
         self.nonfinite.note(finite, stats["codes"])
         sound = torch.stack([finite, (count > 0) | (loss_sum == 0) | ~finite])
         return StepResult(loss_sum, count, norm, finite, stats["votes"], sound)
@@ -91,7 +92,7 @@ class Update:
         """This worker's numbers, before the all-reduce."""
         counted = [p for p in self.counted if p.grad is not None]
         of_grads = norms([p.grad for p in counted if p.grad is not None]).to(self.mesh.device)
-        of_passes = total(list(passes.values())) if passes else self._zeros(self.passes.size)
+        of_passes = total(list(passes.values())) if passes else self._zeros(self.pass_slots.size)
         zero = self._zeros()
         vector = self.slots.pack(
             score=self._by_shard(passes),
@@ -106,7 +107,9 @@ class Update:
 
     def _by_shard(self, passes: Mapping[int, Tensor]) -> Tensor:
         """Loss and count in their slots, and zeros in those of other stages and shards."""
-        scores = {shard: torch.stack([self.passes.read(vector, name) for name in ("loss", "count")]) for shard, vector in passes.items()}
+        scores = {
+            shard: torch.stack([self.pass_slots.read(vector, name) for name in ("loss", "count")]) for shard, vector in passes.items()
+        }
         shape = self.slots.shapes["score"]
         if shape[:2] == (1, 1) and scores:
             return scores[0]
@@ -127,7 +130,7 @@ class Update:
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)
 
-    def _step(self, finite: Tensor, overflowed: Tensor) -> None:
+    def _optimize(self, finite: Tensor, overflowed: Tensor) -> None:
         """Step the optimizer; a step that is not finite, or overflowed, leaves the weights unchanged."""
         if self.scaler is not None:
             self.scaler.found_inf.copy_(overflowed | ~finite)

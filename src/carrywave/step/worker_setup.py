@@ -134,7 +134,7 @@ def engine_of(
         optimizer,
         scaler,
         gradients=gradients,
-        passes=compute.slots,
+        pass_slots=compute.slots,
         nonfinite=nonfinite,
         agreement=agreement,
         reach=Reach(names, held.parameters, gradients, mesh.device, several=mesh.world.size > 1),

@@ -115,7 +115,7 @@ class Compiled:
 
 def simulate(program: Program | Compiled, times: TaskTimes) -> Timeline:
     """Simulate a program; rejects one that deadlocks."""
-    return _Run(program if isinstance(program, Compiled) else Compiled(program), times).carry_out()
+    return _Run(program if isinstance(program, Compiled) else Compiled(program), times).execute()
 
 
 class _Run:
@@ -133,7 +133,7 @@ class _Run:
         self.waiting: dict[int, int] = {}  # message -> the stage waiting for it
         self.ready = deque(range(len(program.stages)))
 
-    def carry_out(self) -> Timeline:
+    def execute(self) -> Timeline:
         walks = [self._walk(stage) for stage in range(len(self.program.stages))]
         while self.ready:
             stage = self.ready.popleft()

@@ -181,7 +181,7 @@ def _talks(step: ProgramStep, schedule: Schedule) -> bool:
 def prove(program: Program) -> None:
     """Reject a program that, under the rules above, would deadlock, mismatch messages, leave some unmatched, or break a dependency."""
     _check_steps(program)
-    _Proof(program).carry_out()
+    _Proof(program).execute()
 
 
 def _check_steps(program: Program) -> None:
@@ -222,7 +222,7 @@ class _Proof:
         self.at = [0] * len(self.stages)
         self.offered = [False] * len(self.stages)  # the current send is blocked, waiting for its receive
 
-    def carry_out(self) -> None:
+    def execute(self) -> None:
         moved = True
         while moved:
             moved = False

@@ -76,7 +76,7 @@ class Agreement:
         """Record the step's inputs. A user's first batches, and in a pipeline all of them, are compared before anything is computed."""
         if self.mesh.world.size == 1:
             return
-        own = all(batch.whole is None for batch in batches)
+        own = all(batch.part_of is None for batch in batches)
         where = "; ".join(f"{tuple(b.inputs.shape[:2])}, epoch {b.epoch}, step {b.step}" for b in batches) if own else ""
         contents = 0
         self._on_device = []
@@ -105,7 +105,7 @@ class Agreement:
         if self.mesh.world.size == 1:
             return
         what = "no more batches to evaluate" if batch is None else f"a batch of shape {tuple(batch.inputs.shape[:2])} to evaluate"
-        contents = 0 if batch is None or batch.whole is not None else _checksum(batch, 0, self._steps)
+        contents = 0 if batch is None or batch.part_of is not None else _checksum(batch, 0, self._steps)
         self._gather(StepInputs(what, "", contents))
 
     @property

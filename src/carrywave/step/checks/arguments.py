@@ -123,10 +123,10 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
                 f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "
                 "different ones in each case; use Batch.of(..., pooled=True)"
             )
-        if batch.whole is None and isinstance(model, Model):
+        if batch.part_of is None and isinstance(model, Model):
             _check_inputs(batch.inputs, _first(model.encoder))
             _check_targets(batch.targets, model.head)
-        elif batch.whole is None and batch.targets is None:
+        elif batch.part_of is None and batch.targets is None:
             raise _no_targets()
 
 

@@ -30,15 +30,15 @@ from torch.optim import Optimizer
 from carrywave.data.batch import Batch
 from carrywave.plan.plan import Plan
 from carrywave.step.graphs.recorded_state import Watch, ours
+from carrywave.step.micro_batches import FlatCarry
 
 MOST_SHAPES = 64  # graphs kept per kind of work; about as many shapes as an epoch of bucketed sequences has
 MOST_SEEN = 4096
 
 Result = TypeVar("Result")
 Key = tuple[object, ...]
-Lanes = list[Tensor] | None  # state of the lanes, flattened
 # A function of batches, other tensors (their random keys) and the lanes' state, returning a result and the lanes' new state.
-Step = Callable[[Sequence[Batch], Sequence[Tensor], Lanes], tuple[Result, Lanes]]
+Step = Callable[[Sequence[Batch], Sequence[Tensor], FlatCarry], tuple[Result, FlatCarry]]
 
 
 @dataclass
@@ -46,9 +46,9 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph
     batches: list[Batch]
     tensors: list[Tensor]
-    state: Lanes
+    state: FlatCarry
     result: Any
-    left: Lanes  # lanes' state after the step: `state` itself if the shapes match, so that consecutive steps need no copy
+    left: FlatCarry  # lanes' state after the step: `state` itself if the shapes match, so that consecutive steps need no copy
 
 
 @dataclass
@@ -82,8 +82,8 @@ class Capture:
         return Capture(device, watch=Watch(model, optimizer, strict=wanted != "1"))
 
     def __call__(
-        self, kind: str, step: Step[Result], batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes, *, under: Key = ()
-    ) -> tuple[Result, Lanes]:
+        self, kind: str, step: Step[Result], batches: Sequence[Batch], tensors: Sequence[Tensor], state: FlatCarry, *, under: Key = ()
+    ) -> tuple[Result, FlatCarry]:
         """Return what `step` returns, valid until the next call of the same kind. `under`: anything else a captured graph depends on."""
         known = self._kinds.setdefault(kind, _Kind())
         version = 0 if self.watch is None else self.watch.version()
@@ -118,7 +118,7 @@ class Capture:
         self._pool = None  # a pool whose graphs have all been destroyed cannot be reused
 
     def _record(
-        self, known: _Kind, shape: Key, step: Step[Any], batches: Sequence[Batch], tensors: Sequence[Tensor], state: Lanes
+        self, known: _Kind, shape: Key, step: Step[Any], batches: Sequence[Batch], tensors: Sequence[Tensor], state: FlatCarry
     ) -> _Recorded | None:
         """Capture one step of this shape without running it. If that fails, warn once and run this kind of work uncaptured from then on."""
         own = [_clone(batch) for batch in batches]

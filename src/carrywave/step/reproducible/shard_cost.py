@@ -19,7 +19,8 @@ from carrywave.parallel.world import all_gather_text
 from carrywave.plan.canonical_shards import SHARDS
 from carrywave.step.engine import Engine
 from carrywave.step.gradients import Gradients
-from carrywave.step.graphs.capture import Capture, Lanes
+from carrywave.step.graphs.capture import Capture
+from carrywave.step.micro_batches import FlatCarry
 from carrywave.step.trainer import Trainer
 
 REPETITIONS = 4  # the first warms up, the second may be captured as a CUDA graph; the fastest of the rest counts
@@ -59,9 +60,9 @@ def cost(trainer: Trainer, batch: Batch) -> tuple[float, float]:
     return in_shards, without
 
 
-def _backward(engine: Engine, batch: Batch, key: Tensor, carry: Lanes, graphs: Capture | None) -> None:
+def _backward(engine: Engine, batch: Batch, key: Tensor, carry: FlatCarry, graphs: Capture | None) -> None:
     engine.gradients.begin()
-    engine.backward([batch], [key], carry, graphs)
+    engine.forward_backward([batch], [key], carry, graphs)
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:
