@@ -40,7 +40,7 @@ DIFFERENT = {
     "another number": "rank 1 got 2 batches",
     "another rate": "rank 1 has lr 0.5, but rank 0 has lr 0.02",
     "another evaluation": "rank 1 got a different batch than rank 0",
-    "a longer evaluation": "rank 1 got a batch of shape (6, 4) to evaluate, but rank 0 got no more batches to evaluate",
+    "a longer evaluation": "rank 1 got a batch of 6 steps x 4 lanes to evaluate, but rank 0 got no more batches to evaluate",
     "other weights": "the weights of rank 1 differ from those of rank 0",
     "another buffer": "the weights of rank 1 differ from those of rank 0",
 }
@@ -90,8 +90,8 @@ def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(tmp_path: Path) 
     assert first[0]["error"].startswith("ContactLost: contact with rank 1")
     halfway = "WorkerError: rank 1 got nothing (its last step ended halfway), but rank 0 got"
     for each in (first, second):
-        assert each[1]["error"].startswith(f"{halfway} a batch of shape (6, 4) to evaluate")
-        assert each[2]["error"].startswith(f"{halfway} 1 batch of shape (6, 4)")
+        assert each[1]["error"].startswith(f"{halfway} a batch of 6 steps x 4 lanes to evaluate")
+        assert each[2]["error"].startswith(f"{halfway} 1 batch of 6 steps x 4 lanes")
     assert first[3]["losses"] == second[3]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
 
 

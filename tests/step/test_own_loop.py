@@ -193,7 +193,7 @@ def test_keys_that_a_step_does_not_act_on_are_refused() -> None:
     assert cw.Trainer(model(), cw.Spec.model_validate({"train": {"lr": 0.25, "epochs": 5}})).spec.lr == 0.25
 
 
-def test_a_float64_model_is_trained_as_one() -> None:
+def test_a_float64_model_is_trained_as_one(tmp_path: Path) -> None:
     net = model()
     assert cw.Trainer(net, {"lr": 0.1}).spec.precision == "fp64"
     assert {p.dtype for p in net.parameters()} == {torch.float64}
@@ -203,7 +203,7 @@ def test_a_float64_model_is_trained_as_one() -> None:
             cw.Trainer(other, {"precision": "fp32"})
         assert {p.dtype for p in other.parameters()} == {kind}
     with pytest.raises(UserError, match=r"is float64, but train\.precision=fp32"):
-        cw.fit(model(), (batch().inputs.transpose(0, 1), [[0] * T] * B), task="tagging", batch={"tokens": 64})
+        cw.fit(model(), (batch().inputs.transpose(0, 1), [[0] * T] * B), task="tagging", batch={"tokens": 64}, run=tmp_path)
 
 
 def test_lanes_that_cannot_go_on_are_refused() -> None:

@@ -77,7 +77,7 @@ class Agreement:
         if self.mesh.world.size == 1:
             return
         own = all(batch.part_of is None for batch in batches)
-        where = "; ".join(f"{tuple(b.inputs.shape[:2])}, epoch {b.epoch}, step {b.step}" for b in batches) if own else ""
+        where = " and ".join(f"{_size(b)}, epoch {b.epoch}, step {b.step}" for b in batches) if own else ""
         contents = 0
         self._on_device = []
         if own:
@@ -85,7 +85,7 @@ class Agreement:
                 contents = _checksum(batch, contents, self._steps + number)
                 self._on_device += [_sum_of(t, weighted=True) for t in (batch.inputs, batch.targets) if t is not None and t.is_cuda]
         many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
-        self._given = StepInputs(f"{many} of shape {where}" if own else many, _settings(optimizer), contents)
+        self._given = StepInputs(f"{many} of {where}" if own else many, _settings(optimizer), contents)
         if own and (not self._steps or self.mesh.plan.stages > 1):
             self._gather(self._given)
 
@@ -104,7 +104,7 @@ class Agreement:
         """Compare the next batch to evaluate (None: there are no more) before anything is computed. Collective: every rank must call it."""
         if self.mesh.world.size == 1:
             return
-        what = "no more batches to evaluate" if batch is None else f"a batch of shape {tuple(batch.inputs.shape[:2])} to evaluate"
+        what = "no more batches to evaluate" if batch is None else f"a batch of {_size(batch)} to evaluate"
         contents = 0 if batch is None or batch.part_of is not None else _checksum(batch, 0, self._steps)
         self._gather(StepInputs(what, "", contents))
 
@@ -199,6 +199,10 @@ def _pieces(held: Mapping[str, nn.Parameter], model: nn.Module, together: int) -
     return groups
 
 
+def _size(batch: Batch) -> str:
+    return f"{batch.inputs.shape[0]} steps x {batch.inputs.shape[1]} lanes"
+
+
 def _itself(parameter: Tensor) -> Tensor:
     return parameter
 
@@ -240,7 +244,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
         ", ".join(f"{name} {_shown(value)}" for name, value in sorted(group.items()) if name != "params" and _readable(value))
         for group in optimizer.param_groups
     ]
-    return f"{type(optimizer).__name__}, {'; '.join(groups)}"
+    return f"{type(optimizer).__name__}, {' and '.join(groups)}"
 
 
 def _shown(value: Any) -> str:
