@@ -11,12 +11,14 @@ each pass, and, unless gradients are summed over workers or shards, the update.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.parallel.mesh import Mesh
 from carrywave.step.compute import Compute
 from carrywave.step.gradients import Flags, Gradients
 from carrywave.step.graphs.capture import Capture
@@ -31,22 +33,21 @@ from carrywave.step.update import StepResult, Update, Votes
 Passes = dict[int, Tensor]  # what the passes of each shard reported, added up; a step without shards has one, number 0
 
 
+@dataclass
 class Engine:
-    """One worker's part of every step. `resets`: True if lanes whose carry is not finite start over."""
+    """One worker's part of every step."""
 
-    def __init__(
-        self,
-        compute: Compute,
-        gradients: Gradients,
-        update: Update,
-        *,
-        shards: Sequence[int] | None = None,
-        pooled: bool = False,
-        resets: bool = False,
-    ) -> None:
-        self.mesh = compute.mesh
-        self.compute, self.gradients, self.update = compute, gradients, update
-        self.shards, self.pooled, self.resets = shards, pooled, resets
+    compute: Compute
+    gradients: Gradients
+    update: Update
+    shards: Sequence[int] | None = None  # this worker's shards of the lanes, in a reproducible run
+    pooled: bool = False  # True if the head reads whole sequences
+    resets: bool = False  # True if lanes whose carry is not finite start over
+
+    @property
+    def mesh(self) -> Mesh:
+        """This worker's place among all."""
+        return self.compute.mesh
 
     def step(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None

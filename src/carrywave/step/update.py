@@ -39,35 +39,28 @@ class StepResult:
     sound: Tensor  # [2] bool: `finite`; and False if a non-zero loss has no targets to divide by
 
 
+@dataclass
 class Update:
-    """Everything between the backward passes of a step and its new weights.
+    """Everything between the passes of a step and its new weights."""
 
-    `counted` are the parameters that this worker counts in the global norm, grouped by dtype. `guards_weights`: True if a non-finite step
-    leaves the weights unchanged.
-    """
+    mesh: Mesh
+    named: Sequence[tuple[str, nn.Parameter]]
+    counted: Sequence[Tensor]  # parameters that this worker counts in the global norm, grouped by dtype
+    optimizer: torch.optim.Optimizer
+    scaler: Scaler | None
+    gradients: Gradients
+    pass_slots: Slots
+    nonfinite: NonfiniteRecord
+    agreement: Agreement
+    reach: Reach
+    hooks: Hooks
+    clip: float | None
+    guards_weights: bool  # True if a non-finite step leaves the weights unchanged
+    reproducible: bool
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        named: Sequence[tuple[str, nn.Parameter]],
-        counted: Sequence[Tensor],
-        optimizer: torch.optim.Optimizer,
-        scaler: Scaler | None,
-        *,
-        gradients: Gradients,
-        pass_slots: Slots,
-        nonfinite: NonfiniteRecord,
-        agreement: Agreement,
-        reach: Reach,
-        hooks: Hooks,
-        clip: float | None,
-        guards_weights: bool,
-        reproducible: bool,
-    ) -> None:
-        self.mesh, self.named, self.counted, self.optimizer, self.scaler = mesh, named, counted, optimizer, scaler
-        self.gradients, self.pass_slots, self.nonfinite, self.agreement = gradients, pass_slots, nonfinite, agreement
-        self.reach, self.hooks, self.clip, self.guards_weights = reach, hooks, clip, guards_weights
-        self.slots = step_slots(mesh, parameters=reach.count, marks=agreement.columns, reproducible=reproducible)
+    def __post_init__(self) -> None:
+        columns, flags = self.agreement.columns, self.reach.count
+        self.slots = step_slots(self.mesh, parameters=flags, marks=columns, reproducible=self.reproducible)
 
     def __call__(self, passes: Mapping[int, Tensor], votes: Votes) -> StepResult:
         """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard."""
