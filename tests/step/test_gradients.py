@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ def step(gradients: Gradients, own: Sequence[nn.Parameter], passes: Passes, *, s
     gradients.begin()
     gradients.open(len(passes), static=static)
     for number, factors in enumerate(passes):
+        gradients.start_pass()
         if number == len(passes) - 1:
             gradients.arm()
         loss_of(own, factors).backward()  # type: ignore[no-untyped-call]
@@ -134,3 +136,76 @@ def test_buffers_are_aligned_and_their_views_have_versions_of_their_own(tmp_path
     buffers.views[1].add_(1.0)
     assert [view._version - old for view, old in zip(buffers.views, before, strict=True)] == [0, 1]
     assert buffers.flats[0].tolist() == [0.0] * 8 + [1.0] * 4 + [0.0] * 4
+
+
+class _Gives(torch.autograd.Function):
+    """The identity, whose gradient is undefined: torch calls the parameter's hook with nothing to add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+def test_what_other_workers_add_is_kept_where_this_one_has_nothing(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    gradients = AllReduce(own, own, [Reduced(alone, own)], bucket_bytes=8)
+    plain = dist.all_reduce
+
+    def with_another(tensor: Tensor, **options: Any) -> Any:
+        tensor.add_(5.0)
+        return plain(tensor, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", with_another)
+    for passes in (1, 2, 1):
+        gradients.begin()
+        gradients.open(passes)
+        for number in range(passes):
+            gradients.start_pass()
+            if number == passes - 1:
+                gradients.arm()
+            (own[0].sum() + _Gives.apply(own[1]).sum()).backward()  # type: ignore[no-untyped-call]
+            gradients.note(gradients.collect())
+        gradients.close()
+        gradients.reduce()
+        assert [p.grad.tolist() for p in own if p.grad is not None] == [[5.0 + passes] * 2, [5.0] * 2]
+        assert gradients.unreached == {id(own[1])}
+
+
+@pytest.mark.parametrize("kind", ["own", "tree"])
+def test_where_nothing_is_trained_there_is_nothing_to_do(kind: str) -> None:
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    gradients = Gradients([], [frozen]) if kind == "own" else FixedTree([], [frozen], [Branch([], ())])
+    for passes in (2, 1):
+        gradients.begin()
+        for _ in range(2):  # shards
+            gradients.open(passes)
+            for _ in range(passes):
+                gradients.start_pass()
+                gradients.note(gradients.collect())
+            gradients.close()
+        gradients.reduce()
+    assert frozen.grad is None
+
+
+def test_nothing_that_a_failed_capture_left_behind_is_added_to() -> None:
+    own = parameters()
+    gradients = Gradients(own, own)
+    for passes in (1, 2):
+        gradients.begin()
+        gradients.open(passes, static=True)
+        for _ in range(passes):
+            gradients.start_pass()
+            if passes == 1:  # with several, a capture records the additions and carries none of them out
+                loss_of(own, [1.0] * 4).backward()  # type: ignore[no-untyped-call]  # and then it fails
+            gradients.start_pass()
+            loss_of(own, [1.0] * 4).backward()  # type: ignore[no-untyped-call]
+            gradients.note(gradients.collect())
+        gradients.reduce()
+        for parameter, wanted in zip(own, plain([[1.0] * 4] * passes), strict=True):
+            assert wanted is not None
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, wanted)

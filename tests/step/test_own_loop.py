@@ -206,6 +206,12 @@ def test_a_float64_model_is_trained_as_one(tmp_path: Path) -> None:
         cw.fit(model(), (batch().inputs.transpose(0, 1), [[0] * T] * B), task="tagging", batch={"tokens": 64}, run=tmp_path)
 
 
+def test_the_optimizer_cannot_be_replaced_behind_the_trainers_back() -> None:
+    trainer = cw.Trainer(model(), {"lr": 0.1})
+    with pytest.raises(UserError, match=r"the optimizer of a trainer cannot be replaced; make a new Trainer"):
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+
+
 def test_lanes_that_cannot_go_on_are_refused() -> None:
     both_ways = cw.Model(nn.Linear(2, 3), cw.LSTM(3, WIDTH, bidirectional=True), Head(2 * WIDTH)).double()
     plain = nn.Linear(2, CLASSES).double()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,41 @@ def test_a_run_says_what_it_does_and_what_it_costs(tmp_path: Path) -> None:
     train(parse(spec), run=tmp_path / "run", device="cpu", watch=watch)
     assert any(line.startswith("shards    8 groups of lanes") for line in watch.summary.splitlines())
     assert [line for line in watch.lines if line.startswith("reproducible: 9 lanes in 8 shards; ")] != []
+
+
+class _Reads(torch.autograd.Function):
+    """The identity, whose backward reads a number on the host, which a capture does not allow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        grad.abs().max().item()
+        return grad
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Reads.apply(self.table(x))
+        return y
+
+
+def test_a_pass_whose_capture_fails_halfway_is_run_as_if_it_had_not_been_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    trainers = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model = Model(_Encoder(), LSTM(4, 4, 1), Softmax(4, 9))
+        trainers.append(Trainer(model, {"reproducible": True, "optimizer": "sgd", "lr": 0.5}, device="cpu", keep_state=True))
+        trainers[-1].capture = Capture(CPU) if recorded else None
+    for number in range(4):
+        trainers[0].step(words(4, 13, 2 * number))
+        with pytest.warns(UserWarning, match="CUDA graph") if number == 0 else nullcontext():  # its shards are of two shapes
+            trainers[1].step(words(4, 13, 2 * number))
+    same(*trainers)

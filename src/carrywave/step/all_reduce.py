@@ -62,7 +62,7 @@ class AllReduce(Gradients):
         for each in wanted:
             buffers = FlatBuffers(by_dtype(each.parameters[::-1]))  # backward reaches the last layers first
             self._flats += buffers.flats
-            self._views |= buffers.by_id
+            self._summed |= buffers.by_id
             for part, flat in zip(buffers.parts, buffers.flats, strict=True):
                 start = 0
                 for run in _runs(part, bucket_bytes):
@@ -86,9 +86,6 @@ class AllReduce(Gradients):
             bucket.work, bucket.started = None, False
             bucket.missing = {id(p) for p in bucket.parameters}
 
-    def open(self, passes: int, *, static: bool = False) -> None:
-        super().open(passes, static=True)
-
     def arm(self, pending: Callable[[Tensor], bool] | None = None) -> None:
         self._armed, self._pending = True, pending or _nothing
 
@@ -96,7 +93,7 @@ class AllReduce(Gradients):
         bucket = self._of.get(id(parameter))
         if bucket is None:
             return
-        view = self._views[id(parameter)]
+        view = self._summed[id(parameter)]
         if parameter.grad is not None and parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view
@@ -114,11 +111,15 @@ class AllReduce(Gradients):
         for parameter, given in zip(self.trained, self.given, strict=True):
             if given:
                 continue
-            if self.reduces(parameter):
-                self.unreached.add(id(parameter))
-                parameter.grad = self._views[id(parameter)].zero_()
-            else:
+            if not self.reduces(parameter):
                 parameter.grad = None
+                continue
+            self.unreached.add(id(parameter))
+            parameter.grad = self._summed[id(parameter)]
+            # With several passes the buffer was zeroed before, and its bucket may be in flight: torch calls the hook of a parameter whose
+            # gradient is undefined, too.
+            if not self._of[id(parameter)].started:
+                parameter.grad.zero_()
         for bucket in self.buckets:
             self._start(bucket)
         for bucket in self.buckets:
@@ -139,7 +140,7 @@ class AllReduce(Gradients):
             bucket.started = True
             watched = [id(p) for p in bucket.parameters if id(p) in self._watched]
             if watched:
-                self.local |= zip(watched, norm_of_each([self._views[each] for each in watched]).unbind(), strict=True)
+                self.local |= zip(watched, norm_of_each([self._summed[each] for each in watched]).unbind(), strict=True)
             bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
 
 

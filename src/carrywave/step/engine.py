@@ -120,6 +120,7 @@ class Engine:
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, *, final: bool = False
     ) -> tuple[tuple[Tensor, Flags], FlatCarry]:
         """One pass; `final`: the last of a step that is not captured, so gradients may be summed as soon as they are complete."""
+        self.gradients.start_pass()
         stats, carry = self.compute(batches, keys, carry, self.gradients if final else None)
         return (stats, self.gradients.collect()), carry
 

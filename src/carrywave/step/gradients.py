@@ -1,6 +1,6 @@
 """Where the gradients of a step are collected, and how they are summed over workers. `Gradients` itself sums nothing: there is one worker.
 
-One step is `begin`, then for each shard of the lanes (one, unless the run is reproducible) `open`, the backward passes and `close`, then
+One step is `begin`, then for each shard of the lanes (one, unless the run is reproducible) `open`, the passes and `close`, then
 `reduce`. After every backward pass, `collect` moves its gradients to where they are kept and returns which parameters it has reached.
 When a captured pass is replayed, torch's own bookkeeping does not run; `note` repeats it.
 
@@ -52,10 +52,11 @@ class Gradients:
         self.given = [False] * len(self.trained)  # which parameters the passes since `open` have reached
         self.unreached: set[int] = set()  # ids of summed ones that no pass of the step reached on this worker; on others one may have
         self.local: dict[int, Tensor] = {}  # norms of some gradients before they were summed, by the parameter's id
-        self._views: dict[int, Tensor] = {}  # where gradients are collected, by the parameter's id; allocated on first use
+        self._summed: dict[int, Tensor] = {}  # views of the buffers of summed gradients, by the parameter's id
+        self._spare: dict[int, Tensor] = {}  # the same for the others, where they need one; allocated on first use
         self._flats: list[Tensor] = []
+        self._views: dict[int, Tensor] = {}  # those in use since `open`
         self._versions: list[int] | None = None  # of the gradients after the last pass, if passes add to them in place
-        self._static = False
 
     @property
     def adds(self) -> bool:
@@ -66,16 +67,22 @@ class Gradients:
         """Start an optimizer step."""
 
     def open(self, passes: int, *, static: bool = False) -> None:
-        """Start a shard with this many backward passes. `static`: its gradients must have fixed addresses."""
+        """Start a shard with this many passes. `static`: its gradients must have fixed addresses, because passes are captured."""
         self.given = [False] * len(self.trained)
+        self._views, self._versions = self._summed, None
+        if static or passes > 1:
+            self._views = self._summed | self._allocated()
+        if passes > 1:
+            if self._flats:
+                torch._foreach_zero_(self._flats)
+            self._versions = []
+        self.start_pass()
+
+    def start_pass(self) -> None:
+        """Before each pass, and inside what is captured of it: nothing that a failed capture left behind may be added to."""
         for parameter in self.held:  # including those that the user's optimizer does not hold
             parameter.grad = None
-        self._versions = None
-        self._static = static or passes > 1
-        if self._static:
-            self._allocate()
-        if passes > 1:
-            torch._foreach_zero_(self._flats)
+        if self.adds:
             for parameter in self.trained:
                 parameter.grad = self._views[id(parameter)]
             self._versions = self._now()
@@ -87,27 +94,25 @@ class Gradients:
         """A gradient that was pending is final."""
 
     def collect(self) -> Flags:
-        """After a backward pass, move new gradients to their place; returns which parameters the pass has reached."""
-        if (before := self._versions) is not None:
-            self._versions = self._now()
+        """After a pass, move new gradients to their place; returns which parameters the pass has reached."""
+        if self._versions is not None:
             if any(p.grad is not self._views[id(p)] for p in self.trained):
-                raise RuntimeError("a gradient was replaced during backward instead of being added to")
-            return tuple(new != old for new, old in zip(self._versions, before, strict=True))
+                raise RuntimeError("a gradient was replaced during backward, instead of being added to")
+            return tuple(new != old for new, old in zip(self._now(), self._versions, strict=True))
         reached = tuple(p.grad is not None for p in self.trained)
-        if self._static:
-            fresh = [p for p in self.trained if p.grad is not None and p.grad is not self._views[id(p)]]
-            for part in by_dtype(fresh):
-                torch._foreach_copy_([self._views[id(p)] for p in part], [p.grad for p in part])  # type: ignore[misc]
-            for parameter in fresh:
-                parameter.grad = self._views[id(parameter)]
+        fresh = [p for p in self.trained if p.grad is not None and id(p) in self._views and p.grad is not self._views[id(p)]]
+        for part in by_dtype(fresh):
+            torch._foreach_copy_([self._views[id(p)] for p in part], [p.grad for p in part])  # type: ignore[misc]
+        for parameter in fresh:
+            parameter.grad = self._views[id(parameter)]
         return reached
 
     def note(self, reached: Flags) -> None:
         """Take over what `collect` returned, perhaps from the time when a pass was captured that has now been replayed."""
         self.given = [old or new for old, new in zip(self.given, reached, strict=True)]
-        if self._static:
-            for parameter, given in zip(self.trained, self.given, strict=True):
-                parameter.grad = self._views[id(parameter)] if given else parameter.grad
+        for parameter, given in zip(self.trained, self.given, strict=True):
+            if given and id(parameter) in self._views:
+                parameter.grad = self._views[id(parameter)]
 
     def close(self) -> None:
         """The gradients of a shard are complete."""
@@ -122,12 +127,13 @@ class Gradients:
         """True if this gradient is summed over workers."""
         return False
 
-    def _allocate(self) -> None:
-        missing = [p for p in self.trained if id(p) not in self._views]
+    def _allocated(self) -> dict[int, Tensor]:
+        missing = [p for p in self.trained if id(p) not in self._summed and id(p) not in self._spare]
         if missing:
             buffers = FlatBuffers(by_dtype(missing))
             self._flats += buffers.flats
-            self._views |= buffers.by_id
+            self._spare |= buffers.by_id
+        return self._spare
 
     def _now(self) -> list[int]:
         return [self._views[id(p)]._version for p in self.trained]

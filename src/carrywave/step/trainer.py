@@ -107,10 +107,10 @@ class Trainer:
         self.named = trained(self.held)
         self.own_optimizer = optimizer is not None
         if optimizer is None:
-            self.optimizer = optimizers.build(self.spec, self.named, self.device)
+            self._optimizer = optimizers.build(self.spec, self.named, self.device)
         else:
             check_separable(optimizer, self.plan)
-            self.optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
+            self._optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
         self.scaler = Scaler(self.device) if self.spec.precision == "fp16" else None
         # A non-finite step leaves the weights unchanged. The exception is NT-ASGD on CUDA, where this guard would copy all tensors: it is
         # left out in our own loop with on_nan=stop, where the run ends at such a step anyway.
@@ -220,6 +220,15 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state. Collective: every rank must call it; the state given on rank 0 is loaded on all."""
         trainer_state.load_state_dict(self, state)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that takes the steps. Its groups may be changed between steps; it cannot be replaced."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, other: object) -> NoReturn:
+        raise UserError("the optimizer of a trainer cannot be replaced; make a new Trainer(model, optimizer=...) with it")
 
     @property
     def nonfinite(self) -> NonfiniteRecord:

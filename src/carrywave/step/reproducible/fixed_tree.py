@@ -71,7 +71,7 @@ class _Sum(FlatBuffers):
         if there:
             views, given = zip(*there, strict=True)
             torch._foreach_copy_(views, given)
-        torch._foreach_add_(self.flats, 0.0)  # -0.0 becomes 0.0
+            torch._foreach_add_(self.flats, 0.0)  # -0.0 becomes 0.0
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add gradients to the sum."""
@@ -100,15 +100,15 @@ class FixedTree(Gradients):
         super().__init__(trained, held)
         self._parts = [(branch, part) for branch in branches for part in by_dtype(branch.parameters)]
         self.parameters = [p for _, part in self._parts for p in part]
-        self._summed = {id(p) for branch in branches for p in branch.parameters if branch.pairs or branch.stages is not None}
-        self._watched = [p for p in watched if id(p) in self._summed]
+        self._reduced = {id(p) for branch in branches for p in branch.parameters if branch.pairs or branch.stages is not None}
+        self._watched = [p for p in watched if id(p) in self._reduced]
         self._free: list[_Sum] = []
         self._stack: list[_Sum | None] = []  # None: sum of empty shards
         self._closed = 0
         self._root: _Sum | None = None
 
     def reduces(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._summed
+        return id(parameter) in self._reduced
 
     def begin(self) -> None:
         self._free += [each for each in (*self._stack, self._root) if each is not None]
@@ -140,7 +140,8 @@ class FixedTree(Gradients):
         while number % 2:
             right, left = self._stack.pop(), self._stack.pop()
             if left is not None and right is not None:
-                torch._foreach_add_(left.flats, right.flats)
+                if left.flats:
+                    torch._foreach_add_(left.flats, right.flats)
                 self._free.append(right)
             self._stack.append(right if left is None else left)
             number //= 2
@@ -151,7 +152,8 @@ class FixedTree(Gradients):
         self._stack = []
         if root is None:
             root = self._buffer()
-            torch._foreach_zero_(root.flats)
+            if root.flats:
+                torch._foreach_zero_(root.flats)
         self._root = root
         for parameter, view in zip(self.parameters, root.views, strict=True):
             parameter.grad = None if id(parameter) in self.unreached and not self.reduces(parameter) else view
