@@ -26,8 +26,8 @@ class Chip:
 
     @staticmethod
     def with_multiprocessors(count: int, clusters: Mapping[int, int]) -> Chip:
-        """The chip with this many multiprocessors, a few of which stay free for concurrent work such as NCCL's kernels. `clusters`: how many
-        clusters of each size run at once.
+        """The chip with this many multiprocessors. A few of them stay free for concurrent work such as NCCL's kernels. `clusters`: how
+        many clusters of each size run at once.
         """
         most = count - count // 32
         return Chip(most, *(min(size * clusters.get(size, 0), most) for size in (4, 8, 16)))
