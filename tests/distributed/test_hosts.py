@@ -159,7 +159,7 @@ def test_a_failure_ends_both_hosts(cluster: Cluster, write: Write) -> None:
     program = write("start.py", START)
     ended = cluster.run(lambda node: [program, "1"], lambda node: tf_config(node, 29754))
     assert ended[1].returncode == 7
-    assert "worker 1 of 2 ended with exit code 7" in ended[1].stderr
+    assert "worker 1 of 2 exited with code 7" in ended[1].stderr
     assert ended[0].returncode == 1
 
 
