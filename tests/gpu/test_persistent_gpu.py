@@ -26,7 +26,7 @@ from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.dispatch import choose, run
-from carrywave.kernels.hopper.layout import shape_for
+from carrywave.kernels.hopper.layout import H200, shape_for
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
@@ -152,7 +152,7 @@ def cases(draw: st.DrawFn) -> Case:
     # Few padded widths, because each compiles anew; all widths within them.
     hidden = 64 * draw(st.sampled_from((1, 2, 3, 8, 11, 16, 18))) - draw(st.integers(0, 63))
     steps, lanes, inputs = draw(st.integers(1, 40)), draw(st.integers(1, 140)), draw(st.integers(1, 200))
-    assume(shape_for(min(hidden, 1100), lanes) is not None)
+    assume(shape_for(H200, min(hidden, 1100), lanes) is not None)
     kind = draw(st.sampled_from(DTYPES)), draw(st.integers(1, 2)), draw(st.booleans()), draw(st.booleans())
     return Case(steps, lanes, inputs, min(hidden, 1100), *kind, seed=draw(st.integers(0, 1000)))
 

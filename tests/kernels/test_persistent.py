@@ -26,7 +26,7 @@ from carrywave.kernels import random, reference
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence
-from carrywave.kernels.hopper.layout import LayerShape, Wave, alone
+from carrywave.kernels.hopper.layout import H200, LayerShape, Wave, alone
 from carrywave.kernels.hopper.recurrence import Dealt
 from carrywave.kernels.lengths import last_real
 from carrywave.kernels.lstm import lstm
@@ -152,7 +152,7 @@ def test_the_algorithm_is_the_definition_on_any_layout(case: tuple[Problem, Laye
 
 @pytest.mark.parametrize(("hidden", "lanes"), [(65, 9), (128, 70), (192, 33), (257, 9)])
 def test_the_algorithm_on_the_layouts_that_are_used(hidden: int, lanes: int) -> None:
-    used = alone(hidden, lanes, 4)
+    used = alone(H200, hidden, lanes, 4)
     assert used is not None
     case = problem(4, lanes, 3, hidden, tuple(n * 7 % 5 for n in range(lanes)))
     assert_same(emulated(case, used.shape, used.back), defined(case), 1e-12)
@@ -223,7 +223,7 @@ SLOW = [(256, 64), (650, 20), (1024, 16), (1024, 64), (1024, 200), (1536, 40), (
 @pytest.mark.parametrize("fp16", [False, True])
 @pytest.mark.parametrize(("hidden", "lanes"), [(64, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in SLOW)])
 def test_the_source_compiles(hidden: int, lanes: int, fp16: bool, tmp_path: Path, record_property: pytest.RecordProperty) -> None:
-    used = alone(hidden, lanes, 4)
+    used = alone(H200, hidden, lanes, 4)
     assert used is not None
     said = "".join(compile_source(each.constants(fp16=fp16), tmp_path) for each in dict.fromkeys((used.shape, used.back)))
     # Told, not judged: what they come to differs from compiler to compiler.

@@ -25,7 +25,7 @@ from carrywave.errors import UserError
 from carrywave.kernels import reference
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.hopper import recurrence, wave
-from carrywave.kernels.hopper.layout import MULTIPROCESSORS, LayerShape, Wave, wave_for
+from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave, wave_for
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
 from carrywave.kernels.weights import LayerWeights
 
@@ -253,13 +253,13 @@ def test_what_does_not_fit_together_is_refused(x: tuple[int, ...], lanes: int, m
         wave.run(make(*x), (Carry(make(1, lanes, 20), make(1, lanes, 20)),), layers, [None], None, Wave(SHAPE, 1, 4))
 
 
-@given(st.integers(1, 12), st.integers(1, 1536), st.integers(1, 300), st.integers(1, 600))
-def test_all_that_runs_at_once_fits_the_chip(layers: int, hidden: int, lanes: int, steps: int) -> None:
-    found = wave_for(layers, hidden, lanes, steps)
+@given(st.sampled_from([H200, Chip(32, 28, 24, 16)]), st.integers(1, 12), st.integers(1, 1536), st.integers(1, 300), st.integers(1, 600))
+def test_all_that_runs_at_once_fits_the_chip(chip: Chip, layers: int, hidden: int, lanes: int, steps: int) -> None:
+    found = wave_for(chip, layers, hidden, lanes, steps)
     if found is None:
         return
-    assert found.shape.fits
-    assert found.streams * found.shape.blocks <= MULTIPROCESSORS
+    assert found.shape.fits(chip)
+    assert found.streams * found.shape.blocks <= chip.multiprocessors
     assert 1 <= found.streams <= layers
     assert 1 <= found.chunk_steps <= steps
     assert found.shape.groups * found.shape.lanes * found.shape.passes >= lanes
@@ -268,7 +268,7 @@ def test_all_that_runs_at_once_fits_the_chip(layers: int, hidden: int, lanes: in
 
 
 def test_a_wave_serves_small_batches_of_many_layers() -> None:
-    small, large = wave_for(8, 512, 16, 256), wave_for(8, 512, 128, 256)
+    small, large = wave_for(H200, 8, 512, 16, 256), wave_for(H200, 8, 512, 128, 256)
     assert small is not None
     assert large is not None
     assert small.streams == 8

@@ -84,6 +84,24 @@ def kernel(source: str, name: str, constants: tuple[tuple[str, int], ...], share
     return Kernel(function, shared_bytes, device)
 
 
+def most_clusters(function: Kernel, size: int, threads: int) -> int:
+    """How many clusters of this many blocks run at once on the function's device; 0 if it runs none."""
+    driver = _driver()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = function.shared_bytes
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = size, 1, 1
+    config.attrs, config.numAttrs = [attribute], 1
+    with _context(function.device):
+        try:
+            return int(_check(driver.cuOccupancyMaxActiveClusters(function.function, config)))
+        except KernelError:
+            return 0
+
+
 @cache
 def _module(source: str, constants: tuple[tuple[str, int], ...], device: int) -> Any:
     major, minor = torch.cuda.get_device_capability(device)

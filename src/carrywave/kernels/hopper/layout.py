@@ -5,16 +5,39 @@ Arithmetic without torch; the results are compile-time constants of `persistent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-MULTIPROCESSORS = 128  # of the 132 on an H100 or H200: the rest stay free for concurrent work, such as NCCL's kernels
-# Blocks that an H200 runs at once in clusters of this size, one per multiprocessor: those that remain cannot form a full cluster.
-CLUSTERED = {4: 120, 8: 120, 16: 112}
 MOST_HIDDEN = 2048
 MOST_PASSES = 8
 THREADS = 512  # per block
-_SHARED_BYTES = 227 << 10  # per block
+SHARED_BYTES = 227 << 10  # per block
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The part of a GPU that a kernel may fill: a whole one, a MIG slice, or a share under MPS. One block runs on each multiprocessor."""
+
+    multiprocessors: int
+    in_fours: int = 0  # blocks that run at once in clusters of 4: the remaining multiprocessors cannot form a full cluster
+    in_eights: int = 0
+    in_sixteens: int = 0
+
+    @staticmethod
+    def with_multiprocessors(count: int, clusters: Mapping[int, int]) -> Chip:
+        """The chip with this many multiprocessors. A few of them stay free for concurrent work such as NCCL's kernels. `clusters`: how
+        many clusters of each size run at once.
+        """
+        most = count - count // 32
+        return Chip(most, *(min(size * clusters.get(size, 0), most) for size in (4, 8, 16)))
+
+    def room(self, cluster: int) -> int:
+        """How many blocks run at once, in clusters of this size; 0: without clusters."""
+        return {0: self.multiprocessors, 4: self.in_fours, 8: self.in_eights, 16: self.in_sixteens}.get(cluster, 0)
+
+
+H200 = Chip(128, 120, 120, 112)
 
 
 @dataclass(frozen=True)
@@ -49,20 +72,18 @@ class LayerShape:
 
     @property
     def sum_buffers(self) -> int:
-        return 2 if self._bytes(2) <= _SHARED_BYTES else 1
+        return 2 if self._bytes(2) <= SHARED_BYTES else 1
 
     @property
     def shared_bytes(self) -> int:
         return self._bytes(self.sum_buffers)
 
-    @property
-    def fits(self) -> bool:
-        """True if the layout is valid and the GPU has room for all of its blocks at once."""
-        room = CLUSTERED.get(self.cluster, 0) if self.cluster else MULTIPROCESSORS
+    def fits(self, chip: Chip) -> bool:
+        """True if the layout is valid and the chip has room for all of its blocks at once."""
         if self.near and self.passes > 1:
             return False
         whole = self.hidden % (4 * self.units) == 0 and self.units * self.lanes <= THREADS and self.passes <= MOST_PASSES
-        return whole and self.hidden <= MOST_HIDDEN and self.blocks <= room and self.shared_bytes <= _SHARED_BYTES
+        return whole and self.hidden <= MOST_HIDDEN and self.blocks <= chip.room(self.cluster) and self.shared_bytes <= SHARED_BYTES
 
     def _bytes(self, sum_buffers: int) -> int:
         operand = 4 * self.k_blocks * self.lanes * 128
@@ -94,25 +115,25 @@ def _dealt(hidden: int, units: int, groups: int, lanes: int, widest: int) -> Lay
     return LayerShape(hidden, groups, -(-of_group // (passes * 8)) * 8, passes, units)
 
 
-def shapes_for(hidden: int, lanes: int) -> list[LayerShape]:
+def shapes_for(chip: Chip, hidden: int, lanes: int) -> list[LayerShape]:
     """All layouts that fit, with blocks of 16 or 32 units, fewest passes first."""
     padded = -(-hidden // 64) * 64
     found = []
     for units in (16, 32):
-        groups = min(MULTIPROCESSORS * units // padded, -(-lanes // 8))
+        groups = min(chip.multiprocessors * units // padded, -(-lanes // 8))
         for widest in (32, 24, 16, 8) if groups else ():
             shape = _dealt(padded, units, groups, lanes, widest)
-            if shape.fits and shape not in found:
+            if shape.fits(chip) and shape not in found:
                 found.append(shape)
     return sorted(found, key=lambda shape: shape.passes)
 
 
 @cache
-def shape_for(hidden: int, lanes: int) -> LayerShape | None:
+def shape_for(chip: Chip, hidden: int, lanes: int) -> LayerShape | None:
     """The layout to use; None if none fits. Of those with the fewest passes, one with 32-unit blocks is used if there is no other, or if
     all its weights stay in registers and 16-unit blocks would need more than 16 lanes: that halves the reads from other blocks.
     """
-    found = shapes_for(hidden, lanes)
+    found = shapes_for(chip, hidden, lanes)
     best = [shape for shape in found if shape.passes == found[0].passes]
     small, wide = ([shape for shape in best if shape.units == units] for units in (16, 32))
     if wide and (not small or (small[0].lanes > 16 and wide[0].in_registers == wide[0].k_blocks)):
@@ -121,14 +142,14 @@ def shape_for(hidden: int, lanes: int) -> LayerShape | None:
 
 
 @cache
-def back_for(shape: LayerShape, lanes: int) -> LayerShape:
+def back_for(chip: Chip, shape: LayerShape, lanes: int) -> LayerShape:
     """Backward's layout for a layer alone on the GPU: clusters of 4 if they fit in one pass, as forward does, with few lanes per pass (at
     most 16; or 32 up to 512 units, as many as forward above that), otherwise forward's layout. 24 lanes take as long as 32.
     """
-    for groups in range(min(CLUSTERED[4] * 16 // shape.hidden, -(-lanes // 8)), 0, -1):
+    for groups in range(min(chip.in_fours * 16 // shape.hidden, -(-lanes // 8)), 0, -1):
         found = replace(_dealt(shape.hidden, 16, groups, lanes, 32), cluster=4)
         few = found.lanes <= 16 or found.lanes == (32 if shape.hidden <= 512 else shape.lanes)
-        if shape.passes == 1 and found.fits and found.passes == 1 and few:
+        if shape.passes == 1 and found.fits(chip) and found.passes == 1 and few:
             return found
     return shape
 
@@ -148,43 +169,43 @@ class Wave:
 
 
 @cache
-def near_for(hidden: int, lanes: int) -> LayerShape | None:
+def near_for(chip: Chip, hidden: int, lanes: int) -> LayerShape | None:
     """A layout in which every group of eight lanes is one cluster: the fastest for narrow layers, if all groups fit at once."""
     for padded in (64, 128, 256):
         for units in (16, 32) if hidden <= padded else ():
             shape = LayerShape(padded, -(-lanes // 8), 8, 1, units, padded // units)
-            if shape.fits:
+            if shape.fits(chip):
                 return shape
     return None
 
 
-def alone(hidden: int, lanes: int, steps: int) -> Wave | None:
+def alone(chip: Chip, hidden: int, lanes: int, steps: int) -> Wave | None:
     """A single layer over all of its steps; None if no layout fits."""
-    near, shape = near_for(hidden, lanes), shape_for(hidden, lanes)
+    near, shape = near_for(chip, hidden, lanes), shape_for(chip, hidden, lanes)
     if near is not None and near.units == 16:
         return Wave(near, 1, steps)
     # Blocks of 32 units gain from whole-group clusters only in backward, which otherwise has two round trips to memory per step.
     if shape is None:
         return None
-    back = near if near is not None and near.hidden == shape.hidden else back_for(shape, lanes)
+    back = near if near is not None and near.hidden == shape.hidden else back_for(chip, shape, lanes)
     return Wave(shape, 1, steps, None if back == shape else back)
 
 
 @cache
-def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
+def wave_for(chip: Chip, layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
     """The layers one after the other, each over the whole GPU; or concurrently, a chunk apart, if that is clearly faster: small batches
     leave most of the GPU idle. None if no layout fits.
     """
-    best = alone(hidden, lanes, steps)
+    best = alone(chip, hidden, lanes, steps)
     if best is None or layers == 1:
         return best
     least = 0.95 * layers * (steps * _step_us(best.shape) + _LAUNCH_US)
     padded = -(-hidden // 64) * 64
     for units in (16, 32):
-        for groups in range(1, min(MULTIPROCESSORS * units // padded, -(-lanes // 8)) + 1):
+        for groups in range(1, min(chip.multiprocessors * units // padded, -(-lanes // 8)) + 1):
             shape = _dealt(padded, units, groups, lanes, THREADS // units)
-            streams = min(layers, MULTIPROCESSORS // shape.blocks)
-            if not shape.fits or streams < 2:
+            streams = min(layers, chip.multiprocessors // shape.blocks)
+            if not shape.fits(chip) or streams < 2:
                 continue
             # Short chunks fill and drain the pipeline sooner, but need more launches.
             chunk = min(steps, max(8, round((20 * steps / (streams - 1)) ** 0.5)))
@@ -194,7 +215,7 @@ def wave_for(layers: int, hidden: int, lanes: int, steps: int) -> Wave | None:
             if took < least:
                 back = replace(shape, cluster=4)
                 # Clusters may leave no room for one of many small layers, which then waits its turn: backward is still faster with them.
-                together = back.fits and (streams * shape.blocks <= CLUSTERED[4] or shape.blocks <= 16)
+                together = back.fits(chip) and (streams * shape.blocks <= chip.in_fours or shape.blocks <= 16)
                 best, least = Wave(shape, streams, chunk, back if together else None), took
     return best
 

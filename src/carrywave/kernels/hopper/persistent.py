@@ -17,7 +17,8 @@ from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
 from carrywave.kernels.hopper import wave
-from carrywave.kernels.hopper.layout import MULTIPROCESSORS, Wave, alone, shape_for, wave_for
+from carrywave.kernels.hopper.chip import chip_of
+from carrywave.kernels.hopper.layout import Chip, Wave, alone, shape_for, wave_for
 from carrywave.kernels.lengths import reversed_steps
 from carrywave.kernels.weights import Layer
 
@@ -41,16 +42,18 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
         return "it does not support projections"
     if weights[0].w_ih.dtype not in (torch.float32, x_TBI.dtype):
         return f"its weights must be float32 or of x's dtype, got {str(weights[0].w_ih.dtype).removeprefix('torch.')}"
-    if shape_for(weights[0].w_hh.shape[1], x_TBI.shape[1]) is None:
+    if refused := _device_refusal(x_TBI.device.index or 0):
+        return refused
+    if shape_for(_chip(x_TBI), weights[0].w_hh.shape[1], x_TBI.shape[1]) is None:
         return f"{weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
-    return _device_refusal(x_TBI.device.index or 0)
+    return ""
 
 
 def pays(x_TBI: Tensor, weights: Layer) -> bool:
     """True if it is faster than cuDNN inside a CUDA graph, as measured on an H200 (docs/kernels.md). It is not if the lanes need many
     passes through a wide layer, nor in fp16 for short sequences in layers so narrow that cuDNN has a persistent kernel for them.
     """
-    shape = shape_for(weights[0].w_hh.shape[1], x_TBI.shape[1])
+    shape = shape_for(_chip(x_TBI), weights[0].w_hh.shape[1], x_TBI.shape[1])
     tiny = x_TBI.dtype == torch.float16 and weights[0].w_hh.shape[1] <= 64 and x_TBI.shape[0] < 32
     return not tiny and (shape is None or shape.passes <= 2 or shape.passes * shape.hidden <= 3072)
 
@@ -59,16 +62,18 @@ def pays(x_TBI: Tensor, weights: Layer) -> bool:
 def _device_refusal(device: int) -> str:
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "it needs a Hopper GPU (compute capability 9.0)"
-    if torch.cuda.get_device_properties(device).multi_processor_count < MULTIPROCESSORS:
-        return f"it needs at least {MULTIPROCESSORS} multiprocessors"
     missing = nvrtc.available()
     return f"CUDA code cannot be compiled here ({missing})" if missing else ""
+
+
+def _chip(x_TBI: Tensor) -> Chip:
+    return chip_of(x_TBI.device.index or 0)
 
 
 def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
     """One layer: outputs [T, B, H·D] and the carry at each lane's last real step. Weights and carry may have a wider dtype than x."""
     steps, lanes = x_TBI.shape[:2]
-    whole = alone(weights[0].w_hh.shape[1], lanes, steps)
+    whole = alone(_chip(x_TBI), weights[0].w_hh.shape[1], lanes, steps)
     if whole is None:
         raise ValueError(f"{weights[0].w_hh.shape[1]} units and {lanes} lanes do not fit; call `refusal` first")
     ys, ends = [], []
@@ -88,5 +93,5 @@ def wave_of(x_TBI: Tensor, layers: Sequence[Layer]) -> Wave | None:
     widths = {direction.w_hh.shape[1] for layer in layers for direction in layer}
     if len(layers) < 2 or len(widths) > 1 or any(len(layer) > 1 for layer in layers):
         return None
-    found = wave_for(len(layers), widths.pop(), x_TBI.shape[1], x_TBI.shape[0])
+    found = wave_for(_chip(x_TBI), len(layers), widths.pop(), x_TBI.shape[1], x_TBI.shape[0])
     return found if found is not None and found.streams > 1 else None

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import EACH, HALVES, padded_rows
-from carrywave.kernels.hopper.layout import MULTIPROCESSORS, THREADS, LayerShape
+from carrywave.kernels.hopper.layout import THREADS, LayerShape
 from carrywave.kernels.weights import LayerWeights
 
 SOURCE, PACKING, LENGTHS = "persistent.cu", "packing.cu", "lengths.cu"
@@ -155,7 +155,7 @@ def real_rows(x_TBI: Tensor, lengths_B: Tensor) -> Tensor:
     steps, lanes, inputs = x_TBI.shape
     x = padded_to(x_TBI, inputs, x_TBI.dtype)
     rows_NJ = x.new_empty(steps * lanes, -(-inputs // 8) * 8)
-    grid = (max(1, min(MULTIPROCESSORS * 16, -(-len(rows_NJ) // 8))), 1, 1)
+    grid = (max(1, min(2048, -(-len(rows_NJ) // 8))), 1, 1)
     _simple("real_rows", x, LENGTHS)(grid, (32, 8), x, _words(lengths_B), lanes, len(rows_NJ), inputs, rows_NJ.shape[1], rows_NJ)
     return rows_NJ
 
@@ -209,4 +209,4 @@ def _simple(name: str, like: Tensor, source: str = PACKING) -> nvrtc.Kernel:
 
 def _waves(words: int) -> tuple[int, int, int]:
     """A grid of 256-thread blocks for a loop over this many words: enough to fill the GPU."""
-    return max(1, min(MULTIPROCESSORS * 8, -(-words // 256))), 1, 1
+    return max(1, min(1024, -(-words // 256))), 1, 1

@@ -1,0 +1,19 @@
+"""Asks the driver how much of a GPU the persistent kernels may fill."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.hopper.layout import SHARED_BYTES, THREADS, Chip
+
+
+@cache
+def chip_of(device: int) -> Chip:
+    """This GPU, or the part of it that this process may use."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    # The largest block: whatever leaves room for it leaves room for every other.
+    probe = nvrtc.kernel("probe.cu", "probe", (("CLUSTER", 16),), SHARED_BYTES, device)
+    return Chip.with_multiprocessors(count, {size: nvrtc.most_clusters(probe, size, THREADS) for size in (4, 8, 16)})
