@@ -26,6 +26,7 @@ from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.dispatch import choose, run
+from carrywave.kernels.hopper.chip import chip_of
 from carrywave.kernels.hopper.layout import H200, shape_for
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.model.encoders import Embedding
@@ -402,3 +403,11 @@ def test_200_steps_of_training_go_as_with_cudnn(precision: str) -> None:
     assert ends["persistent"] < 0.8 * curves["persistent"][0]  # it learns something
     # Rounding differs from the first step on; the paths part and end at the same height.
     assert ends["persistent"] == pytest.approx(ends["aten"], rel=0.04)
+
+
+def test_the_chip_is_what_the_driver_says() -> None:
+    chip, count = chip_of(0), torch.cuda.get_device_properties(0).multi_processor_count
+    assert chip.multiprocessors == count - count // 32
+    assert 0 < chip.in_sixteens <= chip.in_eights <= chip.in_fours <= chip.multiprocessors
+    if count == 132:
+        assert chip == H200
