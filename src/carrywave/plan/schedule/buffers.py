@@ -1,14 +1,14 @@
 """Counts the buffers that messages need when a sender writes them straight into the receiver's memory, and proves that they suffice.
 
 There, a send does not wait for a posted receive: it needs a free place. Each channel has *slots*, each of which holds all messages of one
-micro-batch, next to each other; micro-batch m (in the order of their first messages) uses slot m modulo their number, and may be written once the receiver has finished micro-batch
-m - slots altogether (it reads messages in place, some of them until the weight gradients are computed). And each channel has *signals*, by
-which the sender tells that a message has arrived: message n uses signal n modulo their number, which must have been read before it is raised
-again.
+micro-batch, next to each other. Micro-batch m, counted by first messages, uses slot m modulo their number, and may be written once the
+receiver has finished micro-batch m - slots altogether: it reads messages in place, some of them until the weight gradients are computed.
+And each channel has *signals*, by which the sender tells that a message has arrived: message n uses signal n modulo their number, which
+must have been read before it is raised again.
 
 Both numbers are counted along one global order of the tasks: as many as keep a send from ever waiting if tasks run in that order. Whatever
-order they run in, the task that is earliest in the global order never waits for a later one, so nothing can deadlock; `prove_in_place` shows
-it by execution.
+order they run in, the task that is earliest in the global order never waits for a later one, so nothing can deadlock; `prove_in_place`
+shows it by execution.
 """
 
 from __future__ import annotations
