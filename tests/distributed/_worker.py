@@ -32,6 +32,7 @@ from _cases import Run, plan_of, train
 from _mapped import MappedMemory
 
 from carrywave.parallel import mesh as mesh_module
+from carrywave.parallel import process_groups
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
@@ -71,6 +72,7 @@ class Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
         self.meshes.clear()
+        process_groups.limit(60)
         self.meeting, self.size = path, size
         MappedMemory.meeting = Path(path)
         # A minute: a hang is a failure of the case at hand, and is told as one.

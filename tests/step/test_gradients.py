@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from carrywave.parallel.group_sums import GroupSum
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.gradients import FlatBuffers, Gradients
 from carrywave.step.reproducible.fixed_tree import Branch, FixedTree
@@ -71,8 +72,8 @@ def some_passes() -> st.SearchStrategy[Passes]:
 def kinds(group: dist.ProcessGroup) -> dict[str, Kind]:
     return {
         "own": lambda own: Gradients(own, own),
-        "all-reduced": lambda own: AllReduce(own, own, [Reduced(group, own)], bucket_bytes=64),
-        "some all-reduced": lambda own: AllReduce(own, own, [Reduced(group, own[1:3], early=False)]),
+        "all-reduced": lambda own: AllReduce(own, own, [Reduced(GroupSum(group), own)], bucket_bytes=64),
+        "some all-reduced": lambda own: AllReduce(own, own, [Reduced(GroupSum(group), own[1:3], early=False)]),
         "tree": lambda own: FixedTree(own, own, [Branch(own[:2], ()), Branch(own[2:], ())]),
     }
 
