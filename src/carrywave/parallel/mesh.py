@@ -14,10 +14,9 @@ from torch import Tensor
 
 from carrywave.data.loader import Share
 from carrywave.errors import PlanError
-from carrywave.kernels.hopper import persistent
-from carrywave.parallel import process_groups
+from carrywave.parallel import pair_links, process_groups
 from carrywave.parallel.liveness import lost_contact
-from carrywave.parallel.transport import GroupLinks, Links, OrderedLinks, PeerLink, takes_order
+from carrywave.parallel.transport import GroupLinks, Links, PeerLink
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, lines
@@ -84,18 +83,10 @@ class Mesh:
                 self._replicas = group if stage == self.stage else self._replicas
         if plan.stages == 1:
             return
-        if world.backend == "nccl":
-            # A posted NCCL receive occupies multiprocessors until its message arrives, which may be after a persistent kernel that waits
-            # for these multiprocessors.
-            persistent.stand_aside("stages over NCCL may need its multiprocessors")
-        known = lines(plan.stages, share_head=plan.shares_head)
-        if takes_order(world.backend):
-            ranks = [range(replica * plan.stages, (replica + 1) * plan.stages) for replica in range(plan.replicas)]
-            own = [process_groups.group(each, "messages") for each in ranks][self.replica]
-            ordered = OrderedLinks(own, ranks[self.replica], self.device)
-            ordered.greet(self.stage, known)
-            self.links = ordered
+        if pair_links.takes_order(world.backend):
+            self.links = pair_links.connect(world, plan)
             return
+        known = lines(plan.stages, share_head=plan.shares_head)
         channels: dict[Channel, PeerLink] = {}
         staged = world.backend == "gloo" and self.device.type == "cuda"
         where = torch.device("cpu") if staged else self.device
