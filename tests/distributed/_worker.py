@@ -1,6 +1,6 @@
 """The workers of the exactness tests: `_worker.py FOLDER DEVICE BACKEND IN:OUT …`, a pair of pipes for each of them.
 
-BACKEND is gloo, nccl, or "in order": gloo with messages as NCCL gets them.
+BACKEND is gloo, nccl, "in order": gloo with messages as NCCL gets them, or "one at a time": the same on the strictest device there may be.
 
 This process loads the libraries and forks into the workers, which is much quicker than to load them in each. A case comes in as
 a line of JSON, and a line goes back. They serve worlds of any size, one after the other: a line says where its workers meet.
@@ -28,8 +28,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 sys.path.insert(0, str(Path(__file__).parent))
 from _broken import broken
 from _cases import Run, plan_of, train
+from _serial_device import SerialDevice
 
-from carrywave.parallel import mesh as mesh_module
+from carrywave.parallel import pair_links
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
@@ -45,8 +46,10 @@ class Worker:
         self.device = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self.device)
-        if backend == "in order":
-            mesh_module.takes_order = lambda backend: True
+        if backend in ("in order", "one at a time"):
+            pair_links.takes_order = lambda backend: True
+            if backend == "one at a time":
+                dist.batch_isend_irecv = SerialDevice().batch_isend_irecv
             backend = "gloo"
         self.rank, self.backend = rank, backend
         self.meeting = ""

@@ -91,7 +91,8 @@ def prove_in_order(program: Program) -> None:
                 moved = True
     stuck = [stage for stage, queue in enumerate(queues) if at[stage] < len(queue.items)]
     if stuck:
-        raise PlanError(f"messages in order deadlock: {', '.join(_says(stage, queues[stage].items[at[stage]], program) for stage in stuck)}")
+        waits = ", ".join(_says(stage, queues[stage].items[at[stage]], program) for stage in stuck)
+        raise PlanError(f"messages in order deadlock: {waits}")
 
 
 def issue_queues(program: Program) -> list[IssueQueue]:
