@@ -37,6 +37,8 @@ from carrywave.plan.plan import Plan
 from carrywave.step import worker_setup
 from carrywave.step.all_reduce import AllReduce
 
+TRANSPORTS = {"nccl": "pair_links", "device": "device_links", "gloo": "transport"}  # the modules of their links
+
 
 class Worker:
     """This process in one world after the other."""
@@ -77,7 +79,9 @@ class Worker:
         """Process groups follow from replicas, stages and who scores: plans that agree in them share them, which saves most of the time."""
         shape = plan.replicas, plan.stages, plan.shares_head
         if shape not in self.meshes:
-            self.meshes[shape] = Mesh(World(self.rank, self.size, self.rank, self.size, self.device, self.backend), plan)
+            made = self.meshes[shape] = Mesh(World(self.rank, self.size, self.rank, self.size, self.device, self.backend), plan)
+            if (asked := os.environ.get("CARRYWAVE_TRANSPORT")) is not None and made.links is not None:
+                assert type(made.links).__module__.endswith(f".{TRANSPORTS[asked]}"), f"asked for {asked}, got {type(made.links)}"
         mesh = copy.copy(self.meshes[shape])
         mesh.plan = plan
         return mesh
