@@ -15,8 +15,7 @@ from torch import Tensor
 
 from carrywave.data.loader import Share
 from carrywave.errors import PlanError
-from carrywave.kernels.hopper import persistent
-from carrywave.parallel import peer_access, process_groups
+from carrywave.parallel import pair_links, peer_access, process_groups
 from carrywave.parallel.device_links import DeviceLinks, Pair
 from carrywave.parallel.device_sums import DeviceSum
 from carrywave.parallel.group_sums import GroupSum, Summing
@@ -24,7 +23,7 @@ from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.peer_access import Neighbour
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.symmetric import symmetric_memory
-from carrywave.parallel.transport import GroupLinks, Links, OrderedLinks, PeerLink, takes_order
+from carrywave.parallel.transport import GroupLinks, Links, PeerLink
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, lines
@@ -117,18 +116,10 @@ class Mesh:
         if all(self._in_device_memory(ranks) for ranks in pipelines):
             self.links = self._device_links()
             return
-        if world.backend == "nccl":
-            # A posted NCCL receive occupies multiprocessors until its message arrives, which may be after a persistent kernel that waits
-            # for these multiprocessors.
-            persistent.stand_aside("stages over NCCL may need its multiprocessors")
-        known = lines(plan.stages, share_head=plan.shares_head)
-        if takes_order(world.backend):
-            ranks = [range(replica * plan.stages, (replica + 1) * plan.stages) for replica in range(plan.replicas)]
-            own = [process_groups.group(each, "messages") for each in ranks][self.replica]
-            ordered = OrderedLinks(own, ranks[self.replica], self.device)
-            ordered.greet(self.stage, known)
-            self.links = ordered
+        if pair_links.takes_order(world.backend):
+            self.links = pair_links.connect(world, plan)
             return
+        known = lines(plan.stages, share_head=plan.shares_head)
         channels: dict[Channel, PeerLink] = {}
         staged = world.backend == "gloo" and self.device.type == "cuda"
         where = torch.device("cpu") if staged else self.device
