@@ -113,9 +113,7 @@ class Loop:
     def __init__(self, world: World, case: Case, split: Split, precision: str, *, clock: bool = False) -> None:
         plan = split.plan(case)
         with _capturing(split.recorded):
-            self.trainer = Trainer(
-                case.model(), {**TRAIN, "precision": precision}, plan=plan, mesh=Mesh(world, plan), keep_state=False
-            )
+            self.trainer = Trainer(case.model(), {**TRAIN, "precision": precision}, plan=plan, mesh=Mesh(world, plan), keep_state=False)
         self.split, self.batch = split, case.batch()
         self.trainer.compute.scheduler = SCHEDULERS[split.family]
         self.clock = DeviceClock(world.device) if clock else None

@@ -32,6 +32,7 @@ from carrywave.launch.shares import PERCENT, shares
 from carrywave.measure.profiles import profile_of_shares
 from carrywave.parallel.worker_pool import Row
 from carrywave.plan.cost.cluster import Cluster
+from carrywave.plan.cost.profile import Profile
 from carrywave.plan.schedule import schedule as schedules
 from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.runs import output_file
@@ -58,6 +59,7 @@ COLUMNS = (
 
 CHUNKS = (2, 4, 8, 16, 32)
 SHORTEST_CHUNK = 4  # steps
+MOST_LAUNCHED = 8  # chunks: the host takes as long for any chunk, so that more of them only get slower
 WHOLE = 100  # percent
 ROUNDS, BLOCK_SECONDS, FEWEST_PASSES = 5, 0.1, 2
 PERSISTENT = "persistent"
@@ -156,7 +158,12 @@ class Measured:
     losses: list[float] = field(default_factory=list)
     passes: int = FEWEST_PASSES  # in a block
     predicted_ms: float | None = None
-    note: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def say(self, note: str) -> None:
+        """Add a note, unless it is empty or there already."""
+        if note and note not in self.notes:
+            self.notes.append(note)
 
     @property
     def median_ms(self) -> float | None:
@@ -182,7 +189,7 @@ def run(
     among them. `predict`: the planner's figures too, from a profile of the shares. `trace`: a picture of one step of the fastest wavefront.
     `whole_step`: time whole optimizer steps.
     """
-    peers.cuda_device("gpu-pipeline")
+    peers.check_gpu("gpu-pipeline")
     output_file.check(trace)
     wanted = variants(QUICK if quick else SETTINGS, chunks=chunks, rows=rows)
     most = max(each.split.workers for each in wanted)
@@ -225,15 +232,20 @@ def splits_of(setting: Setting, chunks: Sequence[int]) -> list[Split]:
     for stages in setting.stages:
         found.append(Split("sequential", stages))
         found += [Split("gpipe", stages, micro_batches=parts) for parts in (stages, 2 * stages) if case.lanes % parts == 0]
-        found += [Split("wavefront", stages, chunks=count, recorded=recorded) for recorded in (True, False) for count in counts]
+        found += [Split("wavefront", stages, chunks=count) for count in counts]
+        found += [Split("wavefront", stages, chunks=count, recorded=False) for count in counts if count <= MOST_LAUNCHED]
     for replicas, stages in setting.replicas:
-        of_each = [Split("wavefront", stages, replicas, chunks=count) for count in counts] if stages > 1 else [Split("wavefront", 1, replicas)]
+        of_each = (
+            [Split("wavefront", stages, replicas, chunks=count) for count in counts] if stages > 1 else [Split("wavefront", 1, replicas)]
+        )
         found += of_each
     return found
 
 
 @contextmanager
-def pools(wanted: Sequence[Variant], environment: Mapping[str, str], job: Mapping[str, Any]) -> Iterator[dict[tuple[int, int], StandingPool]]:
+def pools(
+    wanted: Sequence[Variant], environment: Mapping[str, str], job: Mapping[str, Any]
+) -> Iterator[dict[tuple[int, int], StandingPool]]:
     """A pool of workers for every size and number of shares; all start at once, and stay."""
     with ExitStack() as stack:
         ready: dict[tuple[int, int], StandingPool] = {}
@@ -246,7 +258,9 @@ def pools(wanted: Sequence[Variant], environment: Mapping[str, str], job: Mappin
         yield ready
 
 
-def measure(wanted: Sequence[Variant], ready: Mapping[tuple[int, int], StandingPool], *, rounds: int) -> tuple[dict[tuple[Case, int], Row], Found]:
+def measure(
+    wanted: Sequence[Variant], ready: Mapping[tuple[int, int], StandingPool], *, rounds: int
+) -> tuple[dict[tuple[Case, int], Row], Found]:
     """Prepare and time all variants, one setting after another."""
     described: dict[tuple[Case, int], Row] = {}
     found: Found = {each: Measured() for each in wanted}
@@ -258,18 +272,18 @@ def measure(wanted: Sequence[Variant], ready: Mapping[tuple[int, int], StandingP
                 described[key] = _ask(ready, each, what="describe")
         if setting.only_if_fits and PERSISTENT not in described[setting.case, setting.percent].get("kernel", ""):
             for each in own:
-                found[each].note = described[setting.case, each.percent]["note"] or "does not fit"
+                found[each].say(described[setting.case, setting.percent]["note"] or "does not fit")
             continue
         for each in own:
             _prepare(each, found[each], ready)
         base = found[own[0]]
         for each in own:
-            found[each].note = found[each].note or differs(found[each].losses, base.losses)
+            found[each].say(differs(found[each].losses, base.losses))
         for _ in range(rounds):
             for each in own:
                 if found[each].losses:
                     answer = _ask(ready, each, what="time", steps=found[each].passes)
-                    found[each].note = found[each].note or answer["note"]
+                    found[each].say(answer["note"])
                     found[each].ms += [] if answer["note"] else [answer["ms"]]
         for each in {(each.percent, each.split.workers): each for each in own}.values():
             _ask(ready, each, what="forget")
@@ -278,11 +292,11 @@ def measure(wanted: Sequence[Variant], ready: Mapping[tuple[int, int], StandingP
 
 def _prepare(variant: Variant, measured: Measured, ready: Mapping[tuple[int, int], StandingPool]) -> None:
     answer = _ask(ready, variant, what="prepare")
-    measured.note = answer["note"]
-    if not measured.note:
+    measured.say(answer["note"])
+    if not answer["note"]:
         measured.losses = answer["losses"]
         measured.passes = max(FEWEST_PASSES, round(1e3 * BLOCK_SECONDS / answer["ms"]))
-        measured.note = "" if answer["recorded"] == variant.split.recorded else f"it was not {variant.how}"
+        measured.say("" if answer["recorded"] == variant.split.recorded else f"it was not {variant.how}")
 
 
 def _ask(ready: Mapping[tuple[int, int], StandingPool], variant: Variant, **request: Any) -> Row:
@@ -311,13 +325,17 @@ def predicted(wanted: Sequence[Variant], environment: Mapping[str, str]) -> dict
     """The planner's predictions of all variants that it can price, from profiles of the shares measured now."""
     found: dict[Variant, Prediction] = {}
     for setting in dict.fromkeys(each.setting for each in wanted):
-        own = [each for each in wanted if each.setting == setting and each.is_priced]
-        counts = sorted({each.split.workers for each in own})
-        units = setting.case.units
-        profile = profile_of_shares(units, {**environment, PERCENT: str(setting.percent)}, counts)
-        predictor = Predictor(units, Cluster.uniform(profile, counts[-1]))
-        found |= {each: predictor.predict(each.split.plan(setting.case)) for each in own}
+        counts = sorted({each.split.workers for each in wanted if each.setting == setting and each.is_priced})
+        profile = profile_of_shares(setting.case.units, {**environment, PERCENT: str(setting.percent)}, counts)
+        found |= predictions_of(setting, wanted, profile)
     return found
+
+
+def predictions_of(setting: Setting, wanted: Sequence[Variant], profile: Profile) -> dict[Variant, Prediction]:
+    """The predictions of a setting's variants from the profile of its shares."""
+    own = [each for each in wanted if each.setting == setting and each.is_priced]
+    predictor = Predictor(setting.case.units, Cluster.uniform(profile, max(each.split.workers for each in own)))
+    return {each: predictor.predict(each.split.plan(setting.case)) for each in own}
 
 
 def seconds_of(prediction: Prediction, *, whole_step: bool = False) -> float:
@@ -327,9 +345,7 @@ def seconds_of(prediction: Prediction, *, whole_step: bool = False) -> float:
     return max(span.end for row in prediction.timeline.rows for span in row if span.label != "update")
 
 
-def draw(
-    file: Path, found: Found, predictions: Mapping[Variant, Prediction], ready: Mapping[tuple[int, int], StandingPool]
-) -> None:
+def draw(file: Path, found: Found, predictions: Mapping[Variant, Prediction], ready: Mapping[tuple[int, int], StandingPool]) -> None:
     """Write the picture of a step of the fastest recorded wavefront, measured and predicted."""
     best = max(
         (each for each in found if each.split.stages > 1 and each.split.replicas == 1 and each.is_priced and found[each].ms),
@@ -409,7 +425,7 @@ def row_of(variant: Variant, found: Found, described: Described) -> dict[str, ob
         "error": None if own.predicted_ms is None or ms is None else round(own.predicted_ms / ms - 1, 3),
         "kernel": share.get("kernel"),
         "target": "; ".join(targets_of(variant, best=best)),
-        "note": own.note,
+        "note": "; ".join(own.notes),
     }
 
 

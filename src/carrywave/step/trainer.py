@@ -120,7 +120,7 @@ class Trainer:
         self.lanes: int | None = None  # number of lanes whose state is kept, over all workers
         self.uncounted = 0  # batches so far without a step number of their own
         self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
-        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks of each step, which are then not captured unless it is recordable.
+        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then captured only if that is recordable.
         scale = None if self.scaler is None else self.scaler.scale
         self.compute = Compute(self.stage, self.mesh, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
         self.agreement = Agreement(self.mesh, self.held.parameters, self.model)
