@@ -12,12 +12,13 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from carrywave.benchmarks._gpu_peers import DTYPES, one_line
 from carrywave.benchmarks._standing_pool import requests
@@ -38,6 +39,8 @@ from carrywave.plan.plan import Plan
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.step.device_clock import DeviceClock
+from carrywave.step.graphs.capture import Capture
+from carrywave.step.micro_batches import FlatCarry
 from carrywave.step.trainer import Trainer
 
 CAPTURE = "CARRYWAVE_CAPTURE"
@@ -121,16 +124,27 @@ class Loop:
         self.own = self.trainer.own_part(self.batch)
         self.key = random.key(self.trainer.spec.seed, self.batch.epoch, self.batch.step)
 
-    def update(self) -> torch.Tensor:
+    def update(self) -> Tensor:
         """One optimizer step; returns its mean loss."""
         return self.trainer.step(self.batch)
 
     def forward_backward(self) -> None:
-        """Everything of a step up to its summed gradients."""
+        """Everything of a step up to its summed gradients; in one graph, if the step as a whole would be."""
+        trainer, engine = self.trainer, self.trainer.engine
+        one_piece = trainer.mesh.in_stream and engine.gradients.in_stream
+        if trainer.capture is not None and one_piece:
+            trainer.capture("forward_backward", self._forward_backward, [self.own], [self.key], None)
+        else:
+            self._forward_backward([self.own], [self.key], None, trainer.capture)
+
+    def _forward_backward(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None = None
+    ) -> tuple[None, FlatCarry]:
         engine = self.trainer.engine
         engine.gradients.begin()
-        engine.forward_backward([self.own], [self.key], None, self.trainer.capture)
+        _, left = engine.forward_backward(batches, keys, carry, graphs)
         engine.gradients.reduce()
+        return None, left
 
     @property
     def replays(self) -> int:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
@@ -49,6 +49,11 @@ def shares(count: int, percent: int | None = None) -> Iterator[dict[str, str]]:
             yield pipes | {PERCENT: str(part), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", SHARE_GPU: str(count)}
         finally:
             _stop(guard)
+
+
+def divided(count: int) -> AbstractContextManager[dict[str, str]]:
+    """As `shares`, but a count of 1 leaves the GPU whole and starts nothing."""
+    return shares(count) if count > 1 else nullcontext({})
 
 
 def _checked(count: int, percent: int | None) -> tuple[str, int]:

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from carrywave import __version__
 from carrywave.data.files import cache
 from carrywave.errors import PlanError, RunError, UserError
-from carrywave.launch.hardware import cores, gpus, nvidia_smi
+from carrywave.launch.hardware import cores, gpus, nvidia_smi, shares_on
+from carrywave.launch.shares import PIPES, divided
 from carrywave.parallel import worker_pool
 from carrywave.plan.cost.profile import Crowd, Link, Overheads, Profile, Reduction, Sample
 from carrywave.plan.cost.sample_requests import Ask, asks_of, called
@@ -174,9 +175,11 @@ def _measured(
         "links": missing.links,
     }
     try:
-        rows = worker_pool.start(
-            MEASURED_BY, job, workers, threads=threads(workers), environment=environment, name="the measurement of this machine"
-        )
+        # In a worker that has a share, its own environment serves those who measure too.
+        own = divided(1 if PIPES in os.environ else shares_on(kind)) if environment is None else contextlib.nullcontext(environment)
+        with own as given:
+            name = "the measurement of this machine"
+            rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), environment=given, name=name)
     except RunError as error:
         raise PlanError(f"{error}; set plan.replicas and plan.stages, or set CARRYWAVE_PROFILE to a profile of such a machine") from None
     return merged(profile, rows, workers)
@@ -258,10 +261,11 @@ def _alone(path: Path, note: Note) -> Iterator[None]:
 
 
 def _memory(kind: str) -> int:
-    """Bytes of memory of one GPU, or of the machine."""
+    """Bytes of memory of one GPU or share of one, or of the machine."""
     if kind == "cuda":
         known = [int(line) for line in nvidia_smi("memory.total") if line.isdecimal()]
-        return min(known) << 20 if known else 16 << 30  # a modest default if it is not reported
+        # A modest default if it is not reported.
+        return (min(known) << 20 if known else 16 << 30) // shares_on(kind)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
