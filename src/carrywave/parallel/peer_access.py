@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from carrywave.errors import SpecError
-from carrywave.parallel.world import SHARE_GPU, World, all_gather_text
+from carrywave.parallel.startup.environment import SHARE_GPU
+from carrywave.parallel.world import World, all_gather_text
 
 TRANSPORT = "CARRYWAVE_TRANSPORT"  # device, nccl or gloo; auto: the best that there is
 TRANSPORTS = ("auto", "device", "nccl", "gloo")
