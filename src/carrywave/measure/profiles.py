@@ -13,7 +13,7 @@ import os
 import platform
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -54,6 +54,18 @@ def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: N
                 note(f"measuring this machine with {workers} worker{'s' * (workers > 1)} ({len(missing.asks)} calls)")
                 profile = _measured(profile, kind, units.precision, workers, missing)
                 profile.write(path)
+    return profile
+
+
+def profile_of_shares(units: Units, environment: Mapping[str, str], counts: Sequence[int]) -> Profile:
+    """The profile of shares of a GPU, each as a device of its own: measured now, by workers with this environment, and not kept.
+
+    `counts` are the numbers of shares that work at once.
+    """
+    profile = replace(empty("cuda"), name="shares of a GPU", devices_per_host=max(counts))
+    for workers in counts:
+        missing = _missing(profile, units, workers, "cuda")
+        profile = _measured(profile, "cuda", units.precision, workers, missing, environment)
     return profile
 
 
@@ -151,7 +163,9 @@ def _missing(profile: Profile, units: Units, workers: int, kind: str) -> _Missin
     )
 
 
-def _measured(profile: Profile, kind: str, precision: str, workers: int, missing: _Missing) -> Profile:
+def _measured(
+    profile: Profile, kind: str, precision: str, workers: int, missing: _Missing, environment: Mapping[str, str] | None = None
+) -> Profile:
     """The profile extended by what this many workers measured."""
     job = {
         "device": kind,
@@ -162,9 +176,10 @@ def _measured(profile: Profile, kind: str, precision: str, workers: int, missing
     }
     try:
         # In a worker that has a share, its own environment serves those who measure too.
-        with divided(1 if PIPES in os.environ else shares_on(kind)) as environment:
+        own = divided(1 if PIPES in os.environ else shares_on(kind)) if environment is None else contextlib.nullcontext(environment)
+        with own as given:
             name = "the measurement of this machine"
-            rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), environment=environment, name=name)
+            rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), environment=given, name=name)
     except RunError as error:
         raise PlanError(f"{error}; set plan.replicas and plan.stages, or set CARRYWAVE_PROFILE to a profile of such a machine") from None
     return merged(profile, rows, workers)
