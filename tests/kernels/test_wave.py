@@ -24,7 +24,7 @@ from _emulated import deal, last_state, real_rows
 from carrywave.errors import UserError
 from carrywave.kernels import reference
 from carrywave.kernels.carry import Carry
-from carrywave.kernels.hopper import recurrence, wave
+from carrywave.kernels.hopper import recurrence, stack, wave
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave, wave_for
 from carrywave.kernels.hopper.recurrence import Dealt, Packed
 from carrywave.kernels.weights import LayerWeights
@@ -90,7 +90,7 @@ def backward(
     cells: Tensor,
     first_c: Tensor,
     grad_y: Tensor,
-    grad_last: tuple[Tensor, Tensor],
+    grad_last: tuple[Tensor | None, Tensor | None],
     grads: Tensor,
     grad_first: tuple[Tensor, Tensor],
     bias: Tensor,
@@ -99,7 +99,7 @@ def backward(
 ) -> None:
     steps, lanes = cells.shape[:2]
     lengths = torch.full((lanes,), steps) if dealt.lengths_B is None else dealt.lengths_B
-    dh, dc = (each.clone() for each in grad_last)
+    dh, dc = (torch.zeros_like(first_c) if each is None else each.clone() for each in grad_last)
     by_step = grads.view(steps, lanes, -1, 4)
     bias.zero_()
     for step in reversed(range(steps)):
@@ -278,7 +278,7 @@ def test_a_wave_serves_small_batches_of_many_layers() -> None:
 def test_everything_comes_after_what_it_needs() -> None:
     for layers in range(1, 6):
         for chunks in range(1, 6):
-            order = list(wave._diagonals(layers, chunks))
+            order = list(stack.diagonals(layers, chunks))
             place = {each: number for number, each in enumerate(order)}
             assert len(place) == layers * chunks
             for layer, chunk in order:
