@@ -37,15 +37,20 @@ def run(
     masks: Sequence[Tensor | None],
     lengths_B: Tensor | None,
     wave: Wave,
+    *,
+    clean: bool = False,
 ) -> tuple[Tensor, Carries]:
-    """Run the layers in order, each one's outputs times its mask feeding the next: outputs [T, B, H] of the last one, and the carries."""
+    """Run the layers in order, each one's outputs times its mask feeding the next: outputs [T, B, H] of the last one, and the carries.
+
+    `clean`: padding already holds zeros, as in the output of a layer.
+    """
     check(x_TBI, carries, layers)
     flat: list[Tensor | None] = []
     for carry, weights, mask in zip(carries, layers, masks, strict=True):
         flat += [carry.h[0], carry.c[0], *weights[:4], mask]
     apply: Any = _Stack.apply
     # Passed on, because needs_input_grad ignores no_grad: it stays True for inputs that require gradients.
-    y_TBH, *ends = apply(wave, torch.is_grad_enabled(), x_TBI, lengths_B, *flat)
+    y_TBH, *ends = apply(wave, torch.is_grad_enabled(), x_TBI, lengths_B, clean, *flat)
     return y_TBH, tuple(Carry(h[None], c[None]) for h, c in zip(ends[::2], ends[1::2], strict=True))
 
 
@@ -67,7 +72,9 @@ def check(x_TBI: Tensor, carries: Carries, layers: Sequence[LayerWeights]) -> No
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wave: Wave, wanted: bool, x_TBI: Tensor, lengths_B: Tensor | None, *flat: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, wave: Wave, wanted: bool, x_TBI: Tensor, lengths_B: Tensor | None, clean: bool, *flat: Tensor | None
+    ) -> tuple[Tensor, ...]:
         steps = x_TBI.shape[0]
         given = list(zip(*[iter(flat)] * _OF_LAYER, strict=True))
         hidden = given[0][3].shape[1]
@@ -77,7 +84,7 @@ class _Stack(torch.autograd.Function):
         masks = [padded_mask(mask, wave, like) for *_, mask in given]
         carries = [(h_BH, c_BH) for h_BH, c_BH, *_ in given]
         layers = stack.activations(wave.shape, carries, [mask is not None for mask in masks], steps, len(spans), like, kept=kept)
-        layers[0] = layers[0]._replace(inputs_NJ=rows_of(x_TBI, lengths_B))
+        layers[0] = layers[0]._replace(inputs_NJ=rows_of(x_TBI, None if clean else lengths_B))
         layers = [layer._replace(mask=mask) for layer, mask in zip(layers, masks, strict=True)]
         packs = [
             stack.packed(LayerWeights(*each[2:6]), wave.shape, pitch_of(layer), like, transposed=kept)
@@ -106,7 +113,7 @@ class _Stack(torch.autograd.Function):
         each = [saved[number * of_layer : (number + 1) * of_layer] for number in range(count)]
         layers, weights = [Activations(*tensors[:-2]) for tensors in each], [(tensors[-2], tensors[-1]) for tensors in each]
         dealt = [Dealt(*pair) for pair in zip(*[iter(saved[count * of_layer :])] * 2, strict=True)]
-        wants = list(zip(*[iter(ctx.needs_input_grad[4:])] * _OF_LAYER, strict=True))
+        wants = list(zip(*[iter(ctx.needs_input_grad[5:])] * _OF_LAYER, strict=True))
         grads = stack.gradients(layers, wave.back, len(spans))
         inputs_NJ = layers[0].inputs_NJ
         assert inputs_NJ is not None
@@ -133,7 +140,7 @@ class _Stack(torch.autograd.Function):
             results += [starts[0].to(h_dtype) if wants[number][0] else None]
             results += [starts[1].to(c_dtype) if wants[number][1] else None]
             results += [dw_ih, dw_hh, *(db.unbind() if db is not None and biased else (None, None)), None]
-        return None, None, input_gradient(dx_NJ, ctx.x_shape), None, *results
+        return None, None, input_gradient(dx_NJ, ctx.x_shape), None, None, *results
 
 
 def refuse_more(*grads: Tensor | None) -> None:
