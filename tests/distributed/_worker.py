@@ -1,6 +1,7 @@
 """The workers of the exactness tests: `_worker.py FOLDER DEVICE BACKEND IN:OUT …`, a pair of pipes for each of them.
 
-BACKEND is gloo, nccl, or "in order": gloo with messages as NCCL gets them.
+BACKEND is gloo, nccl, "in order": gloo with messages as NCCL gets them, or "mapped": gloo, with messages and sums as in device memory, but
+in a file that all processes map.
 
 This process loads the libraries and forks into the workers, which is much quicker than to load them in each. A case comes in as
 a line of JSON, and a line goes back. They serve worlds of any size, one after the other: a line says where its workers meet.
@@ -28,6 +29,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 sys.path.insert(0, str(Path(__file__).parent))
 from _broken import broken
 from _cases import Run, plan_of, train
+from _mapped import MappedMemory
 
 from carrywave.parallel import mesh as mesh_module
 from carrywave.parallel.mesh import Mesh
@@ -48,6 +50,10 @@ class Worker:
         if backend == "in order":
             mesh_module.takes_order = lambda backend: True
             backend = "gloo"
+        if backend == "mapped":
+            mesh_module.symmetric_memory = MappedMemory
+            mesh_module.peer_access.in_reach = lambda there, ranks: True
+            backend = "gloo"
         self.rank, self.backend = rank, backend
         self.meeting = ""
         self.meshes: dict[tuple[int, int, bool], Mesh] = {}
@@ -66,6 +72,7 @@ class Worker:
             dist.destroy_process_group()
         self.meshes.clear()
         self.meeting, self.size = path, size
+        MappedMemory.meeting = Path(path)
         # A minute: a hang is a failure of the case at hand, and is told as one.
         backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
         dist.init_process_group(backend, store=FileStore(path, size), rank=self.rank, world_size=size, timeout=timedelta(seconds=60))
@@ -86,7 +93,7 @@ def serve(rank: int, worker: Worker, folder: Path, incoming: int, outgoing: int)
         for number, text in enumerate(lines):
             try:
                 run = worker.run(json.loads(text))
-                reply = {key: getattr(run, key) for key in ("losses", "norms", "finite", "scale", "digests")}
+                reply = {key: getattr(run, key) for key in ("losses", "norms", "finite", "scale", "digests", "replays")}
                 if rank == 0:
                     tensors = {f"gradient/{k}": v for k, v in run.gradients.items()} | {f"weight/{k}": v for k, v in run.weights.items()}
                     path = folder / f"{number}.safetensors"

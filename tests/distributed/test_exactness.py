@@ -34,6 +34,12 @@ def ordered() -> Iterator[Crew]:
         yield workers
 
 
+@pytest.fixture(scope="module")
+def mapped() -> Iterator[Crew]:
+    with Crew(4, backend="mapped") as workers:
+        yield workers
+
+
 @pytest.mark.parametrize(("workers", "examples"), [(1, 10), (2, 10), (3, 8), (4, 10)])
 def test_any_plan_gives_the_answer_of_one_device(workers: int, examples: int, crew: Crew) -> None:
     check_drawn(workers, examples, crew)
@@ -43,6 +49,17 @@ def test_any_plan_gives_the_answer_of_one_device(workers: int, examples: int, cr
 def test_messages_one_after_the_other_give_the_answer_of_one_device(plan: str, ordered: Crew) -> None:
     """As NCCL gets them, carried by gloo: one group for all stages, in batches, and sums after them."""
     check(a_case(plan=(PLANS | SHARED)[plan]), ordered)
+
+
+@pytest.mark.parametrize("plan", PLANS | SHARED)
+def test_messages_written_into_the_neighbours_memory_give_the_answer_of_one_device(plan: str, mapped: Crew) -> None:
+    """As between GPUs of one host: read in place, in buffers that are used again, with sums by the same way."""
+    check(a_case(plan=(PLANS | SHARED)[plan]), mapped)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_messages_in_shared_memory_on_any_plan(workers: int, mapped: Crew) -> None:
+    check_drawn(workers, 8, mapped)
 
 
 def test_a_stage_without_parameters_sends_what_the_others_send(crew: Crew) -> None:

@@ -102,7 +102,7 @@ def test_every_way_ends_with_what_autograd_adds_up(
 
 def test_gradients_that_are_summed_are_views_of_one_buffer(alone: dist.ProcessGroup) -> None:
     own = [nn.Parameter(torch.ones(size)) for size in (3, 5, 2)]
-    gradients = AllReduce(own, own, [Reduced(alone, own)], bucket_bytes=24)
+    gradients = AllReduce(own, own, [Reduced(GroupSum(alone), own)], bucket_bytes=24)
     assert [[p.numel() for p in bucket.parameters] for bucket in gradients.buckets] == [[2], [5], [3]]  # the last layers come first
     for passes in (1, 2):
         step(gradients, own, [[1.0, 1.0, 1.0]] * passes, static=False)
@@ -152,7 +152,7 @@ class _Gives(torch.autograd.Function):
 
 def test_what_other_workers_add_is_kept_where_this_one_has_nothing(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
-    gradients = AllReduce(own, own, [Reduced(alone, own)], bucket_bytes=8)
+    gradients = AllReduce(own, own, [Reduced(GroupSum(alone), own)], bucket_bytes=8)
     plain = dist.all_reduce
 
     def with_another(tensor: Tensor, **options: Any) -> Any:

@@ -73,7 +73,8 @@ def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     # Warn about an unsupported shape only if this backend was requested by name, but always about a missing compiler.
     if why and why not in _told and (forced or _is_broken(why)):
         _tell(why)
-    return "aten" if why else "persistent"
+    # Only after the refusal: whether it pays depends on the chip, and only a GPU that is not refused can be asked for it.
+    return "persistent" if not why and (forced or persistent.pays(x_TBI, layer)) else "aten"
 
 
 def run(
@@ -162,20 +163,20 @@ def in_use(asked: str, x_TBI: Tensor, layer: Layer) -> str:
 
 
 def _fastest(x_TBI: Tensor, layer: Layer) -> str:
-    """The fastest backend. The only place that judges by speed; whether the backend can run the layer is checked afterwards."""
+    """The backend that is fastest on this device and precision; whether it can run the layer, and pays, is checked afterwards."""
     if x_TBI.is_cuda and x_TBI.dtype in HALVES:
-        return "persistent" if persistent.pays(x_TBI, layer) else "aten"
+        return "persistent"
     return "aten" if aten.prefers_onednn(x_TBI, layer) else "manual"
 
 
 def _is_broken(why: str) -> bool:
     """True if a refusal is the environment's fault: the kernel failed, or cannot be compiled."""
     missing = nvrtc.available()
-    return why in _failures or (bool(missing) and missing in why)
+    return why.startswith(persistent.FAILED) or (bool(missing) and missing in why)
 
 
 def _give_up(error: nvrtc.KernelError) -> None:
-    _failures.append(f"it failed: {' '.join(str(error).split())[:400]}")
+    _failures.append(f"{persistent.FAILED}{' '.join(str(error).split())[:400]}")
     _tell(_failures[0])
 
 

@@ -48,6 +48,10 @@ class Links(Protocol):
     def in_order(self) -> bool:
         """True if messages are carried out one after another, so that programs must be in order too."""
 
+    @property
+    def in_stream(self) -> bool:
+        """True if the host takes no part: messages are work of the current CUDA stream, in its order, and can be captured."""
+
     def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message on a channel."""
 
@@ -83,6 +87,7 @@ class GroupLinks:
     """Messages over torch.distributed. `staged`: through host memory, for CUDA tensors when only gloo is available."""
 
     in_order = False
+    in_stream = False
 
     def __init__(self, channels: dict[Channel, PeerLink], device: torch.device, *, staged: bool) -> None:
         self.channels, self.device, self.staged = channels, device, staged
@@ -139,6 +144,7 @@ class OrderedLinks:
     """Messages in batches over one communicator. `ranks` are the ranks of the stages, in stage order."""
 
     in_order = True
+    in_stream = False
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
         self.group, self.ranks, self.device = group, ranks, device

@@ -15,6 +15,7 @@ Shapes: T time, B lane.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from carrywave.kernels.window import Window, WindowChunk
 from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
+from carrywave.parallel.device_links import DeviceLinks, Message
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.transport import Links, Pending
 from carrywave.plan.plan import Plan
@@ -179,13 +181,18 @@ class _Run:
         self.windows: dict[int, Window] = {}  # by micro-batch, until its backward is done
         self.lengths: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: of its window, and of each chunk
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
+        # Where messages are read in place, the sender must learn when their buffers are free.
+        self.in_place = links if isinstance(links, DeviceLinks) else None
+        self.lasts = {step.task.micro_batch: number for number, step in enumerate(self.steps)} if self.in_place else {}
 
     def execute(self) -> list[BatchOutcome]:
         """Carry out the steps of this stage in order."""
         run = {"F": self._forward, "B": self._backward, "H": self._score}
         done: StageTask | None = None  # the last task that ran
+        if self.in_place is not None:
+            self.in_place.begin(self.program, self._messages())
         with deferring(self.deferred), pass_cache():
-            for step in self.steps:
+            for number, step in enumerate(self.steps):
                 if step.kind == "receive":
                     self._receive(step.task)
                 elif step.kind == "send":
@@ -203,9 +210,16 @@ class _Run:
                     with self._timed(step.task.phase, step.task):
                         run[step.task.phase](step.task)
                     done = step.task
+                if self.in_place is not None and self.lasts[step.task.micro_batch] == number < len(self.steps) - 1:
+                    # Weight gradients read what was received.
+                    self._flush(done)
+                    done = None
+                    self.in_place.finished(step.task.micro_batch)
             if self.links is not None:
                 self.links.flush()
             self._flush(done)
+        if self.in_place is not None:
+            self.in_place.end()
         if self.links is not None and self.links.in_order:
             self.links.drain()  # all-reduces follow
         outcomes = []
@@ -232,14 +246,26 @@ class _Run:
                 self.deferred.flush(self.gradients.ready if final and self.gradients is not None else None)
 
     def _receive(self, task: StageTask) -> None:
-        first, end = self._span(task)
-        lanes = self.batches[task.micro_batch].lanes.shape[0]
         line = cast(Channel, incoming(task, self.program.schedule))
-        if task.phase == "H" or (task.phase == "B" and self.last_stage):
-            width = self.stage.width_head
-        else:
-            width = self.stage.width_in if task.phase == "F" else self.stage.width_out
-        self.arriving[task] = cast(Links, self.links).receive(line, (end - first, lanes, width), self.dtype)
+        self.arriving[task] = cast(Links, self.links).receive(line, self._shape(line, task), self.dtype)
+
+    def _shape(self, line: Channel, task: StageTask) -> tuple[int, int, int]:
+        """The shape of a message on a channel, from one of the tasks at its ends, which work on the same chunk."""
+        first, end = self._span(task)
+        head = line.phase == "H" or (line.phase == "B" and line.sender < line.receiver)
+        from_below = self.place == (line.receiver if line.phase == "F" else line.sender)
+        width = self.stage.width_head if head else self.stage.width_in if from_below else self.stage.width_out
+        return end - first, self.batches[task.micro_batch].lanes.shape[0], width
+
+    def _messages(self) -> dict[Channel, list[Message]]:
+        """Every message that this stage sends or receives, by channel, in order."""
+        found: dict[Channel, list[Message]] = {}
+        for step in self.steps:
+            if step.kind != "run":
+                line = cast(Channel, (outgoing if step.kind == "send" else incoming)(step.task, self.program.schedule))
+                size = math.prod(self._shape(line, step.task)) * self.dtype.itemsize
+                found.setdefault(line, []).append(Message(step.task.micro_batch, size))
+        return found
 
     def _forward(self, task: StageTask) -> None:
         entered = self._entered(task)

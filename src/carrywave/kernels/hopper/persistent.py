@@ -23,6 +23,8 @@ from carrywave.kernels.lengths import reversed_steps
 from carrywave.kernels.weights import Layer
 from carrywave.kernels.window import WindowChunk
 
+FAILED = "it failed: "  # how a refusal starts when a kernel was tried
+
 _standing_aside: list[str] = []
 
 
@@ -53,6 +55,8 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
 def pays(x_TBI: Tensor, weights: Layer) -> bool:
     """True if it is faster than cuDNN inside a CUDA graph, as measured on an H200 (docs/kernels.md). It is not if the lanes need many
     passes through a wide layer, nor in fp16 for short sequences in layers so narrow that cuDNN has a persistent kernel for them.
+
+    Call `refusal` first: only a GPU that can run the kernels can be asked how much of it they may fill.
     """
     shape = shape_for(_chip(x_TBI), weights[0].w_hh.shape[1], x_TBI.shape[1])
     tiny = x_TBI.dtype == torch.float16 and weights[0].w_hh.shape[1] <= 64 and x_TBI.shape[0] < 32
@@ -63,8 +67,13 @@ def pays(x_TBI: Tensor, weights: Layer) -> bool:
 def _device_refusal(device: int) -> str:
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "it needs a Hopper GPU (compute capability 9.0)"
-    missing = nvrtc.available()
-    return f"CUDA code cannot be compiled here ({missing})" if missing else ""
+    if missing := nvrtc.available():
+        return f"CUDA code cannot be compiled here ({missing})"
+    try:
+        chip_of(device)
+    except nvrtc.KernelError as error:
+        return f"{FAILED}{' '.join(str(error).split())[:400]}"
+    return ""
 
 
 def _chip(x_TBI: Tensor) -> Chip:
