@@ -181,7 +181,7 @@ def test_a_probe_that_fails_is_a_refusal_and_not_repeated(a_gpu: Callable[..., l
 def test_a_kernel_that_fails_is_said_once_and_not_tried_again(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def fails(*_: object) -> tuple[Tensor, Carry]:
+    def fails(*_: object, **named: object) -> tuple[Tensor, Carry]:
         tried.append("layer")
         raise nvrtc.KernelError("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
 
@@ -201,7 +201,7 @@ def test_a_kernel_that_fails_is_said_once_and_not_tried_again(asked: str, monkey
 
 
 def test_a_wave_that_fails_leaves_the_layers_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> tuple[Tensor, Carry]:
+    def fails(*_: object, **named: object) -> tuple[Tensor, Carry]:
         raise nvrtc.KernelError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
 
     monkeypatch.setattr(persistent, "refusal", refusing(""))
@@ -217,7 +217,7 @@ def test_a_wave_that_fails_leaves_the_layers_to_torch(monkeypatch: pytest.Monkey
 
 
 def test_other_errors_of_a_kernel_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> tuple[Tensor, Carry]:
+    def fails(*_: object, **named: object) -> tuple[Tensor, Carry]:
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(persistent, "refusal", refusing(""))
@@ -230,7 +230,7 @@ def test_the_persistent_kernel_is_given_what_it_casts_itself(monkeypatch: pytest
     """Only x is in the dtype to compute in: a copy of the weights would cost a pass over them."""
     given: list[torch.dtype] = []
 
-    def layer(x: Tensor, start: Carry, weights: Layer, lengths: Tensor | None) -> tuple[Tensor, Carry]:
+    def layer(x: Tensor, start: Carry, weights: Layer, lengths: Tensor | None, **named: object) -> tuple[Tensor, Carry]:
         given.extend([x.dtype, start.h.dtype, start.c.dtype, weights[0].w_ih.dtype, weights[0].w_hh.dtype])
         return x.new_zeros(5, 2, 4), start
 

@@ -163,6 +163,7 @@ def _no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "chip_of", lambda device: H200)
     for name in ("pack", "states", "gradients", "deal", "real_rows", "last_state", "prepare_backward", "forward", "backward", "unpack"):
         monkeypatch.setattr(recurrence, name, getattr(_emulated, name))
+    monkeypatch.setattr(persistent, "_chip", lambda x: H200)
 
 
 @pytest.mark.usefixtures("_no_launches")
