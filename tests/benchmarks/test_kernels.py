@@ -20,6 +20,7 @@ from carrywave.cli.main import app
 from carrywave.errors import UserError
 from carrywave.kernels import dispatch
 from carrywave.kernels.hopper import persistent
+from carrywave.kernels.hopper.layout import H200
 
 CPU = torch.device("cpu")
 SMALL = Case(2, 8, 3, 12, "fp32")
@@ -190,6 +191,7 @@ def test_a_kernel_that_fails_is_not_timed_in_another_ones_guise(host: None, monk
 
 
 def test_ours_is_timed_where_it_runs(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistent, "chip_of", lambda device: H200)
     monkeypatch.setattr(persistent, "refusal", lambda x, layer: "")
     monkeypatch.setattr(dispatch, "choose", lambda asked, x, layer: "reference" if asked == "reference" else "persistent")
     monkeypatch.setattr(persistent, "layer", dispatch.BACKENDS["reference"])

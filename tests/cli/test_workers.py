@@ -16,18 +16,19 @@ from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
 from carrywave.launch.exit_reports import Ended
 from carrywave.parallel import world
 from carrywave.parallel.startup.launcher_env import is_first
-from carrywave.spec.spec import PlanSpec
+from carrywave.spec.spec import PlanSpec, Spec
 
 HOSTS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TF_CONFIG", "CARRYWAVE_CAUSES"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TF_CONFIG", "CARRYWAVE_CAUSES", "CARRYWAVE_SHARE_GPU"):
         monkeypatch.delenv(name, raising=False)
 
 
 asked: list[tuple[int, int | None]] = []  # restarts, and workers that are enough, of every start
+divided: list[int] = []  # among how many workers each GPU is divided, of every start
 
 
 @pytest.fixture
@@ -37,10 +38,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     def make(gpus: int, end: Ended = Ended(0)) -> list[Any]:  # noqa: B008
         started: list[Any] = []
         asked.clear()
+        divided.clear()
 
-        def start(command: list[str], devices: int, *, hosts: Any, restarts: int, min_devices: int | None, say: Any) -> Ended:
+        def start(command: list[str], devices: int, *, hosts: Any, restarts: int, min_devices: int | None, shares: int, say: Any) -> Ended:
             started.append((devices, hosts and hosts.node))
             asked.append((restarts, min_devices))
+            divided.append(shares)
             return end
 
         monkeypatch.setattr(workers, "start", start)
@@ -104,6 +107,59 @@ def test_as_a_trial_workers_may_share_a_gpu_and_are_told_so(
         start_workers(4, "cuda", PlanSpec())
     assert started == [(4, None)]
     assert capsys.readouterr().err == "carrywave: 4 workers share 1 GPU: they communicate through host memory\n"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "device", "plan", "found"),
+    [
+        (1, None, "auto", PlanSpec(), (4, 4)),  # as many workers as shares
+        (2, None, "cuda", PlanSpec(), (8, 4)),
+        (1, 2, "auto", PlanSpec(), (2, 4)),
+        (1, 1, "auto", PlanSpec(), (1, 4)),  # a share alone is still a share
+        (1, 2, "cuda", None, (2, 4)),
+        (1, None, "auto", None, None),  # evaluation, on the whole GPU
+        (0, None, "auto", PlanSpec(), None),
+        (0, 2, "auto", PlanSpec(), (2, 1)),
+        (1, 2, "cpu", PlanSpec(), (2, 1)),
+    ],
+)
+def test_shares_of_a_gpu(
+    machine: Any,
+    gpus: int,
+    devices: int | None,
+    device: str,
+    plan: PlanSpec | None,
+    found: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "4")
+    started = machine(gpus)
+    if found is None:
+        assert start_workers(devices, device, plan) is None
+    else:
+        with pytest.raises(typer.Exit):
+            start_workers(devices, device, plan)
+    assert [(count, shares) for (count, _), shares in zip(started, divided, strict=True)] == ([] if found is None else [found])
+
+
+def test_a_dry_run_counts_shares(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "4")
+    started = machine(1)
+    assert start_workers(None, "auto", PlanSpec(stages=2), dry_run=True) == 4
+    assert started == []
+
+
+def test_all_shares_are_used_without_asking_whether_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "gpus", lambda: ["1/2 of Fake"] * 2)
+    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "2")
+    assert workers.devices_that_pay(Spec(), "auto", None) is None
+
+
+def test_a_number_of_shares_that_cannot_be(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(1)
+    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "half")
+    with pytest.raises(WorkerError, match="CARRYWAVE_SHARE_GPU=half is not a number of workers from 0 to 48; use 1 to let workers take"):
+        start_workers(2, "auto", PlanSpec())
 
 
 def test_a_dry_run_starts_nobody(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ class Run:
     finite: list[bool]
     scale: float | None  # of the fp16 loss, after the last step
     digests: dict[str, str]  # of each weight that this worker holds and of what the optimizer keeps of it, to the last bit
+    replays: int = 0  # whole steps that came from a recording
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step: divided, clipped
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last step
 
@@ -157,6 +158,8 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
 def train(case: Case, mesh: Mesh) -> Run:
     """Train on the case's batches at this worker's place in the mesh. Every worker must call it."""
     trainer = Trainer(model_of(case), case["train"], mesh=mesh, keep_state=case["task"] in STREAMS)
+    if not case.get("recorded", True):
+        trainer.capture = None
     run = Run([], [], [], None, {})
     for number, group in enumerate(batches_of(case)):
         result = trainer.update(*group)
@@ -168,6 +171,7 @@ def train(case: Case, mesh: Mesh) -> Run:
     if mesh.links is not None:
         mesh.links.drain()
     run.weights = {name: tensor.clone() for name, tensor in trainer.gathered().items()}
+    run.replays = 0 if trainer.capture is None else trainer.capture.replays["step"]
     run.scale = None if trainer.scaler is None else float(trainer.scaler.scale)
     held = trainer.parameters() | optimizers.state_tensors(trainer.optimizer, trainer.named)
     run.digests = {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in held.items()}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,8 +26,8 @@ MOST_SECONDS = 150  # without an answer; the workers' own limit is a minute
 class Crew:
     """So many processes at most. A case takes as many of them as its plan needs."""
 
-    def __init__(self, size: int = 4, *, device: str = "cpu", backend: str = "gloo") -> None:
-        self.size, self.device, self.backend = size, device, backend
+    def __init__(self, size: int = 4, *, device: str = "cpu", backend: str = "gloo", environment: Mapping[str, str] | None = None) -> None:
+        self.size, self.device, self.backend, self.environment = size, device, backend, environment
         self.program: subprocess.Popen[bytes] | None = None  # the parent of all workers
         self.lines: list[Any] = []  # to each worker
         self.replies: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -76,7 +77,7 @@ class Crew:
                 stderr=log,
                 pass_fds=theirs,
                 process_group=0,  # ended as one
-                env=os.environ | own | {"CUBLAS_WORKSPACE_CONFIG": ":4096:2"},
+                env=os.environ | own | {"CUBLAS_WORKSPACE_CONFIG": ":4096:2"} | dict(self.environment or {}),
             )
         for end in theirs:
             os.close(end)

@@ -80,6 +80,11 @@ SHARED = {
     "head shared by replicas": a_plan(replicas=2, stages=2, cuts=[3], chunk_steps=2, micro_batches=2, share_head=True),
     "head shared by three": a_plan(stages=3, cuts=[1, 2], chunk_steps=1, share_head=True),
 }
+LONG = {
+    "three stages": a_plan(stages=3, cuts=[1, 2], chunk_steps=1),
+    "four stages": a_plan(stages=4, cuts=[1, 2, 3], chunk_steps=2, micro_batches=2),
+    "head shared by four": a_plan(stages=4, cuts=[1, 2, 3], chunk_steps=1, micro_batches=2, share_head=True),
+}
 PLANS = {
     "replicas": a_plan(replicas=2),
     "stages": a_plan(stages=2, cuts=[2], chunk_steps=2),

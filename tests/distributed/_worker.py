@@ -1,6 +1,7 @@
 """The workers of the exactness tests: `_worker.py FOLDER DEVICE BACKEND IN:OUT …`, a pair of pipes for each of them.
 
-BACKEND is gloo, nccl, or "in order": gloo with messages as NCCL gets them.
+BACKEND is gloo, nccl, "in order": gloo with messages as NCCL gets them, "one at a time": the same on the strictest device there may be, or
+"mapped": gloo, with messages and sums as in device memory, but in a file that all processes map.
 
 This process loads the libraries and forks into the workers, which is much quicker than to load them in each. A case comes in as
 a line of JSON, and a line goes back. They serve worlds of any size, one after the other: a line says where its workers meet.
@@ -28,13 +29,18 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 sys.path.insert(0, str(Path(__file__).parent))
 from _broken import broken
 from _cases import Run, plan_of, train
+from _mapped import MappedMemory
+from _serial_device import SerialDevice
 
 from carrywave.parallel import mesh as mesh_module
+from carrywave.parallel import pair_links, process_groups
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.step import worker_setup
 from carrywave.step.all_reduce import AllReduce
+
+TRANSPORTS = {"nccl": "pair_links", "device": "device_links", "gloo": "transport"}  # the modules of their links
 
 
 class Worker:
@@ -45,8 +51,14 @@ class Worker:
         self.device = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self.device)
-        if backend == "in order":
-            mesh_module.takes_order = lambda backend: True
+        if backend in ("in order", "one at a time"):
+            pair_links.takes_order = lambda backend: True
+            if backend == "one at a time":
+                dist.batch_isend_irecv = SerialDevice().batch_isend_irecv
+            backend = "gloo"
+        if backend == "mapped":
+            mesh_module.symmetric_memory = MappedMemory
+            mesh_module.peer_access.in_reach = lambda there, ranks: True
             backend = "gloo"
         self.rank, self.backend = rank, backend
         self.meeting = ""
@@ -65,7 +77,9 @@ class Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
         self.meshes.clear()
+        process_groups.limit(60)
         self.meeting, self.size = path, size
+        MappedMemory.meeting = Path(path)
         # A minute: a hang is a failure of the case at hand, and is told as one.
         backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
         dist.init_process_group(backend, store=FileStore(path, size), rank=self.rank, world_size=size, timeout=timedelta(seconds=60))
@@ -74,7 +88,9 @@ class Worker:
         """Process groups follow from replicas, stages and who scores: plans that agree in them share them, which saves most of the time."""
         shape = plan.replicas, plan.stages, plan.shares_head
         if shape not in self.meshes:
-            self.meshes[shape] = Mesh(World(self.rank, self.size, self.rank, self.size, self.device, self.backend), plan)
+            made = self.meshes[shape] = Mesh(World(self.rank, self.size, self.rank, self.size, self.device, self.backend), plan)
+            if (asked := os.environ.get("CARRYWAVE_TRANSPORT")) is not None and made.links is not None:
+                assert type(made.links).__module__.endswith(f".{TRANSPORTS[asked]}"), f"asked for {asked}, got {type(made.links)}"
         mesh = copy.copy(self.meshes[shape])
         mesh.plan = plan
         return mesh
@@ -86,7 +102,7 @@ def serve(rank: int, worker: Worker, folder: Path, incoming: int, outgoing: int)
         for number, text in enumerate(lines):
             try:
                 run = worker.run(json.loads(text))
-                reply = {key: getattr(run, key) for key in ("losses", "norms", "finite", "scale", "digests")}
+                reply = {key: getattr(run, key) for key in ("losses", "norms", "finite", "scale", "digests", "replays")}
                 if rank == 0:
                     tensors = {f"gradient/{k}": v for k, v in run.gradients.items()} | {f"weight/{k}": v for k, v in run.weights.items()}
                     path = folder / f"{number}.safetensors"

@@ -19,7 +19,7 @@ from _broken import MISTAKES
 from _cases import Case, changed
 from _check import check, check_drawn, run
 from _crew import Crew
-from _fixed import PLANS, SHARED, a_case, a_plan, sequences, windows_of_64
+from _fixed import LONG, PLANS, SHARED, a_case, a_plan, sequences, windows_of_64
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +34,47 @@ def ordered() -> Iterator[Crew]:
         yield workers
 
 
+@pytest.fixture(scope="module")
+def mapped() -> Iterator[Crew]:
+    with Crew(4, backend="mapped") as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Crew]:
+    with Crew(4, backend="one at a time") as workers:
+        yield workers
+
+
 @pytest.mark.parametrize(("workers", "examples"), [(1, 10), (2, 10), (3, 8), (4, 10)])
 def test_any_plan_gives_the_answer_of_one_device(workers: int, examples: int, crew: Crew) -> None:
     check_drawn(workers, examples, crew)
 
 
-@pytest.mark.parametrize("plan", [name for name, plan in (PLANS | SHARED).items() if plan["stages"] > 1])
-def test_messages_one_after_the_other_give_the_answer_of_one_device(plan: str, ordered: Crew) -> None:
-    """As NCCL gets them, carried by gloo: one group for all stages, in batches, and sums after them."""
-    check(a_case(plan=(PLANS | SHARED)[plan]), ordered)
+STAGES = {name: plan for name, plan in (PLANS | SHARED | LONG).items() if plan["stages"] > 1}
+
+
+@pytest.mark.parametrize("plan", STAGES)
+def test_messages_over_pairs_give_the_answer_of_one_device(plan: str, ordered: Crew) -> None:
+    """As NCCL gets them, carried by gloo: a group for each pair of stages, in batches, and sums after them."""
+    check(a_case(plan=STAGES[plan]), ordered)
+
+
+@pytest.mark.parametrize("plan", STAGES)
+def test_messages_one_at_a_time_give_the_answer_of_one_device(plan: str, strict: Crew) -> None:
+    """The same where a batch waits for all that its stage issued before it, whichever pair they belong to."""
+    check(a_case(plan=STAGES[plan]), strict)
+
+
+@pytest.mark.parametrize("plan", PLANS | SHARED)
+def test_messages_written_into_the_neighbours_memory_give_the_answer_of_one_device(plan: str, mapped: Crew) -> None:
+    """As between GPUs of one host: read in place, in buffers that are used again, with sums by the same way."""
+    check(a_case(plan=(PLANS | SHARED)[plan]), mapped)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_messages_in_shared_memory_on_any_plan(workers: int, mapped: Crew) -> None:
+    check_drawn(workers, 8, mapped)
 
 
 def test_a_stage_without_parameters_sends_what_the_others_send(crew: Crew) -> None:
@@ -54,8 +86,15 @@ def test_a_stage_without_parameters_sends_what_the_others_send(crew: Crew) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_messages_one_after_the_other_on_any_plan(workers: int, ordered: Crew) -> None:
+def test_messages_over_pairs_on_any_plan(workers: int, ordered: Crew) -> None:
     check_drawn(workers, 40, ordered)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_messages_one_at_a_time_on_any_plan(workers: int, strict: Crew) -> None:
+    check_drawn(workers, 40, strict)
 
 
 @pytest.mark.slow

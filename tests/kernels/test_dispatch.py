@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.dispatch import BACKENDS, check, choose, in_use, run
 from carrywave.kernels.hopper import persistent, wave
-from carrywave.kernels.hopper.layout import LayerShape, Wave
+from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.lstm import lstm
 from carrywave.kernels.weights import Layer, LayerWeights
 from carrywave.spec.spec import PlanSpec
@@ -27,8 +27,9 @@ PROJECTED: Layer = (LAYER[0]._replace(w_hr=torch.zeros(2, 4)),)
 
 @pytest.fixture(autouse=True)
 def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has been said or has failed yet, and no variable is set."""
+    """Nothing has been said or has failed yet, no variable is set, and a GPU that is asked what it is says that it is an H200."""
     monkeypatch.delenv("CARRYWAVE_KERNEL", raising=False)
+    monkeypatch.setattr(persistent, "chip_of", lambda device: H200)
     monkeypatch.setattr(dispatch, "_told", set())
     monkeypatch.setattr(dispatch, "_failures", [])
 
@@ -121,11 +122,66 @@ def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose("auto", on_gpu(torch.float16), LAYER) == "aten"
 
 
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[int]]]:
+    """A GPU of some capability, with or without a compiler, whose probe may fail; gives the list of devices that were probed."""
+
+    def make(capability: int, missing: str = "", fault: str = "") -> list[int]:
+        probed: list[int] = []
+
+        def chip_of(device: int) -> Chip:
+            probed.append(device)
+            if fault:
+                raise nvrtc.KernelError(fault)
+            return H200
+
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+        monkeypatch.setattr(nvrtc, "available", lambda: missing)
+        monkeypatch.setattr(persistent, "chip_of", chip_of)
+        return probed
+
+    persistent._device_refusal.cache_clear()
+    yield make
+    persistent._device_refusal.cache_clear()
+
+
+def test_a_gpu_that_can_run_it_is_probed_and_chosen(a_gpu: Callable[..., list[int]]) -> None:
+    probed = a_gpu(9)
+    assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "persistent"
+    assert set(probed) == {0}
+
+
+def test_an_a100_is_refused_without_a_probe(a_gpu: Callable[..., list[int]]) -> None:
+    """The probe asks for more shared memory than an A100 has. Warnings are errors: another GPU is nobody's fault."""
+    probed = a_gpu(8)
+    assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
+    with pytest.warns(UserWarning, match="it needs a Hopper GPU"):
+        assert choose("persistent", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert probed == []
+
+
+@pytest.mark.parametrize("asked", ["auto", "persistent"])
+def test_without_a_compiler_nothing_is_probed(asked: str, a_gpu: Callable[..., list[int]]) -> None:
+    probed = a_gpu(9, missing="No module named 'cuda'")
+    with pytest.warns(UserWarning, match=r"CUDA code cannot be compiled here \(No module named 'cuda'\)"):
+        assert choose(asked, on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert probed == []
+
+
+def test_a_probe_that_fails_is_a_refusal_and_not_repeated(a_gpu: Callable[..., list[int]]) -> None:
+    probed = a_gpu(9, fault="CUDA_ERROR_INVALID_VALUE")
+    with pytest.warns(UserWarning, match="it failed: CUDA_ERROR_INVALID_VALUE"):
+        assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"
+    assert choose("auto", on_gpu(torch.bfloat16), LAYER) == "aten"  # without another warning, which would be an error
+    assert persistent.refusal(on_gpu(torch.bfloat16), LAYER) == "it failed: CUDA_ERROR_INVALID_VALUE"
+    assert probed == [0]
+
+
 @pytest.mark.parametrize("asked", ["auto", "persistent"])
 def test_a_kernel_that_fails_is_said_once_and_not_tried_again(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def fails(*_: object) -> tuple[Tensor, Carry]:
+    def fails(*_: object, **named: object) -> tuple[Tensor, Carry]:
         tried.append("layer")
         raise nvrtc.KernelError("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
 
@@ -145,7 +201,7 @@ def test_a_kernel_that_fails_is_said_once_and_not_tried_again(asked: str, monkey
 
 
 def test_a_wave_that_fails_leaves_the_layers_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> tuple[Tensor, Carry]:
+    def fails(*_: object, **named: object) -> tuple[Tensor, Carry]:
         raise nvrtc.KernelError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
 
     monkeypatch.setattr(persistent, "refusal", refusing(""))
@@ -161,7 +217,7 @@ def test_a_wave_that_fails_leaves_the_layers_to_torch(monkeypatch: pytest.Monkey
 
 
 def test_other_errors_of_a_kernel_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> tuple[Tensor, Carry]:
+    def fails(*_: object, **named: object) -> tuple[Tensor, Carry]:
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(persistent, "refusal", refusing(""))
@@ -174,7 +230,7 @@ def test_the_persistent_kernel_is_given_what_it_casts_itself(monkeypatch: pytest
     """Only x is in the dtype to compute in: a copy of the weights would cost a pass over them."""
     given: list[torch.dtype] = []
 
-    def layer(x: Tensor, start: Carry, weights: Layer, lengths: Tensor | None) -> tuple[Tensor, Carry]:
+    def layer(x: Tensor, start: Carry, weights: Layer, lengths: Tensor | None, **named: object) -> tuple[Tensor, Carry]:
         given.extend([x.dtype, start.h.dtype, start.c.dtype, weights[0].w_ih.dtype, weights[0].w_hh.dtype])
         return x.new_zeros(5, 2, 4), start
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from carrywave.errors import PlanError
 from carrywave.launch import hardware
 from carrywave.measure import profiles
-from carrywave.measure.profiles import crowds, empty, known_profile, merged, profile_for
+from carrywave.measure.profiles import crowds, empty, known_profile, merged, profile_for, profile_of_shares
 from carrywave.parallel import worker_pool
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Crowd, Link, Profile, Sample
@@ -40,8 +41,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Jobs of measurements that were asked for; nothing is timed."""
     jobs: list[dict[str, Any]] = []
 
-    def start(module: str, job: dict[str, Any], workers: int, **_: Any) -> list[list[dict[str, Any]]]:
-        jobs.append({**job, "workers": workers})
+    def start(module: str, job: dict[str, Any], workers: int, **how: Any) -> list[list[dict[str, Any]]]:
+        jobs.append({**job, "workers": workers, "environment": how.get("environment")})
         samples = [Ask.of(ask).sample(1e-3, 2e-3, 0.0) for ask in job["asks"]]
         sizes = [(name, size) for name in job["optimizers"] for size in (10**5, 10**6)]
         samples += [Sample("optimizer", "fp32", 0, size, 1, 1, 1e-9 * size, name=name) for name, size in sizes]
@@ -181,3 +182,41 @@ def test_crowds_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [crowds("cpu", devices) for devices in (1, 2, 3, 8, 64)] == [[1], [1, 2], [1, 2, 3], [1, 2, 8], [1, 2, 32]]
     monkeypatch.setattr(profiles, "gpus", lambda: ["a"] * 4)
     assert [crowds("cuda", devices) for devices in (1, 2, 64)] == [[1], [1, 2], [1, 2, 4]]
+
+
+def test_shares_of_a_gpu_are_measured_as_shares_and_kept_apart(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = {"name": ("NVIDIA A",), "memory.total": ("1000",)}
+    for module in (hardware, profiles):
+        monkeypatch.setattr(module, "nvidia_smi", told.__getitem__)
+    monkeypatch.setattr(profiles, "divided", lambda count: nullcontext({"divided": str(count)}))
+    for name in ("CUDA_VISIBLE_DEVICES", "CARRYWAVE_SHARE_GPU", "CUDA_MPS_PIPE_DIRECTORY"):
+        monkeypatch.delenv(name, raising=False)
+    whole = profile_for(units(), device="cuda", devices=2)
+    assert (whole.hardware, whole.memory_bytes, whole.devices_per_host) == ("1 x NVIDIA A", 1000 << 20, 1)
+    assert [(job["workers"], job["environment"]) for job in started] == [(1, {"divided": "1"})]
+    started.clear()
+    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "2")
+    share = profile_for(units(), device="cuda", devices=2)
+    assert (share.hardware, share.memory_bytes, share.devices_per_host) == ("2 x 1/2 of NVIDIA A", 500 << 20, 2)
+    assert [(job["workers"], job["environment"]) for job in started] == [(1, {"divided": "2"}), (2, {"divided": "2"})]
+    started.clear()
+    (tmp_path / "profiles").rename(tmp_path / "before")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/of/this/worker")
+    profile_for(units(), device="cuda", devices=1)
+    assert [job["environment"] for job in started] == [{"divided": "1"}]
+
+
+def test_shares_of_a_gpu_are_devices_measured_by_workers_in_their_environment(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(profiles, "gpus", lambda: ["a"])
+    found = profile_of_shares(units(precision="bf16"), {"SHARE": "25"}, [1, 2, 4])
+    assert [(job["workers"], job["device"], job["environment"]) for job in started] == [(n, "cuda", {"SHARE": "25"}) for n in (1, 2, 4)]
+    assert [job["links"] for job in started] == [False, True, True]
+    assert all(job["asks"] for job in started)
+    assert found.devices_per_host == 4
+    assert {sample.workers for sample in found.samples} == {1, 2, 4}
+    assert Predictor(units(precision="bf16"), Cluster.uniform(found, 4)).predict(Plan(stages=4, chunk_steps=2)).seconds > 0
+    assert not list(tmp_path.glob("profiles/*.json"))  # it is not the profile of this machine

@@ -24,6 +24,13 @@ OWN = "unset it: carrywave sets it for the workers that it starts"
         ("MKL_NUM_THREADS", "9" * 100, f"MKL_NUM_THREADS={'9' * 57}… is not a number of threads"),
         ("TORCH_CPP_LOG_LEVEL", "loud", "TORCH_CPP_LOG_LEVEL=loud is not one of INFO, WARNING, ERROR or FATAL; "),
         ("TORCH_DISTRIBUTED_DEBUG", "yes", "TORCH_DISTRIBUTED_DEBUG=yes is not one of OFF, INFO or DETAIL; "),
+        (
+            "CARRYWAVE_SHARE_GPU",
+            "yes",
+            "CARRYWAVE_SHARE_GPU=yes is not a number of workers from 0 to 48; use 1 to let workers take turns on",
+        ),
+        ("CARRYWAVE_SHARE_GPU", "-1", "CARRYWAVE_SHARE_GPU=-1 is not a number of workers from 0 to 48; "),
+        ("CARRYWAVE_SHARE_GPU", "49", "CARRYWAVE_SHARE_GPU=49 is not a number of workers from 0 to 48; "),
         ("CARRYWAVE_PARENT", "x", f"CARRYWAVE_PARENT=x is not a whole number >= 0; {OWN}"),
         ("CARRYWAVE_FIT", "-1", f"CARRYWAVE_FIT=-1 is not a whole number >= 0; {OWN}"),
         ("CARRYWAVE_CAUSES", "/no/such", f"CARRYWAVE_CAUSES=/no/such is not an existing folder; {OWN}"),
@@ -41,6 +48,7 @@ def test_what_cannot_be(name: str, value: str, message: str, monkeypatch: pytest
 def test_what_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in (("OMP_NUM_THREADS", "4, 2"), ("MKL_NUM_THREADS", ""), ("TORCH_CPP_LOG_LEVEL", "2"), ("CARRYWAVE_PLACE", "0")):
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "48")
     monkeypatch.setenv("CARRYWAVE_CAUSES", str(tmp_path))
     monkeypatch.setenv("CARRYWAVE_STORE", str(tmp_path / "store"))
     environment.check()

@@ -261,5 +261,9 @@ def test_workers_of_one_gpu_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyP
     with pytest.raises(WorkerError, match="3 workers of host b have only 2 GPUs; start one worker per GPU") as found:
         check_gpus(there(("a", "1"), ("b", "2"), ("b", "3"), ("b", "2")))
     assert found.value.told_by == 0
-    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "1")
-    check_gpus(there(("a", "1"), ("a", "1")))
+    monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "0")
+    with pytest.raises(WorkerError, match="2 workers of host a have only 1 GPU"):
+        check_gpus(there(("a", "1"), ("a", "1")))
+    for allowed in ("1", "2"):
+        monkeypatch.setenv("CARRYWAVE_SHARE_GPU", allowed)
+        check_gpus(there(("a", "1"), ("a", "1")))

@@ -27,6 +27,7 @@ from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.parallel.group_sums import GroupSum
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
 from carrywave.runs.evaluation import passes
@@ -366,7 +367,7 @@ def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGr
     monkeypatch.setattr(dist, "all_reduce", reduce)
     for trainer in (recorded, plain):
         own = [p for _, p in trainer.named]
-        trainer.engine.gradients = trainer.engine.update.gradients = AllReduce(own, own, [Reduced(alone, own)])
+        trainer.engine.gradients = trainer.engine.update.gradients = AllReduce(own, own, [Reduced(GroupSum(alone), own)])
         log.clear()
         for number in range(4):
             before = counted(recorded, "batch")

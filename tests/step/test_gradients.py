@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from carrywave.parallel.group_sums import GroupSum
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.gradients import FlatBuffers, Gradients
 from carrywave.step.reproducible.fixed_tree import Branch, FixedTree
@@ -71,8 +72,8 @@ def some_passes() -> st.SearchStrategy[Passes]:
 def kinds(group: dist.ProcessGroup) -> dict[str, Kind]:
     return {
         "own": lambda own: Gradients(own, own),
-        "all-reduced": lambda own: AllReduce(own, own, [Reduced(group, own)], bucket_bytes=64),
-        "some all-reduced": lambda own: AllReduce(own, own, [Reduced(group, own[1:3], early=False)]),
+        "all-reduced": lambda own: AllReduce(own, own, [Reduced(GroupSum(group), own)], bucket_bytes=64),
+        "some all-reduced": lambda own: AllReduce(own, own, [Reduced(GroupSum(group), own[1:3], early=False)]),
         "tree": lambda own: FixedTree(own, own, [Branch(own[:2], ()), Branch(own[2:], ())]),
     }
 
@@ -102,7 +103,7 @@ def test_every_way_ends_with_what_autograd_adds_up(
 
 def test_gradients_that_are_summed_are_views_of_one_buffer(alone: dist.ProcessGroup) -> None:
     own = [nn.Parameter(torch.ones(size)) for size in (3, 5, 2)]
-    gradients = AllReduce(own, own, [Reduced(alone, own)], bucket_bytes=24)
+    gradients = AllReduce(own, own, [Reduced(GroupSum(alone), own)], bucket_bytes=24)
     assert [[p.numel() for p in bucket.parameters] for bucket in gradients.buckets] == [[2], [5], [3]]  # the last layers come first
     for passes in (1, 2):
         step(gradients, own, [[1.0, 1.0, 1.0]] * passes, static=False)
@@ -152,7 +153,7 @@ class _Gives(torch.autograd.Function):
 
 def test_what_other_workers_add_is_kept_where_this_one_has_nothing(alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
-    gradients = AllReduce(own, own, [Reduced(alone, own)], bucket_bytes=8)
+    gradients = AllReduce(own, own, [Reduced(GroupSum(alone), own)], bucket_bytes=8)
     plain = dist.all_reduce
 
     def with_another(tensor: Tensor, **options: Any) -> Any:

@@ -18,6 +18,7 @@ from _emulated_graphs import emulate
 import carrywave as cw
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads import Softmax
+from carrywave.parallel.group_sums import GroupSum
 from carrywave.plan.plan import Plan
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.graphs.capture import Capture
@@ -186,7 +187,7 @@ def test_modules_of_the_users_own_are_recorded_only_when_asked(monkeypatch: pyte
     summed = model()
     assert ours(summed)
     own = list(summed.parameters())
-    AllReduce(own, own, [Reduced(None, own)])  # type: ignore[arg-type]
+    AllReduce(own, own, [Reduced(GroupSum(None), own)])  # type: ignore[arg-type]
     assert ours(summed)  # its hooks are ours
     assert Capture.of(CUDA, Plan.serial(), model()) is not None
     for own in (model(Head()), model(type("Mine", (Softmax,), {"__module__": "mine"})(6, 5))):

@@ -38,10 +38,15 @@ WARM_UP = 2  # calls, in which libraries initialise and select algorithms
 GRADIENT_SCALE = 8.0
 
 
-def cuda_device(bench: str) -> torch.device:
-    """The GPU to benchmark on; a user error if there is none."""
+def check_gpu(bench: str) -> None:
+    """A user error if there is no GPU. Leaves it alone: only other processes may be going to use it."""
     if not torch.cuda.is_available():
         raise UserError(f"bench {bench} needs a GPU, but torch found none that it can use; run it on a machine with an NVIDIA GPU")
+
+
+def cuda_device(bench: str) -> torch.device:
+    """The GPU to benchmark on; a user error if there is none."""
+    check_gpu(bench)
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -3,6 +3,8 @@
 For each model this machine is profiled from scratch, every plan is predicted, and then each plan is trained for real, taking turns in the
 same processes: serial with all cores in one process, the others with the cores divided among the workers, as `carrywave train --devices N`
 does. The planner's choice is timed among them, which shows how far it is from the best.
+
+With `shares`, the devices are shares of one GPU instead, and the plans are the recorded wavefronts and replicas of `bench gpu-pipeline`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from carrywave.benchmarks import _pipeline_peers as peers
+from carrywave.benchmarks import gpu_pipeline
 from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, spread, take_turns
 from carrywave.data.batch import Batch
 from carrywave.measure.profiles import profile_for, threads
@@ -74,6 +77,7 @@ CASES = (
     Case(2, 650, 20, 35, 10000, 0.5),
 )
 QUICK = (Case(2, 32, 8, 16, 50),)
+PRICED = ("wavefront recorded", "replicas recorded")  # the rows of bench gpu-pipeline that the planner predicts, besides one share
 ROUNDS, SECONDS = 5, 0.4
 WARM_UP = 2
 
@@ -100,8 +104,10 @@ def plans(case: Case, workers: int, predictor: Predictor) -> list[Plan]:
     return found
 
 
-def run(*, quick: bool = False) -> list[Row]:
-    """Rows for every case and number of workers, and a final row that summarises the errors."""
+def run(*, quick: bool = False, shares: bool = False) -> list[Row]:
+    """Rows for every case and number of workers, and a final row that summarises the errors. `shares`: on shares of one GPU."""
+    if shares:
+        return gpu_pipeline.run(quick=quick, rows=PRICED, predict=True, whole_step=True)
     rows: list[Row] = []
     with _fresh_cache():
         for case in QUICK if quick else CASES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 from contextlib import nullcontext
@@ -194,17 +195,55 @@ def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Benchmark to run; an unknown name lists them all.")],
     json_file: JsonOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use small sizes, which show that it works but not how fast it is.")] = False,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WORDS", help='kernels, step, gpu-pipeline: run only rows with all of these words, as in "8x512 bf16"; repeatable.'
+        ),
+    ] = None,
+    chunks: Annotated[str | None, typer.Option(metavar="N,N", help="gpu-pipeline: numbers of chunks to try. Default: 2,4,8,16,32.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="gpu-pipeline: rounds in which variants take turns. Default: 5.")
+    ] = None,
+    predict: Annotated[bool, typer.Option("--predict", help="gpu-pipeline: profile the shares, and show predictions too.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="gpu-pipeline: draw a step of the fastest wavefront, as measured, in this SVG file.")
+    ] = None,
+    whole_step: Annotated[bool, typer.Option("--whole-step", help="gpu-pipeline: time the optimizer's update too.")] = False,
+    shares: Annotated[bool, typer.Option("--shares", help="plan: on shares of one GPU instead of CPU workers.")] = False,
 ) -> None:
     """Run a benchmark: carrywave and its peer side by side."""
     names = _benchmarks()
     if name not in names:
         raise UserError(f"unknown benchmark {name}; use one of {', '.join(names)}")
     output_file.check(json_file)
-    rows: list[dict[str, object]] = importlib.import_module(f"carrywave.benchmarks.{name}").run(quick=quick)
+    given: dict[str, object] = {
+        "rows": rows,
+        "rounds": rounds,
+        "predict": predict,
+        "trace": trace,
+        "whole_step": whole_step,
+        "shares": shares,
+    }
+    given["chunks"] = None if chunks is None else _numbers("--chunks", chunks)
+    run = importlib.import_module(f"carrywave.benchmarks.{name.replace('-', '_')}").run
+    known = inspect.signature(run).parameters
+    asked = {option: value for option, value in given.items() if value}
+    if unknown := [option for option in asked if option not in known]:
+        raise UserError(f"bench {name} has no --{unknown[0].replace('_', '-')}; remove it")
+    found: list[dict[str, object]] = run(quick=quick, **asked)
     console = Console()
     # A file or pipe has no width, so use one wide enough that rows are not wrapped.
-    (console if console.is_terminal else Console(width=240)).print(table_of(f"bench {name}", rows))
-    _write_rows(json_file, rows)
+    (console if console.is_terminal else Console(width=240)).print(table_of(f"bench {name}", found))
+    _write_rows(json_file, found)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """The whole numbers of a list such as `4,8`."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UserError(f"{option} {text} is not a list of whole numbers; write it as in 4,8,16")
+    return [int(part) for part in parts]
 
 
 @app.command(cls=Command)
@@ -226,7 +265,8 @@ def _benchmarks() -> list[str]:
     import carrywave.benchmarks
 
     folders = [Path(folder) for folder in carrywave.benchmarks.__path__]
-    return sorted(path.stem for folder in folders for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8"))
+    found = [path.stem for folder in folders for path in folder.glob("*.py") if "\ndef run(" in path.read_text(encoding="utf-8")]
+    return sorted(name.replace("_", "-") for name in found)
 
 
 def _spec_of(run: Path | None) -> Path:

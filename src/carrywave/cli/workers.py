@@ -19,6 +19,7 @@ from carrywave.launch.hardware import gpus
 from carrywave.launch.launcher import RESTARTS, is_worker, start
 from carrywave.launch.script_workers import script_command
 from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.startup.environment import may_share_gpu, shares_of_a_gpu
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.spec.spec import PlanSpec, Spec
 
@@ -56,8 +57,8 @@ def agreed(device: str) -> Iterator[None]:
 
 def devices_that_pay(spec: Spec, device: str, before: Path | None) -> int | None:
     """How many of several GPUs are worth training on when the user has not said; None leaves the default."""
-    if device == "cpu" or launched() or len(gpus()) < 2:
-        return None
+    if device == "cpu" or launched() or len(gpus()) < 2 or shares_of_a_gpu() > 1:
+        return None  # shares are for trying out as many as were asked for
     with leaving_at_once():
         from carrywave.train.planning import best_number
     return best_number(spec, device, before, note)
@@ -76,7 +77,8 @@ def start_workers(
 ) -> int | None:
     """Start workers if several are needed and exit with their result; return only in a process that does the work itself.
 
-    In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default.
+    In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default. If
+    GPUs are divided into shares, each worker has one, even a single worker; a command without a plan, only if `devices` is given.
     Without `elastic` dead workers are not restarted: such commands are short, and the user can run them again.
     """
     if devices is not None and devices < 1:
@@ -90,8 +92,10 @@ def start_workers(
         return None
     # Only training follows TF_CONFIG to several hosts; evaluation and prediction run on one.
     hosts = tf_config.read(os.environ) if plan is not None else None
-    gpus = _gpus(device, needed=devices is None and plan is not None)
-    count = devices or (gpus if plan is not None else 0) or 1
+    shares = shares_of_a_gpu() if devices is not None or plan is not None else 1
+    gpus = _gpus(device, needed=shares > 1 or (devices is None and plan is not None))
+    count = devices or (gpus * shares if plan is not None else 0) or 1
+    shares = shares if gpus else 1
     if plan is not None and hosts is None and count > 1:
         _check_plan(plan, count)
     if dry_run:
@@ -100,21 +104,21 @@ def start_workers(
     _check_elastic(elastic or Elastic(), count)
     # A single worker runs under a supervising process only if restarts were asked for.
     watched = elastic is not None and bool(elastic.restarts)
-    if count == 1 and hosts is None and not watched:
+    if count == 1 and hosts is None and not watched and shares == 1:
         return None
     gpus = gpus or _gpus(device, needed=device != "cpu")
-    if 0 < gpus < count:
+    if 0 < gpus < count and shares == 1:
         _check_shared(count, gpus)
     restarts = 0 if elastic is None else RESTARTS if elastic.restarts is None else elastic.restarts
     least = None if elastic is None else elastic.min_devices
-    end_as(start(script_command(), count, hosts=hosts, restarts=restarts, min_devices=least, say=note))
+    end_as(start(script_command(), count, hosts=hosts, restarts=restarts, min_devices=least, shares=shares, say=note))
     raise typer.Exit
 
 
 def _check_shared(count: int, gpus: int) -> None:
-    from carrywave.parallel.world import SHARE_GPU, too_few_gpus
+    from carrywave.parallel.world import too_few_gpus
 
-    if os.environ.get(SHARE_GPU) != "1":
+    if not may_share_gpu():
         raise too_few_gpus(count, gpus)
     note(f"{count} workers share {gpus} GPU{'s' * (gpus > 1)}: they communicate through host memory")
 

@@ -39,12 +39,21 @@ class _Put:
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (gradients of rows, indices of these rows)
 
 
+@dataclass
+class _Later:
+    """Weights whose gradients a kernel will compute itself, from what it keeps."""
+
+    weights: Sequence[Tensor]
+    compute: Callable[[], Sequence[Tensor]]
+
+
 class Deferred:
     """Pending weight gradients, by weight, in the order in which backward reached them."""
 
     def __init__(self) -> None:
         self.open = False  # True during the backward pass of a step, when gradients may be deferred
         self._puts: dict[int, _Put] = {}
+        self._later: list[_Later] = []
 
     def product(self, weight_GI: Tensor, grads_NG: Tensor, inputs_NI: Tensor) -> None:
         """Defer adding `grads.T @ inputs` to a weight's gradient."""
@@ -54,9 +63,13 @@ class Deferred:
         """Defer adding, to each row of a weight's gradient, the sum of the gradients that have its index."""
         self._to(weight_VE).rows.append((grads_NE, index_N))
 
+    def later(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
+        """Defer adding what `compute` returns, one new tensor for each weight, to the weights' gradients."""
+        self._later.append(_Later(weights, compute))
+
     def pending(self, weight: Tensor) -> bool:
         """True if a weight's gradient is still incomplete."""
-        return id(weight) in self._puts
+        return id(weight) in self._puts or any(weight is each for later in self._later for each in later.weights)
 
     @torch.no_grad()
     def flush(self, ready: Ready | None = None) -> None:
@@ -79,8 +92,18 @@ class Deferred:
                 grads_NE, index_N = (torch.cat(parts) for parts in zip(*put.rows, strict=True))
                 grad_VE = torch.ops.aten.embedding_dense_backward(grads_NE, index_N, put.weight.shape[0], -1, False)
                 put.weight.grad = grad_VE if put.weight.grad is None else put.weight.grad.add_(grad_VE)
-            if ready is not None:
+            if ready is not None and not self.pending(put.weight):
                 ready(put.weight)
+        while self._later:
+            later = self._later.pop(0)
+            grads = later.compute()
+            known = [(weight.grad, grad) for weight, grad in zip(later.weights, grads, strict=True) if weight.grad is not None]
+            if known:
+                torch._foreach_add_(*(list(each) for each in zip(*known, strict=True)))
+            for weight, grad in zip(later.weights, grads, strict=True):
+                weight.grad = grad if weight.grad is None else weight.grad
+                if ready is not None and not self.pending(weight):
+                    ready(weight)
 
     def _to(self, weight: Tensor) -> _Put:
         return self._puts.setdefault(id(weight), _Put(weight))

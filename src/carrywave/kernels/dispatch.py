@@ -22,9 +22,10 @@ from carrywave.kernels import aten, derivatives, manual, reference
 from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
-from carrywave.kernels.hopper import persistent, wave
+from carrywave.kernels.hopper import persistent, windowed
 from carrywave.kernels.hopper.layout import Wave
-from carrywave.kernels.weights import Layer
+from carrywave.kernels.weights import Layer, LayerWeights
+from carrywave.kernels.window import WindowChunk
 
 
 class Backend(Protocol):
@@ -72,20 +73,34 @@ def choose(asked: str, x_TBI: Tensor, layer: Layer) -> str:
     # Warn about an unsupported shape only if this backend was requested by name, but always about a missing compiler.
     if why and why not in _told and (forced or _is_broken(why)):
         _tell(why)
-    return "aten" if why else "persistent"
+    # Only after the refusal: whether it pays depends on the chip, and only a GPU that is not refused can be asked for it.
+    return "persistent" if not why and (forced or persistent.pays(x_TBI, layer)) else "aten"
 
 
-def run(asked: str, x_TBI: Tensor, carry: Carry, layer: Layer, lengths_B: Tensor | None, *, clean: bool = False) -> tuple[Tensor, Carry]:
+def run(
+    asked: str,
+    x_TBI: Tensor,
+    carry: Carry,
+    layer: Layer,
+    lengths_B: Tensor | None,
+    *,
+    clean: bool = False,
+    chunk: WindowChunk | None = None,
+) -> tuple[Tensor, Carry]:
     """Run the layer on the backend chosen for it: outputs in the dtype of x, the carry in its own dtype.
 
-    `clean`: padding already holds zeros, as in the output of a layer.
+    `clean`: padding already holds zeros, as in the output of a layer. `chunk`: the steps are one chunk of this window; what a backend
+    has begun, it finishes.
     """
-    name = choose(asked, x_TBI, layer)
+    begun = _begun(chunk, layer)
+    name = "persistent" if begun else choose(asked, x_TBI, layer)
     if name == "persistent":
         try:
             # It takes weights and carry in their own dtypes, and casts them itself.
-            return persistent.layer(x_TBI, carry, layer, lengths_B)
+            return persistent.layer(x_TBI, carry, layer, lengths_B, clean=clean, chunk=chunk)
         except nvrtc.KernelError as error:
+            if begun:
+                raise
             _give_up(error)
             name = "aten"
     compute = x_TBI.dtype
@@ -99,22 +114,43 @@ def run(asked: str, x_TBI: Tensor, carry: Carry, layer: Layer, lengths_B: Tensor
     return y_TBO, Carry(end.h.to(carry.h.dtype), end.c.to(carry.c.dtype))
 
 
-def wave_of(asked: str, x_TBI: Tensor, layers: Sequence[Layer]) -> Wave | None:
+def wave_of(asked: str, x_TBI: Tensor, layers: Sequence[Layer], chunk: WindowChunk | None = None) -> Wave | None:
     """How to run layers concurrently on one GPU; None to run them one after the other, each on the backend chosen for it."""
-    if len(layers) < 2 or any(choose(asked, x_TBI, layer) != "persistent" for layer in layers):
+    if len(layers) < 2:
+        return None
+    held = windowed.held_by(chunk, [layer[0] for layer in layers])
+    if held is not None:
+        return held.how
+    if any(_begun(chunk, layer) for layer in layers) or any(choose(asked, x_TBI, layer) != "persistent" for layer in layers):
         return None
     return persistent.wave_of(x_TBI, layers)
 
 
 def run_wave(
-    x_TBI: Tensor, carries: Carries, layers: Sequence[Layer], masks: Sequence[Tensor | None], lengths_B: Tensor | None, how: Wave
+    x_TBI: Tensor,
+    carries: Carries,
+    layers: Sequence[Layer],
+    masks: Sequence[Tensor | None],
+    lengths_B: Tensor | None,
+    how: Wave,
+    *,
+    clean: bool = False,
+    chunk: WindowChunk | None = None,
 ) -> tuple[Tensor, Carries] | None:
     """Run the layers concurrently, each one's outputs times its mask feeding the next; None if the kernel failed, after a warning."""
+    first = [layer[0] for layer in layers]
     try:
-        return wave.run(x_TBI, carries, [layer[0] for layer in layers], masks, lengths_B, how)
+        return windowed.run(x_TBI, carries, first, masks, lengths_B, how, chunk, clean=clean)
     except nvrtc.KernelError as error:
+        if windowed.held_by(chunk, first) is not None:
+            raise
         _give_up(error)
         return None
+
+
+def _begun(chunk: WindowChunk | None, layer: Sequence[LayerWeights]) -> bool:
+    """True if an earlier chunk of the window left the layer's carry with the persistent kernel."""
+    return windowed.held_by(chunk, layer) is not None
 
 
 def in_use(asked: str, x_TBI: Tensor, layer: Layer) -> str:
@@ -127,20 +163,20 @@ def in_use(asked: str, x_TBI: Tensor, layer: Layer) -> str:
 
 
 def _fastest(x_TBI: Tensor, layer: Layer) -> str:
-    """The fastest backend. The only place that judges by speed; whether the backend can run the layer is checked afterwards."""
+    """The backend that is fastest on this device and precision; whether it can run the layer, and pays, is checked afterwards."""
     if x_TBI.is_cuda and x_TBI.dtype in HALVES:
-        return "persistent" if persistent.pays(x_TBI, layer) else "aten"
+        return "persistent"
     return "aten" if aten.prefers_onednn(x_TBI, layer) else "manual"
 
 
 def _is_broken(why: str) -> bool:
     """True if a refusal is the environment's fault: the kernel failed, or cannot be compiled."""
     missing = nvrtc.available()
-    return why in _failures or (bool(missing) and missing in why)
+    return why.startswith(persistent.FAILED) or (bool(missing) and missing in why)
 
 
 def _give_up(error: nvrtc.KernelError) -> None:
-    _failures.append(f"it failed: {' '.join(str(error).split())[:400]}")
+    _failures.append(f"{persistent.FAILED}{' '.join(str(error).split())[:400]}")
     _tell(_failures[0])
 
 

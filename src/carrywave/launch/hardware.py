@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from functools import lru_cache
 
+from carrywave.parallel.startup.environment import shares_of_a_gpu
+
 
 def cores() -> int:
     """The number of CPU cores this process may use."""
@@ -14,18 +16,31 @@ def cores() -> int:
 
 
 def gpus() -> list[str]:
-    """The names of the GPUs this process may use, as restricted by CUDA_VISIBLE_DEVICES."""
-    names = list(nvidia_smi("name"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return names
-    found: list[str] = []
-    for entry in (each.strip() for each in visible.split(",")):
+    """The names of the GPUs this process may use, as restricted by CUDA_VISIBLE_DEVICES; of shares, if workers share them."""
+    names = nvidia_smi("name")
+    # An index selects its GPU; any other entry (a UUID) counts as one GPU, with the name of the first.
+    found = [names[entry if isinstance(entry, int) else 0] for entry in visible()]
+    count = shares_of_a_gpu()
+    return found if count == 1 else [f"1/{count} of {name}" for name in found * count]
+
+
+def shares_on(device: str) -> int:
+    """Among how many workers each GPU is divided if they compute on this device: cpu, cuda or auto; 1 if none is."""
+    return shares_of_a_gpu() if device != "cpu" and visible() else 1
+
+
+def visible() -> list[int | str]:
+    """The GPUs this process may use, each by its index or, as CUDA_VISIBLE_DEVICES may have it, by its UUID."""
+    count = len(nvidia_smi("name"))
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return list(range(count))
+    found: list[int | str] = []
+    for entry in (each.strip() for each in listed.split(",")):
         # CUDA ignores everything from the first invalid entry on.
-        if not names or entry in ("", "-1") or (entry.isdecimal() and int(entry) >= len(names)):
+        if not count or entry in ("", "-1") or (entry.isdecimal() and int(entry) >= count):
             break
-        # An index selects its GPU; any other entry (a UUID) counts as one GPU, with the name of the first.
-        found.append(names[int(entry)] if entry.isdecimal() else names[0])
+        found.append(int(entry) if entry.isdecimal() else entry)
     return found
 
 

@@ -27,12 +27,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from carrywave.errors import WorkerError
+from carrywave.errors import WorkerError, option
 from carrywave.launch import exit_reports, launch_record
 from carrywave.launch.exit_reports import STOPPED, Ended
-from carrywave.launch.hardware import cores
+from carrywave.launch.hardware import cores, visible
+from carrywave.launch.shares import divided
 from carrywave.launch.supervisor import POLL_SECONDS, AttemptOutcome, Signals, WorkerGroup, supervise
 from carrywave.launch.tf_config import Hosts
+from carrywave.parallel.startup.environment import SHARE_GPU
 
 RESTARTS = 3  # without progress in between, unless the user sets another limit
 DEATHS_AT_START = 2  # deaths of a device's worker before its first step, after which the device is dropped
@@ -51,16 +53,20 @@ def start(
     environment: Mapping[str, str] | None = None,
     restarts: int = 0,
     min_devices: int | None = None,
+    shares: int = 1,
     say: Callable[[str], None] | None = None,
 ) -> Ended:
     """Run `command` in `devices` workers on this host and wait for them to end. They learn their rank from the environment.
 
     If one dies, all are restarted, up to `restarts` times without progress; with `min_devices` below `devices`, also with fewer workers.
-    With several hosts, a death ends all of them, and whoever started the hosts has to restart them.
+    With several hosts, a death ends all of them, and whoever started the hosts has to restart them. With `shares` above 1 each GPU is
+    divided among so many workers.
     """
+    if shares > 1:
+        (say or _say)(_of_shares(devices, shares))
     meeting = None if hosts is None else _Meeting(hosts, devices)
-    with tempfile.TemporaryDirectory(prefix="carrywave-") as name, Signals() as signals:
-        launch = {**(environment or {}), launch_record.LAUNCH: uuid.uuid4().hex}
+    with tempfile.TemporaryDirectory(prefix="carrywave-") as name, Signals() as signals, divided(shares) as of_shares:
+        launch = {**of_shares, **(environment or {}), launch_record.LAUNCH: uuid.uuid4().hex}
         decide = _Decide(devices, 0 if meeting is not None else restarts, min_devices or devices)
         number = 0
         run: Path | None = None
@@ -84,6 +90,19 @@ def start(
                 return replace(ended, message=ended.message + decide.given_up) if ended.died else ended
             (say or _say)(again)
             number += 1
+
+
+def _of_shares(devices: int, shares: int) -> str:
+    """What to say of workers that share GPUs; raises if there are too many of them."""
+    gpus = len(visible())
+    most = shares * gpus
+    if gpus and devices > most:
+        raise WorkerError(
+            f"{devices} workers have only {most} shares of {gpus} GPU{'s' * (gpus > 1)}; use {option('devices', most)}, or set "
+            f"{SHARE_GPU}={-(-devices // gpus)}"
+        )
+    workers = f"{devices} worker{'s' * (devices > 1)}"
+    return f"{workers} on 1/{shares} of a GPU each, to try it out: one worker on the whole GPU is faster"
 
 
 def _say(line: str) -> None:

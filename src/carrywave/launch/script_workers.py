@@ -61,14 +61,14 @@ def remember(told: Told) -> None:
     _results[-1] = told
 
 
-def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None) -> Told:
+def relaunch(devices: int, *, restarts: int = RESTARTS, min_devices: int | None = None, shares: int = 1) -> Told:
     """Start workers that run this script again up to the current call, and wait for its result."""
     command = script_command()
     with tempfile.TemporaryDirectory(prefix="carrywave-") as name:
         earlier, result = Path(name) / "earlier.json", Path(name) / "result.json"
         earlier.write_text(json.dumps(_results[:-1]), encoding="utf-8")
         variables = {CALL: str(len(_results) - 1), EARLIER: str(earlier), RESULT: str(result)}
-        ended = start(command, devices, environment=variables, restarts=restarts, min_devices=min_devices)
+        ended = start(command, devices, environment=variables, restarts=restarts, min_devices=min_devices, shares=shares)
         ended.check()
         if ended.code == STOPPED and not result.exists():
             raise WorkerError("the workers were stopped before their first step, and the run is unchanged; call fit with resume=True")

@@ -13,7 +13,7 @@ import os
 import platform
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from carrywave import __version__
 from carrywave.data.files import cache
 from carrywave.errors import PlanError, RunError, UserError
-from carrywave.launch.hardware import cores, gpus, nvidia_smi
+from carrywave.launch.hardware import cores, gpus, nvidia_smi, shares_on
+from carrywave.launch.shares import PIPES, divided
 from carrywave.parallel import worker_pool
 from carrywave.plan.cost.profile import Crowd, Link, Overheads, Profile, Reduction, Sample
 from carrywave.plan.cost.sample_requests import Ask, asks_of, called
@@ -53,6 +54,18 @@ def profile_for(units: Units, *, device: str = "auto", devices: int = 1, note: N
                 note(f"measuring this machine with {workers} worker{'s' * (workers > 1)} ({len(missing.asks)} calls)")
                 profile = _measured(profile, kind, units.precision, workers, missing)
                 profile.write(path)
+    return profile
+
+
+def profile_of_shares(units: Units, environment: Mapping[str, str], counts: Sequence[int]) -> Profile:
+    """The profile of shares of a GPU, each as a device of its own: measured now, by workers with this environment, and not kept.
+
+    `counts` are the numbers of shares that work at once.
+    """
+    profile = replace(empty("cuda"), name="shares of a GPU", devices_per_host=max(counts))
+    for workers in counts:
+        missing = _missing(profile, units, workers, "cuda")
+        profile = _measured(profile, "cuda", units.precision, workers, missing, environment)
     return profile
 
 
@@ -150,7 +163,9 @@ def _missing(profile: Profile, units: Units, workers: int, kind: str) -> _Missin
     )
 
 
-def _measured(profile: Profile, kind: str, precision: str, workers: int, missing: _Missing) -> Profile:
+def _measured(
+    profile: Profile, kind: str, precision: str, workers: int, missing: _Missing, environment: Mapping[str, str] | None = None
+) -> Profile:
     """The profile extended by what this many workers measured."""
     job = {
         "device": kind,
@@ -160,7 +175,11 @@ def _measured(profile: Profile, kind: str, precision: str, workers: int, missing
         "links": missing.links,
     }
     try:
-        rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), name="the measurement of this machine")
+        # In a worker that has a share, its own environment serves those who measure too.
+        own = divided(1 if PIPES in os.environ else shares_on(kind)) if environment is None else contextlib.nullcontext(environment)
+        with own as given:
+            name = "the measurement of this machine"
+            rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), environment=given, name=name)
     except RunError as error:
         raise PlanError(f"{error}; set plan.replicas and plan.stages, or set CARRYWAVE_PROFILE to a profile of such a machine") from None
     return merged(profile, rows, workers)
@@ -242,10 +261,11 @@ def _alone(path: Path, note: Note) -> Iterator[None]:
 
 
 def _memory(kind: str) -> int:
-    """Bytes of memory of one GPU, or of the machine."""
+    """Bytes of memory of one GPU or share of one, or of the machine."""
     if kind == "cuda":
         known = [int(line) for line in nvidia_smi("memory.total") if line.isdecimal()]
-        return min(known) << 20 if known else 16 << 30  # a modest default if it is not reported
+        # A modest default if it is not reported.
+        return (min(known) << 20 if known else 16 << 30) // shares_on(kind)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

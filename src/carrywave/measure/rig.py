@@ -44,6 +44,7 @@ class Echo:
     """A transport whose messages are available immediately."""
 
     in_order: ClassVar[bool] = False
+    in_stream: ClassVar[bool] = False
 
     device: torch.device
     known: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from carrywave.kernels.dispatch import check
 from carrywave.kernels.dropout import Coordinates, dropped
 from carrywave.kernels.lstm import is_cast, lstm
 from carrywave.kernels.weights import Layer, LayerWeights
+from carrywave.kernels.window import WindowChunk
 
 AnyCarry = tuple[Tensor, Tensor] | Carry | Sequence[Carry] | Sequence[tuple[Tensor, Tensor]]
 _SHORT = (torch.float32, *HALVES)  # dtypes that autocast converts between
@@ -192,6 +193,8 @@ class LSTM(nn.Module):
         key: Tensor | None = None,
         full: bool = False,
         layers: range | None = None,
+        clean: bool = False,
+        chunk: WindowChunk | None = None,
     ) -> tuple[Tensor, Carries]:
         """Run some layers (all by default), time first, from one carry per layer. See `kernels.lstm.lstm`."""
         layers = range(self.num_layers) if layers is None else layers
@@ -224,6 +227,8 @@ class LSTM(nn.Module):
             start=start,
             sites=sites,
             backend=self.kernel,
+            clean=clean,
+            chunk=chunk,
         )
 
     def weights(self, layer: int, key: Tensor | None = None) -> Layer:

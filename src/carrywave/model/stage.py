@@ -92,6 +92,8 @@ class Stage(nn.Module):
                     key=chunk.key,
                     full=chunk.full,
                     layers=self.layers,
+                    clean=self.first > 1,  # x is the output of a layer
+                    chunk=chunk.window,
                 )
             y = raw if self.dropout_out is None else self.dropout_out(raw)
         if self.audit is not None:

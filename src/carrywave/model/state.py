@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from carrywave.kernels.carry import Carries
+from carrywave.kernels.window import WindowChunk
 
 
 class State(NamedTuple):
@@ -40,3 +41,4 @@ class Chunk:
     start: int = 0  # first step of the chunk within its window
     key: Tensor | None = None  # the batch's key, int32[2] on the device; None if nothing is random
     full: bool = False  # True if the host knows that every step is real
+    window: WindowChunk | None = None  # if kernels may keep buffers and carries from chunk to chunk

@@ -7,6 +7,7 @@ there are no groups and nothing is sent; one device runs the same code.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,15 @@ from torch import Tensor
 
 from carrywave.data.loader import Share
 from carrywave.errors import PlanError
-from carrywave.kernels.hopper import persistent
-from carrywave.parallel import process_groups
+from carrywave.parallel import pair_links, peer_access, process_groups
+from carrywave.parallel.device_links import DeviceLinks, Pair
+from carrywave.parallel.device_sums import DeviceSum
+from carrywave.parallel.group_sums import GroupSum, Summing
 from carrywave.parallel.liveness import lost_contact
-from carrywave.parallel.transport import GroupLinks, Links, OrderedLinks, PeerLink, takes_order
+from carrywave.parallel.peer_access import Neighbour
+from carrywave.parallel.startup.rendezvous import on_every_rank
+from carrywave.parallel.symmetric import symmetric_memory
+from carrywave.parallel.transport import GroupLinks, Links, PeerLink
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, lines
@@ -35,7 +41,9 @@ class Mesh:
         self.world, self.plan, self.device = world, plan, world.device
         self.replica, self.stage = divmod(world.rank, plan.stages)
         self.links: Links | None = None
-        self._replicas: dist.ProcessGroup | None = None
+        self._replicas: Summing | None = None
+        self._all: Summing | None = None
+        self._there: list[Neighbour] = []
         if world.size > 1:
             self._connect()
 
@@ -53,20 +61,37 @@ class Mesh:
         """This worker's share of every batch."""
         return Share(self.replica, self.plan.replicas, inputs, targets)
 
-    def replicas_of(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The process group of these stages in all replicas; None if it would be this worker alone.
+    @property
+    def in_stream(self) -> bool:
+        """True if everything that workers exchange within a step is work of the device, so that a whole step can be captured."""
+        return self._all is None or self._all.in_stream
+
+    @property
+    def transport(self) -> str:
+        """How stages exchange messages, or replicas their sums, in words."""
+        if self.world.size == 1:
+            return ""
+        first = self.links if self.links is not None else self._all
+        if first is not None and first.in_stream:
+            return "device memory"
+        return {"nccl": "NCCL", "gloo": "gloo"}[self.world.backend]
+
+    def replicas_of(self, stages: Sequence[int]) -> Summing | None:
+        """What sums over these stages in all replicas; None if it would be this worker alone.
 
         Collective for several stages: every rank must request the same groups in the same order.
         """
         if len(stages) == 1:
             return self._replicas
         ranks = [replica * self.plan.stages + stage for replica in range(self.plan.replicas) for stage in stages]
-        return process_groups.group(ranks, "replicas")
+        return self._summing(ranks, "replicas")
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce in place over all workers; gives the same bits on each."""
-        if self.world.size > 1:
-            dist.all_reduce(tensor)
+        if self._all is not None:
+            work = self._all.all_reduce(tensor)
+            if work is not None:
+                work.wait()
         return tensor
 
     def hang_up(self) -> None:
@@ -78,24 +103,23 @@ class Mesh:
     def _connect(self) -> None:
         plan, world = self.plan, self.world
         process_groups.agree(lambda text: all_gather_text(world, text))
+        self._there = peer_access.neighbours(world)
+        self._check_transport()
+        self._all = self._summing(range(world.size), "all")
         if plan.replicas > 1:
             for stage in range(plan.stages):
-                group = process_groups.group(range(stage, world.size, plan.stages), "replicas")
-                self._replicas = group if stage == self.stage else self._replicas
+                summing = self._summing(range(stage, world.size, plan.stages), "replicas")
+                self._replicas = summing if stage == self.stage else self._replicas
         if plan.stages == 1:
             return
-        if world.backend == "nccl":
-            # A posted NCCL receive occupies multiprocessors until its message arrives, which may be after a persistent kernel that waits
-            # for these multiprocessors.
-            persistent.stand_aside("stages over NCCL may need its multiprocessors")
-        known = lines(plan.stages, share_head=plan.shares_head)
-        if takes_order(world.backend):
-            ranks = [range(replica * plan.stages, (replica + 1) * plan.stages) for replica in range(plan.replicas)]
-            own = [process_groups.group(each, "messages") for each in ranks][self.replica]
-            ordered = OrderedLinks(own, ranks[self.replica], self.device)
-            ordered.greet(self.stage, known)
-            self.links = ordered
+        pipelines = [range(first, first + plan.stages) for first in range(0, world.size, plan.stages)]
+        if all(self._in_device_memory(ranks) for ranks in pipelines):
+            self.links = self._device_links()
             return
+        if pair_links.takes_order(world.backend):
+            self.links = pair_links.connect(world, plan)
+            return
+        known = lines(plan.stages, share_head=plan.shares_head)
         channels: dict[Channel, PeerLink] = {}
         staged = world.backend == "gloo" and self.device.type == "cuda"
         where = torch.device("cpu") if staged else self.device
@@ -109,3 +133,39 @@ class Mesh:
                     channels[line] = PeerLink(group, receiver if sends else sender)
                     channels[line].greet(sends=sends, device=where)
         self.links = GroupLinks(channels, self.device, staged=staged)
+
+    def _check_transport(self) -> None:
+        asked = peer_access.asked()
+        everyone = range(self.world.size)
+        if asked == "device" and not peer_access.in_reach(self._there, everyone):
+            raise on_every_rank(
+                PlanError(
+                    f"{peer_access.TRANSPORT}=device needs GPUs of one host that reach each other's memory; unset it, or set it to auto"
+                )
+            )
+        if asked == "nccl" and self.world.backend != "nccl":
+            raise on_every_rank(
+                PlanError(f"{peer_access.TRANSPORT}=nccl needs a GPU of its own for every worker; unset it, or set it to auto")
+            )
+
+    def _in_device_memory(self, ranks: Sequence[int]) -> bool:
+        return peer_access.asked() in ("auto", "device") and peer_access.in_reach(self._there, ranks)
+
+    def _summing(self, ranks: Sequence[int], use: str) -> Summing:
+        """What sums over these workers. Collective: every rank must call it."""
+        group = process_groups.group(ranks, use) if len(ranks) < self.world.size else cast(dist.ProcessGroup, dist.group.WORLD)
+        # Everyone decides alike for all groups of a kind: a step is captured as a whole only if all of its sums can be.
+        if not self._in_device_memory(range(self.world.size)):
+            return GroupSum(group)
+        return DeviceSum(len(ranks), lambda size: symmetric_memory(group, size, self.device))
+
+    def _device_links(self) -> DeviceLinks:
+        stages, first = self.plan.stages, self.replica * self.plan.stages
+        pairs = sorted({(min(line[1:]), max(line[1:])) for line in lines(stages, share_head=self.plan.shares_head)})
+        groups: dict[Pair, dist.ProcessGroup] = {}
+        for begin in range(0, self.world.size, stages):  # every worker creates every group, in the same order
+            for low, high in pairs:
+                group = process_groups.group([begin + low, begin + high], "device")
+                if begin == first:
+                    groups[low, high] = group
+        return DeviceLinks(self.stage, lambda pair, size: symmetric_memory(groups[pair], size, self.device))

@@ -30,6 +30,11 @@ def limit(seconds: float) -> None:
     _Made.timeout = timedelta(seconds=seconds)
 
 
+def seconds() -> float:
+    """The message timeout."""
+    return (_Made.timeout or dist.default_pg_timeout).total_seconds()
+
+
 def forget() -> None:
     """Forget all groups, because their world has been left."""
     _Made.groups, _Made.timeout = {}, None

@@ -5,16 +5,12 @@ receive is posted before it is needed, and waited for when it is. A send does no
 so that memory stays bounded. `plan.schedule.messages.prove` shows that programs run even if every send blocks until its receive is posted,
 so no limit on sends can cause a deadlock.
 
-`OrderedLinks`, for NCCL: all stages of a replica share one communicator, and a stage's messages between two tasks form one batch of sends
-and receives. The device thus carries out messages in program order, one batch after another, and no other NCCL operation runs meanwhile:
-all-reduces start once all messages have completed. `plan.schedule.serial_messages` proves programs under these rules.
+`pair_links.PairLinks` is for NCCL, which carries out messages on the device, in order.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -27,11 +23,6 @@ from carrywave.plan.schedule.messages import Channel
 # Most sends in flight, or two per outgoing channel if that is more. gloo does not report when a send has completed, so each tensor is kept
 # until its send has been waited for.
 MOST_SENDS = 4
-
-
-def takes_order(backend: str) -> bool:
-    """True if a backend carries out messages on the device in order, so that a receive posted early blocks those behind it."""
-    return backend == "nccl"
 
 
 class Pending(Protocol):
@@ -47,6 +38,10 @@ class Links(Protocol):
     @property
     def in_order(self) -> bool:
         """True if messages are carried out one after another, so that programs must be in order too."""
+
+    @property
+    def in_stream(self) -> bool:
+        """True if the host takes no part: messages are work of the current CUDA stream, in its order, and can be captured."""
 
     def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message on a channel."""
@@ -83,6 +78,7 @@ class GroupLinks:
     """Messages over torch.distributed. `staged`: through host memory, for CUDA tensors when only gloo is available."""
 
     in_order = False
+    in_stream = False
 
     def __init__(self, channels: dict[Channel, PeerLink], device: torch.device, *, staged: bool) -> None:
         self.channels, self.device, self.staged = channels, device, staged
@@ -133,87 +129,6 @@ class _Receive:
         """The message, on the device."""
         self.work.wait()
         return self.buffer.to(self.device, non_blocking=True)
-
-
-class OrderedLinks:
-    """Messages in batches over one communicator. `ranks` are the ranks of the stages, in stage order."""
-
-    in_order = True
-
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
-        self.group, self.ranks, self.device = group, ranks, device
-        self._next = _Batch()
-        self._under_way: deque[_Batch] = deque()
-
-    def greet(self, own: int, known: Sequence[Channel]) -> None:
-        """Create the communicator and connect each pair of stages now, because NCCL connects at the first message and blocks meanwhile."""
-        word = torch.zeros(1, device=self.device)
-        dist.all_reduce(word, group=self.group)
-        # In the same order on every worker, both directions at once.
-        for low, high in sorted({(min(line[1:]), max(line[1:])) for line in known}):
-            if own in (low, high):
-                other = high if own == low else low
-                self._add(dist.isend, word, other)
-                self._add(dist.irecv, torch.empty_like(word), other)
-                self.drain()
-
-    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
-        """Post the receive of the next message on a channel."""
-        buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        return _InBatch(self, self._add(dist.irecv, buffer, line.sender), buffer)
-
-    def send(self, line: Channel, tensor: Tensor) -> None:
-        """Send the next message on a channel."""
-        self._add(dist.isend, tensor, line.receiver)
-
-    def flush(self) -> None:
-        """Issue the batch. It keeps its tensors alive until it has completed; do not wait for that here, which would stall the device."""
-        if self._next.operations:
-            self._next.works = dist.batch_isend_irecv(self._next.operations)
-            self._under_way.append(self._next)
-            self._next = _Batch()
-        while self._under_way and all(work.is_completed() for work in self._under_way[0].works):
-            self._under_way.popleft()
-
-    def drain(self) -> None:
-        """Wait until everything that was sent has been received: device work issued after this runs after it."""
-        self.flush()
-        while self._under_way:
-            self._under_way.popleft().wait()
-
-    def close(self) -> None:
-        """Close the connections, so that nobody waits for messages that will never come."""
-        self._next, self._under_way = _Batch(), deque()
-        process_groups.drop(self.group)
-
-    def _add(self, kind: Callable[..., dist.Work | None], tensor: Tensor, stage: int) -> _Batch:
-        self._next.operations.append(dist.P2POp(kind, tensor, self.ranks[stage], self.group))
-        return self._next
-
-
-@dataclass
-class _Batch:
-    """Sends and receives that are issued together."""
-
-    operations: list[dist.P2POp] = field(default_factory=list)
-    works: list[dist.Work] = field(default_factory=list)
-
-    def wait(self) -> None:
-        """Wait until all of them have completed; later calls do nothing."""
-        for work in self.works:
-            work.wait()
-        self.works = []
-
-
-class _InBatch:
-    def __init__(self, links: OrderedLinks, batch: _Batch, buffer: Tensor) -> None:
-        self.links, self.batch, self.buffer = links, batch, buffer
-
-    def wait(self) -> Tensor:
-        """The message."""
-        self.links.flush()
-        self.batch.wait()
-        return self.buffer
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -44,7 +44,6 @@ from carrywave.parallel.startup.rendezvous import (
 # while the others wait, they wait in the store (`raise_on_all(patient=True)`).
 TIMEOUT_SECONDS = 300.0
 PATIENCE_SECONDS = 24 * 3600.0
-SHARE_GPU = "CARRYWAVE_SHARE_GPU"  # 1: several workers may share one GPU
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ def _self(device: torch.device) -> dict[str, Any]:
 
 def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
     """Refuse workers that share a GPU, since they would only take turns on it. The environment may allow it for trials."""
-    if os.environ.get(SHARE_GPU) == "1":
+    if environment.may_share_gpu():
         return
     gpus = [(one["host"], one["gpu"]) for one in there if one["gpu"]]
     for host, gpu in gpus:
@@ -184,7 +183,7 @@ def too_few_gpus(workers: int, gpus: int, host: str | None = None) -> WorkerErro
     """The error for more workers than GPUs."""
     return WorkerError(
         f"{workers} workers{f' of host {host}' if host else ''} have only {gpus} GPU{'s' * (gpus > 1)}; "
-        f"start one worker per GPU, or set {SHARE_GPU}=1 to let them take turns, for a trial"
+        f"start one worker per GPU, or set {environment.SHARE_GPU}=1 to let them take turns, for a trial"
     )
 
 

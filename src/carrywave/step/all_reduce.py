@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from carrywave.parallel.group_sums import Summing
 from carrywave.step.gradients import FlatBuffers, Gradients
 from carrywave.step.norms import by_dtype, norm_of_each
 
@@ -23,9 +24,9 @@ BUCKET_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Reduced:
-    """Parameters whose gradients are all-reduced over one process group."""
+    """Parameters whose gradients are summed over one group of workers."""
 
-    group: dist.ProcessGroup
+    group: Summing
     parameters: Sequence[nn.Parameter]
     early: bool = True  # may start while backward is still running
 
@@ -33,7 +34,7 @@ class Reduced:
 class _Bucket:
     """Neighbouring gradients of a flat buffer, all-reduced together."""
 
-    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], flat: Tensor, *, early: bool) -> None:
+    def __init__(self, group: Summing, parameters: list[nn.Parameter], flat: Tensor, *, early: bool) -> None:
         self.group, self.parameters, self.flat, self.early = group, parameters, flat, early
         self.missing: set[int] = set()  # ids of the parameters whose gradients are not final yet
         self.work: dist.Work | None = None
@@ -55,6 +56,7 @@ class AllReduce(Gradients):
         watched: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__(trained, held)
+        self.in_stream = all(each.group.in_stream for each in wanted)
         self.buckets: list[_Bucket] = []
         self._watched = {id(p) for p in watched}
         self._armed = False
@@ -141,7 +143,7 @@ class AllReduce(Gradients):
             watched = [id(p) for p in bucket.parameters if id(p) in self._watched]
             if watched:
                 self.local |= zip(watched, norm_of_each([self._summed[each] for each in watched]).unbind(), strict=True)
-            bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+            bucket.work = bucket.group.all_reduce(bucket.flat)
 
 
 def _weakly(gradients: AllReduce) -> Callable[[Tensor], None]:

@@ -4,15 +4,14 @@ Every plan takes this one way. A *pass* is the forward and backward of one batch
 that they follow each other through its stages. What else differs is said by the parts: how gradients are summed (`Gradients` and its
 subclasses), and whether the lanes run shard by shard (a reproducible run).
 
-If `graphs` are given, work whose shapes recur is replayed from CUDA graphs: the whole step if it is one pass of a single worker; otherwise
-each pass, and, unless gradients are summed over workers or shards, the update.
+If `graphs` are given, work whose shapes recur is replayed from CUDA graphs: the whole step if it is one pass, and all that workers exchange
+in it is work of the device; otherwise each pass, and, unless gradients are summed over workers or shards, the update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,18 +52,26 @@ class Engine:
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None
     ) -> tuple[StepResult, FlatCarry]:
         """One optimizer step over this worker's lanes; returns its result, valid until the next step, and the carry after it."""
-        if graphs is not None and len(batches) == 1 and self._is_alone:
-            # The graph holds the votes of the time when it was captured; nobody reads those of a single worker.
-            return graphs("step", partial(self._step, votes=votes), batches, keys, carry, under=self._restarts())
-        return self._step(batches, keys, carry, votes, graphs)
+        told = self.update.told(votes)
+
+        def step(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
+            return self._step(batches, tensors[: len(batches)], carry, tensors[-1] if self.mesh.world.size > 1 else None)
+
+        if graphs is not None and self._is_one_piece(batches):
+            tensors = keys if told is None else [*keys, told]
+            result, carry = graphs("step", step, batches, tensors, carry, under=self._restarts())
+        else:
+            result, carry = self._step(batches, keys, carry, told, graphs)
+        self.update.heard(result)
+        return result, carry
 
     def _step(
-        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, votes: Votes, graphs: Capture | None = None
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, told: Tensor | None, graphs: Capture | None = None
     ) -> tuple[StepResult, FlatCarry]:
         self.gradients.begin()
         passes, carry = self.forward_backward(batches, keys, carry, graphs)
         self.gradients.reduce()
-        return self._update(passes, votes, graphs), self._reset(carry)
+        return self._update(passes, told, graphs), self._reset(carry)
 
     def forward_backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
@@ -124,14 +131,20 @@ class Engine:
         stats, carry = self.compute(batches, keys, carry, self.gradients if final else None)
         return (stats, self.gradients.collect()), carry
 
-    def _update(self, passes: Passes, votes: Votes, graphs: Capture | None) -> StepResult:
+    def _update(self, passes: Passes, told: Tensor | None, graphs: Capture | None) -> StepResult:
         if graphs is None or not self._is_alone:
-            return self.update(passes, votes)
+            return self.update(passes, told)
 
         def update(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
-            return self.update({0: tensors[0]}, votes), None
+            return self.update({0: tensors[0]}, None), None
 
         return graphs("update", update, [], [passes[0]], None, under=(*self._restarts(), *self.gradients.given))[0]
+
+    def _is_one_piece(self, batches: Sequence[Batch]) -> bool:
+        """True if a step is one pass, and nothing in it needs the host."""
+        one_pass = len(batches) == 1 or self.mesh.plan.stages > 1
+        # A gradient that this worker lacks and another may have is looked up on the host.
+        return one_pass and self.shards is None and self.mesh.in_stream and self.gradients.in_stream and not self.gradients.unreached
 
     @property
     def _is_alone(self) -> bool:

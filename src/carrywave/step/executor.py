@@ -16,6 +16,7 @@ Shapes: T time, B lane.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,9 +30,12 @@ from carrywave.data.batch import Batch
 from carrywave.errors import PlanError
 from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
+from carrywave.kernels.pass_cache import pass_cache
+from carrywave.kernels.window import Window, WindowChunk
 from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
+from carrywave.parallel.device_links import DeviceLinks, Message
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.transport import Links, Pending
 from carrywave.plan.plan import Plan
@@ -177,33 +181,45 @@ class _Run:
         # The last stage starts its backward as soon as it has scored and finishes before the others, so it can defer the head's weight
         # gradients. The other stages score while they wait and finish later, so they compute these gradients right after scoring.
         self.deferred_head = Deferred()
+        self.windows: dict[int, Window] = {}  # by micro-batch, until its backward is done
+        self.lengths: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: of its window, and of each chunk
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
+        # Where messages are read in place, the sender must learn when their buffers are free.
+        self.in_place = links if isinstance(links, DeviceLinks) else None
+        self.lasts = {step.task.micro_batch: number for number, step in enumerate(self.steps)} if self.in_place else {}
 
     def execute(self) -> list[BatchOutcome]:
         """Carry out the steps of this stage in order."""
         run = {"F": self._forward, "B": self._backward, "H": self._score, "W": self._weights}
         done: StageTask | None = None  # the last task that ran
-        for step in self.steps:
-            if step.kind == "receive":
-                self._receive(step.task)
-            elif step.kind == "send":
-                line = cast(Channel, outgoing(step.task, self.program.schedule))
-                with self._timed("send", step.task):
-                    cast(Links, self.links).send(line, self.leaving.pop(step.task))
-            else:
-                if self.links is not None:
-                    self.links.flush()
-                # After the send, because another stage is waiting for it.
-                self._flush_head(done)
-                if self.clock is not None and step.task in self.arriving:
-                    with self._timed("wait", step.task):
-                        self.arriving[step.task] = Arrived(self.arriving[step.task].wait())
-                with self._timed(step.task.phase, step.task), deferring(self.deferred.get(step.task.micro_batch)):
-                    run[step.task.phase](step.task)
-                done = step.task
-        if self.links is not None:
-            self.links.flush()
-        self._flush_head(done)
+        if self.in_place is not None:
+            self.in_place.begin(self.program, self._messages())
+        with pass_cache():
+            for number, step in enumerate(self.steps):
+                if step.kind == "receive":
+                    self._receive(step.task)
+                elif step.kind == "send":
+                    line = cast(Channel, outgoing(step.task, self.program.schedule))
+                    with self._timed("send", step.task):
+                        cast(Links, self.links).send(line, self.leaving.pop(step.task))
+                else:
+                    if self.links is not None:
+                        self.links.flush()
+                    # After the send, because another stage is waiting for it.
+                    self._flush_head(done)
+                    if self.clock is not None and step.task in self.arriving:
+                        with self._timed("wait", step.task):
+                            self.arriving[step.task] = Arrived(self.arriving[step.task].wait())
+                    with self._timed(step.task.phase, step.task), deferring(self.deferred.get(step.task.micro_batch)):
+                        run[step.task.phase](step.task)
+                    done = step.task
+                if self.in_place is not None and self.lasts[step.task.micro_batch] == number < len(self.steps) - 1:
+                    self.in_place.finished(step.task.micro_batch)
+            if self.links is not None:
+                self.links.flush()
+            self._flush_head(done)
+        if self.in_place is not None:
+            self.in_place.end()
         if self.links is not None and self.links.in_order:
             self.links.drain()  # all-reduces follow
         outcomes = []
@@ -237,14 +253,26 @@ class _Run:
             self.gradients.ready(weight)
 
     def _receive(self, task: StageTask) -> None:
-        first, end = self._span(task)
-        lanes = self.batches[task.micro_batch].lanes.shape[0]
         line = cast(Channel, incoming(task, self.program.schedule))
-        if task.phase == "H" or (task.phase == "B" and self.last_stage):
-            width = self.stage.width_head
-        else:
-            width = self.stage.width_in if task.phase == "F" else self.stage.width_out
-        self.arriving[task] = cast(Links, self.links).receive(line, (end - first, lanes, width), self.dtype)
+        self.arriving[task] = cast(Links, self.links).receive(line, self._shape(line, task), self.dtype)
+
+    def _shape(self, line: Channel, task: StageTask) -> tuple[int, int, int]:
+        """The shape of a message on a channel, from one of the tasks at its ends, which work on the same chunk."""
+        first, end = self._span(task)
+        head = line.phase == "H" or (line.phase == "B" and line.sender < line.receiver)
+        from_below = self.place == (line.receiver if line.phase == "F" else line.sender)
+        width = self.stage.width_head if head else self.stage.width_in if from_below else self.stage.width_out
+        return end - first, self.batches[task.micro_batch].lanes.shape[0], width
+
+    def _messages(self) -> dict[Channel, list[Message]]:
+        """Every message that this stage sends or receives, by channel, in order."""
+        found: dict[Channel, list[Message]] = {}
+        for step in self.steps:
+            if step.kind != "run":
+                line = cast(Channel, (outgoing if step.kind == "send" else incoming)(step.task, self.program.schedule))
+                size = math.prod(self._shape(line, step.task)) * self.dtype.itemsize
+                found.setdefault(line, []).append(Message(step.task.micro_batch, size))
+        return found
 
     def _forward(self, task: StageTask) -> None:
         entered = self._entered(task)
@@ -257,7 +285,8 @@ class _Run:
             entered = entered.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
         with torch.set_grad_enabled(self.backward and not self.plan.recompute), self._cast(task):
             y, left, root, sums = self._compute(task, x, entered)
-        self.sums[self.owner[task.micro_batch]] += sums
+        if sums is not None:
+            self.sums[self.owner[task.micro_batch]] += sums
         self.states[task.micro_batch] = left.detach()
         self.forwards[task.micro_batch] += 1
         if not self.last_stage or self.share_head:
@@ -331,7 +360,9 @@ class _Run:
             self.armed = True
         if roots:
             deferred_gradients.backward(roots, received)
-        if task.chunk > 0:
+        if task.chunk == 0:
+            self.windows.pop(task.micro_batch, None)
+        else:
             self.handed_back[task.micro_batch] = [tensor.grad for tensor in flatten(kept.entered)]
         if self.place > 0:
             self.leaving[task] = torch.zeros_like(kept.x) if kept.x.grad is None else kept.x.grad.contiguous()
@@ -348,21 +379,47 @@ class _Run:
     def _chunk(self, task: StageTask) -> Chunk:
         """The position of a chunk: its lengths, fresh lanes, lane numbers, first step and random key."""
         batch = self.batches[task.micro_batch]
-        first, end = self._span(task)
-        lengths = (batch.lengths - first).clamp(0, end - first)
-        fresh = batch.fresh if task.chunk == 0 else torch.zeros_like(batch.fresh)
+        first, _ = self._span(task)
         full = batch.real == batch.steps * batch.lanes.shape[0]
-        return Chunk(lengths, fresh, batch.lanes, first, self.jobs[self.owner[task.micro_batch]].key, full)
+        fresh = batch.fresh if task.chunk == 0 else None
+        key = self.jobs[self.owner[task.micro_batch]].key
+        # Only heads read the lengths of full chunks.
+        lengths = None if full and not self.stage.has_head else self._lengths(task.micro_batch)[1][task.chunk]
+        return Chunk(lengths, fresh, batch.lanes, first, key, full, self._in_window(task, full=full) if task.phase == "F" else None)
 
-    def _compute(self, task: StageTask, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor]:
-        """Run forward of one chunk; returns the output for the next stage, the final state, the root to differentiate, and the sums."""
+    def _lengths(self, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """[B], [C, B]: the real steps of each lane in the window and in each chunk, computed once because every launch counts."""
+        if micro_batch not in self.lengths:
+            batch, chunks = self.batches[micro_batch], self.program.schedule.chunks[micro_batch]
+            lengths_B = batch.lengths.clamp(0, batch.steps)
+            chunks_CB = lengths_B[None]
+            if chunks > 1:
+                size = cast(int, self.plan.chunk_steps)
+                chunks_CB = (lengths_B - torch.arange(0, batch.steps, size, device=lengths_B.device)[:, None]).clamp_(0, size)
+            self.lengths[micro_batch] = lengths_B, chunks_CB
+        return self.lengths[micro_batch]
+
+    def _in_window(self, task: StageTask, *, full: bool) -> WindowChunk | None:
+        """The chunk as part of its window, if kernels may keep what weight gradients need until the end of the micro-batch."""
+        if task.micro_batch not in self.deferred:
+            return None
+        number = task.micro_batch
+        if number not in self.windows:
+            spans = tuple(self._span(task._replace(chunk=chunk)) for chunk in range(self.program.schedule.chunks[number]))
+            self.windows[number] = Window(spans, None if full else self._lengths(number)[0])
+        return WindowChunk(self.windows[number], task.chunk)
+
+    def _compute(self, task: StageTask, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor | None]:
+        """Run forward of one chunk; returns the output for the next stage, the final state, the root to differentiate, and the sums (None
+        without a head: there is nothing to add).
+        """
         batch, job, chunk = self.batches[task.micro_batch], self.jobs[self.owner[task.micro_batch]], self._chunk(task)
         y, raw, left = self.stage(x, entered, chunk)
-        loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
-        root: Tensor | None = None
         if not self.stage.has_head:
             # The next layer computes in this dtype anyway, so sending a wider one would gain nothing.
-            return y.to(self.dtype), left, None, torch.stack([loss_sum, count, penalty])
+            return y.to(self.dtype), left, None, None
+        loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
+        root: Tensor | None = None
         pooled, last = self.stage.pooled, task.chunk == self.program.schedule.chunks[task.micro_batch] - 1
         if (last or not pooled) and not self.share_head:
             first, end = self._span(task)

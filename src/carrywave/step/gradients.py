@@ -46,6 +46,7 @@ class Gradients:
     """The gradients of one worker. `held` are all parameters on it, trained or not."""
 
     sums = False  # True if gradients are summed over workers, or over shards
+    in_stream = True  # True if the host takes no part in that
 
     def __init__(self, trained: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> None:
         self.trained, self.held = list(trained), list(held)

@@ -120,7 +120,7 @@ class Trainer:
         self.lanes: int | None = None  # number of lanes whose state is kept, over all workers
         self.uncounted = 0  # batches so far without a step number of their own
         self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
-        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks of each step, and such steps are not captured.
+        # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then captured only if that is recordable.
         scale = None if self.scaler is None else self.scaler.scale
         self.compute = Compute(self.stage, self.mesh, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
         self.agreement = Agreement(self.mesh, self.held.parameters, self.model)
@@ -132,7 +132,8 @@ class Trainer:
         self._broken = False  # True if a step failed midway here, and other stages were left without its messages
         self._probed = False  # True once the user's modules were checked to be safe to split
         known = optimizer is None and self.spec.precision != "fp64"
-        self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer) if known else None
+        in_stream = self.mesh.links is not None and self.mesh.links.in_stream
+        self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
 
     def step(self, *batches: Batch) -> Tensor:
         """Take one optimizer step over these batches (several are accumulated); returns the mean loss over their real targets.
@@ -173,7 +174,8 @@ class Trainer:
         state = flatten(self.state) if self.keep_state and self.state is not None else None
         try:
             with self._audit(), self.hooks.put_off():
-                plainly = self.compute.clock is not None or self.hooks.there(self.optimizer)
+                clock = self.compute.clock
+                plainly = (clock is not None and not clock.recordable) or self.hooks.there(self.optimizer)
                 result, left = self.engine.step(own, keys, state, self.votes, None if plainly else self.capture)
         except BaseException as error:
             self.uncounted, self.lanes = stood  # so that the step can be retried with the same randomness

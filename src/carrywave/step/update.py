@@ -37,6 +37,7 @@ class StepResult:
     finite: Tensor  # bool: loss and gradient are finite (an overflow that the fp16 scaler skips counts as finite)
     votes: Tensor  # [2]: how many workers had been asked to stop, as in `Trainer.votes`
     sound: Tensor  # [2] bool: `finite`; and False if a non-zero loss has no targets to divide by
+    marks: Tensor  # [workers, columns]: the checksums that `Agreement` compares
 
 
 @dataclass
@@ -62,12 +63,27 @@ class Update:
         columns, flags = self.agreement.columns, self.reach.count
         self.slots = step_slots(self.mesh, parameters=flags, marks=columns, reproducible=self.reproducible)
 
-    def __call__(self, passes: Mapping[int, Tensor], votes: Votes) -> StepResult:
+    def told(self, votes: Votes) -> Tensor | None:
+        """What this worker tells the others besides its sums: votes and checksums. It is known before the step, so that a captured step can
+        read it. None with a single worker.
+        """
+        if self.mesh.world.size == 1:
+            return None
+        own = torch.tensor(votes, dtype=torch.float64).to(self.mesh.device, non_blocking=True)
+        return torch.cat([own, self.agreement.marks()])
+
+    def heard(self, result: StepResult) -> None:
+        """Take what the others told, after the step; where nothing runs ahead of the host, that was done before the weights changed."""
+        if not self.agreement.at_once:
+            self.agreement.after(result.marks)
+
+    def __call__(self, passes: Mapping[int, Tensor], told: Tensor | None) -> StepResult:
         """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard."""
         grads = [p.grad for _, p in self.named if p.grad is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
-        stats = self._own(passes, votes, overflow).over(self.mesh)
-        self.agreement.after(stats["marks"])
+        stats = self._own(passes, told, overflow).over(self.mesh)
+        if self.agreement.at_once:
+            self.agreement.after(stats["marks"])
         self.reach.forget(stats["reached"])
         loss_sum, count = stats.score
         norm = norm_of_mean(stats.squared, count)
@@ -79,9 +95,9 @@ class Update:
         self._optimize(finite, overflowed)
         self.nonfinite.note(finite, stats["codes"])
         sound = torch.stack([finite, (count > 0) | (loss_sum == 0) | ~finite])
-        return StepResult(loss_sum, count, norm, finite, stats["votes"], sound)
+        return StepResult(loss_sum, count, norm, finite, stats["votes"], sound, stats["marks"])
 
-    def _own(self, passes: Mapping[int, Tensor], votes: Votes, overflow: Tensor | None) -> StepStats:
+    def _own(self, passes: Mapping[int, Tensor], told: Tensor | None, overflow: Tensor | None) -> StepStats:
         """This worker's numbers, before the all-reduce."""
         counted = [p for p in self.counted if p.grad is not None]
         of_grads = norms([p.grad for p in counted if p.grad is not None]).to(self.mesh.device)
@@ -91,10 +107,10 @@ class Update:
             score=self._by_shard(passes),
             squared=self._at("squared", self.mesh.stage, of_grads.square().sum()),
             overflow=zero if overflow is None else overflow.double(),
-            votes=torch.stack([zero + vote for vote in votes]),
+            votes=self._zeros(2) if told is None else told[:2],
             reached=self.reach.own(),
             codes=self._at("codes", self.mesh.world.rank, self.nonfinite.code(counted, of_grads, of_passes, self.gradients)),
-            marks=self._at("marks", self.mesh.world.rank, self.agreement.marks()),
+            marks=self._at("marks", self.mesh.world.rank, self._zeros(0) if told is None else told[2:]),
         )
         return StepStats(self.slots, vector)
 

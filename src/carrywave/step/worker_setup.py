@@ -154,8 +154,9 @@ def _all_reduce(
     wanted: list[Reduced] = []
     group = mesh.replicas_of([mesh.stage])
     if group is not None:
-        # Over ordered links nothing else may run while messages are in flight, so all-reduces wait for the last message.
-        early = mesh.links is None or not mesh.links.in_order
+        # Over ordered links nothing else may run while messages are in flight, so all-reduces wait for the last message. A sum on the
+        # stream would hold up the rest of backward.
+        early = not group.in_stream and (mesh.links is None or not mesh.links.in_order)
         wanted.append(Reduced(group, [p for name, p in named if name not in names], early=early))
     own = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):

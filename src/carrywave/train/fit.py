@@ -17,6 +17,7 @@ from carrywave.data.prepare import Prepared
 from carrywave.data.python_inputs import from_python, naming
 from carrywave.errors import PlanError, SpecError, UserError
 from carrywave.launch import launch_record, script_workers
+from carrywave.launch.hardware import shares_on
 from carrywave.launch.launcher import RESTARTS
 from carrywave.launch.signals import Stop
 from carrywave.model.model import Model
@@ -133,7 +134,7 @@ def fit(
             own = Whole(own, loss, pooled=asked.task in POOLED)
         if told is None and devices > 1 and not launched():
             check_workers(asked.plan_spec, devices)
-            told = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices)
+            told = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
         if told is not None:
             return _result_of(told, own, device)
         world = join(device)

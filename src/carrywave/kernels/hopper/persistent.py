@@ -16,11 +16,16 @@ from torch import Tensor
 from carrywave.kernels.carry import Carry
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.cuda.casting import HALVES
-from carrywave.kernels.hopper import wave
+from carrywave.kernels.hopper import wave, windowed
 from carrywave.kernels.hopper.chip import chip_of
 from carrywave.kernels.hopper.layout import Chip, Wave, alone, shape_for, wave_for
 from carrywave.kernels.lengths import reversed_steps
 from carrywave.kernels.weights import Layer
+from carrywave.kernels.window import WindowChunk
+
+FAILED = "it failed: "  # how a refusal starts when a kernel was tried
+
+FAILED = "it failed: "  # how a refusal starts when a kernel was tried
 
 _standing_aside: list[str] = []
 
@@ -52,6 +57,8 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
 def pays(x_TBI: Tensor, weights: Layer) -> bool:
     """True if it is faster than cuDNN inside a CUDA graph, as measured on an H200 (docs/kernels.md). It is not if the lanes need many
     passes through a wide layer, nor in fp16 for short sequences in layers so narrow that cuDNN has a persistent kernel for them.
+
+    Call `refusal` first: only a GPU that can run the kernels can be asked how much of it they may fill.
     """
     shape = shape_for(_chip(x_TBI), weights[0].w_hh.shape[1], x_TBI.shape[1])
     tiny = x_TBI.dtype == torch.float16 and weights[0].w_hh.shape[1] <= 64 and x_TBI.shape[0] < 32
@@ -62,30 +69,47 @@ def pays(x_TBI: Tensor, weights: Layer) -> bool:
 def _device_refusal(device: int) -> str:
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "it needs a Hopper GPU (compute capability 9.0)"
-    missing = nvrtc.available()
-    return f"CUDA code cannot be compiled here ({missing})" if missing else ""
+    if missing := nvrtc.available():
+        return f"CUDA code cannot be compiled here ({missing})"
+    try:
+        chip_of(device)
+    except nvrtc.KernelError as error:
+        return f"{FAILED}{' '.join(str(error).split())[:400]}"
+    return ""
 
 
 def _chip(x_TBI: Tensor) -> Chip:
     return chip_of(x_TBI.device.index or 0)
 
 
-def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None) -> tuple[Tensor, Carry]:
-    """One layer: outputs [T, B, H·D] and the carry at each lane's last real step. Weights and carry may have a wider dtype than x."""
-    steps, lanes = x_TBI.shape[:2]
-    whole = alone(_chip(x_TBI), weights[0].w_hh.shape[1], lanes, steps)
-    if whole is None:
-        raise ValueError(f"{weights[0].w_hh.shape[1]} units and {lanes} lanes do not fit; call `refusal` first")
+def layer(
+    x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None, *, clean: bool = False, chunk: WindowChunk | None = None
+) -> tuple[Tensor, Carry]:
+    """One layer: outputs [T, B, H·D] and the carry at each lane's last real step. Weights and carry may have a wider dtype than x.
+
+    `clean`: padding already holds zeros. `chunk`: the steps are one chunk of this window.
+    """
+    if len(weights) == 1:
+        held = windowed.held_by(chunk, weights)
+        how = _alone(x_TBI, weights) if held is None else held.how
+        y_TBH, [end] = windowed.run(x_TBI, (carry,), weights, (None,), lengths_B, how, chunk, clean=clean)
+        return y_TBH, end
     ys, ends = [], []
     for direction, each in enumerate(weights):
         x = x_TBI if direction == 0 else reversed_steps(x_TBI, lengths_B)
         start = Carry(carry.h[direction : direction + 1], carry.c[direction : direction + 1])
-        y_TBH, [end] = wave.run(x, (start,), (each,), (None,), lengths_B, whole)
+        y_TBH, [end] = wave.run(x, (start,), (each,), (None,), lengths_B, _alone(x_TBI, weights), clean=clean)
         ys.append(y_TBH if direction == 0 else reversed_steps(y_TBH, lengths_B))
         ends.append(end)
-    if len(ys) == 1:
-        return ys[0], ends[0]
     return torch.cat(ys, dim=-1), Carry(*(torch.cat(parts) for parts in zip(*ends, strict=True)))
+
+
+def _alone(x_TBI: Tensor, weights: Layer) -> Wave:
+    steps, lanes = x_TBI.shape[:2]
+    whole = alone(_chip(x_TBI), weights[0].w_hh.shape[1], lanes, steps)
+    if whole is None:
+        raise ValueError(f"{weights[0].w_hh.shape[1]} units and {lanes} lanes do not fit; call `refusal` first")
+    return whole
 
 
 def wave_of(x_TBI: Tensor, layers: Sequence[Layer]) -> Wave | None:

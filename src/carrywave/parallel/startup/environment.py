@@ -13,6 +13,8 @@ from typing import NamedTuple
 from carrywave.errors import WorkerError
 
 MOST_THREADS = 4096
+SHARE_GPU = "CARRYWAVE_SHARE_GPU"  # 1: several workers may take turns on a GPU; N: each GPU is divided among N workers; 0: neither
+MOST_SHARES = 48  # clients of MPS on one GPU
 
 
 class _Rule(NamedTuple):
@@ -32,6 +34,12 @@ def _whole(text: str) -> bool:
 
 
 OWN = "unset it: carrywave sets it for the workers that it starts"
+SHARES = _Rule(
+    (SHARE_GPU,),
+    lambda text: _whole(text) and int(text) <= MOST_SHARES,
+    f"a number of workers from 0 to {MOST_SHARES}",
+    "use 1 to let workers take turns on a GPU, N to divide it among N of them, or unset it",
+)
 RULES = (
     _Rule(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), _threads, f"a number of threads from 1 to {MOST_THREADS}", "correct or unset it"),
     _Rule(
@@ -46,6 +54,7 @@ RULES = (
         "one of OFF, INFO or DETAIL",
         "correct or unset it",
     ),
+    SHARES,
     _Rule(("CARRYWAVE_PARENT", "CARRYWAVE_PLACE", "CARRYWAVE_ATTEMPT", "CARRYWAVE_FIT"), _whole, "a whole number >= 0", OWN),
     _Rule(("CARRYWAVE_CAUSES", "CARRYWAVE_BEATS"), lambda text: Path(text).is_dir(), "an existing folder", OWN),
     _Rule(("CARRYWAVE_FIT_EARLIER",), lambda text: Path(text).is_file(), "an existing file", OWN),
@@ -58,11 +67,22 @@ RULES = (
 )
 
 
-def check() -> None:
-    """Refuse invalid values. An empty variable counts as unset."""
-    for rule in RULES:
+def check(*rules: _Rule) -> None:
+    """Refuse values that break these rules, by default any of them. An empty variable counts as unset."""
+    for rule in rules or RULES:
         for name in rule.names:
             text = os.environ.get(name, "")
             if text and not rule.holds(text):
                 shown = text if len(text) <= 60 else f"{text[:57]}…"
                 raise WorkerError(f"{name}={shown} is not {rule.what}; {rule.remedy}")
+
+
+def may_share_gpu() -> bool:
+    """True if several workers may use one GPU."""
+    return os.environ.get(SHARE_GPU, "") not in ("", "0")
+
+
+def shares_of_a_gpu() -> int:
+    """Among how many workers each GPU is divided; 1 if it is not."""
+    check(SHARES)
+    return max(1, int(os.environ.get(SHARE_GPU) or 1))

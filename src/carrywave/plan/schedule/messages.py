@@ -52,7 +52,7 @@ class Program:
         A receive is thus never posted ahead of an earlier send of the same stage, and stages that execute their messages strictly one
         after another cannot deadlock: the earliest unfinished message is at the front of the queue at both of its ends.
         """
-        turns = _turns(self.schedule)
+        turns = global_order(self.schedule)
         return Program(self.schedule, tuple(_in_order(self.schedule, stage, turns) for stage in range(len(self.schedule.stages))))
 
 
@@ -68,11 +68,11 @@ def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
     """
     if ahead < 0:
         raise PlanError(f"receives cannot be posted {-ahead} messages late; use ahead >= 0")
-    turns = _turns(schedule)
+    turns = global_order(schedule)
     return Program(schedule, tuple(_steps(schedule, stage, turns, ahead) for stage in range(len(schedule.stages))))
 
 
-def _turns(schedule: Schedule) -> dict[StageTask, int]:
+def global_order(schedule: Schedule) -> dict[StageTask, int]:
     """The position of each task in the global order, by start time."""
     moments = place(schedule)
     return {task: turn for turn, task in enumerate(sorted(moments, key=lambda task: (moments[task], task.stage)))}

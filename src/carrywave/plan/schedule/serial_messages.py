@@ -1,13 +1,19 @@
-"""Proves that a program runs on a transport that executes messages strictly in order, as NCCL does within a communicator.
+"""Proves that a program runs on a device that does one thing at a time, in the order in which the host issues it.
 
-The rules are those of the device, not of the host, and are the strictest we support:
+This is the strictest of the devices that NCCL's messages may meet. Each pair of stages has a communicator of its own, whose messages run
+in order; those of several pairs usually run at once, beside the tasks, but may also have to wait for each other: for multiprocessors, or
+because something synchronises the device. The rules:
 
-- the host enqueues work without waiting: tasks on one queue, messages on another, each executed in order;
-- the messages between two tasks form one batch: it starts when all tasks enqueued before it and all earlier batches have completed;
-  its messages then proceed concurrently, in any order;
-- a message completes once the batches at both of its ends have started; nothing is buffered;
-- a task starts only when the whole batch that contains its message has completed;
+- the host issues tasks and batches of messages without waiting, and the device carries them out one at a time, in that order: each
+  starts when everything that its stage issued before it has completed;
+- a batch holds consecutive messages of a stage with one other stage, with no task between them, and ends with its first receive
+  (`joins`): a task that waits for its message then waits for no later one;
+- a message completes once the batches at both of its ends have started; nothing is buffered. A batch completes with its last message;
+- the receive of a task's message is issued before the task;
 - messages from one stage to another match by order alone, whatever they are for.
+
+A device that does more at once waits for less: tasks start without the messages of others, batches without those of other pairs. Whatever
+happens there happens no later than here, so that a program that is proved here cannot hang there.
 """
 
 from __future__ import annotations
@@ -21,6 +27,18 @@ from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, out
 from carrywave.plan.schedule.schedule import StageTask, name, reader
 
 
+class MessageEnd(NamedTuple):
+    """A message as one of its ends sees it."""
+
+    peer: int  # the stage, or rank, at the other end
+    receives: bool
+
+
+def joins(before: MessageEnd, after: MessageEnd) -> bool:
+    """True if a message goes into the batch of the one issued right before it, with no task between them."""
+    return before.peer == after.peer and not before.receives
+
+
 class Message(NamedTuple):
     """Identified by sender, receiver, and its index among all messages from that sender to that receiver."""
 
@@ -31,71 +49,74 @@ class Message(NamedTuple):
 
 @dataclass
 class MessageBatch:
-    """The messages of a stage between two of its tasks."""
+    """Messages of a stage that are issued together."""
 
-    tasks: int  # number of tasks enqueued before it
+    last: MessageEnd
     messages: list[Message] = field(default_factory=list)
 
 
-@dataclass
-class _Stage:
-    tasks: list[StageTask] = field(default_factory=list)
-    batches: list[MessageBatch] = field(default_factory=list)
-    waits: dict[StageTask, int] = field(default_factory=dict)  # index of the batch that each task waits for
-    ran: int = 0  # completed tasks
-    through: int = 0  # completed batches
+Issued = StageTask | MessageBatch
 
-    @property
-    def open(self) -> MessageBatch | None:
-        """The batch that has started and not completed, if any."""
-        at = self.batches[self.through] if self.through < len(self.batches) else None
-        return at if at is not None and at.tasks <= self.ran else None
+
+@dataclass
+class IssueQueue:
+    """What a stage issues, in order."""
+
+    items: list[Issued] = field(default_factory=list)
+    waits: dict[StageTask, int] = field(default_factory=dict)  # for each task with a message: the index of the batch that brings it
 
 
 def prove_in_order(program: Program) -> None:
     """Reject a program that would deadlock or mismatch messages under the rules above."""
-    stages = _stages(program)
+    queues = issue_queues(program)
+    at = [0] * len(queues)  # how many items of each stage have completed
     done: set[Message] = set()
     moved = True
     while moved:
         moved = False
-        for stage in stages:
-            while stage.ran < len(stage.tasks) and stage.waits.get(stage.tasks[stage.ran], -1) < stage.through:
-                stage.ran += 1
+        for stage, queue in enumerate(queues):
+            while _can_run(queue, at[stage], program):
+                at[stage] += 1
                 moved = True
-        begun = [stage.open for stage in stages]
-        for number, batch in enumerate(begun):
+        open_ = [_batch(queue, place) for queue, place in zip(queues, at, strict=True)]
+        for batch in open_:
             for message in batch.messages if batch is not None else []:
-                other = begun[message.receiver if number == message.sender else message.sender]
-                if message not in done and other is not None and message in other.messages:
+                ends = open_[message.sender], open_[message.receiver]
+                if message not in done and all(end is not None and message in end.messages for end in ends):
                     done.add(message)
                     moved = True
-        for stage in stages:
-            if stage.open is not None and done.issuperset(stage.open.messages):
-                stage.through += 1
+        for stage, batch in enumerate(open_):
+            if batch is not None and done.issuperset(batch.messages):
+                at[stage] += 1
                 moved = True
-    stuck = [number for number, stage in enumerate(stages) if stage.ran < len(stage.tasks) or stage.through < len(stage.batches)]
+    stuck = [stage for stage, queue in enumerate(queues) if at[stage] < len(queue.items)]
     if stuck:
-        raise PlanError(f"messages in order deadlock: {', '.join(_says(number, stages[number], program) for number in stuck)}")
+        waits = ", ".join(_says(stage, queues[stage].items[at[stage]], program) for stage in stuck)
+        raise PlanError(f"messages in order deadlock: {waits}")
 
 
-def _stages(program: Program) -> list[_Stage]:
-    """The queues of each stage; rejects messages that would be paired with the wrong receive."""
+def issue_queues(program: Program) -> list[IssueQueue]:
+    """What each stage issues; rejects messages that would be paired with the wrong receive."""
     sent: defaultdict[tuple[int, int], list[StageTask]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[StageTask]] = defaultdict(list)
-    found: list[_Stage] = []
+    found: list[IssueQueue] = []
     for number, steps in enumerate(program.stages):
-        stage = _Stage()
+        queue = IssueQueue()
         for step in steps:
             if step.kind == "run":
-                stage.tasks.append(step.task)
+                queue.items.append(step.task)
                 continue
-            if not stage.batches or stage.batches[-1].tasks < len(stage.tasks):
-                stage.batches.append(MessageBatch(len(stage.tasks)))
-            stage.batches[-1].messages.append(_message(step, program, number, sent, received))
+            message = _message(step, program, number, sent, received)
+            end = MessageEnd(message.sender if step.kind == "receive" else message.receiver, step.kind == "receive")
+            batch = queue.items[-1] if queue.items else None
+            if not isinstance(batch, MessageBatch) or not joins(batch.last, end):
+                batch = MessageBatch(end)
+                queue.items.append(batch)
+            batch.messages.append(message)
+            batch.last = end
             if step.kind == "receive":
-                stage.waits[step.task] = len(stage.batches) - 1
-        found.append(stage)
+                queue.waits[step.task] = len(queue.items) - 1
+        found.append(queue)
     for ends in sent.keys() | received.keys():
         for place, (given, wanted) in enumerate(zip(sent[ends], received[ends], strict=False)):
             if given != wanted:
@@ -123,12 +144,21 @@ def _message(
     return Message(line.sender, line.receiver, len(known) - 1)
 
 
-def _says(number: int, stage: _Stage, program: Program) -> str:
-    if stage.open is not None:
-        return f"stage {number} waits for messages with stages {sorted({*_ends(stage.open)} - {number})}"
-    task = stage.tasks[stage.ran] if stage.ran < len(stage.tasks) else None
-    return f"stage {number} waits to run {name(task, program.schedule)}" if task else f"stage {number} waits"
+def _can_run(queue: IssueQueue, at: int, program: Program) -> bool:
+    """True if the next thing that the stage does is a task whose message, if any, has arrived."""
+    item = queue.items[at] if at < len(queue.items) else None
+    if not isinstance(item, StageTask):
+        return False
+    return incoming(item, program.schedule) is None or queue.waits.get(item, at) < at
 
 
-def _ends(batch: MessageBatch) -> list[int]:
-    return [end for message in batch.messages for end in message[:2]]
+def _batch(queue: IssueQueue, at: int) -> MessageBatch | None:
+    """The batch that has started and not completed, if any."""
+    item = queue.items[at] if at < len(queue.items) else None
+    return item if isinstance(item, MessageBatch) else None
+
+
+def _says(stage: int, item: Issued, program: Program) -> str:
+    if isinstance(item, StageTask):
+        return f"stage {stage} waits to run {name(item, program.schedule)}"
+    return f"stage {stage} waits for messages with stage {item.last.peer}"

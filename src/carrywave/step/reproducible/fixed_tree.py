@@ -88,6 +88,7 @@ class FixedTree(Gradients):
     """
 
     sums = True
+    in_stream = False
 
     def __init__(
         self,

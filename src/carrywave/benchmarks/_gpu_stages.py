@@ -1,0 +1,282 @@
+"""The workers of `bench gpu-pipeline`: one share of a GPU each. They hold a trainer for every variant, and run what they are asked.
+
+What is timed is forward and backward of one batch with all weight gradients, as the engine of a training step runs them: messages between
+stages and sums over replicas are included, clipping and the optimizer are not (unless whole steps are asked for). The model is a stack on
+numbers, as wide as its layers, with one number per step as its head, so that next to nothing but the stack is timed.
+
+Shapes: T time, B lane, F features, K steps ahead, C columns.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from carrywave.benchmarks._gpu_peers import DTYPES, one_line
+from carrywave.benchmarks._standing_pool import requests
+from carrywave.benchmarks._workers import TimedWorkers
+from carrywave.benchmarks.pipeline import SCHEDULERS
+from carrywave.data.batch import Batch
+from carrywave.kernels import dispatch, random
+from carrywave.model.encoders import Numbers
+from carrywave.model.heads import Forecast
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+from carrywave.parallel.liveness.lost_contact import sounds_lost
+from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.worker_pool import Row
+from carrywave.parallel.world import World, all_gather_text
+from carrywave.plan.cost.units import Units
+from carrywave.plan.plan import Plan
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.load import parse
+from carrywave.step.device_clock import DeviceClock
+from carrywave.step.graphs.capture import Capture
+from carrywave.step.micro_batches import FlatCarry
+from carrywave.step.trainer import Trainer
+
+CAPTURE = "CARRYWAVE_CAPTURE"
+CHECKED = 3  # optimizer steps whose losses are compared; they are the warm-up too
+WARM_UP = 3  # passes before any is timed: the first runs plainly, the second is captured
+TRAIN = {"optimizer": "adam", "lr": 1e-3, "clip": 1.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stack and the shape of its batch."""
+
+    layers: int
+    hidden: int
+    lanes: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """The name shown in the table."""
+        return f"{self.layers}x{self.hidden} B{self.lanes} T{self.steps}"
+
+    @property
+    def units(self) -> Units:
+        """The units as the planner sees them."""
+        spec = {
+            "task": "forecasting",
+            "model": {"hidden": self.hidden, "layers": self.layers},
+            "data": {"horizon": 1},
+            "batch": {"lanes": self.lanes, "steps": self.steps},
+            "train": {**TRAIN, "precision": "bf16"},
+        }
+        return Units.of(parse(spec), DataFacts(features=self.hidden, outputs=1, sequences=1, steps=10**6, longest=10**6))
+
+    def model(self) -> Model:
+        """The model with its initial weights, identical in every process."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return Model(Numbers(self.hidden), LSTM(self.hidden, self.hidden, self.layers), Forecast(self.hidden, 1, 1))
+
+    def batch(self) -> Batch:
+        """The only batch. Its targets are all 1, so that the loss falls from the first step on."""
+        random_numbers = torch.Generator().manual_seed(2)
+        x_TBF = torch.randn(self.steps, self.lanes, self.hidden, generator=random_numbers)
+        return Batch.of(x_TBF, torch.ones(self.steps, self.lanes, 1, 1), step=0)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to split a case over shares."""
+
+    family: str  # a schedule: sequential, gpipe or wavefront; replicas of single shares run a wavefront of one stage
+    stages: int = 1
+    replicas: int = 1
+    chunks: int = 1
+    micro_batches: int = 1
+    recorded: bool = True
+
+    @property
+    def workers(self) -> int:
+        """Number of shares."""
+        return self.replicas * self.stages
+
+    def plan(self, case: Case) -> Plan:
+        """The plan, with layers divided evenly."""
+        chunk_steps = -(-case.steps // self.chunks) if self.chunks > 1 else None
+        return Plan(self.replicas, self.stages, chunk_steps=chunk_steps, micro_batches=self.micro_batches)
+
+
+class Loop:
+    """A trainer with one way to split its steps."""
+
+    def __init__(self, world: World, case: Case, split: Split, precision: str, *, clock: bool = False) -> None:
+        plan = split.plan(case)
+        with _capturing(split.recorded):
+            self.trainer = Trainer(case.model(), {**TRAIN, "precision": precision}, plan=plan, mesh=Mesh(world, plan), keep_state=False)
+        self.split, self.batch = split, case.batch()
+        self.trainer.compute.scheduler = SCHEDULERS[split.family]
+        self.clock = DeviceClock(world.device) if clock else None
+        self.trainer.compute.clock = self.clock
+        self.own = self.trainer.own_part(self.batch)
+        self.key = random.key(self.trainer.spec.seed, self.batch.epoch, self.batch.step)
+
+    def update(self) -> Tensor:
+        """One optimizer step; returns its mean loss."""
+        return self.trainer.step(self.batch)
+
+    def forward_backward(self) -> None:
+        """Everything of a step up to its summed gradients; in one graph, if the step as a whole would be."""
+        trainer, engine = self.trainer, self.trainer.engine
+        one_piece = trainer.mesh.in_stream and engine.gradients.in_stream
+        if trainer.capture is not None and one_piece:
+            trainer.capture("forward_backward", self._forward_backward, [self.own], [self.key], None)
+        else:
+            self._forward_backward([self.own], [self.key], None, trainer.capture)
+
+    def _forward_backward(
+        self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None = None
+    ) -> tuple[None, FlatCarry]:
+        engine = self.trainer.engine
+        engine.gradients.begin()
+        _, left = engine.forward_backward(batches, keys, carry, graphs)
+        engine.gradients.reduce()
+        return None, left
+
+    @property
+    def replays(self) -> int:
+        """How many passes or steps were replayed from CUDA graphs."""
+        return 0 if self.trainer.capture is None else sum(self.trainer.capture.replays.values())
+
+
+def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
+    """Entry point of every worker: do what is asked until the pool ends."""
+    bench = _Worker(world, job["precision"], whole_step=job["whole_step"])
+    for request, answer in requests(job, world.rank):
+        answer(bench.handle(request))
+    yield from ()
+
+
+class _Worker:
+    """One worker of a pool, with the loops that it has prepared."""
+
+    def __init__(self, world: World, precision: str, *, whole_step: bool) -> None:
+        self.world, self.precision, self.whole_step = world, precision, whole_step
+        self.crew = TimedWorkers(world)
+        self.loops: dict[tuple[Case, Split], Loop] = {}
+
+    def handle(self, request: Row) -> Row:
+        """Do one request; a failure on any worker is a note on all."""
+        what, case = request["what"], Case(**request["case"])
+        if what == "forget":
+            return self._forget()
+        if what == "describe":
+            return self._tried(lambda: self._describe(case))
+        split = Split(**request["split"])
+        if what == "prepare":
+            return self._tried(lambda: self._prepare(case, split))
+        if what == "trace":
+            return self._tried(lambda: self._trace(case, split))
+        return self._tried(lambda: {"ms": self._timed(self.loops[case, split], request["steps"])})
+
+    def _tried(self, work: Callable[[], Row]) -> Row:
+        """What `work` returns, with an empty note; if it fails on any worker, the note says why. Collective."""
+        try:
+            found, note = work(), ""
+        except Exception as error:
+            found, note = {}, one_line(error)
+        said = all_gather_text(self.world, note)
+        failed = [rank for rank, text in enumerate(said) if text]
+        if not failed:
+            return {**found, "note": ""}
+        # If several fail at once, one is the cause, and the others have only lost contact with it.
+        cause = min(failed, key=lambda rank: sounds_lost(said[rank]))
+        return {"note": said[cause] if self.world.size == 1 else f"rank {cause}: {said[cause]}"}
+
+    def _describe(self, case: Case) -> Row:
+        """This device: its multiprocessors, and the backend that runs a layer of the case on it."""
+        device = self.world.device
+        layer = LSTM(case.hidden, case.hidden, device=device).weights(0)
+        one = torch.empty((), dtype=DTYPES[self.precision], device=device)
+        kernel = dispatch.in_use("auto", one.expand(case.steps, case.lanes, case.hidden), layer)
+        on_gpu = device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+            "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0,
+            "kernel": kernel,
+        }
+
+    def _prepare(self, case: Case, split: Split) -> Row:
+        """Build a loop, take the steps whose losses are compared, and time one block roughly."""
+        with _capturing(split.recorded):
+            loop = self.loops[case, split] = Loop(self.world, case, split, self.precision)
+            losses = [float(loop.update()) for _ in range(CHECKED)]
+            for _ in range(WARM_UP):
+                self._pass(loop)
+        before = loop.replays
+        ms = self._timed(loop, 1)
+        return {"losses": losses, "ms": ms, "recorded": loop.replays > before}
+
+    def _pass(self, loop: Loop) -> None:
+        if self.whole_step:
+            loop.trainer.update(loop.batch)
+        else:
+            loop.forward_backward()
+
+    def _timed(self, loop: Loop, steps: int) -> float:
+        """Milliseconds per pass over a block of them, on this worker. Collective: all begin together."""
+        with _capturing(loop.split.recorded):
+            self._settle()
+            self.crew.barrier()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                self._pass(loop)
+            self._settle()
+            return 1e3 * (time.perf_counter() - begin) / steps
+
+    def _trace(self, case: Case, split: Split) -> Row:
+        """The tasks of one pass, timed by the device: (label, task, start and end in seconds on the device's clock)."""
+        with _capturing(split.recorded):
+            loop = Loop(self.world, case, split, self.precision, clock=True)
+            loop.update()
+            for _ in range(WARM_UP):
+                self._pass(loop)
+            before = loop.replays
+            ms = self._timed(loop, 2)  # two, so that the stages of the second are as far apart as in any later one
+        assert loop.clock is not None
+        laps = [[lap.label, list(lap.task), lap.start, lap.end] for lap in loop.clock.read()]
+        return {"laps": laps, "ms": ms, "recorded": loop.replays > before}
+
+    def _settle(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    def _forget(self) -> Row:
+        """Free the loops of a case that is done."""
+        self.loops.clear()
+        gc.collect()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {"note": ""}
+
+
+@contextmanager
+def _capturing(recorded: bool) -> Iterator[None]:
+    """With CUDA graphs or without, whatever the user has set."""
+    before = os.environ.pop(CAPTURE, None)
+    if not recorded:
+        os.environ[CAPTURE] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(CAPTURE, None)
+        if before is not None:
+            os.environ[CAPTURE] = before
+
+
+def asked(case: Case, split: Split | None = None, **more: Any) -> Row:
+    """A request as JSON can hold it."""
+    return {"case": asdict(case), **({} if split is None else {"split": asdict(split)}), **more}

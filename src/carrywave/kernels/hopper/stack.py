@@ -1,0 +1,248 @@
+"""A stack of LSTM layers over some steps, forward and backward: launches and matrix products on buffers that the caller holds.
+
+The steps are cut into pieces, and layers that run concurrently are a piece apart, each on its own stream. The buffers may be those of a
+whole window, or the part of them that belongs to one chunk: h, c and their gradients at its first and last step are where the chunks before
+and after it have left them.
+
+Shapes: T time, B lane, J input (padded), H hidden (P padded), Q = 4P, N = T·B, S = T + 1, C pieces, E groups of lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from carrywave.kernels import pass_cache
+from carrywave.kernels.hopper import recurrence
+from carrywave.kernels.hopper.layout import LayerShape, Wave
+from carrywave.kernels.hopper.recurrence import Dealt, Packed
+from carrywave.kernels.weights import LayerWeights
+from carrywave.kernels.window import Span
+
+Ends = tuple[Tensor | None, Tensor | None]  # gradients [B, P] of h and c after the last step; None: zero
+
+
+class Activations(NamedTuple):
+    """What the forward of one layer reads and writes, and its backward reads again."""
+
+    inputs_NJ: Tensor | None
+    hs_SBP: Tensor  # h before the first step and after each
+    gates_NQ: Tensor
+    cells_TBP: Tensor | None  # None: nothing is kept for backward
+    cs_CBP: Tensor  # c at the start of each piece, and after the last one
+    mask: Tensor | None  # of the outputs, for the next layer: [T, B, P], or [1, B, P] if it is the same for all steps
+
+    def part(self, span: Span, pieces: slice) -> Activations:
+        """Some steps of the same, which are these pieces. The mask and the first layer's inputs are the chunk's own: they are left out."""
+        first, end = span
+        rows = slice(first * self.hs_SBP.shape[1], end * self.hs_SBP.shape[1])
+        return Activations(
+            None if self.inputs_NJ is None else self.inputs_NJ[rows],
+            self.hs_SBP[first : end + 1],
+            self.gates_NQ[rows],
+            None if self.cells_TBP is None else self.cells_TBP[first:end],
+            self.cs_CBP[pieces.start : pieces.stop + 1],
+            None,
+        )
+
+
+class Gradients(NamedTuple):
+    """What the backward of one layer writes."""
+
+    gates_NQ: Tensor
+    ring: Tensor  # for sums exchanged via memory, one for each piece
+    starts_2CBP: Tensor  # gradients of h and c at the start of each piece
+    bias_CEQ: Tensor
+
+    def part(self, span: Span, lanes: int, pieces: slice) -> Gradients:
+        """Some steps of the same, which are these pieces."""
+        rows = slice(span[0] * lanes, span[1] * lanes)
+        return Gradients(self.gates_NQ[rows], self.ring[pieces], self.starts_2CBP[:, pieces], self.bias_CEQ[pieces])
+
+
+def packed(weights: LayerWeights, shape: LayerShape, pitch: int, like: Tensor, *, transposed: bool) -> Packed:
+    """The weights in the kernel's order and dtype, packed once a pass."""
+    how = shape.hidden, pitch, like.dtype, like.device, transposed
+    return pass_cache.cached(weights[:4], how, lambda: recurrence.pack(weights, shape, pitch, like, transposed=transposed))
+
+
+def activations(
+    shape: LayerShape,
+    carries: Sequence[tuple[Tensor, Tensor]],
+    masked: Sequence[bool],
+    steps: int,
+    pieces: int,
+    like: Tensor,
+    *,
+    kept: bool,
+) -> list[Activations]:
+    """Buffers for these steps, each layer with its carry [B, H] in place. `masked`: which outputs are multiplied by a mask."""
+    lanes, made = carries[0][0].shape[0], list[Activations]()
+    for number, (h_BH, c_BH) in enumerate(carries):
+        inputs_NJ = None
+        if number:
+            # With a mask, the inputs are a product; without one, they are h itself.
+            below = made[-1].hs_SBP[1:].view(steps * lanes, shape.hidden)
+            inputs_NJ = torch.empty_like(below) if masked[number - 1] else below
+        cs_CBP = like.new_empty(pieces + 1, lanes, shape.hidden, dtype=torch.float32)
+        cs_CBP[0].copy_(recurrence.padded_to(c_BH, shape.hidden, torch.float32))
+        cells = like.new_empty(steps, lanes, shape.hidden, dtype=torch.float32) if kept else None
+        gates = like.new_empty(steps * lanes, 4 * shape.hidden)
+        made.append(Activations(inputs_NJ, recurrence.states(h_BH, shape, steps, like), gates, cells, cs_CBP, None))
+    return made
+
+
+def gradients(layers: Sequence[Activations], shape: LayerShape, pieces: int) -> list[Gradients]:
+    """Buffers for the backward of these layers."""
+    made = []
+    for layer in layers:
+        lanes = layer.hs_SBP.shape[1]
+        starts = layer.hs_SBP.new_empty(2, pieces, lanes, shape.hidden, dtype=torch.float32)
+        bias = layer.hs_SBP.new_empty(pieces, shape.groups, 4 * shape.hidden, dtype=torch.float32)
+        made.append(Gradients(*recurrence.gradients(layer.gates_NQ, shape, pieces), starts, bias))
+    return made
+
+
+def forward(wave: Wave, packs: Sequence[Packed], layers: Sequence[Activations], spans: Sequence[Span], dealt: Sequence[Dealt]) -> None:
+    """Run the layers over these pieces."""
+    lanes, shape = layers[0].hs_SBP.shape[1], wave.shape
+    with _Streams(wave.streams, layers[0].hs_SBP.device) as streams:
+        for number, piece in diagonals(len(layers), len(spans)):
+            layer, pack, (first, end) = layers[number], packs[number], spans[piece]
+            rows = slice(first * lanes, end * lanes)
+            assert layer.inputs_NJ is not None
+            with streams.of(number, number - 1, piece):
+                mask = layers[number - 1].mask if number else None
+                if mask is not None:
+                    masked = layer.inputs_NJ[rows].view(end - first, lanes, shape.hidden)
+                    torch.mul(layers[number - 1].hs_SBP[first + 1 : end + 1], _steps_of(mask, first, end), out=masked)
+                gates = layer.gates_NQ[rows]
+                torch.addmm(pack.bias_Q, layer.inputs_NJ[rows], pack.w_ih_QJ.t(), out=gates)
+                cells = None if layer.cells_TBP is None else layer.cells_TBP[first:end]
+                recurrence.forward(
+                    shape, pack, layer.hs_SBP[first : end + 1], gates, cells, layer.cs_CBP[piece], layer.cs_CBP[piece + 1], dealt[piece]
+                )
+
+
+def backward(
+    wave: Wave,
+    weights: Sequence[tuple[Tensor, Tensor]],
+    layers: Sequence[Activations],
+    grads: Sequence[Gradients],
+    grad_y_TBP: Tensor,
+    ends: Sequence[Ends],
+    spans: Sequence[Span],
+    dealt: Sequence[Dealt],
+    dx_NJ: Tensor | None,
+    finish: Callable[[int], None] | None = None,
+) -> None:
+    """Run backward over these pieces, and write the gradient of the first layer's inputs. `weights`: w_ih [Q, J] and w_hh turned, [P, Q].
+
+    `finish` is called with each layer whose gate gradients are complete, on its stream.
+    """
+    (steps, lanes), shape, count = grad_y_TBP.shape[:2], wave.back, len(layers)
+    ys = [grad_y_TBP.new_empty(steps, lanes, shape.hidden) for _ in range(count - 1)] + [grad_y_TBP]
+    with _Streams(wave.streams, grad_y_TBP.device) as streams:
+        for turned_number, turned_piece in diagonals(count, len(spans)):
+            number, piece = count - 1 - turned_number, len(spans) - 1 - turned_piece
+            layer, own, (first, end), (w_ih_QJ, turned_PQ) = layers[number], grads[number], spans[piece], weights[number]
+            rows, starts = slice(first * lanes, end * lanes), own.starts_2CBP
+            with streams.of(number, number + 1, piece):
+                assert layer.cells_TBP is not None  # kept by forward
+                recurrence.backward(
+                    shape, turned_PQ, layer.gates_NQ[rows], layer.cells_TBP[first:end], layer.cs_CBP[piece], ys[number][first:end],
+                    ends[number] if piece == len(spans) - 1 else (starts[0, piece + 1], starts[1, piece + 1]), own.gates_NQ[rows],
+                    (starts[0, piece], starts[1, piece]), own.bias_CEQ[piece], own.ring[piece], dealt[piece],
+                )  # fmt: skip
+                if number:
+                    below = ys[number - 1][first:end]
+                    torch.mm(own.gates_NQ[rows], w_ih_QJ, out=below.view(-1, shape.hidden))
+                    mask = layers[number - 1].mask
+                    if mask is not None:
+                        below.mul_(_steps_of(mask, first, end))
+                elif dx_NJ is not None:
+                    torch.mm(own.gates_NQ[rows], w_ih_QJ, out=dx_NJ[rows])
+                if piece == 0 and finish is not None:
+                    finish(number)
+
+
+def weight_products(grads_NQ: Tensor, inputs_NJ: Tensor, hs_SBP: Tensor, into: tuple[Tensor | None, Tensor | None]) -> None:
+    """Both weight gradients of a layer, in the kernel's order, each as one product over all steps; None: not wanted."""
+    into_ih, into_hh = into
+    if into_ih is not None:
+        torch.mm(grads_NQ.t(), inputs_NJ, out=into_ih)
+    if into_hh is not None:
+        torch.mm(grads_NQ.t(), hs_SBP[:-1].view(-1, hs_SBP.shape[-1]), out=into_hh)
+
+
+def last_carry(layer: Activations, lengths_B: Tensor | None, hidden: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
+    """Copies of h and c [B, H] at each lane's last real step."""
+    if lengths_B is None:
+        h = layer.hs_SBP[-1, :, :hidden].to(dtypes[0], copy=True)
+    else:
+        h = recurrence.last_state(layer.hs_SBP, lengths_B, hidden, dtypes[0])
+    return h, layer.cs_CBP[-1, :, :hidden].to(dtypes[1], copy=True)
+
+
+def diagonals(layers: int, pieces: int) -> Iterator[tuple[int, int]]:
+    """(layer, piece) in an order in which everything follows its dependencies, and streams take turns."""
+    for diagonal in range(layers + pieces - 1):
+        for layer in range(max(0, diagonal - pieces + 1), min(layers, diagonal + 1)):
+            yield layer, diagonal - layer
+
+
+def spans_of(steps: int, piece_steps: int) -> list[Span]:
+    """The steps cut into pieces."""
+    return [(first, min(first + piece_steps, steps)) for first in range(0, steps, piece_steps)]
+
+
+def _steps_of(mask: Tensor, first: int, end: int) -> Tensor:
+    return mask if mask.shape[0] == 1 else mask[first:end]
+
+
+class _Streams:
+    """Runs the work of several layers concurrently: on one stream each, which starts after all earlier work and is joined at the end.
+
+    With one stream, the work stays on the current stream, in order.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.count, self.device = count, device
+        self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.done: dict[tuple[int, int], torch.cuda.Event] = {}
+
+    def __enter__(self) -> _Streams:
+        if self.count > 1:
+            self.home = torch.cuda.current_stream(self.device)
+            self.streams = _side_streams(self.count, self.device)
+        for stream in self.streams:
+            stream.wait_stream(self.home)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self.streams:
+            self.home.wait_stream(stream)
+
+    @contextmanager
+    def of(self, layer: int, before: int, piece: int) -> Iterator[None]:
+        """Inside this context, a layer works on a piece, after layer `before` has finished the same piece."""
+        if not self.streams:
+            yield
+            return
+        stream = self.streams[layer % self.count]
+        ready = self.done.get((before, piece))
+        if ready is not None:
+            stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            yield
+        self.done[layer, piece] = stream.record_event()
+
+
+@cache
+def _side_streams(count: int, device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    return tuple(torch.cuda.Stream(device) for _ in range(count))  # type: ignore[no-untyped-call]

@@ -1,0 +1,123 @@
+"""Shares of a GPU: several workers run on one GPU at the same time, each on a part of its multiprocessors, as if on smaller GPUs.
+
+NVIDIA's MPS does this: a daemon through which processes use the GPU side by side. The daemon started here is our own, in a temporary
+folder, and ends with the process that started it; a daemon of somebody else is never used or stopped. Shares are for trying out and
+testing plans: the whole GPU as one device is faster. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import IO
+
+from carrywave.errors import WorkerError
+from carrywave.launch import mps_guard
+from carrywave.launch.hardware import nvidia_smi, visible
+from carrywave.parallel.startup.environment import MOST_SHARES, SHARE_GPU
+
+TOOL = "nvidia-cuda-mps-control"
+PIPES, LOGS, PERCENT = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+START_SECONDS = 20.0  # for the daemon to start and answer
+POLL_SECONDS = 0.05
+LONGEST_FOLDER = 80  # characters: the daemon listens on sockets in its folder, whose paths are limited to 107
+
+
+@contextmanager
+def shares(count: int, percent: int | None = None) -> Iterator[dict[str, str]]:
+    """Divide each GPU into shares for `count` workers, each with `percent` of the multiprocessors, by default an equal part.
+
+    Yields the environment variables that every worker needs. This process itself is not affected.
+    """
+    tool, part = _checked(count, percent)
+    folder = _folder()
+    pipes = {PIPES: str(folder), LOGS: str(folder)} | _visible_by_name()
+    given = {name: value for name, value in os.environ.items() if name != PERCENT} | pipes
+    with (folder / "said").open("w+b") as said:
+        # Isolated and in a session of its own: neither the user's Python settings nor Ctrl-C should reach it.
+        command = [sys.executable, "-I", mps_guard.__file__, tool, str(folder)]
+        guard = subprocess.Popen(command, env=given, stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True)
+        try:
+            _await(guard, tool, given, said)
+            yield pipes | {PERCENT: str(part), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", SHARE_GPU: str(count)}
+        finally:
+            _stop(guard)
+
+
+def divided(count: int) -> AbstractContextManager[dict[str, str]]:
+    """As `shares`, but a count of 1 leaves the GPU whole and starts nothing."""
+    return shares(count) if count > 1 else nullcontext({})
+
+
+def _checked(count: int, percent: int | None) -> tuple[str, int]:
+    """The path of the program that runs MPS, and each worker's percentage; raises where there can be no shares."""
+    if not 1 <= count <= MOST_SHARES:
+        raise WorkerError(f"a GPU cannot be shared by {count} workers under MPS; use a number from 1 to {MOST_SHARES}")
+    part = 100 // count if percent is None else percent
+    if not 1 <= part <= 100:
+        raise WorkerError(f"a share of {part}% of a GPU is not possible; use a whole percentage from 1 to 100")
+    if other := os.environ.get(PIPES):
+        raise WorkerError(
+            f"{PIPES}={other} belongs to an MPS daemon that carrywave did not start; unset it, or start the workers under that daemon with "
+            "torchrun"
+        )
+    remedy = f"unset {SHARE_GPU}, or set it to 1 to let workers take turns"
+    if not visible():
+        raise WorkerError(f"shares of a GPU need an NVIDIA GPU, and nvidia-smi shows none; {remedy}")
+    tool = shutil.which(TOOL)
+    if tool is None:
+        raise WorkerError(
+            f"shares of a GPU need NVIDIA's MPS, but {TOOL} is not installed; install it with the driver's tools, or {remedy}"
+        )
+    return tool, part
+
+
+def _folder() -> Path:
+    """A new folder for the daemon's sockets and logs, which nobody else may enter."""
+    short = len(tempfile.gettempdir()) <= LONGEST_FOLDER - len("/carrywave-mps-12345678")
+    return Path(tempfile.mkdtemp(prefix="carrywave-mps-", dir=None if short else "/tmp"))
+
+
+def _visible_by_name() -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES by the GPUs' own names: the daemon renumbers what it serves, so an index would mean another GPU to workers."""
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return {}
+    names = nvidia_smi("uuid")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[entry] if isinstance(entry, int) else entry for entry in visible())}
+
+
+def _await(guard: subprocess.Popen[bytes], tool: str, given: Mapping[str, str], said: IO[bytes]) -> None:
+    """Return when the daemon answers."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            asked = subprocess.run([tool], input=b"get_server_list\n", env=given, capture_output=True, check=False, timeout=START_SECONDS)
+            if asked.returncode == 0:
+                return
+        if guard.poll() is not None:
+            break
+        time.sleep(POLL_SECONDS)
+    said.seek(0)
+    last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
+    raise WorkerError(
+        f"NVIDIA's MPS did not start on this machine ({last or 'it said nothing'}); check that this user may run {TOOL}, or set "
+        f"{SHARE_GPU}=1 to let workers take turns"
+    )
+
+
+def _stop(guard: subprocess.Popen[bytes]) -> None:
+    """Have the guard stop the daemon, and wait until both are gone."""
+    assert guard.stdin is not None
+    with suppress(BrokenPipeError):
+        guard.stdin.write(b"\n")
+        guard.stdin.flush()
+    with suppress(BrokenPipeError):
+        guard.stdin.close()
+    guard.wait()

@@ -1,0 +1,93 @@
+"""Sums over the workers of one host, in device memory: all-reduces that the host takes no part in, so that they can be captured.
+
+The tensor is cut into one piece for each worker. Everyone writes its numbers into the owners' buffers; each owner adds up its piece in the
+order of the ranks, and writes the result into everyone's. So all workers get the same bits, whatever the timing. Barriers on the stream
+keep a buffer from being overwritten before it has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from carrywave.parallel.symmetric import SharedMemory
+
+LEAST_BYTES = 1 << 16
+_ALIGNED = 256
+SMALL = 1 << 13  # numbers that are not worth a second round
+_ARRIVED, _READ = 0, 1  # barriers: numbers have arrived; they have been read
+
+Make = Callable[[int], SharedMemory]  # shared memory of the group, of a given size
+
+
+class DeviceSum:
+    """All-reduces over one group. `make` creates its memory; every worker must sum tensors of the same sizes in the same order."""
+
+    in_stream = True
+
+    def __init__(self, workers: int, make: Make) -> None:
+        self.workers, self.make = workers, make
+        self.memories: list[SharedMemory] = []
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by its sum over the workers."""
+        flat = tensor.view(-1)
+        if flat.numel() > SMALL:
+            self._by_pieces(flat)
+        elif flat.numel():
+            self._whole(flat)
+
+    def _whole(self, flat: Tensor) -> None:
+        """Everyone sends all of its numbers to everyone, and adds up what it has received."""
+        room = _padded(flat.nbytes)
+        memory = self._memory(self.workers * room)
+        own = memory.rank
+        for rank in range(self.workers):
+            _place(memory, rank, own * room, flat).copy_(flat)
+        memory.barrier(_ARRIVED)
+        flat.copy_(self._total(memory, room, flat))
+        memory.barrier(_READ)
+
+    def _by_pieces(self, flat: Tensor) -> None:
+        """Everyone adds up one piece, and sends the result to everyone."""
+        pieces: tuple[Tensor, ...] = torch.split(flat, -(-flat.numel() // self.workers))
+        room = _padded(pieces[0].nbytes)
+        memory = self._memory(self.workers * room)
+        own, results = memory.rank, memory.size // 2
+        for rank, piece in enumerate(pieces):
+            _place(memory, rank, own * room, piece).copy_(piece)
+        memory.barrier(_ARRIVED)
+        if own < len(pieces):
+            total = self._total(memory, room, pieces[own])
+            for rank in range(self.workers):
+                _place(memory, rank, results + own * room, total).copy_(total)
+        memory.barrier(_READ)
+        for rank, piece in enumerate(pieces):
+            piece.copy_(_place(memory, own, results + rank * room, piece))
+
+    def _total(self, memory: SharedMemory, room: int, like: Tensor) -> Tensor:
+        """The sum of what the workers have sent to this one, in the order of the ranks."""
+        total = _place(memory, memory.rank, 0, like).clone()
+        for rank in range(1, self.workers):
+            total += _place(memory, memory.rank, rank * room, like)
+        return total
+
+    def _memory(self, half: int) -> SharedMemory:
+        """The first memory with halves of at least this size, the same one on every worker: one half for numbers, one for results, so that
+        no worker overwrites results that another still reads, however large the next tensor is.
+        """
+        for memory in self.memories:
+            if memory.size >= 2 * half:
+                return memory
+        self.memories.append(self.make(1 << (max(2 * half, LEAST_BYTES) - 1).bit_length()))
+        return self.memories[-1]
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _place(memory: SharedMemory, rank: int, begin: int, like: Tensor) -> Tensor:
+    return memory.of(rank)[begin : begin + like.nbytes].view(like.dtype)

@@ -1,0 +1,74 @@
+"""Which workers can write to each other's GPU memory: those of one host whose GPUs reach each other, or that have shares of one GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from carrywave.errors import SpecError
+from carrywave.parallel.startup.environment import SHARE_GPU
+from carrywave.parallel.world import World, all_gather_text
+
+TRANSPORT = "CARRYWAVE_TRANSPORT"  # device, nccl or gloo; auto: the best that there is
+TRANSPORTS = ("auto", "device", "nccl", "gloo")
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """What a worker tells the others about its GPU."""
+
+    host: str
+    gpu: str  # its UUID; empty: none
+    reaches: tuple[str, ...]  # the GPUs that it can write to, its own included if workers have shares of it
+
+
+def asked() -> str:
+    """The transport that the environment asks for."""
+    name = os.environ.get(TRANSPORT, "") or "auto"
+    if name not in TRANSPORTS:
+        raise SpecError(f"{TRANSPORT}={name} is not a transport; use one of {', '.join(TRANSPORTS)}")
+    return name
+
+
+def neighbours(world: World) -> list[Neighbour]:
+    """What every rank tells. Collective: every rank must call it."""
+    told = all_gather_text(world, json.dumps(asdict(_self(world.device))))
+    return [Neighbour(one["host"], one["gpu"], tuple(one["reaches"])) for one in map(json.loads, told)]
+
+
+def in_reach(there: Sequence[Neighbour], ranks: Sequence[int]) -> bool:
+    """True if each of these workers can write to the memory of all the others."""
+    group = [there[rank] for rank in ranks]
+    return all(
+        one.gpu and one.host == group[0].host and all(other.gpu in one.reaches for other in group if other is not one) for one in group
+    )
+
+
+def _self(device: torch.device) -> Neighbour:
+    host = f"{socket.gethostname()} {_boot()}"
+    if device.type != "cuda":
+        return Neighbour(host, "", ())
+    own = device.index or 0
+    reaches = [_uuid(n) for n in range(torch.cuda.device_count()) if n != own and torch.cuda.can_device_access_peer(own, n)]
+    # Without MPS, workers on one GPU take turns, and one that waits on the device would hold up the one it waits for.
+    if os.environ.get(SHARE_GPU, "0") not in ("", "0", "1"):
+        reaches.append(_uuid(own))
+    return Neighbour(host, _uuid(own), tuple(reaches))
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _boot() -> str:
+    """What tells hosts of one name apart."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,124 @@
+"""Counts the buffers that messages need when a sender writes them straight into the receiver's memory, and proves that they suffice.
+
+There, a send does not wait for a posted receive: it needs a free place. Each channel has *slots*, each of which holds all messages of one
+micro-batch, next to each other. Micro-batch m, counted by first messages, uses slot m modulo their number, and may be written once the
+receiver has finished micro-batch m - slots altogether: it reads messages in place, some of them until the weight gradients are computed.
+And each channel has *signals*, by which the sender tells that a message has arrived: message n uses signal n modulo their number, which
+must have been read before it is raised again.
+
+Both numbers are counted along one global order of the tasks: as many as keep a send from ever waiting if tasks run in that order. Whatever
+order they run in, the task that is earliest in the global order never waits for a later one, so nothing can deadlock; `prove_in_place`
+shows it by execution.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import cast
+
+from carrywave.errors import PlanError
+from carrywave.plan.schedule.messages import Channel, Program, global_order, incoming, outgoing
+from carrywave.plan.schedule.schedule import StageTask, name, reader, source
+
+
+@dataclass(frozen=True)
+class Places:
+    """The buffers of one channel."""
+
+    slots: int  # micro-batches whose messages are held at once
+    signals: int  # messages that may be sent before the first of them is read
+
+
+def places(program: Program) -> dict[Channel, Places]:
+    """The fewest buffers with which no send waits, if tasks run in the global order."""
+    order = global_order(program.schedule)
+    ends: defaultdict[tuple[int, int], int] = defaultdict(int)  # the last turn of each (stage, micro-batch)
+    for task, turn in order.items():
+        at = task.stage, task.micro_batch
+        ends[at] = max(ends[at], turn)
+    found: dict[Channel, Places] = {}
+    for line, sent in sends(program).items():
+        reads = [order[cast(StageTask, reader(task, program.schedule))] for task in sent]
+        begun: dict[int, int] = {}  # the turn of each micro-batch's first message
+        for task in sent:
+            begun.setdefault(task.micro_batch, order[task])
+        signals = _fewest(reads, [order[task] for task in sent])
+        slots = _fewest([ends[line.receiver, part] for part in begun], list(begun.values()))
+        found[line] = Places(slots, signals)
+    return found
+
+
+def _fewest(freed: list[int], taken: list[int]) -> int:
+    """The smallest ring in which place n - ring is freed before place n is taken, for all n."""
+    for ring in range(1, len(taken)):
+        if all(freed[n - ring] < taken[n] for n in range(ring, len(taken))):
+            return ring
+    return len(taken)
+
+
+def sends(program: Program) -> dict[Channel, list[StageTask]]:
+    """The tasks whose outputs travel on each channel, in the order in which they are sent."""
+    found: defaultdict[Channel, list[StageTask]] = defaultdict(list)
+    for steps in program.stages:
+        for step in steps:
+            if step.kind == "send":
+                found[cast(Channel, outgoing(step.task, program.schedule))].append(step.task)
+    return dict(found)
+
+
+def prove_in_place(program: Program, held: dict[Channel, Places] | None = None) -> None:
+    """Reject a program that would deadlock with these buffers. Waits only ever end, so one execution stands for all."""
+    _Proof(program, places(program) if held is None else held).execute()
+
+
+class _Proof:
+    def __init__(self, program: Program, held: dict[Channel, Places]) -> None:
+        self.program, self.held = program, held
+        self.at = [0] * len(program.stages)
+        self.sent: defaultdict[Channel, list[StageTask]] = defaultdict(list)
+        self.read: defaultdict[Channel, set[StageTask]] = defaultdict(set)  # by sending task: a shared head may read out of order
+        self.left: defaultdict[tuple[int, int], int] = defaultdict(int)  # tasks yet to run, by stage and micro-batch
+        for steps in program.stages:
+            for step in steps:
+                self.left[step.task.stage, step.task.micro_batch] += step.kind == "run"
+
+    def execute(self) -> None:
+        stages = self.program.stages
+        moved = True
+        while moved:
+            moved = False
+            for stage, steps in enumerate(stages):
+                while self.at[stage] < len(steps) and self._take(steps[self.at[stage]].kind, steps[self.at[stage]].task):
+                    self.at[stage] += 1
+                    moved = True
+        stuck = [steps[at] for steps, at in zip(stages, self.at, strict=True) if at < len(steps)]
+        if stuck:
+            waits = ", ".join(f"stage {step.task.stage} waits to {step.kind} {name(step.task, self.program.schedule)}" for step in stuck)
+            raise PlanError(f"messages in device memory deadlock: {waits}; give their channels more buffers")
+
+    def _take(self, kind: str, task: StageTask) -> bool:
+        """Try one step; False if it waits."""
+        if kind == "receive":
+            return True
+        if kind == "send":
+            return self._send(task)
+        line = incoming(task, self.program.schedule)
+        if line is not None:
+            message = cast(StageTask, source(task, self.program.schedule))
+            if message not in self.sent[line]:
+                return False
+            self.read[line].add(message)
+        self.left[task.stage, task.micro_batch] -= 1
+        return True
+
+    def _send(self, task: StageTask) -> bool:
+        line = cast(Channel, outgoing(task, self.program.schedule))
+        sent, room = self.sent[line], self.held[line]
+        parts = list(dict.fromkeys(each.micro_batch for each in sent))
+        if len(sent) >= room.signals and (not room.signals or sent[-room.signals] not in self.read[line]):
+            return False
+        if task.micro_batch not in parts and len(parts) >= room.slots and self.left[line.receiver, parts[len(parts) - room.slots]]:
+            return False
+        sent.append(task)
+        return True

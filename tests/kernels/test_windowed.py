@@ -1,0 +1,371 @@
+"""The persistent kernels over a window that arrives chunk by chunk, without a GPU: launches in float64 (`_in_float64`).
+
+Shapes: T time, B lane, I input, H hidden.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _in_float64 import replace_launches
+
+from carrywave.errors import UserError
+from carrywave.kernels import deferred_gradients
+from carrywave.kernels.carry import Carries, Carry
+from carrywave.kernels.deferred_gradients import Deferred, deferring
+from carrywave.kernels.hopper import recurrence, stack, wave, windowed
+from carrywave.kernels.hopper.layout import LayerShape, Wave
+from carrywave.kernels.pass_cache import pass_cache
+from carrywave.kernels.weights import LayerWeights
+from carrywave.kernels.window import Window, WindowChunk
+
+SHAPE = LayerShape(64, 1, 8, 1)
+HIDDEN = 20
+
+
+@pytest.fixture(autouse=True)
+def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_launches(monkeypatch)
+
+
+def make(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@dataclass
+class Stack:
+    """Layers and one window for them."""
+
+    count: int
+    steps: int
+    lanes: int
+    inputs: int
+    chunk: int
+    short: bool = False
+    masked: str = ""
+    biased: bool = True
+    seed: int = 0
+    deferred: Deferred = field(default_factory=Deferred)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        widths = [(HIDDEN if layer else self.inputs) for layer in range(self.count)]
+        shapes = [((4 * HIDDEN, width), (4 * HIDDEN, HIDDEN), *([(4 * HIDDEN,)] * 2 * self.biased)) for width in widths]
+        self.layers = [LayerWeights(*[make(*each).mul_(0.3).requires_grad_() for each in of_layer]) for of_layer in shapes]
+        self.carries: Carries = tuple(Carry(*(make(1, self.lanes, HIDDEN).requires_grad_() for _ in "hc")) for _ in range(self.count))
+        self.x = make(self.steps, self.lanes, self.inputs)
+        self.masks: list[Tensor | None] = [None] * self.count
+        if self.masked:
+            of_mask = (self.steps if self.masked == "steps" else 1, self.lanes, HIDDEN)
+            self.masks[:-1] = [(torch.rand(of_mask) > 0.5).double() * 2 for _ in range(self.count - 1)]
+        self.lengths = torch.randint(0, self.steps + 1, (self.lanes,)) if self.short else None
+        firsts = [*range(0, self.steps, self.chunk), self.steps]
+        self.window = Window(tuple(pairwise(firsts)), self.lengths)
+        self.by = make(self.steps, self.lanes, HIDDEN)
+        self.by_ends = [make(1, self.lanes, HIDDEN) for _ in range(2 * self.count)]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [part for layer in self.layers for part in layer if part is not None]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [*(part for carry in self.carries for part in carry), *self.weights]
+
+    def at_once(self, piece: int) -> list[Tensor]:
+        """Outputs, last carries, and the gradients of x and of the leaves."""
+        x = self.x.clone().requires_grad_()
+        y, ends = wave.run(x, self.carries, self.layers, self.masks, self.lengths, Wave(SHAPE, 1, piece))
+        last = [part for end in ends for part in end]
+        found = torch.autograd.grad([y, *last], [x, *self.leaves], [self.by, *self.by_ends])
+        return [y.detach(), *(part.detach() for part in last), *found]
+
+    def part(self, index: int, carries: Carries, x: Tensor, piece: int) -> tuple[Tensor, Carries]:
+        first, end = self.window.spans[index]
+        masks = [mask if mask is None or len(mask) == 1 else mask[first:end] for mask in self.masks]
+        lengths = None if self.lengths is None else (self.lengths - first).clamp(0, end - first)
+        how = Wave(SHAPE, 1, min(piece, end - first))
+        return windowed.run(x, carries, self.layers, masks, lengths, how, WindowChunk(self.window, index))
+
+    def by_chunks(self, piece: int, seen: Callable[[Tensor], None] = lambda x: None) -> list[Tensor]:
+        """The same, chunk by chunk as the executor does it."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        chunks = len(self.window.spans)
+        xs = [self.x[first:end].clone().requires_grad_() for first, end in self.window.spans]
+        kept, carries = [], self.carries
+        with deferring(self.deferred):
+            for index, x in enumerate(xs):
+                entered = carries
+                if index:
+                    entered = tuple(Carry(*(part.detach().requires_grad_() for part in carry)) for carry in carries)
+                y, carries = self.part(index, entered, x, piece)
+                kept.append((y, carries, entered))
+            last = [part for carry in carries for part in carry]
+            handed: list[Tensor | None] = list(self.by_ends)
+            for index in reversed(range(chunks)):
+                (y, left, entered), (first, end) = kept[index], self.window.spans[index]
+                pairs = list(zip([part for carry in left for part in carry], handed, strict=True))
+                roots = [(part, grad) for part, grad in pairs if grad is not None and part.requires_grad]
+                deferred_gradients.backward([y, *(root for root, _ in roots)], [self.by[first:end], *(grad for _, grad in roots)])
+                handed = [part.grad for carry in entered for part in carry]
+                seen(xs[index])
+        assert all(weight.grad is None and self.deferred.pending(weight) for weight in self.weights)
+        self.deferred.flush()
+        assert not any(self.deferred.pending(weight) for weight in self.weights)
+        dx = torch.cat([x.grad for x in xs if x.grad is not None])
+        grads = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        return [torch.cat([y.detach() for y, _, _ in kept]), *(part.detach() for part in last), dx, *grads]
+
+
+@settings(max_examples=40)
+@given(
+    count=st.integers(1, 3),
+    steps=st.integers(1, 9),
+    lanes=st.integers(1, 5),
+    inputs=st.integers(1, 12),
+    chunk=st.integers(1, 9),
+    piece=st.integers(1, 9),
+    short=st.booleans(),
+    masked=st.sampled_from(["", "steps", "locked"]),
+    biased=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_chunks_of_a_window_are_the_window(piece: int, **drawn: Any) -> None:
+    given_stack = Stack(**drawn)
+    expected, own = given_stack.at_once(given_stack.steps), given_stack.by_chunks(piece)
+    assert len(own) == len(expected)
+    for one, other in zip(own, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", ["", "steps", "locked"])
+@pytest.mark.parametrize("short", [False, True])
+def test_the_same_launches_give_the_same_bits(short: bool, masked: str) -> None:
+    """A wave whose pieces are the chunks has the same products and launches; weight gradients are one product over the window in both."""
+    given_stack = Stack(3, 10, 5, 12, 4, short, masked)
+    for one, other in zip(given_stack.by_chunks(4), given_stack.at_once(4), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_chunk_is_its_launches_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_stack, ran = Stack(1, 12, 5, 64, 3), list[str]()
+    for name in ("pack", "states", "gradients", "forward", "backward", "unpack", "real_rows", "last_state", "padded_to"):
+        made = getattr(recurrence, name)
+
+        def noted(*args: Any, name: str = name, made: Any = made, **named: Any) -> Any:
+            ran.append(name)
+            return made(*args, **named)
+
+        monkeypatch.setattr(recurrence, name, noted)
+    given_stack.by_chunks(3)
+    begin, end = ["padded_to", "states", "pack"], ["padded_to", "padded_to"]  # the carry's c; the gradients of the last carry
+    back = ["padded_to", "backward"]  # of the gradient of y, which is in place where it is dense and not padded
+    assert ran == [*begin, *["forward"] * 4, "gradients", *end, *back * 4, "unpack"]
+
+
+def test_inputs_that_lie_in_one_buffer_are_not_copied() -> None:
+    rows = torch.arange(24.0).view(12, 2)
+    for parts in ([rows[2:4], rows[4:9]], [rows]):
+        found = windowed.joined(parts)
+        assert found.data_ptr() == parts[0].data_ptr()
+        assert torch.equal(found, torch.cat(parts))
+    for parts in ([rows[2:4], rows[5:9]], [rows[:4], rows[4:].clone()], [rows[:, :1], rows[4:, :1]]):
+        assert torch.equal(windowed.joined(parts), torch.cat(parts))
+
+
+def test_a_chunk_without_a_gradient_of_its_own_gets_that_of_the_next() -> None:
+    """Only the last chunk's outputs are differentiated: what comes before is reached through the carry alone."""
+    given_stack = Stack(2, 9, 4, 6, 4, short=True)
+    given_stack.by[:8] = 0.0
+    expected = given_stack.at_once(9)
+    kept, carries, xs = (
+        [],
+        given_stack.carries,
+        [given_stack.x[first:end].clone().requires_grad_() for first, end in given_stack.window.spans],
+    )
+    with deferring(given_stack.deferred):
+        for index, x in enumerate(xs):
+            entered = carries if index == 0 else tuple(Carry(*(p.detach().requires_grad_() for p in carry)) for carry in carries)
+            y, carries = given_stack.part(index, entered, x, 9)
+            kept.append((y, carries, entered))
+        roots, grads = [kept[2][0], *(p for carry in carries for p in carry)], [given_stack.by[8:], *given_stack.by_ends]
+        for index in (2, 1, 0):
+            deferred_gradients.backward(roots, grads)
+            token = kept[index][2][0].h.grad
+            if index:
+                assert token is not None
+                roots, grads = [kept[index - 1][1][0].h], [token]
+    given_stack.deferred.flush()
+    found = [torch.cat([x.grad for x in xs if x.grad is not None]), *(leaf.grad for leaf in given_stack.leaves)]
+    for one, other in zip(found, expected[-len(found) :], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_that_no_gradient_reached_are_left_out() -> None:
+    """Only the first two chunks of three are differentiated."""
+    given_stack = Stack(2, 9, 4, 6, 4)
+    x = given_stack.x.clone().requires_grad_()
+    y, _ = wave.run(x[:8], given_stack.carries, given_stack.layers, given_stack.masks, None, Wave(SHAPE, 1, 9))
+    expected = torch.autograd.grad(y, given_stack.weights, given_stack.by[:8])
+    ys, carries, tokens = [], given_stack.carries, []
+    with deferring(given_stack.deferred):
+        for index, (first, end) in enumerate(given_stack.window.spans):
+            entered = carries if index == 0 else tuple(Carry(*(p.detach().requires_grad_() for p in carry)) for carry in carries)
+            tokens.append(entered)
+            y, carries = given_stack.part(index, entered, given_stack.x[first:end], 4)
+            ys.append((y, carries))
+        deferred_gradients.backward([ys[1][0]], [given_stack.by[4:8]])
+        handed = tokens[1][0].h.grad
+        deferred_gradients.backward([ys[0][0], ys[0][1][0].h], [given_stack.by[:4], handed])
+    given_stack.deferred.flush()
+    for weight, other in zip(given_stack.weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
+
+
+def test_weight_gradients_may_be_asked_for_in_between() -> None:
+    """Flushed after every chunk, they add up to the same."""
+    given_stack = Stack(2, 9, 4, 6, 4, short=True, masked="steps")
+    expected = given_stack.at_once(9)
+    deferred, flushed = given_stack.deferred, list[Tensor]()
+    chunks = given_stack.window.spans
+    with deferring(deferred):
+        carries, kept = given_stack.carries, []
+        for index, (first, end) in enumerate(chunks):
+            entered = carries if index == 0 else tuple(Carry(*(p.detach().requires_grad_() for p in carry)) for carry in carries)
+            y, carries = given_stack.part(index, entered, given_stack.x[first:end], 4)
+            kept.append((y, carries, entered))
+        roots, grads = [p for carry in carries for p in carry], list(given_stack.by_ends)
+        for index in (2, 1, 0):
+            first, end = chunks[index]
+            deferred_gradients.backward([kept[index][0], *roots], [given_stack.by[first:end], *grads])
+            deferred.flush(flushed.append)
+            if index:
+                token = kept[index][2][0].h.grad
+                assert token is not None
+                roots, grads = [kept[index - 1][1][0].h], [token]
+    assert len(flushed) == 3 * len(given_stack.weights)
+    for weight, other in zip(given_stack.weights, expected[-len(given_stack.weights) :], strict=True):
+        torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_asked_for_along_the_way_are_those_of_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside the step's own backward a chunk is differentiated by itself, as often as wanted, and the step's backward is not disturbed."""
+    given_stack = Stack(2, 9, 4, 6, 4, short=True, masked="steps")
+    expected = given_stack.at_once(9)
+    asked: list[Tensor] = []
+    run = given_stack.part
+
+    def asking(index: int, carries: Carries, x: Tensor, piece: int) -> tuple[Tensor, Carries]:
+        y, left = run(index, carries, x, piece)
+        asked.extend(torch.autograd.grad(y.sum(), [x, given_stack.layers[0].w_hh], retain_graph=True))
+        with pytest.raises(UserError, match="has no second derivative"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y, left
+
+    monkeypatch.setattr(given_stack, "part", asking)
+    for one, other in zip(given_stack.by_chunks(4), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    x = given_stack.x[:4].clone().requires_grad_()
+    masks = [None if mask is None else mask[:4] for mask in given_stack.masks]
+    assert given_stack.lengths is not None
+    y, _ = wave.run(x, given_stack.carries, given_stack.layers, masks, given_stack.lengths.clamp(0, 4), Wave(SHAPE, 1, 4))
+    for one, other in zip(asked[:2], torch.autograd.grad(y.sum(), [x, given_stack.layers[0].w_hh]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_another_carry_than_the_token_runs_by_itself() -> None:
+    given_stack = Stack(1, 8, 3, 6, 4)
+    with deferring(given_stack.deferred):
+        given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
+        y, [end] = given_stack.part(1, given_stack.carries, given_stack.x[4:], 4)
+    expected, [wanted] = wave.run(given_stack.x[4:], given_stack.carries, given_stack.layers, [None], None, Wave(SHAPE, 1, 4))
+    assert torch.equal(y, expected)
+    assert torch.equal(end.c, wanted.c)
+
+
+def test_derived_weights_run_by_themselves() -> None:
+    given_stack = Stack(1, 8, 3, 6, 4)
+    [layer] = given_stack.layers
+    given_stack.layers = [layer._replace(w_hh=layer.w_hh * 1.0)]
+    with deferring(given_stack.deferred):
+        _, [carry] = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
+    assert carry.h.shape == (1, 3, HIDDEN)
+    assert not given_stack.window.kept
+
+
+def test_an_output_that_somebody_writes_to_is_noticed() -> None:
+    given_stack = Stack(1, 8, 3, 6, 4)
+    with deferring(given_stack.deferred):
+        y, _ = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
+        with torch.no_grad():
+            y.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            deferred_gradients.backward([y], [given_stack.by[:4]])
+
+
+def test_frozen_weights_get_no_gradient_and_pass_it_on() -> None:
+    given_stack = Stack(2, 8, 3, 6, 4)
+    frozen = torch.nn.Parameter(given_stack.layers[0].w_hh.detach(), requires_grad=False)
+    given_stack.layers[0] = given_stack.layers[0]._replace(w_hh=frozen)
+    trained = [weight for weight in given_stack.weights if weight.requires_grad]
+    x = given_stack.x.clone().requires_grad_()
+    y, _ = wave.run(x, given_stack.carries, given_stack.layers, given_stack.masks, None, Wave(SHAPE, 1, 8))
+    expected = torch.autograd.grad(y, trained, given_stack.by)
+    with deferring(given_stack.deferred):
+        y0, left = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
+        entered = tuple(Carry(*(part.detach().requires_grad_() for part in carry)) for carry in left)
+        y1, _ = given_stack.part(1, entered, given_stack.x[4:], 4)
+        deferred_gradients.backward([y1], [given_stack.by[4:]])
+        deferred_gradients.backward([y0, left[0].h], [given_stack.by[:4], entered[0].h.grad])
+    given_stack.deferred.flush()
+    assert frozen.grad is None
+    for weight, other in zip(trained, expected, strict=True):
+        torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_are_packed_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_stack, packed, pack = Stack(2, 8, 3, 6, 4), list[Tensor](), recurrence.pack
+
+    def noted(weights: LayerWeights, *args: Any, **named: Any) -> Any:
+        packed.append(weights.w_ih)
+        return pack(weights, *args, **named)
+
+    monkeypatch.setattr(recurrence, "pack", noted)
+    with pass_cache():
+        for _ in range(2):
+            given_stack.window.kept.clear()
+            given_stack.by_chunks(4)
+        assert [id(each) for each in packed] == [id(layer.w_ih) for layer in given_stack.layers]
+        with torch.no_grad():
+            given_stack.layers[0].w_hh.mul_(2.0)
+        given_stack.at_once(8)
+        assert len(packed) == 3  # what was written to is packed again
+    given_stack.at_once(8)
+    assert len(packed) == 5
+
+
+def test_chunks_out_of_order_are_refused() -> None:
+    given_stack = Stack(1, 8, 3, 6, 4)
+    with deferring(given_stack.deferred):
+        given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
+        chunk = WindowChunk(given_stack.window, 1)
+        held = windowed.held_by(chunk, given_stack.layers)
+        assert held is not None
+        with pytest.raises(ValueError, match="this chunk has steps 4 to 8 of a window"):
+            held.run(chunk, given_stack.x[:3], given_stack.carries, [None], None, clean=False)
+        with pytest.raises(RuntimeError, match="run them in order"):
+            held.forward(0, given_stack.x[:4], None, [None])
+    assert stack.spans_of(5, 2) == [(0, 2), (2, 4), (4, 5)]

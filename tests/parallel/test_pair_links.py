@@ -1,0 +1,200 @@
+"""One process: which pairs connect and in which order, what is issued as one batch, and what NCCL is told before it starts. Real messages:
+tests/distributed/test_pair_links.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from carrywave.kernels.hopper import persistent
+from carrywave.parallel import pair_links, process_groups
+from carrywave.parallel.pair_links import PairLinks, connect, pairs_of
+from carrywave.parallel.transport import PeerLink
+from carrywave.parallel.world import World
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule.messages import Channel, lines
+
+CPU = torch.device("cpu")
+
+
+class Groups:
+    """Stands in for process groups: one is the ranks that it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+        self.dropped: list[Any] = []
+
+    def group(self, ranks: Any, use: str) -> Any:
+        assert use == "messages"
+        self.asked.append(tuple(ranks))
+        return tuple(ranks)
+
+
+class Work:
+    """A batch under way, that completes when told."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.waits = 0
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+class Device:
+    """Notes what is issued: for each batch its group, and its messages as (what, peer)."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[Any, list[tuple[str, int]]]] = []
+        self.works: list[Work] = []
+
+    def batch_isend_irecv(self, operations: list[Any]) -> list[Work]:
+        [group] = {each.group for each in operations}
+        self.batches.append((group, [(each.op.__name__, each.peer) for each in operations]))
+        self.works.append(Work())
+        return [self.works[-1]]
+
+
+class Operation:
+    """As P2POp, which wants a real group."""
+
+    def __init__(self, op: Any, tensor: torch.Tensor, peer: int, group: Any) -> None:
+        self.op, self.tensor, self.peer, self.group = op, tensor, peer, group
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
+    made = Groups()
+    monkeypatch.setattr(process_groups, "group", made.group)
+    monkeypatch.setattr(process_groups, "drop", made.dropped.append)
+    return made
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(dist, "batch_isend_irecv", made.batch_isend_irecv)
+    monkeypatch.setattr(dist, "P2POp", Operation)
+    return made
+
+
+@pytest.fixture
+def _unchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What NCCL asks of the whole process is taken back."""
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    before = list(persistent._standing_aside)
+    yield
+    persistent._standing_aside[:] = before
+
+
+def middle() -> PairLinks:
+    """The links of stage 1 of 3; its replica starts at rank 3."""
+    return PairLinks({0: PeerLink("left", 3), 2: PeerLink("right", 5)}, CPU)  # type: ignore[arg-type]
+
+
+def test_neighbours_connect_and_with_a_shared_head_the_last_stage_and_every_other() -> None:
+    assert pairs_of(lines(4, share_head=False)) == [(0, 1), (1, 2), (2, 3)]
+    assert pairs_of(lines(4, share_head=True)) == [(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert pairs_of(lines(2, share_head=True)) == [(0, 1)]
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_every_worker_creates_all_groups_in_one_order_and_greets_its_own(rank: int, groups: Groups, device: Device) -> None:
+    links = connect(World(rank, 6, rank, 6, CPU, "gloo"), Plan(replicas=2, stages=3, share_head=True))
+    assert groups.asked == [(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5)]
+    own = [pair for pair in groups.asked if rank in pair]
+    assert {pair.group for pair in links.pairs.values()} == set(own)
+    assert device.batches == [(pair, [("isend", sum(pair) - rank), ("irecv", sum(pair) - rank)]) for pair in own]
+    assert [work.waits for work in device.works] == [1, 1]  # each has connected before the next is tried
+
+
+@pytest.mark.usefixtures("groups", "device", "_unchanged")
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_nccl_keeps_the_order_of_issue_and_has_the_multiprocessors(backend: str) -> None:
+    persistent._standing_aside.clear()
+    connect(World(0, 2, 0, 2, CPU, backend), Plan(stages=2))
+    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == ("1" if backend == "nccl" else None)
+    assert bool(persistent._standing_aside) == (backend == "nccl")
+
+
+@pytest.mark.usefixtures("groups", "device", "_unchanged")
+def test_what_the_user_says_to_nccl_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    connect(World(0, 2, 0, 2, CPU, "nccl"), Plan(stages=2))
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0"
+
+
+def test_batches_are_issued_in_order_and_end_with_a_receive(device: Device) -> None:
+    links, word = middle(), torch.zeros(1)
+    links.receive(Channel("F", 0, 1), (1,), torch.float32)
+    links.receive(Channel("F", 0, 1), (1,), torch.float32)
+    links.send(Channel("F", 1, 2), word)
+    links.send(Channel("F", 1, 2), word)
+    links.receive(Channel("B", 2, 1), (1,), torch.float32)
+    links.send(Channel("B", 1, 0), word)
+    links.send(Channel("F", 1, 2), word)
+    assert device.batches == []
+    links.flush()
+    assert device.batches == [
+        ("left", [("irecv", 3)]),
+        ("left", [("irecv", 3)]),
+        ("right", [("isend", 5), ("isend", 5), ("irecv", 5)]),
+        ("left", [("isend", 3)]),
+        ("right", [("isend", 5)]),
+    ]
+    links.flush()
+    assert len(device.batches) == 5
+
+
+def test_a_task_starts_a_new_batch_and_waits_for_its_own_alone(device: Device) -> None:
+    links, word = middle(), torch.zeros(1)
+    links.send(Channel("B", 1, 0), word)
+    links.flush()
+    links.send(Channel("B", 1, 0), word)
+    later = links.receive(Channel("B", 2, 1), (1,), torch.float32)
+    pending = links.receive(Channel("F", 0, 1), (1,), torch.float32)
+    pending.wait()  # issues what has not been
+    assert device.batches == [("left", [("isend", 3)]), ("left", [("isend", 3)]), ("right", [("irecv", 5)]), ("left", [("irecv", 3)])]
+    assert [work.waits for work in device.works] == [0, 0, 0, 1]
+    later.wait()
+    assert [work.waits for work in device.works] == [0, 0, 1, 1]
+    links.drain()
+    assert [work.waits for work in device.works] == [1, 1, 1, 1]  # nothing is left, and nothing is waited for twice
+
+
+def test_a_batch_keeps_its_tensors_until_it_has_completed(device: Device) -> None:
+    links = middle()
+    links.send(Channel("B", 1, 0), torch.zeros(1))
+    links.send(Channel("F", 1, 2), torch.zeros(1))
+    links.flush()
+    device.works[1].done = True  # pairs complete in any order
+    links.flush()
+    assert [len(issued) for issued in links._under_way.values()] == [1, 0]
+    device.works[0].done = True
+    links.flush()
+    assert [len(issued) for issued in links._under_way.values()] == [0, 0]
+
+
+@pytest.mark.usefixtures("device")
+def test_closing_drops_every_pair(groups: Groups) -> None:
+    links = middle()
+    links.send(Channel("F", 1, 2), torch.zeros(1))
+    links.close()
+    assert groups.dropped == ["left", "right"]
+    assert links.pairs == {}
+    links.close()
+    assert len(groups.dropped) == 2
+
+
+def test_nccl_takes_order() -> None:
+    assert pair_links.takes_order("nccl")
+    assert not pair_links.takes_order("gloo")

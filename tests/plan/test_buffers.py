@@ -1,0 +1,59 @@
+"""Buffers in device memory: as many as are counted suffice, and fewer do not."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _schedules import GENERATORS
+
+from carrywave.errors import PlanError
+from carrywave.plan.schedule.buffers import Places, places, prove_in_place, sends
+from carrywave.plan.schedule.messages import Channel, with_messages
+from carrywave.plan.schedule.schedule import gpipe, wavefront
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    kind=st.sampled_from(sorted(GENERATORS)),
+    stages=st.integers(1, 5),
+    counts=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    backward=st.booleans(),
+)
+def test_what_is_counted_suffices(kind: str, stages: int, counts: list[int], backward: bool) -> None:
+    prove_in_place(with_messages(GENERATORS[kind](stages, counts, backward)))
+
+
+def test_one_micro_batch_needs_one_slot() -> None:
+    assert {room.slots for room in places(with_messages(wavefront(4, 8))).values()} == {1}
+
+
+def test_gpipe_holds_every_micro_batch() -> None:
+    found = places(with_messages(gpipe(3, 6)))
+    assert found[Channel("F", 0, 1)].slots == 6  # all forwards come before the first backward
+
+
+def test_one_forward_one_backward_holds_few() -> None:
+    found = places(with_messages(wavefront(2, 4, micro_batches=16)))
+    assert max(room.slots for room in found.values()) <= 3
+
+
+def test_too_few_slots_deadlock() -> None:
+    program = with_messages(gpipe(2, 4))
+    held = {line: replace(room, slots=1) for line, room in places(program).items()}
+    with pytest.raises(PlanError, match="give their channels more buffers"):
+        prove_in_place(program, held)
+
+
+def test_too_few_signals_deadlock() -> None:
+    """Stage 0 may run ahead of stage 1 by several micro-batches before it needs an answer; without signals it cannot."""
+    program = with_messages(wavefront(3, 1, micro_batches=6, share_head=True))
+    held = {line: Places(len(sent), 0) for line, sent in sends(program).items()}
+    with pytest.raises(PlanError, match="deadlock"):
+        prove_in_place(program, held)

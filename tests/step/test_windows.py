@@ -1,0 +1,284 @@
+"""Windows that arrive chunk by chunk, through the executor: kernels that keep them on the device give what unchunked layers give.
+
+The launches of the persistent kernels are replaced by what they define, in float64 (tests/kernels/_in_float64.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from _in_float64 import replace_launches
+
+from carrywave.data.batch import IGNORED, Batch
+from carrywave.kernels import dispatch, random
+from carrywave.kernels.cuda import nvrtc
+from carrywave.kernels.hopper import persistent, recurrence, stack, windowed
+from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
+from carrywave.model.dropout import Dropout
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.lstm import LSTM
+from carrywave.model.model import Model
+from carrywave.model.stage import Stage
+from carrywave.plan.plan import Plan
+from carrywave.step.executor import BatchOutcome, Job, program_for, run
+
+VOCABULARY, WIDTH, CLASSES = 11, 6, 3
+KEY = random.key(3, 1, 4)
+# Sums of some hundred terms, in another order, in float64.
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def _launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    replace_launches(monkeypatch)
+    monkeypatch.setattr(persistent, "refusal", lambda x, layer: "")
+    monkeypatch.setattr(persistent, "_chip", lambda x: H200)
+    monkeypatch.setattr(persistent, "wave_of", lambda x, layers: None)
+    yield
+    dispatch._failures.clear()
+    dispatch._told.clear()
+
+
+def waves(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """From here on, layers run in one call, in pieces of this many steps."""
+    monkeypatch.setattr(persistent, "wave_of", lambda x, layers: Wave(LayerShape(64, 1, 8, 1), 1, min(piece, len(x))))
+
+
+def build(*, pooled: bool = False, layers: int = 2, dropout: float = 0.3, **options: Any) -> Model:
+    torch.manual_seed(0)
+    lstm = LSTM(WIDTH, WIDTH, layers, dropout=dropout, kernel="persistent", **options)
+    head: nn.Module = PooledSoftmax(WIDTH, CLASSES, "mean") if pooled else Softmax(WIDTH, VOCABULARY)
+    return Model(Embedding(VOCABULARY, WIDTH, 0.1), lstm, head, dropout_in=Dropout(0.2), dropout_out=Dropout(0.2)).double().train()
+
+
+def batch_of(steps: int, lengths: list[int], *, pooled: bool = False, fresh: list[bool] | None = None) -> Batch:
+    generator = torch.Generator().manual_seed(steps + sum(lengths))
+    lanes = len(lengths)
+    inputs = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
+    padded = torch.arange(steps)[:, None] >= torch.tensor(lengths)
+    if pooled:
+        targets = torch.randint(CLASSES, (lanes,), generator=generator)
+        targets[torch.tensor(lengths) == 0] = IGNORED
+    else:
+        targets = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
+        targets[padded] = IGNORED
+    inputs[padded] = 0
+    return Batch(
+        inputs=inputs,
+        targets=targets,
+        lengths=torch.tensor(lengths),
+        fresh=torch.tensor(fresh or [True] * lanes),
+        lanes=torch.arange(lanes) + 40,
+        sequence=torch.arange(lanes),
+        offset=torch.zeros(lanes, dtype=torch.int64),
+        real=sum(lengths),
+    )
+
+
+def outcome_of(model: Model, batches: list[Batch], plan: Plan, **asked: Any) -> tuple[list[BatchOutcome], dict[str, Tensor]]:
+    model.zero_grad()
+    program = program_for(plan, batches, backward=True)
+    jobs = [Job(each, None if number else model.start(len(each.lengths)), KEY, **asked) for number, each in enumerate(batches)]
+    outcomes = run(Stage(model), plan, program, jobs)
+    return outcomes, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model: Model, batches: list[Batch], plan: Plan, **asked: Any) -> None:
+    """The plan gives the losses, carries and gradients of whole windows."""
+    expected, wanted = outcome_of(model, batches, Plan.serial(), **asked)
+    outcomes, gradients = outcome_of(model, batches, plan, **asked)
+    for own, other in zip(outcomes, expected, strict=True):
+        torch.testing.assert_close(own.loss_sum, other.loss_sum, **TOLERANCE)
+        torch.testing.assert_close(own.penalty, other.penalty, **TOLERANCE)
+        for carry, of_other in zip(own.state.carries, other.state.carries, strict=True):
+            torch.testing.assert_close(tuple(carry), tuple(of_other), **TOLERANCE)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[windowed.StackWindow]:
+    """Every window that a kernel has held."""
+    made: list[windowed.StackWindow] = []
+    begin = windowed.StackWindow.__init__
+
+    def noted(self: windowed.StackWindow, *args: Any) -> None:
+        begin(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(windowed.StackWindow, "__init__", noted)
+    return made
+
+
+@settings(max_examples=25)
+@given(
+    chunk_steps=st.integers(1, 6),
+    micro_batches=st.integers(1, 3),
+    pooled=st.booleans(),
+    piece=st.none() | st.integers(1, 4),
+    lengths=st.lists(st.integers(0, 7), min_size=3, max_size=5),
+    full=st.booleans(),
+)
+def test_chunks_are_the_window(
+    chunk_steps: int, micro_batches: int, pooled: bool, piece: int | None, lengths: list[int], full: bool
+) -> None:
+    lengths = [7] * len(lengths) if full else [7, *lengths[1:]]
+    with pytest.MonkeyPatch.context() as patch:
+        if piece is not None:
+            waves(patch, piece)
+        assert_same(build(pooled=pooled), [batch_of(7, lengths, pooled=pooled)], Plan(chunk_steps=chunk_steps, micro_batches=micro_batches))
+
+
+@pytest.mark.parametrize("piece", [None, 2])
+@pytest.mark.parametrize(
+    ("options", "windows"),
+    [
+        ({"locked": True}, True),
+        ({"locked": True, "weight_drop": 0.4}, False),
+        ({"layer_norm": True}, True),
+        ({"learned_carry": True}, True),
+        ({"dropout": 0.0, "layers": 3}, True),
+        ({"bias": False}, True),
+    ],
+)
+def test_options_survive_chunks(
+    options: dict[str, Any], windows: bool, piece: int | None, monkeypatch: pytest.MonkeyPatch, held: list[windowed.StackWindow]
+) -> None:
+    if piece is not None:
+        waves(monkeypatch, piece)
+    assert_same(build(**options), [batch_of(9, [9, 4, 0, 7])], Plan(chunk_steps=4, micro_batches=2))
+    assert bool(held) == windows
+
+
+def test_accumulated_batches_carry_on_and_weights_are_packed_once(
+    monkeypatch: pytest.MonkeyPatch, held: list[windowed.StackWindow]
+) -> None:
+    model = build()
+    batches = [batch_of(7, [7, 5, 7]), batch_of(6, [6, 6, 2], fresh=[False, True, False])]
+    assert_same(model, batches, Plan(chunk_steps=3, micro_batches=2))
+    assert len(held) == 2 * 2 * 2
+    packed = []
+    pack = recurrence.pack
+
+    def noted(weights: Any, *args: Any, **named: Any) -> Any:
+        packed.append(weights)
+        return pack(weights, *args, **named)
+
+    monkeypatch.setattr(recurrence, "pack", noted)
+    outcome_of(model, batches, Plan(chunk_steps=3, micro_batches=2))
+    assert len(packed) == 2
+
+
+def test_regularisation_reads_the_outputs_of_chunks() -> None:
+    assert_same(build(), [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3), alpha=2.0, beta=1.0)
+
+
+def test_recomputation_keeps_no_window(held: list[windowed.StackWindow]) -> None:
+    assert_same(build(), [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3, recompute=True))
+    assert not held
+
+
+def test_frozen_layers() -> None:
+    model = build()
+    for name, parameter in model.lstm.named_parameters():
+        parameter.requires_grad_(name.endswith("l1"))
+    assert_same(model, [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3))
+
+
+class _LastOnly(nn.Module):
+    """A pooled head that reads the last chunk's outputs alone: earlier chunks are reached through the carry."""
+
+    pooled = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def start(self, lanes: int, dtype: Any = None, device: Any = None) -> tuple[Tensor, ...]:
+        return (torch.zeros(lanes, WIDTH, dtype=torch.float64),)
+
+    def pool(self, y: Tensor, lengths: Tensor, acc: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (y[-1],)
+
+    def loss(self, acc: tuple[Tensor, ...], target: Tensor) -> tuple[Tensor, Tensor]:
+        return nn.functional.cross_entropy(self.out(acc[0]), target, reduction="sum"), torch.tensor(len(target))
+
+
+def test_a_head_that_reads_the_last_chunk_alone() -> None:
+    torch.manual_seed(0)
+    lstm = LSTM(WIDTH, WIDTH, 2, kernel="persistent")
+    model = Model(Embedding(VOCABULARY, WIDTH), lstm, _LastOnly()).double().train()
+    assert_same(model, [batch_of(7, [7, 7, 7], pooled=True)], Plan(chunk_steps=3))
+
+
+def test_a_kernel_that_fails_at_the_first_chunk_leaves_the_window_to_another(
+    monkeypatch: pytest.MonkeyPatch, held: list[windowed.StackWindow]
+) -> None:
+    model, batch, plan = build(), [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3)
+    expected = outcome_of(model, batch, plan)[1]
+    run_forward, calls = stack.forward, []
+
+    def failing(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:  # the second layer's first chunk: the first layer's window has begun
+            raise nvrtc.KernelError("out of luck")
+        run_forward(*args)
+
+    monkeypatch.setattr(stack, "forward", failing)
+    held.clear()
+    with pytest.warns(UserWarning, match="it failed: out of luck"):
+        gradients = outcome_of(model, batch, plan)[1]
+    assert len(calls) == 4  # the first layer finishes what it has begun
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], **TOLERANCE)
+
+
+def test_a_kernel_that_fails_later_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_forward, calls = stack.forward, []
+
+    def failing(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise nvrtc.KernelError("out of luck")
+        run_forward(*args)
+
+    monkeypatch.setattr(stack, "forward", failing)
+    with pytest.raises(nvrtc.KernelError, match="out of luck"):
+        outcome_of(build(), [batch_of(7, [7, 3, 5])], Plan(chunk_steps=3))
+
+
+def test_windows_are_freed_with_their_micro_batch(held: list[windowed.StackWindow]) -> None:
+    outcome_of(build(dropout=0.0), [batch_of(7, [7, 7, 7])], Plan(chunk_steps=3))
+    assert len(held) == 2
+    for each in held:
+        assert each.layers[0].cells_TBP is None
+        assert each.unsummed == (0, 0)
+
+
+def test_the_output_of_a_layer_is_read_in_place_by_the_next(monkeypatch: pytest.MonkeyPatch, held: list[windowed.StackWindow]) -> None:
+    """With as many units as the kernel's, and nothing dropped, no chunk is copied for the weight gradients."""
+    torch.manual_seed(0)
+    lstm = LSTM(64, 64, 2, kernel="persistent")
+    model = Model(Embedding(VOCABULARY, 64), lstm, Softmax(64, VOCABULARY)).double().train()
+    joined, seen = windowed.joined, []
+
+    def noted(rows: list[Tensor]) -> Tensor:
+        found = joined(rows)
+        seen.append(found.data_ptr() == rows[0].data_ptr())
+        return found
+
+    monkeypatch.setattr(windowed, "joined", noted)
+    outcome_of(model, [batch_of(7, [7, 7, 7])], Plan(chunk_steps=3))
+    assert seen == [True, False]  # the second layer's, which backward reaches first; the encoder's
