@@ -133,17 +133,21 @@ class StackWindow:
         self.unsummed = (0, 0)  # the chunks whose weight gradients are pending
 
     def _deal(self) -> list[Dealt]:
-        lengths_B, steps = self.lengths_B, self.window.steps
-        if lengths_B is None:
+        """The lengths of all pieces, the same for all layers that are cut like this one."""
+        if self.lengths_B is None:
             return [Dealt(None, None)] * self.pieces[-1].stop
-        chunk_steps = self.window.spans[0][1]
-        if len(self.spans[0]) == 1 or chunk_steps % self.how.chunk_steps == 0:
-            return recurrence.deal(lengths_B, steps, min(chunk_steps, self.how.chunk_steps), self.like)
-        chunks = [(lengths_B - first).clamp(0, end - first) for first, end in self.window.spans]
-        sizes = [end - first for first, end in self.window.spans]
-        return [
-            each for left, size in zip(chunks, sizes, strict=True) for each in recurrence.deal(left, size, self.how.chunk_steps, self.like)
-        ]
+        key = "dealt", self.how.chunk_steps
+        if key not in self.window.kept:
+            self.window.kept[key] = self._dealt(self.lengths_B)
+        found: list[Dealt] = self.window.kept[key]
+        return found
+
+    def _dealt(self, lengths_B: Tensor) -> list[Dealt]:
+        spans, piece = self.window.spans, self.how.chunk_steps
+        if len(self.spans[0]) == 1 or spans[0][1] % piece == 0:  # pieces of one size
+            return recurrence.deal(lengths_B, self.window.steps, min(spans[0][1], piece), self.like)
+        parts = [((lengths_B - first).clamp(0, end - first), end - first) for first, end in spans]
+        return [each for left_B, steps in parts for each in recurrence.deal(left_B, steps, piece, self.like)]
 
     def handed_out(self, chunk: WindowChunk, carries: Carries) -> bool:
         """True if the carries are those that the chunk before this one returned."""
