@@ -25,9 +25,9 @@ def program(*rows: str, schedule: Schedule) -> Program:
 
 
 def step(word: str, stage: int) -> ProgramStep:
-    found = re.fullmatch(r"(<?)([FBH])(\d+)([a-z]?)(>?)", word)
+    found = re.fullmatch(r"(<?)([FBHW])(\d*)([a-z]?)(>?)", word)
     assert found is not None
-    task = StageTask(cast(Phase, found[2]), stage, int(found[3]), ord(found[4]) - ord("a") if found[4] else 0)
+    task = StageTask(cast(Phase, found[2]), stage, int(found[3] or 0), ord(found[4]) - ord("a") if found[4] else 0)
     return ProgramStep("receive" if found[1] else "send" if found[5] else "run", task)
 
 
@@ -36,13 +36,13 @@ def rows(text: str) -> list[str]:
 
 
 def test_one_stage_has_no_messages() -> None:
-    assert spell(with_messages(serial(2))) == "F0 F1 B1 B0"
+    assert spell(with_messages(serial(2))) == "F0 F1 B1 B0 W"
 
 
 def test_receives_stand_before_what_needs_them_and_sends_right_after_their_run() -> None:
     assert rows(spell(with_messages(wavefront(2, 2), ahead=0))) == [
-        "F0 F0> F1 F1> <B1 B1 <B0 B0",
-        "<F0 <F1 F0 F1 B1 B1> B0 B0>",
+        "F0 F0> F1 F1> <B1 B1 <B0 B0 W",
+        "<F0 <F1 F0 F1 B1 B1> B0 B0> W",
     ]
 
 
@@ -55,23 +55,23 @@ def test_receives_are_posted_ahead() -> None:
 
 def test_a_stage_in_turn_hands_on_whole_micro_batches() -> None:
     assert rows(spell(with_messages(sequential(2, 2), ahead=0))) == [
-        "F0 F1 F0> F1> <B1 <B0 B1 B0",
-        "<F0 <F1 F0 F1 B1 B0 B1> B0>",
+        "F0 F1 F0> F1> <B1 <B0 B1 B0 W",
+        "<F0 <F1 F0 F1 B1 B0 B1> B0> W",
     ]
 
 
 def test_neighbours_that_send_to_each_other_have_posted_before() -> None:
     # F1c on its way up crosses B1b on its way down: each stage posts the receive of the one before it sends the other.
     assert rows(spell(with_messages(wavefront(2, 2, 3), ahead=0))) == [
-        "F0a F0a> F1a F1a> F0b F0b> F1b F1b> <B1a B1a <B0a B0a F0c F0c> <B1b F1c F1c> B1b <B0b B0b <B1c B1c <B0c B0c",
-        "<F0a <F1a F0a <F0b F1a <F1b B1a B1a> B0a B0a> F0b F1b <F0c B1b B1b> <F1c B0b B0b> F0c F1c B1c B1c> B0c B0c>",
+        "F0a F0a> F1a F1a> F0b F0b> F1b F1b> <B1a B1a <B0a B0a F0c F0c> <B1b F1c F1c> B1b <B0b B0b Wa Wb <B1c B1c <B0c B0c Wc",
+        "<F0a <F1a F0a <F0b F1a <F1b B1a B1a> B0a B0a> F0b F1b <F0c B1b B1b> <F1c B0b B0b> Wa F0c F1c B1c B1c> B0c B0c> Wb Wc",
     ]
 
 
 def test_what_is_scored_elsewhere_goes_there_and_its_gradient_back() -> None:
     assert rows(spell(with_messages(wavefront(2, 2, share_head=True), ahead=0))) == [
-        "F0 F0> F1 F1> <H0 H0 H0> <B1 B1 <B0 B0",
-        "<F0 <F1 F0 F0> <B0 F1 H1 B1 B1> B0 B0>",
+        "F0 F0> F1 F1> <H0 H0 H0> <B1 B1 <B0 B0 W",
+        "<F0 <F1 F0 F0> <B0 F1 H1 B1 B1> B0 B0> W",
     ]
 
 
@@ -150,11 +150,11 @@ def test_a_program_that_has_any_step_twice_is_refused(
         prove(doubled)
 
 
-GOOD = ("F0 F0> F1 F1> <B1 B1 <B0 B0", "<F0 F0 <F1 F1 B1 B1> B0 B0>")
+GOOD = ("F0 F0> F1 F1> <B1 B1 <B0 B0", "<F0 F0 <F1 F1 B1 B1> B0 B0>")  # weight gradients are part of the backwards
 
 
 def test_a_good_program_is_let_through() -> None:
-    prove(program(*GOOD, schedule=wavefront(2, 2)))
+    prove(program(*GOOD, schedule=wavefront(2, 2, weights=False)))
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_a_good_program_is_let_through() -> None:
 )
 def test_a_broken_program_is_refused_by_the_step(first: str, second: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        prove(program(first, second, schedule=wavefront(2, 2)))
+        prove(program(first, second, schedule=wavefront(2, 2, weights=False)))
 
 
 SHARED = ("F0 F0> F1 F1> <H0 H0 H0> <B1 B1 <B0 B0", "<F0 <F1 F0 F0> <B0 F1 H1 B1 B1> B0 B0>")
 
 
 def test_a_good_program_with_a_shared_head_is_let_through() -> None:
-    prove(program(*SHARED, schedule=wavefront(2, 2, share_head=True)))
+    prove(program(*SHARED, schedule=wavefront(2, 2, share_head=True, weights=False)))
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,52 @@ def test_a_good_program_with_a_shared_head_is_let_through() -> None:
 )
 def test_a_broken_program_with_a_shared_head_is_refused(first: str, second: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        prove(program(first, second, schedule=wavefront(2, 2, share_head=True)))
+        prove(program(first, second, schedule=wavefront(2, 2, share_head=True, weights=False)))
 
 
 def test_a_backward_without_its_head_is_refused() -> None:
-    schedule = swapped(wavefront(2, 2, share_head=True), 1, 2)
+    schedule = swapped(wavefront(2, 2, share_head=True, weights=False), 1, 2)
     with pytest.raises(PlanError, match="stage 1 runs B1 before H1, which it needs"):
         prove(program(SHARED[0], SHARED[1].replace("H1 B1 B1>", "B1 B1> H1"), schedule=schedule))
+
+
+SPLIT = (GOOD[0] + " W", GOOD[1] + " W")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (GOOD[0], SPLIT[1], "stage 0 runs nothing where the schedule has W"),
+        (SPLIT[0] + " W", SPLIT[1], "stage 0 runs W where the schedule has nothing"),
+        (SPLIT[0].replace("B0 W", "W B0"), SPLIT[1], "stage 0 runs W where the schedule has B0"),
+        ("<W " + SPLIT[0], SPLIT[1], "stage 0 has no neighbour for receive W"),
+        (SPLIT[0], SPLIT[1] + " W>", "stage 1 has no neighbour for send W"),
+    ],
+)
+def test_weight_gradients_have_their_place_and_no_messages(first: str, second: str, message: str) -> None:
+    prove(program(*SPLIT, schedule=wavefront(2, 2)))
+    prove(program(SPLIT[0], SPLIT[1].replace("B0> W", "W B0>"), schedule=wavefront(2, 2)))  # late for stage 0, but it does not hang
+    with pytest.raises(PlanError, match=message):
+        prove(program(first, second, schedule=wavefront(2, 2)))
+
+
+def test_weight_gradients_before_the_last_backward_are_refused() -> None:
+    schedule = swapped(serial(2), 0, 3)
+    with pytest.raises(PlanError, match="stage 0 runs W before B0, which it needs"):
+        prove(program("F0 F1 B1 W B0", schedule=schedule))
+
+
+@settings(max_examples=150)
+@given(**CASES)
+def test_what_others_wait_for_is_sent_before_weight_gradients(
+    name: str, stages: int, counts: list[int], backward: bool, ahead: int
+) -> None:
+    made = with_messages(GENERATORS[name](stages, counts, backward), ahead)
+    for steps in (*made.stages, *made.in_order.stages):
+        for number, each in enumerate(steps):
+            if each.kind == "run" and each.task.phase == "W":
+                ran = {step.task for step in steps[:number] if step.kind == "run" and outgoing(step.task, made.schedule) is not None}
+                assert ran <= {step.task for step in steps[:number] if step.kind == "send"}
 
 
 def test_sends_that_wait_for_each_other_are_refused() -> None:
@@ -237,13 +276,13 @@ def test_a_broken_dependency_is_refused() -> None:
         prove(program("B0 F0", schedule=schedule))
     with pytest.raises(PlanError, match="deadlocks: B0 on stage 0 waits"):
         with_messages(schedule)
-    schedule = swapped(wavefront(2, 2), 1, 2)
+    schedule = swapped(wavefront(2, 2, weights=False), 1, 2)
     with pytest.raises(PlanError, match="stage 1 runs B0 before B1, which it needs"):
         prove(program(GOOD[0], "<F0 F0 <F1 F1 B0 B0> B1 B1>", schedule=schedule))
 
 
 def test_a_schedule_without_a_task_is_refused() -> None:
-    schedule = wavefront(2, 2)
+    schedule = wavefront(2, 2, weights=False)
     lacking = Schedule((schedule.stages[0], schedule.stages[1][:-1]), schedule.chunks)
     with pytest.raises(PlanError, match="B0 is missing from stage 1"):
         with_messages(lacking)

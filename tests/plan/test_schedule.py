@@ -16,6 +16,7 @@ from carrywave.plan.schedule.schedule import (
     Schedule,
     StageTask,
     bubble,
+    durations,
     gpipe,
     needs,
     peak,
@@ -35,9 +36,20 @@ def picture(*rows: str) -> str:
     return "\n".join(rows)
 
 
-def end(schedule: Schedule, forward: float = 1, backward: float = 2, head: float = 2) -> float:
-    moments = place(schedule, forward=forward, backward=backward, head=head)
-    return max(moment + {"F": forward, "B": backward, "H": head}[task.phase] for task, moment in moments.items())
+def end(schedule: Schedule, **times: float) -> float:
+    moments, seconds = place(schedule, **times), durations(schedule, **times)
+    return max(moment + seconds(task) for task, moment in moments.items())
+
+
+def weights_moved(schedule: Schedule, *, at_once: bool) -> Schedule:
+    """The same with all weight gradients right after the last backward of their micro-batch, or else after everything."""
+    rows = []
+    for tasks in schedule.stages:
+        row = [task for task in tasks if task.phase != "W"]
+        for task in (task for task in tasks if task.phase == "W"):
+            row.insert(row.index(task._replace(phase="B")) + 1 if at_once else len(row), task)
+        rows.append(tuple(row))
+    return replace(schedule, stages=tuple(rows))
 
 
 def head_on_the_last(schedule: Schedule) -> Schedule:
@@ -52,15 +64,15 @@ def test_one_chunk_goes_forward_and_back() -> None:
 
 
 def test_chunks_come_back_in_reverse() -> None:
-    assert show(serial(chunks=3)) == "F0 F1 F2 B2 B1 B0"
+    assert show(serial(chunks=3)) == "F0 F1 F2 B2 B1 B0 W"
 
 
 def test_a_micro_batch_ends_before_the_next_starts() -> None:
-    assert show(serial(chunks=2, micro_batches=2)) == "F0a F1a B1a B0a F0b F1b B1b B0b"
+    assert show(serial(chunks=2, micro_batches=2)) == "F0a F1a B1a B0a Wa  F0b F1b B1b B0b Wb"
 
 
 def test_micro_batches_may_differ_in_chunks() -> None:
-    assert show(serial([2, 1])) == "F0a F1a B1a B0a F0b B0b"
+    assert show(serial([2, 1])) == "F0a F1a B1a B0a Wa  F0b B0b"
     assert serial([2, 1]).micro_batches == 2
 
 
@@ -74,20 +86,20 @@ def test_evaluation_has_no_backward() -> None:
 
 def test_wavefront_of_one_micro_batch() -> None:
     assert show(wavefront(stages=2, chunks=4)) == picture(
-        "F0 F1 F2 F3 .  .  B3 B2 B1 B0",
-        ".  F0 F1 F2 F3 B3 B2 B1 B0 .",
+        "F0 F1 F2 F3 .  .  B3 B2 B1 B0 W",
+        ".  F0 F1 F2 F3 B3 B2 B1 B0 W  .",
     )
     assert show(wavefront(stages=3, chunks=2)) == picture(
-        "F0 F1 .  .  .  .  B1 B0",
-        ".  F0 F1 .  .  B1 B0 .",
-        ".  .  F0 F1 B1 B0 .  .",
+        "F0 F1 .  .  .  .  B1 B0 W",
+        ".  F0 F1 .  .  B1 B0 W  .",
+        ".  .  F0 F1 B1 B0 W  .  .",
     )
 
 
 def test_wavefront_of_micro_batches_fills_the_wait_with_the_next_micro_batch() -> None:
     assert show(wavefront(stages=2, chunks=4, micro_batches=2)) == picture(
-        "F0a F1a F2a F3a F0b F1b F2b B3a B2a B1a B0a F3b .   .   B3b B2b B1b B0b",
-        ".   F0a F1a F2a F3a B3a B2a B1a B0a F0b F1b F2b F3b B3b B2b B1b B0b .",
+        "F0a F1a F2a F3a F0b F1b F2b B3a B2a B1a B0a F3b Wa  .   B3b B2b B1b B0b Wb",
+        ".   F0a F1a F2a F3a B3a B2a B1a B0a F0b F1b F2b F3b B3b B2b B1b B0b Wa  Wb",
     )
 
 
@@ -100,48 +112,49 @@ def test_wavefront_of_one_chunk_is_one_forward_one_backward() -> None:
 
 def test_wavefront_of_unequal_micro_batches() -> None:
     assert show(wavefront(2, [1, 3])) == picture(
-        "F0a F0b F1b F2b B0a .   .   B2b B1b B0b",
-        ".   F0a B0a F0b F1b F2b B2b B1b B0b .",
+        "F0a F0b F1b F2b B0a .   .   B2b B1b B0b Wb",
+        ".   F0a B0a F0b F1b F2b B2b B1b B0b Wb  .",
     )
 
 
 def test_a_shared_head_fills_the_wait_before_the_first_backward() -> None:
     assert show(wavefront(stages=2, chunks=4, share_head=True)) == picture(
-        "F0 F1 F2 F3 H2 H1 H0 B3 B2 B1 B0",
-        ".  F0 F1 F2 F3 H3 B3 B2 B1 B0 .",
+        "F0 F1 F2 F3 H2 H1 H0 B3 B2 B1 B0 W",
+        ".  F0 F1 F2 F3 H3 B3 B2 B1 B0 W  .",
     )
     assert show(wavefront(stages=4, chunks=4, share_head=True)) == picture(
-        "F0 F1 F2 F3 H0 .  H2 .  .  .  .  B3 B2 B1 B0",
-        ".  F0 F1 F2 F3 H1 .  .  .  .  B3 B2 B1 B0 .",
-        ".  .  F0 F1 F2 F3 .  .  .  B3 B2 B1 B0 .  .",
-        ".  .  .  F0 F1 F2 F3 H3 B3 B2 B1 B0 .  .  .",
+        "F0 F1 F2 F3 H0 .  H2 .  .  .  .  B3 B2 B1 B0 W",
+        ".  F0 F1 F2 F3 H1 .  .  .  .  B3 B2 B1 B0 W  .",
+        ".  .  F0 F1 F2 F3 .  .  .  B3 B2 B1 B0 W  .  .",
+        ".  .  .  F0 F1 F2 F3 H3 B3 B2 B1 B0 W  .  .  .",
     )
 
 
 def test_a_shared_head_of_several_micro_batches() -> None:
     assert show(wavefront(3, 2, 2, share_head=True)) == picture(
-        "F0a F1a F0b F1b H0a .   .   B1a B0a .   .   .   B1b B0b",
-        ".   F0a F1a F0b F1b .   B1a B0a H0b .   .   B1b B0b .",
-        ".   .   F0a F1a H1a B1a B0a F0b F1b H1b B1b B0b .   .",
+        "F0a F1a F0b F1b H0a .   .   B1a B0a Wa  .   .   B1b B0b Wb",
+        ".   F0a F1a F0b F1b .   B1a B0a H0b Wa  .   B1b B0b Wb  .",
+        ".   .   F0a F1a H1a B1a B0a F0b F1b H1b B1b B0b Wa  Wb  .",
     )
 
 
 HEADS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 4.0, 6.0])
 
 
-@given(st.integers(2, 6), COUNTS, HEADS)
-def test_a_shared_head_ends_no_later_than_one_on_the_last_stage(stages: int, counts: list[int], head: float) -> None:
-    shared, alone = wavefront(stages, counts, share_head=True, head=head), head_on_the_last(wavefront(stages, counts))
-    assert end(shared, head=head) <= end(alone, head=head)
+@given(st.integers(2, 6), COUNTS, HEADS, st.booleans())
+def test_a_shared_head_ends_no_later_than_one_on_the_last_stage(stages: int, counts: list[int], head: float, weights: bool) -> None:
+    shared = wavefront(stages, counts, share_head=True, head=head, weights=weights)
+    assert end(shared, head=head) <= end(head_on_the_last(wavefront(stages, counts, weights=weights)), head=head)
 
 
-@given(st.integers(2, 8), st.integers(4, 32), HEADS)
-def test_a_shared_head_ends_near_the_soonest_possible(stages: int, chunks: int, head: float) -> None:
+@given(st.integers(2, 8), st.integers(4, 32), HEADS, st.booleans())
+def test_a_shared_head_ends_near_the_soonest_possible(stages: int, chunks: int, head: float, weights: bool) -> None:
     """Also where a head takes another time than the schedule was made for."""
     # Either there and back with the last chunk, and its head; or all work shared evenly, and no stage idle but before and after it.
-    soonest = 3 * chunks + max(3 * (stages - 1) + head, chunks * head / stages + 3 * (stages - 1) / 2)
-    assert end(wavefront(stages, chunks, share_head=True, head=head), head=head) <= 1.1 * soonest
-    assert end(wavefront(stages, chunks, share_head=True), head=head) <= 1.2 * soonest
+    there = (2.5 if weights else 3) * (stages - 1)
+    soonest = 3 * chunks + max(there + head, chunks * head / stages + there / 2)
+    assert end(wavefront(stages, chunks, share_head=True, head=head, weights=weights), head=head) <= 1.1 * soonest
+    assert end(wavefront(stages, chunks, share_head=True, weights=weights), head=head) <= 1.2 * soonest
 
 
 @given(st.integers(2, 6), COUNTS)
@@ -179,14 +192,16 @@ def test_gpipe_comes_back_in_reverse() -> None:
 
 def test_sequential_has_one_stage_at_work() -> None:
     assert show(sequential(stages=2, chunks=2, micro_batches=2)) == picture(
-        "F0a F1a .   .   .   .   B1a B0a F0b F1b .   .   .   .   B1b B0b",
-        ".   .   F0a F1a B1a B0a .   .   .   .   F0b F1b B1b B0b .   .",
+        "F0a F1a .   .   .   .   B1a B0a Wa  F0b F1b .   .   .   .   B1b B0b Wb",
+        ".   .   F0a F1a B1a B0a Wa  .   .   .   .   F0b F1b B1b B0b Wb  .   .",
     )
 
 
 @given(st.integers(1, 6), COUNTS)
 def test_sequential_never_overlaps(stages: int, counts: list[int]) -> None:
-    assert end(sequential(stages, counts)) == 3 * stages * sum(counts)
+    assert end(sequential(stages, counts, weights=False)) == 3 * stages * sum(counts)
+    # Stages before the last to come back compute their weight gradients while others work.
+    assert end(sequential(stages, counts)) == sum(2.5 * stages * count + 0.5 * count if count > 1 else 3 * stages for count in counts)
 
 
 @given(COUNTS)
@@ -198,7 +213,49 @@ def test_a_wavefront_of_one_stage_is_serial(counts: list[int]) -> None:
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 6))
 def test_no_order_is_faster_than_the_wavefront(stages: int, chunks: int, micro_batches: int) -> None:
     # The first stage has all its work to do; its first forward goes to the last stage, and its last backward comes from there.
-    assert end(wavefront(stages, chunks, micro_batches)) == 3 * chunks * micro_batches + 3 * (stages - 1)
+    assert end(wavefront(stages, chunks, micro_batches, weights=False)) == 3 * chunks * micro_batches + 3 * (stages - 1)
+    # Without weight gradients the way back is shorter.
+    assert end(wavefront(stages, chunks)) == 3 * chunks + (2.5 if chunks > 1 else 3) * (stages - 1)
+
+
+@given(st.integers(1, 6), st.integers(2, 7), st.integers(2, 6))
+def test_weight_gradients_fill_the_bubble(stages: int, chunks: int, micro_batches: int) -> None:
+    own = 3 * chunks * micro_batches
+    assert own + (stages - 1) <= end(wavefront(stages, chunks, micro_batches)) <= own + 2.5 * (stages - 1)
+
+
+@given(st.integers(1, 6), COUNTS, st.booleans())
+def test_each_micro_batch_of_several_chunks_has_its_weight_gradients_after_its_last_backward(
+    stages: int, counts: list[int], share_head: bool
+) -> None:
+    several = [part for part, count in enumerate(counts) if count > 1]
+    schedules = [serial(counts), sequential(stages, counts), wavefront(stages, counts, share_head=share_head)]
+    for schedule in schedules:
+        assert schedule.deferred == set(several)
+        for stage, row in enumerate(schedule.stages):
+            assert [task for task in row if task.phase == "W"] == [StageTask("W", stage, 0, part) for part in several]
+            assert all(row.index(StageTask("W", stage, 0, part)) > row.index(StageTask("B", stage, 0, part)) for part in several)
+    assert not any(wavefront(stages, counts, weights=False).deferred for stages in (1, stages))
+    assert gpipe(stages, len(counts)).deferred == serial(counts, weights=False).deferred == frozenset()
+
+
+@given(st.integers(1, 6), COUNTS, st.booleans())
+def test_at_most_two_micro_batches_wait_for_their_weight_gradients(stages: int, counts: list[int], share_head: bool) -> None:
+    for row in wavefront(stages, counts, share_head=share_head).stages:
+        waiting = 0
+        for task in row:
+            assert waiting < min(2, stages) or task.phase == "W"
+            waiting += (task.phase == "B" and task.chunk == 0 and counts[task.micro_batch] > 1) - (task.phase == "W")
+
+
+@given(st.integers(1, 6), COUNTS, st.sampled_from([{}, {"backward": 2, "weights": 1}]))
+def test_weight_gradients_elsewhere_end_no_sooner(stages: int, counts: list[int], times: dict[str, float]) -> None:
+    schedule = wavefront(stages, counts)
+    for at_once in (False, True):
+        moved = weights_moved(schedule, at_once=at_once)
+        assert end(schedule, **times) <= end(moved, **times)
+        assert bubble(schedule, **times) <= bubble(moved, **times) + 1e-12  # the same work, in no more time
+        assert len(show(schedule).splitlines()[0].split()) <= len(show(moved).splitlines()[0].split())  # all tasks of one unit
 
 
 @given(st.integers(1, 6), COUNTS)
@@ -229,13 +286,16 @@ def test_peaks() -> None:
 
 def test_bubbles() -> None:
     assert bubble(serial(3)) == 0
-    assert bubble(sequential(4, 2)) == pytest.approx(3 / 4)
+    assert bubble(sequential(4, 2, weights=False)) == pytest.approx(3 / 4)
+    assert bubble(sequential(4, 2)) == pytest.approx(1 - 6 / 21)
     assert bubble(gpipe(2, 3)) == pytest.approx(1 / 4)  # (stages - 1) / (micro-batches + stages - 1)
-    assert bubble(wavefront(2, 3)) == pytest.approx(1 / 4)
+    assert bubble(wavefront(2, 3, weights=False)) == pytest.approx(1 / 4)
+    assert bubble(wavefront(2, 3)) == pytest.approx(2.5 / 11.5)
+    assert bubble(wavefront(2, 3), weights=1) == pytest.approx(2 / 11)
     assert bubble(wavefront(2, 3, backward=False), forward=5) == pytest.approx(1 / 4)
     assert bubble(wavefront(2, 1, 2), forward=1, backward=1) == pytest.approx(1 / 3)
     # Of 18 moments each stage waits one at its end and one at its beginning, and the first two more.
-    assert bubble(wavefront(2, 4, share_head=True)) == pytest.approx(1 / 9)
+    assert bubble(wavefront(2, 4, share_head=True, weights=False)) == pytest.approx(1 / 9)
     assert bubble(head_on_the_last(wavefront(2, 4))) > 1 / 4
 
 
@@ -255,6 +315,10 @@ def test_what_a_task_needs() -> None:
     assert needs(StageTask("H", 1, 3), shared) == [StageTask("F", 1, 3)]
     assert needs(StageTask("B", 1, 2), shared) == [StageTask("H", 0, 2), StageTask("F", 1, 2), StageTask("B", 1, 3)]
     assert needs(StageTask("B", 1, 3), shared) == [StageTask("F", 1, 3), StageTask("H", 1, 3)]
+    assert needs(StageTask("W", 0, 0, 1), schedule) == [StageTask("B", 0, 0, 1)]
+    assert needs(StageTask("W", 1, 0, 1), replace(schedule, in_turn=True)) == [StageTask("B", 1, 0, 1)]
+    assert source(StageTask("W", 0, 0), shared) is None
+    assert reader(StageTask("W", 1, 0), shared) is None
 
 
 def test_many_micro_batches_stay_distinct() -> None:
@@ -267,7 +331,7 @@ def broken(*rows: Sequence[StageTask], chunks: int) -> Schedule:
     return Schedule(tuple(tuple(row) for row in rows), (chunks,))
 
 
-F0, F1, B0, H0 = StageTask("F", 0, 0), StageTask("F", 0, 1), StageTask("B", 0, 0), StageTask("H", 0, 0)
+F0, F1, B0, H0, W = (StageTask(phase, 0, chunk) for phase, chunk in (("F", 0), ("F", 1), ("B", 0), ("H", 0), ("W", 0)))
 UP, BACK = StageTask("F", 1, 0), StageTask("B", 1, 0)
 
 
@@ -289,6 +353,12 @@ UP, BACK = StageTask("F", 1, 0), StageTask("B", 1, 0)
         (broken([F0, H0, StageTask("H", 0, 1), B0], chunks=1), "H1 scores a chunk that does not exist"),
         (broken([F0, StageTask("H", 1, 0), B0], [UP, BACK], chunks=1), "H0 of stage 1 does not belong on stage 0"),
         (broken([F0, H0], chunks=1), "H0 of stage 0 does not belong on stage 0"),
+        (broken([F0, W, B0], chunks=1), "deadlocks: W on stage 0 waits"),
+        (broken([F0, B0, W, W], chunks=1), "W appears 2 times on stage 0"),
+        (broken([F0, B0, W], [UP, BACK], chunks=1), "W is missing from stage 1"),
+        (broken([F0, W], chunks=1), "W of stage 0 does not belong on stage 0"),
+        (broken([F0, B0, W, StageTask("W", 0, 1)], chunks=1), "W1 of stage 0 does not belong on stage 0"),
+        (broken([F0, B0, W._replace(micro_batch=1)], chunks=1), "W of stage 0 does not belong on stage 0"),
         (
             Schedule(((StageTask("F", 0, 0, 0), StageTask("F", 0, 0, 1)), (StageTask("F", 1, 0, 0),)), (1, 1)),
             "F0b is missing from stage 1",
@@ -336,5 +406,5 @@ def test_the_pictures_in_the_documentation_are_those_printed() -> None:
     assert {generator for generator, _, _ in pictures} == set(generators)
     assert text.count("\n\n    ") == len(pictures)  # none stands without its call
     for generator, arguments, drawn in pictures:
-        numbers = {key: value == "True" or int(value) for key, value in re.findall(r"(\w+)=(\w+)", arguments)}
+        numbers = {key: value == "True" or (value != "False" and int(value)) for key, value in re.findall(r"(\w+)=(\w+)", arguments)}
         assert show(generators[generator](**numbers)) == "\n".join(row[4:] for row in drawn.splitlines())

@@ -46,8 +46,8 @@ def test_every_generated_schedule_is_proved_in_order(name: str, stages: int, cou
 
 def test_one_stage_after_the_other() -> None:
     assert spell(with_messages(wavefront(2, 2)).in_order).splitlines() == [
-        "F0 F0> F1 F1> <B1 B1 <B0 B0",
-        "<F0 <F1 F0 F1 B1 B1> B0 B0>",
+        "F0 F0> F1 F1> <B1 B1 <B0 B0 W",
+        "<F0 <F1 F0 F1 B1 B1> B0 B0> W",
     ]
 
 

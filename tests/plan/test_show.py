@@ -15,7 +15,7 @@ from carrywave.plan.cost.simulation import TaskTimes, Timeline, simulate
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, resolve
 from carrywave.plan.schedule.messages import with_messages
-from carrywave.plan.schedule.schedule import StageTask, wavefront
+from carrywave.plan.schedule.schedule import wavefront
 from carrywave.plan.search.predictor import Predictor
 from carrywave.plan.search.scaling import scale
 from carrywave.plan.search.search import asked_for, search
@@ -44,13 +44,9 @@ def units_of(vocabulary: int = 4096, **parts: object) -> Units:
 
 
 def timeline(stages: int, chunks: int, *, micro_batches: int = 1, late: float = 0.0) -> Timeline:
-    """A forward takes a second, a backward two; then a second of update."""
-    program = with_messages(wavefront(stages, chunks, micro_batches))
-
-    def weights(task: StageTask) -> float:
-        return late if task.phase == "B" and task.chunk == 0 else 0.0
-
-    found = simulate(program, TaskTimes(run=lambda task: {"F": 1.0, "B": 2.0, "H": 2.0}[task.phase], weights=weights))
+    """A forward takes a second, a backward two, weight gradients `late` seconds if they are deferred; then a second of update."""
+    program = with_messages(wavefront(stages, chunks, micro_batches, weights=late > 0))
+    found = simulate(program, TaskTimes(run=lambda task: {"F": 1.0, "B": 2.0, "H": 2.0, "W": late}[task.phase]))
     return found.then("update", [(found.seconds, found.seconds + 1)] * stages)
 
 
@@ -58,11 +54,16 @@ def test_a_step_is_a_picture() -> None:
     step = timeline(2, 3, late=1.0)
     *rows, _, _, legend = timeline_text(step, columns=14).splitlines()
     assert rows == ["stage 0 FfF...BBbbBBwu", "stage 1 .FfFBBbbBBw..u"]
-    assert legend == "F f forward of a chunk, B b backward of a chunk, w deferred weight gradients, u update, . waiting"
+    assert legend == "F f forward of a chunk, B b backward of a chunk, w W deferred weight gradients, u update, . waiting"
     assert timeline_text(step, columns=56).splitlines()[2:4] == [
         "        |       |       |       |       |       |       |       |",
         "        0 s     2 s     4 s     6 s     8 s     10 s    12 s    14 s",
     ]
+
+
+def test_weight_gradients_of_neighbouring_micro_batches_are_told_apart() -> None:
+    rows = timeline_text(timeline(2, 2, micro_batches=2, late=1.0), columns=17).splitlines()
+    assert rows[:2] == ["stage 0 FffF.bbBBw.BBbbWu", "stage 1 .FfbbBBfFBBbbwW.u"]
 
 
 def test_a_column_shows_what_takes_most_of_it() -> None:
@@ -213,6 +214,7 @@ def test_a_drawing_has_a_rectangle_for_each_span_and_one_axis() -> None:
     for kind in ("F", "B", "W", "update"):
         assert labels.count(kind) == 1 + sum(span.label == kind for span in spans)
     texts = [each.text for each in tree.iter(f"{name}text")]
+    assert texts.count("W") == 2
     assert "equal <split>" in texts
     assert "0: a & b" in texts
     assert 'title "x"' in texts

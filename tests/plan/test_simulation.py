@@ -9,7 +9,7 @@ from carrywave.plan.cost.memory import loads, most_held, one_micro_batch
 from carrywave.plan.cost.profile import Link
 from carrywave.plan.cost.simulation import TaskTimes, simulate
 from carrywave.plan.schedule.messages import Program, ProgramStep, with_messages
-from carrywave.plan.schedule.schedule import Schedule, StageTask, bubble, gpipe, peak, place, sequential, serial, wavefront
+from carrywave.plan.schedule.schedule import Schedule, StageTask, bubble, durations, gpipe, peak, place, sequential, serial, wavefront
 
 UNIT = TaskTimes(run=lambda task: 1.0)
 
@@ -23,6 +23,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
             [
                 wavefront(stages, chunks),
                 wavefront(stages, chunks, share_head=True),
+                wavefront(stages, chunks, weights=False),
                 wavefront(stages, chunks, backward=False),
                 gpipe(stages, len(chunks)),
                 sequential(stages, chunks),
@@ -32,20 +33,21 @@ def schedules(draw: st.DrawFn) -> Schedule:
     )
 
 
-@given(schedules(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_without_links_it_agrees_with_the_picture(schedule: Schedule, forward: int, backward: int, head: int) -> None:
-    seconds = {"F": float(forward), "B": float(backward), "H": float(head)}
-    found = simulate(with_messages(schedule), TaskTimes(run=lambda task: seconds[task.phase]))
-    moments = place(schedule, forward=forward, backward=backward, head=head)
+@given(schedules(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.25, 0.5, 0.75]))
+def test_without_links_it_agrees_with_the_picture(schedule: Schedule, forward: int, backward: int, head: int, weights: float) -> None:
+    times = {"forward": forward, "backward": backward, "head": head, "weights": weights}
+    seconds = durations(schedule, **times)
+    found = simulate(with_messages(schedule), TaskTimes(run=seconds))
+    moments = place(schedule, **times)
     assert {span.task: span.start for row in found.rows for span in row} == moments
-    assert found.seconds == max(moment + seconds[task.phase] for task, moment in moments.items())
-    assert found.bubble == pytest.approx(bubble(schedule, forward=forward, backward=backward, head=head))
+    assert found.seconds == max(moment + seconds(task) for task, moment in moments.items())
+    assert found.bubble == pytest.approx(bubble(schedule, **times))
 
 
 def test_messages_take_their_time_one_after_the_other() -> None:
     # A message of 4 bytes takes 2 seconds on the line and arrives one later; the second waits until the first is off the line.
     times = TaskTimes(run=lambda task: 1.0, num_bytes=lambda task: 4, link=lambda line: Link(1.0, 2.0))
-    found = simulate(with_messages(wavefront(2, 2)), times)
+    found = simulate(with_messages(wavefront(2, 2, weights=False)), times)
     starts = {(span.label, span.task.stage, span.task.chunk): span.start for row in found.rows for span in row if span.task}
     assert starts == {
         ("F", 0, 0): 0,
@@ -61,12 +63,12 @@ def test_messages_take_their_time_one_after_the_other() -> None:
     assert found.ends == (14, 9)
 
 
-def test_a_stage_pays_after_it_has_sent_and_each_message_costs_it_time() -> None:
-    times = TaskTimes(run=lambda task: 1.0, weights=lambda task: 5.0 if task.phase == "B" else 0.0, message_seconds=0.25)
-    found = simulate(with_messages(wavefront(2, 1)), times)
-    assert [(span.label, span.start, span.end) for span in found.rows[1]] == [("F", 1.5, 2.5), ("B", 2.5, 3.5), ("W", 3.75, 8.75)]
-    assert [(span.label, span.start) for span in found.rows[0]] == [("F", 0.25), ("B", 3.75), ("W", 4.75)]
-    assert found.busy == (7.0, 7.0)
+def test_weight_gradients_come_after_what_is_sent_and_each_message_costs_time() -> None:
+    times = TaskTimes(run=lambda task: 5.0 if task.phase == "W" else 1.0, message_seconds=0.25)
+    found = simulate(with_messages(wavefront(2, 2)), times)
+    assert [(span.label, span.start, span.end) for span in found.rows[1]][2:] == [("B", 4.0, 5.0), ("B", 5.25, 6.25), ("W", 6.5, 11.5)]
+    assert [(span.label, span.start, span.end) for span in found.rows[0]][2:] == [("B", 5.25, 6.25), ("B", 6.5, 7.5), ("W", 7.5, 12.5)]
+    assert found.busy == (9.0, 9.0)
 
 
 def test_what_follows_the_tasks_is_put_behind_them() -> None:
@@ -92,19 +94,22 @@ def test_a_program_that_cannot_go_on_is_refused_by_what_it_waits_for() -> None:
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_what_stages_hold_is_what_the_schedule_says(stages: int, chunks: list[int], put_off: bool, share_head: bool) -> None:
-    schedule = wavefront(stages, chunks, share_head=share_head)
-    found = loads(schedule, put_off=put_off)
+    schedule = wavefront(stages, chunks, share_head=share_head, weights=put_off)
+    found = loads(schedule)
     assert tuple(load.held for load in found) == peak(schedule)
     for stage, load in enumerate(found):
         for weight in (0.0, 0.3, 0.5, 1.0, 2.0, 5.0):
             # Task by task.
-            held, deferred, worst = 0, 0, 0.0
+            held, pending, worst = 0, dict.fromkeys(range(len(chunks)), 0), 0.0
             for task in schedule.stages[stage]:
                 held += task.phase == "F"
-                worst = max(worst, held + weight * deferred)
+                worst = max(worst, held + weight * sum(pending.values()))
                 if task.phase == "B":
                     held -= 1
-                    deferred = 0 if task.chunk == 0 or not put_off else deferred + 1
+                    pending[task.micro_batch] += put_off and chunks[task.micro_batch] > 1
+                if task.phase == "W":
+                    pending[task.micro_batch] = 0
+            assert not any(pending.values())
             assert max(held + weight * deferred for held, deferred in load.pairs) == pytest.approx(worst)
     if len(chunks) == 1:
         assert all(set(load.pairs) == set(one_micro_batch(chunks[0], put_off=put_off).pairs) for load in found)

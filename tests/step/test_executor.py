@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from carrywave.data.batch import IGNORED, Batch
 from carrywave.errors import PlanError
 from carrywave.kernels import random
+from carrywave.kernels.deferred_gradients import Deferred
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import PooledSoftmax, Softmax
@@ -23,12 +26,15 @@ from carrywave.model.stage import Stage
 from carrywave.plan.cost.memory import Split, one_micro_batch, stage_memory
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.schedule import Schedule, StageTask
+from carrywave.plan.schedule.messages import Channel
+from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
 from carrywave.step.executor import BatchOutcome, Job, program_for, run
+from carrywave.step.gradients import Gradients
 from carrywave.step.micro_batches import flatten
+from carrywave.step.task_clock import Arrived, TaskClock
 
 VOCABULARY, WIDTH, CLASSES = 11, 6, 3
 KEY = random.key(3, 1, 4)
@@ -189,6 +195,128 @@ def test_a_schedule_that_starts_a_batch_before_its_carry_is_there_is_refused() -
     program = program_for(plan, batches, backward=True, scheduler=mixed)
     with pytest.raises(PlanError, match="starts a batch before the previous one has left its carry"):
         run(Stage(model), plan, program, jobs)
+
+
+def weights_last(stages: int, chunks: Sequence[int], *, backward: bool) -> Schedule:
+    """One stage that computes all weight gradients at the very end."""
+    [row] = serial(chunks, backward=backward).stages
+    return Schedule((tuple(sorted(row, key=lambda task: task.phase == "W")),), tuple(chunks))
+
+
+def two_batches(model: Model, steps: int = 7) -> tuple[list[Batch], list[Job]]:
+    """Two batches that follow each other; the second may be shorter."""
+    batches = [batch_of(7, [7, 4, 6], pooled=False), batch_of(steps, [steps] * 3, pooled=False, fresh=[False, True, False])]
+    return batches, [Job(batches[0], model.start(3), KEY), Job(batches[1], None, KEY)]
+
+
+@pytest.mark.parametrize("plan", [Plan(chunk_steps=3), Plan(chunk_steps=3, micro_batches=2)], ids=["batches", "micro-batches"])
+def test_weight_gradients_of_several_micro_batches_may_wait_for_the_end(plan: Plan) -> None:
+    model = build(pooled=False)
+    expected: dict[str, Tensor] = {}
+    for scheduler in (serial_of, weights_last):
+        batches, jobs = two_batches(model)
+        model.zero_grad()
+        clock = TaskClock(torch.device("cpu"))
+        run(Stage(model), plan, program_for(plan, batches, backward=True, scheduler=scheduler), jobs, clock=clock)
+        order = [(lap.label, lap.task.micro_batch) for lap in clock.laps if lap.label in "BW"]
+        micro_batches = 2 * plan.micro_batches
+        once = [each for part in range(micro_batches) for each in [("B", part)] * 3 + [("W", part)]]
+        assert order == (once if scheduler is serial_of else sorted(once))
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=0.0, atol=0.0)  # the same products, added in the same order
+        expected = found
+
+
+def serial_of(stages: int, chunks: Sequence[int], *, backward: bool, weights: bool = True) -> Schedule:
+    return serial(chunks, backward=backward, weights=weights)
+
+
+@dataclass
+class Noted(Gradients):
+    """Notes which gradients become final, and during which task."""
+
+    model: Model
+    final: list[Tensor] = field(default_factory=list)
+    pending: Callable[[Tensor], bool] | None = None
+
+    def arm(self, pending: Callable[[Tensor], bool] | None = None) -> None:
+        self.pending = pending
+
+    def ready(self, parameter: Tensor) -> None:
+        assert self.pending is not None
+        assert not self.pending(parameter)
+        assert parameter.grad is not None
+        self.final.append(parameter.grad.clone())
+
+
+@pytest.mark.parametrize("scheduler", [serial_of, weights_last])
+@pytest.mark.parametrize("steps", [7, 3], ids=["chunks in both", "one chunk in the last"])
+def test_a_gradient_is_final_once_nobody_will_add_to_it(scheduler: Callable[..., Schedule], steps: int) -> None:
+    """Also if weight gradients of several micro-batches come after the last backward, and if the last micro-batch defers none."""
+    model, plan = build(pooled=False), Plan(chunk_steps=3)
+    batches, jobs = two_batches(model, steps)
+    noted = Noted(model)
+    model.zero_grad()
+    run(Stage(model), plan, program_for(plan, batches, backward=True, scheduler=scheduler), jobs, gradients=noted)
+    final = [p.grad for p in model.parameters() if p.grad is not None and any(torch.equal(p.grad, each) for each in noted.final)]
+    assert len(noted.final) == len(final)  # each once, and with its final value
+    if scheduler is weights_last or steps == 7:
+        matrices = [p for name, p in model.named_parameters() if name.startswith(("lstm.weight", "head"))]
+        assert all(any(p.grad is each for each in final) for p in matrices if p.ndim == 2)
+    else:
+        assert not final  # the only deferred ones were computed before the last backward
+    assert noted.pending is not None
+    assert not any(noted.pending(p) for p in model.parameters())
+
+
+def test_recomputation_defers_nothing() -> None:
+    batch = batch_of(7, [7, 4, 6], pooled=False)
+    plan = Plan(chunk_steps=3)
+    assert program_for(plan, [batch], backward=True).schedule.deferred == {0}
+    assert not program_for(plan, [batch], backward=False).schedule.deferred
+    assert not program_for(Plan(chunk_steps=3, recompute=True), [batch], backward=True).schedule.deferred
+    assert not program_for(Plan(), [batch], backward=True).schedule.deferred
+    assert program_for(plan, [batch, batch_of(2, [2] * 3, pooled=False)], backward=True).schedule.deferred == {0}
+
+
+@dataclass
+class Listening:
+    """Links that have every message at once, and note what is sent and when it is passed to the device."""
+
+    in_order: ClassVar[bool] = False
+    told: list[str] = field(default_factory=list)
+
+    def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Arrived:
+        return Arrived(torch.zeros(shape, dtype=dtype))
+
+    def send(self, line: Channel, tensor: Tensor) -> None:
+        self.told.append("send")
+
+    def flush(self) -> None:
+        self.told.append("flush")
+
+    def drain(self) -> None:
+        """Nothing is in flight."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_the_last_gradient_is_on_its_way_before_weight_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, links = build(pooled=False), batch_of(6, [6, 6, 6], pooled=False), Listening()
+    plan = Plan(stages=2, cuts=(2,), chunk_steps=3)
+    flush = Deferred.flush
+
+    def noting(self: Deferred, ready: Callable[[Tensor], None] | None = None) -> None:
+        links.told.append("weights")
+        flush(self, ready)
+
+    monkeypatch.setattr(Deferred, "flush", noting)
+    stage, program = Stage(model, 2, model.units), program_for(plan, [batch], backward=True)
+    run(stage, plan, program, [Job(batch, stage.start(3), KEY)], links, place=1)
+    assert links.told[-5:] == ["flush", "send", "flush", "weights", "flush"]
+    assert links.told.count("weights") == 1
 
 
 def test_evaluation_sees_every_output_and_makes_no_graph() -> None:

@@ -244,7 +244,8 @@ def plan_of(variant: Variant, case: Case, stages: int) -> Plan:
     )
 
 
-def _gpipe(stages: int, chunks: Sequence[int], *, backward: bool = True) -> Schedule:
+def _gpipe(stages: int, chunks: Sequence[int], *, backward: bool = True, weights: bool = True) -> Schedule:
+    del weights  # never deferred: time is not cut
     return schedules.gpipe(stages, len(chunks), backward=backward)
 
 
@@ -255,7 +256,7 @@ def bubble_of(variant: Variant, stages: int) -> float | None:
     """The idle fraction that our schedule predicts if all stages and chunks take equal time; None for variants without such a schedule."""
     if variant.family not in SCHEDULERS:
         return None
-    options = {"share_head": True} if variant.share_head else {}
+    options = ({"share_head": True} if variant.share_head else {}) | ({"weights": False} if variant.recompute else {})
     return schedules.bubble(SCHEDULERS[variant.family](stages, (variant.chunks,) * variant.micro_batches, **options))
 
 

@@ -45,9 +45,8 @@ def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, or
         lines.append(f"kernels   {_by_layer(names)}")
     chunks = 1 if model.reads_whole else plan.chunks(widest)
     if chunks * plan.micro_batches <= 12 and chunks * plan.micro_batches * plan.stages > 1:
-        lines += [
-            f"          {row}" for row in show(wavefront(plan.stages, chunks, plan.micro_batches, share_head=plan.share_head)).splitlines()
-        ]
+        schedule = wavefront(plan.stages, chunks, plan.micro_batches, share_head=plan.share_head, weights=not plan.recompute)
+        lines += [f"          {row}" for row in show(schedule).splitlines()]
     return "\n".join(lines)
 
 

@@ -1,4 +1,5 @@
-"""Executes a `Program` on the batches of one optimizer step: forward and backward of each time chunk of each micro-batch of lanes.
+"""Executes a `Program` on the batches of one optimizer step: forward and backward of each time chunk of each micro-batch of lanes, and the
+weight gradients of each micro-batch where the schedule has them as a task of their own.
 
 Every chunk has its own autograd graph. What a chunk passes to the next (the carry, and a pooled head's accumulator) is detached in the
 forward pass, and its gradient is passed back explicitly in the backward pass. Activations travel between stages over the links, and their
@@ -46,7 +47,8 @@ from carrywave.step.precision import HALVES, autocast
 from carrywave.step.task_clock import Arrived, TaskClock
 
 Observer = Callable[[Tensor, Tensor | None], None]  # the head's output, and the targets
-Scheduler = Callable[..., Schedule]  # (stages, chunks of each micro-batch, backward=, and share_head=True if requested) -> Schedule
+# (stages, chunks of each micro-batch, backward=, share_head=True if requested, weights=False if gradients are not deferred) -> Schedule
+Scheduler = Callable[..., Schedule]
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ class _Kept:
 
 
 @lru_cache(maxsize=1024)
-def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: bool, scheduler: Scheduler) -> Program:
-    return with_messages(scheduler(stages, chunks, backward=backward, **({"share_head": True} if share_head else {})))
+def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: bool, weights: bool, scheduler: Scheduler) -> Program:
+    options = ({"share_head": True} if share_head else {}) | ({} if weights else {"weights": False})
+    return with_messages(scheduler(stages, chunks, backward=backward, **options))
 
 
 def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
@@ -97,7 +100,8 @@ def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: 
     chunks: list[int] = []
     for batch in batches:
         chunks += [1 if whole else plan.chunks(batch.steps)] * micro_batches_of(plan, batch)
-    return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, scheduler)
+    # What weight gradients are computed from stays in memory if they are deferred, which recomputation is meant to avoid.
+    return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, not (backward and plan.recompute), scheduler)
 
 
 def run(
@@ -113,7 +117,7 @@ def run(
 ) -> list[BatchOutcome]:
     """Execute the program of the stage at `place`; gradients accumulate in the parameters' `.grad`.
 
-    `gradients` are told which become final, in the last backward of a step. `clock` times each task.
+    `gradients` are told which become final, in the last backward of a step and in the weight gradients after it. `clock` times each task.
     """
     return _Run(stage, plan, program, jobs, links, place, gradients, clock).execute()
 
@@ -169,15 +173,14 @@ class _Run:
         self.share_head = bool(program.schedule.scorers)
         backwards = [step.task for step in self.steps if step.kind == "run" and step.task.phase == "B"]
         self.last_backward = backwards[-1] if backwards else None
+        self.armed = False  # True from the last backward on: gradients become final one after another
         # Autograd graphs are needed only if the program has a backward pass.
         self.backward = bool(backwards)
-        # With several chunks in a micro-batch, weight gradients are deferred to its end. What they need stays in memory until then, which
-        # recomputation is meant to avoid.
-        put_off = self.backward and max(program.schedule.chunks) > 1 and not plan.recompute
-        self.deferred = Deferred() if put_off else None
+        # Weight gradients that wait for their task, by micro-batch.
+        self.deferred = {task.micro_batch: Deferred() for task in program.schedule.stages[place] if task.phase == "W"}
         # The last stage starts its backward as soon as it has scored and finishes before the others, so it can defer the head's weight
         # gradients. The other stages score while they wait and finish later, so they compute these gradients right after scoring.
-        self.deferred_head = self.deferred if self.last_stage else Deferred()
+        self.deferred_head = Deferred()
         self.windows: dict[int, Window] = {}  # by micro-batch, until its backward is done
         self.lengths: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: of its window, and of each chunk
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
@@ -187,11 +190,11 @@ class _Run:
 
     def execute(self) -> list[BatchOutcome]:
         """Carry out the steps of this stage in order."""
-        run = {"F": self._forward, "B": self._backward, "H": self._score}
+        run = {"F": self._forward, "B": self._backward, "H": self._score, "W": self._weights}
         done: StageTask | None = None  # the last task that ran
         if self.in_place is not None:
             self.in_place.begin(self.program, self._messages())
-        with deferring(self.deferred), pass_cache():
+        with pass_cache():
             for number, step in enumerate(self.steps):
                 if step.kind == "receive":
                     self._receive(step.task)
@@ -203,21 +206,18 @@ class _Run:
                     if self.links is not None:
                         self.links.flush()
                     # After the send, because another stage is waiting for it.
-                    self._flush(done)
+                    self._flush_head(done)
                     if self.clock is not None and step.task in self.arriving:
                         with self._timed("wait", step.task):
                             self.arriving[step.task] = Arrived(self.arriving[step.task].wait())
-                    with self._timed(step.task.phase, step.task):
+                    with self._timed(step.task.phase, step.task), deferring(self.deferred.get(step.task.micro_batch)):
                         run[step.task.phase](step.task)
                     done = step.task
                 if self.in_place is not None and self.lasts[step.task.micro_batch] == number < len(self.steps) - 1:
-                    # Weight gradients read what was received.
-                    self._flush(done)
-                    done = None
                     self.in_place.finished(step.task.micro_batch)
             if self.links is not None:
                 self.links.flush()
-            self._flush(done)
+            self._flush_head(done)
         if self.in_place is not None:
             self.in_place.end()
         if self.links is not None and self.links.in_order:
@@ -233,17 +233,24 @@ class _Run:
     def _timed(self, label: str, task: StageTask) -> AbstractContextManager[None]:
         return nullcontext() if self.clock is None else self.clock.lap(label, task)
 
-    def _flush(self, done: StageTask | None) -> None:
-        """Compute the weight gradients pending after this task: the layers' at the end of a micro-batch, the head's as in `__init__`."""
-        if done is None:
-            return
-        if done.phase == "H" and not self.last_stage and self.deferred_head is not None:
+    def _flush_head(self, done: StageTask | None) -> None:
+        """Compute the head's weight gradients after scoring, on all stages but the last."""
+        if done is not None and done.phase == "H" and not self.last_stage:
             with self._timed("W", done):
                 self.deferred_head.flush()
-        if done.phase == "B" and done.chunk == 0 and self.deferred is not None:
-            final = done == self.last_backward
-            with self._timed("W", done):
-                self.deferred.flush(self.gradients.ready if final and self.gradients is not None else None)
+
+    def _weights(self, task: StageTask) -> None:
+        """Compute the weight gradients that the backwards of this micro-batch have left pending."""
+        self.deferred[task.micro_batch].flush(self._settled if self.armed else None)
+
+    def _pending(self, weight: Tensor) -> bool:
+        """True if part of a weight's gradient waits for a later task."""
+        return any(deferred.pending(weight) for deferred in self.deferred.values())
+
+    def _settled(self, weight: Tensor) -> None:
+        """After the last backward: a weight's gradient is final unless other micro-batches have yet to add to it."""
+        if self.gradients is not None and not self._pending(weight):
+            self.gradients.ready(weight)
 
     def _receive(self, task: StageTask) -> None:
         line = cast(Channel, incoming(task, self.program.schedule))
@@ -305,7 +312,7 @@ class _Run:
         first, end = self._span(task)
         y = self._take(task, "F").requires_grad_()
         if batch.targets is not None and not batch.idle:
-            with deferring(self.deferred_head):
+            with deferring(self.deferred.get(task.micro_batch) if self.last_stage else self.deferred_head):
                 with torch.enable_grad(), self._cast(task):
                     loss_sum, count = self.stage.loss(y, State(()), batch.targets[first:end], self._chunk(task))
                 if loss_sum.requires_grad:
@@ -349,7 +356,8 @@ class _Run:
                     roots.append(tensor)
                     received.append(gradient_or_none)
         if task == self.last_backward and self.gradients is not None:
-            self.gradients.arm(None if self.deferred is None else self.deferred.pending)
+            self.gradients.arm(self._pending if self.deferred else None)
+            self.armed = True
         if roots:
             deferred_gradients.backward(roots, received)
         if task.chunk == 0:
@@ -393,7 +401,7 @@ class _Run:
 
     def _in_window(self, task: StageTask, *, full: bool) -> WindowChunk | None:
         """The chunk as part of its window, if kernels may keep what weight gradients need until the end of the micro-batch."""
-        if self.deferred is None:
+        if task.micro_batch not in self.deferred:
             return None
         number = task.micro_batch
         if number not in self.windows:

@@ -154,31 +154,28 @@ class PlanCase(Footprint):
 
     def simulate(self, edges: tuple[int, ...]) -> Timeline:
         """Simulate the step, task by task."""
-        program = program_of(self.plan.stages, self.counts, self.share_head)
+        program = program_of(self.plan.stages, self.counts, self.share_head, self.put_off)
         last = self.plan.stages - 1
         span = self.spans(edges)
-        known: dict[tuple[str, int, int, bool], float] = {}
+        known: dict[tuple[str, int, int, bool, int], float] = {}
         own: dict[int, int] = {}  # for each micro-batch, the number of chunks that the last stage scores itself
         for (_, part), stage in program.program.schedule.scorers.items():
             own[part] = own.get(part, 0) + (stage == last)
 
         def run(task: StageTask) -> float:
             lanes = self.lanes[task.micro_batch]
-            key = task.phase, task.stage, lanes, task.chunk == self.chunks - 1
+            scored = own.get(task.micro_batch, 0) if task.phase == "W" and task.stage == last else 0
+            key = task.phase, task.stage, lanes, task.chunk == self.chunks - 1, scored
             if key not in known:
-                if task.phase == "H":
-                    known[key] = self.score(task.stage, lanes, task.chunk)
-                else:
-                    of_phase = self.forward if task.phase == "F" else self.backward
-                    known[key] = of_phase(task.stage, *span[task.stage], lanes, task.chunk)
+                match task.phase:
+                    case "H":
+                        known[key] = self.score(task.stage, lanes, task.chunk)
+                    case "W":
+                        known[key] = self.weight_gradients(task.stage, *span[task.stage], lanes, scored)
+                    case _:
+                        of_phase = self.forward if task.phase == "F" else self.backward
+                        known[key] = of_phase(task.stage, *span[task.stage], lanes, task.chunk)
             return known[key]
-
-        def weights(task: StageTask) -> float:
-            if task.phase != "B" or task.chunk:
-                return 0.0
-            return self.weight_gradients(
-                task.stage, *span[task.stage], self.lanes[task.micro_batch], own.get(task.micro_batch, 0) if task.stage == last else 0
-            )
 
         def num_bytes(task: StageTask) -> int:
             # A forward sends the next stage's input, a backward the gradient of its own input. A shared head's messages, both ways,
@@ -190,7 +187,7 @@ class PlanCase(Footprint):
         def link(line: Channel) -> Link:
             return self.link(line.sender, line.receiver)
 
-        found = simulate(program, TaskTimes(run, weights, num_bytes, link, self.overheads.message_seconds))
+        found = simulate(program, TaskTimes(run, num_bytes, link, self.overheads.message_seconds))
         reduced, updated = self.after(edges, found.ends)
         return found.then("reduce", reduced).then("update", updated)
 

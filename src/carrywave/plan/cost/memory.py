@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from carrywave.plan.cost.units import Units
-from carrywave.plan.schedule.schedule import Schedule, extra
+from carrywave.plan.schedule.schedule import Schedule
+from carrywave.plan.schedule.wavefront_order import MOST_WAITING, extra
 
 INDEX_BYTES = 8  # per token index
 
@@ -42,18 +43,18 @@ class Load:
 
 def one_micro_batch(chunks: int, *, put_off: bool) -> Load:
     """The load with a single micro-batch: every stage runs all chunks forward and then backward, whatever its position."""
-    return Load(((chunks, 0), (1, chunks - 1)) if put_off and chunks > 1 else ((chunks, 0),))
+    return Load(((chunks, 0), (0, chunks)) if put_off and chunks > 1 else ((chunks, 0),))
 
 
 def most_held(chunks: int, micro_batches: int, distance: int, *, put_off: bool) -> Load:
     """An upper bound on the load of a stage `distance` stages before the last, from the wavefront's limits on chunks in flight."""
     held = min(chunks * micro_batches, chunks + extra(chunks, distance))
-    return Load(((held, chunks - 1 if put_off else 0),))
+    return Load(((held, chunks * min(micro_batches, MOST_WAITING) if put_off and chunks > 1 else 0),))
 
 
-def loads(schedule: Schedule, *, put_off: bool) -> tuple[Load, ...]:
-    """The load of each stage. A chunk is in flight from its forward to the end of its backward, then its weight gradients are pending
-    until its micro-batch's backward is complete.
+def loads(schedule: Schedule) -> tuple[Load, ...]:
+    """The load of each stage. A chunk is in flight from its forward to the end of its backward, then its weight gradients, if deferred, are
+    pending until the end of its micro-batch's task W.
     """
     found = []
     for tasks in schedule.stages:
@@ -64,7 +65,9 @@ def loads(schedule: Schedule, *, put_off: bool) -> tuple[Load, ...]:
             most[deferred] = max(held, most.get(deferred, 0))
             if task.phase == "B":
                 held -= 1
-                deferred = 0 if task.chunk == 0 or not put_off else deferred + 1
+                deferred += task.micro_batch in schedule.deferred
+            if task.phase == "W":
+                deferred -= schedule.chunks[task.micro_batch]
         found.append(Load(_hull(most)))
     return tuple(found)
 

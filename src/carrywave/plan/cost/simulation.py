@@ -21,7 +21,7 @@ INSTANT = Link(0.0, float("inf"))
 
 
 class TaskSpan(NamedTuple):
-    """An interval of a worker's time: a task, `W` (deferred weight gradients), `reduce` (gradient all-reduce) or `update`."""
+    """An interval of a worker's time: a task, `reduce` (gradient all-reduce) or `update`."""
 
     label: str
     start: float
@@ -34,7 +34,6 @@ class TaskTimes:
     """The durations and message sizes that drive a simulation."""
 
     run: Callable[[StageTask], float]
-    weights: Callable[[StageTask], float] = lambda task: 0.0  # deferred weight gradients, computed after this task and its sends
     num_bytes: Callable[[StageTask], int] = lambda task: 0  # size of the message this task sends to another stage
     link: Callable[[Channel], Link] = lambda line: INSTANT
     message_seconds: float = 0.0  # of a stage's own time, per message sent or received
@@ -150,7 +149,6 @@ class _Run:
     def _walk(self, stage: int) -> Iterator[int]:
         """Execute the steps of a stage, yielding the awaited message at each run whose message has not arrived."""
         times, row, clock = self.times, self.rows[stage], 0.0
-        done: StageTask | None = None
         for kind, task, message in self.program.stages[stage]:
             if kind == "receive":
                 clock += times.message_seconds
@@ -162,21 +160,12 @@ class _Run:
                 self.sent_bytes[stage] += self.sizes[message]
                 self._meet(message)
             else:
-                clock = self._pay(stage, done, clock)
                 if message >= 0:
                     if self.arrived[message] < 0:
                         yield message
                     clock = max(clock, self.arrived[message])
                 start, clock = clock, clock + times.run(task)
                 row.append(TaskSpan(task.phase, start, clock, task))
-                done = task
-        self._pay(stage, done, clock)
-
-    def _pay(self, stage: int, done: StageTask | None, clock: float) -> float:
-        seconds = 0.0 if done is None else self.times.weights(done)
-        if seconds > 0:
-            self.rows[stage].append(TaskSpan("W", clock, clock + seconds, done))
-        return clock + seconds
 
     def _meet(self, message: int) -> None:
         """Transfer a message if both of its ends are ready, and wake the stage waiting for it."""

@@ -20,20 +20,7 @@ from itertools import zip_longest
 from typing import Literal, NamedTuple, cast
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule.schedule import (
-    BACKWARD,
-    FORWARD,
-    HEAD,
-    Phase,
-    Schedule,
-    StageTask,
-    check,
-    name,
-    own_needs,
-    place,
-    reader,
-    source,
-)
+from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, check, name, own_needs, place, reader, source
 
 
 class ProgramStep(NamedTuple):
@@ -87,7 +74,7 @@ def with_messages(schedule: Schedule, ahead: int = 2) -> Program:
 
 def global_order(schedule: Schedule) -> dict[StageTask, int]:
     """The position of each task in the global order, by start time."""
-    moments = place(schedule, forward=FORWARD, backward=BACKWARD, head=HEAD)
+    moments = place(schedule)
     return {task: turn for turn, task in enumerate(sorted(moments, key=lambda task: (moments[task], task.stage)))}
 
 

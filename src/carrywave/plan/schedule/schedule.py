@@ -4,29 +4,31 @@ A chunk is a part of the window's steps. A micro-batch is a part of the lanes, o
 may differ in their number of chunks. `show` prints a schedule as a picture with one row per stage and one column per unit of
 time, every task taking one unit: `F2` is the forward of chunk 2, `B2` its backward, `.` idle time. With several micro-batches a
 letter is added: `F2b`. If the head is shared, `H2` is its forward and backward for chunk 2, on whichever stage has time for it.
+
+A backward has two parts. The gradient of the input is what the previous chunk and the previous stage wait for; nobody waits for the
+gradients of the weights. If a micro-batch has several chunks, `B2` is the first part alone, and the second is one task for all of its
+chunks: `W`, or `Wb`, after the micro-batch's last backward on that stage and wherever the stage has time for it.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from carrywave.errors import PlanError
+from carrywave.plan.schedule.wavefront_order import BACKWARD, FORWARD, HEAD, WEIGHTS, forwards_of, wavefront_order
 
-Phase = Literal["F", "B", "H"]
-
-# Task durations assumed when a schedule is built. They need not be measured: an order made for a head of 2 ends within a few
-# percent of the optimum for any head from 0.5 to 6.
-FORWARD, BACKWARD, HEAD = 1, 2, 2
+Phase = Literal["F", "B", "H", "W"]
 
 
 class StageTask(NamedTuple):
-    """The forward (F) or backward (B) of one chunk of one micro-batch on one stage; or, for a shared head, its forward and backward (H)."""
+    """The forward (F) or backward (B) of one chunk of one micro-batch on one stage; for a shared head, its forward and backward (H); or the
+    weight gradients of all chunks of the micro-batch (W, whose chunk is 0).
+    """
 
     phase: Phase
     stage: int
@@ -56,22 +58,34 @@ class Schedule:
         """Maps (chunk, micro-batch) to the stage that runs the shared head on it; empty if not shared: the last stage runs it for all."""
         return {(task.chunk, task.micro_batch): task.stage for tasks in self.stages for task in tasks if task.phase == "H"}
 
+    @cached_property
+    def deferred(self) -> frozenset[int]:
+        """The micro-batches whose weight gradients are a task of their own (W); those of the others are part of each backward."""
+        return frozenset(task.micro_batch for tasks in self.stages for task in tasks if task.phase == "W")
 
-def serial(chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True) -> Schedule:
-    """One stage: each micro-batch runs forward through its chunks, then backward in reverse order, before the next micro-batch starts."""
+
+def serial(chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True, weights: bool = True) -> Schedule:
+    """One stage: each micro-batch runs forward through its chunks, then backward in reverse order, before the next micro-batch starts.
+
+    `weights`: the weight gradients of a micro-batch with several chunks are a task of their own (W), here and in the other schedules.
+    """
     counts = _counts(1, chunks, micro_batches)
-    return Schedule((_one_by_one(0, counts, backward),), counts)
+    return Schedule((_one_by_one(0, counts, backward, weights),), counts)
 
 
-def sequential(stages: int, chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True) -> Schedule:
-    """Naive model parallelism: stages run one after the other, a whole micro-batch at a time, so only one works at any moment."""
+def sequential(
+    stages: int, chunks: int | Sequence[int] = 1, micro_batches: int = 1, *, backward: bool = True, weights: bool = True
+) -> Schedule:
+    """Naive model parallelism: stages run one after the other, a whole micro-batch at a time, so only one works at any moment (but for
+    weight gradients, which keep nobody waiting).
+    """
     counts = _counts(stages, chunks, micro_batches)
     if not backward and len(counts) > 1:
         raise PlanError(
             "a sequential schedule without backward must have one micro-batch, since no backward would hold up the next; "
             "use micro_batches=1"
         )
-    return Schedule(tuple(_one_by_one(stage, counts, backward) for stage in range(stages)), counts, in_turn=True)
+    return Schedule(tuple(_one_by_one(stage, counts, backward, weights) for stage in range(stages)), counts, in_turn=True)
 
 
 def gpipe(stages: int, micro_batches: int, *, backward: bool = True) -> Schedule:
@@ -85,10 +99,18 @@ def gpipe(stages: int, micro_batches: int, *, backward: bool = True) -> Schedule
 
 
 def wavefront(
-    stages: int, chunks: int | Sequence[int], micro_batches: int = 1, *, backward: bool = True, share_head: bool = False, head: float = HEAD
+    stages: int,
+    chunks: int | Sequence[int],
+    micro_batches: int = 1,
+    *,
+    backward: bool = True,
+    share_head: bool = False,
+    head: float = HEAD,
+    weights: bool = True,
 ) -> Schedule:
     """Chunks are pipelined: stages work on different chunks, and a micro-batch's backward starts once its last chunk has passed the
     last stage. Several micro-batches interleave one forward, one backward (1F1B), so a stage holds little more than one micro-batch.
+    Weight gradients (W) go where a stage would otherwise be idle.
 
     `share_head`: the head's work on a chunk (H) goes to a stage that would otherwise be idle, so that the last stage has no
     more to do than the others; `head` is its duration relative to a forward. It has no effect with one stage, or in evaluation,
@@ -97,72 +119,10 @@ def wavefront(
     counts = _counts(stages, chunks, micro_batches)
     if not backward:
         return Schedule(
-            tuple(tuple(StageTask("F", stage, chunk, part) for chunk, part in _forwards(counts)) for stage in range(stages)), counts
+            tuple(tuple(StageTask("F", stage, chunk, part) for chunk, part in forwards_of(counts)) for stage in range(stages)), counts
         )
-    return Schedule(_greedy(stages, counts, head if share_head and stages > 1 else None), counts)
-
-
-def _greedy(stages: int, counts: tuple[int, ...], head: float | None) -> tuple[tuple[StageTask, ...], ...]:
-    """Each stage's task order from a greedy simulation in which a forward takes 1 and a backward 2. A stage prefers a backward
-    if one is ready, then a forward unless that would exceed its limit of chunks in flight, then a head (None: not shared).
-
-    Among heads, it takes the one whose gradient is needed first. The last stage chooses first, so that the head all backwards wait
-    for needs no message; then the stages from the first on, as the earliest ones wait longest for a backward.
-    """
-    forwards = _forwards(counts)
-    backwards = [(chunk, part) for part, count in enumerate(counts) for chunk in reversed(range(count))]
-    # The last stage may start the n-th backward once whole[n] forwards are done: all those up to the end of its micro-batch.
-    whole = [end for end, count in zip(accumulate(counts), counts, strict=True) for _ in range(count)]
-    last, total = stages - 1, len(forwards)
-    limits = [max(counts) + extra(max(counts), last - stage) for stage in range(stages)]
-    rows: list[list[StageTask]] = [[] for _ in range(stages)]
-    begun = [[0, 0] for _ in range(stages)]  # counts of forwards, backwards
-    done = [[0, 0] for _ in range(stages)]
-    ends: list[float] = [0] * stages  # end time of each stage's current task
-    turns = {place: turn for turn, place in enumerate(backwards)}  # the order in which the heads' gradients are needed
-    unscored: set[int] = set()  # turns of heads that are ready and not started
-    scored: dict[int, float] = {}  # end time of each turn's head
-    now: float = 0
-    while done[0][1] < total:
-        for stage in range(stages):
-            if ends[stage] <= now:
-                if stage == last and head is not None:
-                    unscored |= {turns[place] for place in forwards[done[last][0] : begun[last][0]]}
-                done[stage] = begun[stage].copy()
-        for stage in (last, *range(last)):
-            if ends[stage] > now:
-                continue
-            forward, back = begun[stage]
-            if stage == last:
-                returns = back < total and done[last][0] >= whole[back] and (head is None or scored.get(back, math.inf) <= now)
-            else:
-                returns = back < total and done[stage + 1][1] > back
-            if returns:
-                rows[stage].append(StageTask("B", stage, *backwards[back]))
-                begun[stage][1] += 1
-                ends[stage] = now + BACKWARD
-            elif forward < total and forward - back < limits[stage] and (stage == 0 or done[stage - 1][0] > forward):
-                rows[stage].append(StageTask("F", stage, *forwards[forward]))
-                begun[stage][0] += 1
-                ends[stage] = now + FORWARD
-            elif unscored and head is not None:
-                turn = min(unscored)
-                unscored.remove(turn)
-                rows[stage].append(StageTask("H", stage, *backwards[turn]))
-                scored[turn] = ends[stage] = now + head
-        now = min((end for end in ends if end > now), default=now)
-    return tuple(tuple(row) for row in rows)
-
-
-def extra(chunks: int, distance: int) -> int:
-    """How many chunks beyond one micro-batch a stage may hold when it is `distance` stages before the last.
-
-    Between the last forward of a micro-batch and its first backward, such a stage has 3 * distance units of time to fill: for each
-    later stage, one on the way forward and two on the way back. Forwards of later micro-batches fill them. If these are shorter than
-    that, their backwards take part of the time: with one chunk each, 3 units hold one forward and one backward. With these
-    limits, equal micro-batches finish 3 * (stages - 1) units after the time one stage needs for its own tasks, which is optimal.
-    """
-    return min(3, chunks) * distance
+    rows = wavefront_order(stages, counts, head if share_head and stages > 1 else None, weights=weights)
+    return Schedule(tuple(tuple(StageTask(phase, stage, *place) for phase, *place in row) for stage, row in enumerate(rows)), counts)
 
 
 def _counts(stages: int, chunks: int | Sequence[int], micro_batches: int) -> tuple[int, ...]:
@@ -177,17 +137,15 @@ def _counts(stages: int, chunks: int | Sequence[int], micro_batches: int) -> tup
     return counts
 
 
-def _forwards(counts: tuple[int, ...]) -> list[tuple[int, int]]:
-    return [(chunk, part) for part, count in enumerate(counts) for chunk in range(count)]
-
-
-def _one_by_one(stage: int, counts: tuple[int, ...], backward: bool) -> tuple[StageTask, ...]:
+def _one_by_one(stage: int, counts: tuple[int, ...], backward: bool, weights: bool) -> tuple[StageTask, ...]:
     tasks: list[StageTask] = []
     for part, count in enumerate(counts):
         row = [StageTask("F", stage, chunk, part) for chunk in range(count)]
         tasks += row
         if backward:
             tasks += [task._replace(phase="B") for task in reversed(row)]
+        if backward and weights and count > 1:
+            tasks.append(StageTask("W", stage, 0, part))
     return tuple(tasks)
 
 
@@ -195,6 +153,8 @@ def source(task: StageTask, schedule: Schedule) -> StageTask | None:
     """The task on another stage whose message this task reads; None at the ends of the pipeline."""
     phase, stage, chunk, part = task
     last = len(schedule.stages) - 1
+    if phase == "W":
+        return None
     if phase == "H":
         return StageTask("F", last, chunk, part) if stage < last else None
     if phase == "B" and stage == last:
@@ -208,6 +168,8 @@ def reader(task: StageTask, schedule: Schedule) -> StageTask | None:
     """The task on another stage that reads this task's output; None at the ends of the pipeline."""
     phase, stage, chunk, part = task
     last = len(schedule.stages) - 1
+    if phase == "W":
+        return None
     if phase == "H":
         return StageTask("B", last, chunk, part) if stage < last else None
     if phase == "F" and stage == last:
@@ -218,11 +180,15 @@ def reader(task: StageTask, schedule: Schedule) -> StageTask | None:
 
 
 def own_needs(task: StageTask, schedule: Schedule) -> list[StageTask]:
-    """Dependencies on the same stage: a forward needs the previous chunk; a backward its forward, its head and the next chunk."""
+    """Dependencies on the same stage: a forward needs the previous chunk; a backward its forward, its head and the next chunk; weight
+    gradients the last backward of their micro-batch, that of its first chunk.
+    """
     phase, stage, chunk, part = task
     last = len(schedule.stages) - 1
     if phase == "F":
         return [StageTask("F", stage, chunk - 1, part)] if chunk else []
+    if phase == "W":
+        return [StageTask("B", stage, 0, part)]
     wanted = [StageTask("F", stage, chunk, part)]
     if phase == "H":
         return wanted if stage == last else []
@@ -246,15 +212,17 @@ def check(schedule: Schedule) -> None:
     if not schedule.stages or not schedule.chunks:
         raise PlanError("a schedule without stages or micro-batches has nothing to run; pass at least one of each")
     phases: tuple[Phase, ...] = ("F", "B") if schedule.backward else ("F",)
+    wanted = [(phase, chunk, part) for phase in phases for chunk, part in forwards_of(schedule.chunks)]
+    if schedule.backward:
+        wanted += [("W", 0, part) for part in range(schedule.micro_batches) if part in schedule.deferred]
     heads: list[StageTask] = []
     for stage, tasks in enumerate(schedule.stages):
         found = Counter(tasks)
-        for phase in phases:
-            for chunk, part in _forwards(schedule.chunks):
-                task = StageTask(phase, stage, chunk, part)
-                if (times := found.pop(task, 0)) != 1:
-                    fact = "is missing from" if times == 0 else f"appears {times} times on"
-                    raise PlanError(f"{name(task, schedule)} {fact} stage {stage}; a stage must run each of its tasks once")
+        for phase, chunk, part in wanted:
+            task = StageTask(phase, stage, chunk, part)
+            if (times := found.pop(task, 0)) != 1:
+                fact = "is missing from" if times == 0 else f"appears {times} times on"
+                raise PlanError(f"{name(task, schedule)} {fact} stage {stage}; a stage must run each of its tasks once")
         for task in found:
             if task.phase != "H" or task.stage != stage or not schedule.backward:
                 raise PlanError(f"{name(task, schedule)} of stage {task.stage} does not belong on stage {stage}; remove it")
@@ -266,7 +234,7 @@ def _check_heads(schedule: Schedule, heads: Sequence[StageTask]) -> None:
     """Check that a shared head scores each chunk exactly once, on any stage."""
     found = Counter((task.chunk, task.micro_batch) for task in heads)
     last = len(schedule.stages) - 1
-    for place in _forwards(schedule.chunks) if heads else []:
+    for place in forwards_of(schedule.chunks) if heads else []:
         if (times := found.pop(place, 0)) != 1:
             fact = "is missing from" if times == 0 else f"appears {times} times in"
             raise PlanError(f"{name(StageTask('H', last, *place), schedule)} {fact} the schedule; the head must run once on each chunk")
@@ -274,10 +242,36 @@ def _check_heads(schedule: Schedule, heads: Sequence[StageTask]) -> None:
         raise PlanError(f"{name(StageTask('H', last, *place), schedule)} scores a chunk that does not exist; remove it")
 
 
-def place(schedule: Schedule, *, forward: float = 1, backward: float = 1, head: float = 1) -> dict[StageTask, float]:
-    """Start time of each task, given task durations and free messages; rejects a schedule that would deadlock."""
+def durations(
+    schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD, weights: float = WEIGHTS
+) -> Callable[[StageTask], float]:
+    """How long each task of a schedule takes, given what a chunk takes: `backward` is its whole backward, including `weights`, its weight
+    gradients, which if deferred are left out of the backward and added up over the chunks of the micro-batch.
+    """
+
+    def seconds(task: StageTask) -> float:
+        match task.phase:
+            case "F":
+                return forward
+            case "B":
+                return backward - weights if task.micro_batch in schedule.deferred else backward
+            case "H":
+                return head
+            case "W":
+                return weights * schedule.chunks[task.micro_batch]
+
+    return seconds
+
+
+def place(
+    schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD, weights: float = WEIGHTS
+) -> dict[StageTask, float]:
+    """Start time of each task, given durations as in `durations` and free messages; rejects a schedule that would deadlock."""
+    return _place(schedule, durations(schedule, forward=forward, backward=backward, head=head, weights=weights))
+
+
+def _place(schedule: Schedule, seconds: Callable[[StageTask], float]) -> dict[StageTask, float]:
     check(schedule)
-    seconds = {"F": forward, "B": backward, "H": head}
     ends: dict[StageTask, float] = {}
     moments: dict[StageTask, float] = {}
     nexts = [0] * len(schedule.stages)
@@ -292,7 +286,7 @@ def place(schedule: Schedule, *, forward: float = 1, backward: float = 1, head: 
                 if any(need not in ends for need in before):
                     break
                 moments[task] = max([ready[stage], *(ends[need] for need in before)])
-                ready[stage] = ends[task] = moments[task] + seconds[task.phase]
+                ready[stage] = ends[task] = moments[task] + seconds(task)
                 nexts[stage] += 1
                 moved = True
     stuck = [
@@ -311,20 +305,23 @@ def peak(schedule: Schedule) -> tuple[int, ...]:
     """The peak number of chunks in flight on each stage, from the start of a forward to the end of its backward."""
     if not schedule.backward:
         return (1,) * len(schedule.stages)  # only the current chunk: nothing is kept for a backward
-    return tuple(max(accumulate({"F": 1, "B": -1, "H": 0}[task.phase] for task in tasks)) for tasks in schedule.stages)
+    return tuple(max(accumulate({"F": 1, "B": -1, "H": 0, "W": 0}[task.phase] for task in tasks)) for tasks in schedule.stages)
 
 
-def bubble(schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD) -> float:
-    """The fraction of the stages' time spent idle, given task durations and free messages."""
-    seconds = {"F": forward, "B": backward, "H": head}
-    moments = place(schedule, forward=forward, backward=backward, head=head)
-    end = max(moment + seconds[task.phase] for task, moment in moments.items())
-    return 1 - sum(seconds[task.phase] for task in moments) / (end * len(schedule.stages))
+def bubble(
+    schedule: Schedule, *, forward: float = FORWARD, backward: float = BACKWARD, head: float = HEAD, weights: float = WEIGHTS
+) -> float:
+    """The fraction of the stages' time spent idle, given durations as in `durations` and free messages."""
+    seconds = durations(schedule, forward=forward, backward=backward, head=head, weights=weights)
+    moments = _place(schedule, seconds)
+    end = max(moment + seconds(task) for task, moment in moments.items())
+    return 1 - sum(map(seconds, moments)) / (end * len(schedule.stages))
 
 
 def name(task: StageTask, schedule: Schedule) -> str:
     """A task as the picture shows it."""
-    return f"{task.phase}{task.chunk}" + (_letters(task.micro_batch) if schedule.micro_batches > 1 else "")
+    chunk = "" if task.phase == "W" and task.chunk == 0 else task.chunk
+    return f"{task.phase}{chunk}" + (_letters(task.micro_batch) if schedule.micro_batches > 1 else "")
 
 
 def _letters(part: int) -> str:
@@ -335,7 +332,7 @@ def _letters(part: int) -> str:
 
 def show(schedule: Schedule) -> str:
     """The schedule as a picture, one row per stage."""
-    moments = {task: int(moment) for task, moment in place(schedule).items()}
+    moments = {task: int(moment) for task, moment in _place(schedule, lambda task: 1).items()}
     width = max(len(name(task, schedule)) for task in moments)
     end = max(moments.values()) + 1
     rows = []

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from carrywave.plan.cost.case import PlanCase
 from carrywave.plan.cost.programs import scored_by, through
+from carrywave.plan.schedule.wavefront_order import MOST_WAITING
 
 OfUnits = Callable[[int, int, int], float]  # (stage, first unit, last unit + 1) -> seconds
 
@@ -88,28 +89,30 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
     """The earliest time at which each stage can finish: its own work, plus the time to reach it and to return from later stages."""
     stages, span = case.plan.stages, case.spans(edges)
     first, final = case.lanes[0], case.lanes[-1]
+    # Weight gradients after the last backward: those of its own micro-batch, and of others that may still wait.
     late = [case.weight_gradients(stage, *span[stage], final) for stage in range(stages)]
+    waiting = [sum(case.weight_gradients(stage, *each, lanes) for lanes in case.lanes[-MOST_WAITING:]) for stage, each in enumerate(span)]
     sends = case.overheads.message_seconds * sum(case.counts)  # receives cost nothing here: they may be posted while the stage is idle
     lead = back = all_work = waits = 0.0  # lead: time to reach a stage; back: time to return from it
-    own = []
+    own = []  # the earliest end of each stage's tasks, without those weight gradients that may come after its last backward
     for stage in range(stages):
-        work = case.busy(stage, *span[stage]) - late[stage] + sends * ((stage > 0) + (stage < stages - 1))
-        all_work += work + late[stage]
-        waits += lead + max(0.0, back - late[stage])
+        work = case.busy(stage, *span[stage]) - waiting[stage] + sends * ((stage > 0) + (stage < stages - 1))
+        all_work += work + waiting[stage]
+        waits += lead + max(0.0, back - waiting[stage])
         if case.share_head:
             # Chunks differ little, and micro-batches by at most one lane: the fewest lanes and the cheaper chunk keep it a lower bound.
             scores = (case.score(stage, min(case.lanes), chunk) for chunk in (0, case.chunks - 1))
-            work += scored_by(stages, case.counts)[stage] * min(scores)
+            work += scored_by(stages, case.counts, case.put_off)[stage] * min(scores)
         own.append(lead + work)
         if stage < stages - 1:
             lead += case.forward(stage, *span[stage], first, 0) + case.hop(stage, edges, first, 0)
             back += case.backward(stage, *span[stage], final, 0) + case.hop(stage, edges, final, 0)
     # The last backward of a stage is followed by those of all earlier stages; `hop` already includes its send.
-    ends = [own[-1] + late[-1]]
+    ends = [own[-1] + waiting[-1]]
     after = own[-1] - case.overheads.message_seconds
     for stage in range(stages - 2, -1, -1):
         after += case.hop(stage, edges, final, 0) + case.backward(stage, *span[stage], final, 0)
-        ends.append(max(after, own[stage]) + late[stage])
+        ends.append(max(after + late[stage], own[stage] + waiting[stage]))
         after = max(after, own[stage] - case.overheads.message_seconds)
     ends.reverse()
     if case.share_head:  # whichever stages run the head, the stages together must do all the work

@@ -92,15 +92,16 @@ def _row(name: str, spans: Sequence[TaskSpan], top: int, scale: float, seconds: 
             f'<rect class="{span.label}" x="{x:.2f}" y="{top}" width="{width:.2f}" height="{ROW}"{shade}>'
             f"<title>{escape(said)}, {when}</title></rect>"
         )
-        if span.task is not None and span.label != "W" and width >= SHORTEST:
+        if span.task is not None and width >= SHORTEST:
             parts.append(f'<text class="in" x="{x + width / 2:.2f}" y="{top + 15}">{escape(said)}</text>')
     return parts
 
 
 def _said(span: TaskSpan, micro_batches: int) -> str:
-    if span.task is None or span.label == "W":
+    if span.task is None:
         return _NAMES[span.label]
-    return f"{span.label}{span.task.chunk}" + (chr(ord("a") + span.task.micro_batch % 26) if micro_batches > 1 else "")
+    chunk = "" if span.label == "W" else span.task.chunk
+    return f"{span.label}{chunk}" + (chr(ord("a") + span.task.micro_batch % 26) if micro_batches > 1 else "")
 
 
 def _shade(chunk: int, chunks: int) -> float:

@@ -15,12 +15,12 @@ from carrywave.plan.search.search import GAIN_PER_DOUBLING, PlanChoice, describe
 COLUMNS = 100  # width of a picture, not counting the names of its rows
 MOST_ROWS = 24  # height of a picture; stages in the middle are omitted, as they are much alike
 WAITS = "."
-_LETTERS = {"F": "Ff", "B": "Bb", "H": "Hh", "W": "w", "reduce": "+", "update": "u"}
+_LETTERS = {"F": "Ff", "B": "Bb", "H": "Hh", "W": "wW", "reduce": "+", "update": "u"}
 _LEGEND = {
     "F": "F f forward of a chunk",
     "B": "B b backward of a chunk",
     "H": "H h shared head",
-    "W": "w deferred weight gradients",
+    "W": "w W deferred weight gradients",
     "reduce": "+ gradients summed over workers",
     "update": "u update",
 }
@@ -90,7 +90,7 @@ def _row(spans: Sequence[TaskSpan], seconds: float, columns: int) -> str:
     times: list[dict[str, float]] = [{} for _ in range(columns)]
     for span in spans:
         letters = _LETTERS[span.label]
-        # Alternate upper and lower case between neighbouring chunks to show where each ends.
+        # Alternate upper and lower case between neighbouring chunks, or micro-batches, to show where each ends.
         letter = letters[(span.task.chunk + span.task.micro_batch) % len(letters)] if span.task is not None else letters
         for column in range(int(span.start / each), min(columns, math.ceil(span.end / each))):
             overlap = min(span.end, (column + 1) * each) - max(span.start, column * each)
