@@ -306,6 +306,39 @@ def test_derived_weights_run_by_themselves() -> None:
     assert not given_stack.window.kept
 
 
+@pytest.mark.parametrize("reached", [1, 2, 3])  # chunks that a gradient reaches
+def test_derived_weights_that_are_the_same_in_every_chunk_get_one_gradient(reached: int) -> None:
+    """Only the first chunk derives them; their gradient goes through autograd once, with the first chunk's backward."""
+    given_stack = Stack(2, 9, 4, 6, 4, short=True)
+    given_stack.by[given_stack.window.spans[reached - 1][1] :] = 0.0
+    own = given_stack.layers[0].w_hh
+    once = own * 0.5
+    given_stack.layers[0] = given_stack.layers[0]._replace(w_hh=once)
+    given_stack.window.same.append(once)
+    x = given_stack.x
+    y, _ = wave.run(x, given_stack.carries, given_stack.layers, given_stack.masks, given_stack.lengths, Wave(SHAPE, 1, 9))
+    trained = [own, *(weight for weight in given_stack.weights if weight.is_leaf)]
+    expected = torch.autograd.grad(y, trained, given_stack.by, retain_graph=True)
+    kept, carries = [], given_stack.carries
+    with deferring(given_stack.deferred):
+        for index, (first, end) in enumerate(given_stack.window.spans):
+            entered = carries if index == 0 else tuple(Carry(*(p.detach().requires_grad_() for p in carry)) for carry in carries)
+            y, carries = given_stack.part(index, entered, x[first:end], 4)
+            kept.append((y, carries, entered))
+        roots: list[tuple[Tensor, Tensor]] = []
+        for index in reversed(range(reached)):
+            first, end = given_stack.window.spans[index]
+            pairs = [(kept[index][0], given_stack.by[first:end]), *roots]
+            deferred_gradients.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+            assert (own.grad is None) == (index > 0)
+            token = kept[index][2][0].h.grad
+            assert token is not None
+            roots = [(kept[index - 1][1][0].h, token)]
+    given_stack.deferred.flush()
+    for weight, other in zip(trained, expected, strict=True):
+        torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
+
+
 def test_an_output_that_somebody_writes_to_is_noticed() -> None:
     given_stack = Stack(1, 8, 3, 6, 4)
     with deferring(given_stack.deferred):

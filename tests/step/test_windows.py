@@ -146,7 +146,7 @@ def test_chunks_are_the_window(
     ("options", "windows"),
     [
         ({"locked": True}, True),
-        ({"locked": True, "weight_drop": 0.4}, False),
+        ({"locked": True, "weight_drop": 0.4}, True),
         ({"layer_norm": True}, True),
         ({"learned_carry": True}, True),
         ({"dropout": 0.0, "layers": 3}, True),

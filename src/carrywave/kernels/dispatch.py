@@ -148,6 +148,11 @@ def run_wave(
         return None
 
 
+def begun(chunk: WindowChunk | None, layers: Sequence[Layer]) -> bool:
+    """True if an earlier chunk of the window left the carries and weights of these layers with their backend."""
+    return windowed.held_by(chunk, [layer[0] for layer in layers]) is not None or all(_begun(chunk, layer) for layer in layers)
+
+
 def _begun(chunk: WindowChunk | None, layer: Sequence[LayerWeights]) -> bool:
     """True if an earlier chunk of the window left the layer's carry with the persistent kernel."""
     return windowed.held_by(chunk, layer) is not None

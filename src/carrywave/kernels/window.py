@@ -25,6 +25,7 @@ class Window:
     spans: tuple[Span, ...]  # of the chunks
     lengths: Tensor | None  # [B] real steps of each lane in the window; None: every step is real
     kept: dict[Hashable, Any] = field(default_factory=dict)  # what kernels keep between chunks
+    same: list[Tensor] = field(default_factory=list)  # derived weights that every chunk derives in the same way, as the first one has them
 
     @property
     def steps(self) -> int:

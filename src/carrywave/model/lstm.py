@@ -23,7 +23,7 @@ from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carries, Carry
 from carrywave.kernels.cuda.casting import HALVES
-from carrywave.kernels.dispatch import check
+from carrywave.kernels.dispatch import begun, check
 from carrywave.kernels.dropout import Coordinates, dropped
 from carrywave.kernels.lstm import is_cast, lstm
 from carrywave.kernels.weights import Layer, LayerWeights
@@ -216,7 +216,7 @@ class LSTM(nn.Module):
         return lstm(
             x_TBI,
             carries,
-            [self.weights(layer, key) for layer in layers],
+            self._weights_of(layers, key, chunk),
             lengths,
             full=full,
             dropout=self.dropout,
@@ -230,6 +230,17 @@ class LSTM(nn.Module):
             clean=clean,
             chunk=chunk,
         )
+
+    def _weights_of(self, layers: range, key: Tensor | None, chunk: WindowChunk | None) -> list[Layer]:
+        """The weights of some layers, for a chunk. A backend that has begun with the window's first chunk keeps those it was given then."""
+        plain = [self._parameters_of(layer) for layer in layers]
+        if key is None or not self.weight_drop or (chunk is not None and chunk.index > 0 and begun(chunk, plain)):
+            return plain
+        found = [self.weights(layer, key) for layer in layers]
+        if chunk is not None and chunk.index == 0:
+            of_both = zip((each for layer in plain for each in layer), (each for layer in found for each in layer), strict=True)
+            chunk.window.same += [own.w_hh for given, own in of_both if isinstance(given.w_hh, nn.Parameter)]
+        return found
 
     def weights(self, layer: int, key: Tensor | None = None) -> Layer:
         """The weights of a layer; given a key, `weight_drop` drops recurrent ones by (row, column), the same for all chunks of a batch."""

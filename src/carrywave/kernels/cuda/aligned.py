@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from carrywave.kernels import pass_cache
 from carrywave.kernels.cuda.casting import EACH, dense_rows, padded_rows
 from carrywave.kernels.derivatives import as_saved, only_numbers, plain_only
 
@@ -57,7 +58,8 @@ def _strides(lead: Sequence[int], width: int) -> list[int]:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_VI: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Tensor:
-        x_NI, w_VI = aligned_rows(x.reshape(-1, x.shape[-1]), dtype), aligned_rows(weight_VI, dtype)
+        x_NI = aligned_rows(x.reshape(-1, x.shape[-1]), dtype)
+        w_VI = pass_cache.cached([weight_VI], ("aligned", dtype), lambda: aligned_rows(weight_VI.detach(), dtype))
         outputs = w_VI.shape[0]
         # Not a view of a wider tensor, so that the result can be modified in place, as torch's can.
         y = x_NI.new_empty_strided((*x.shape[:-1], outputs), _strides(x.shape[:-1], outputs))

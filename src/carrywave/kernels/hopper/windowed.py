@@ -13,7 +13,7 @@ Shapes: T time, B lane, I input (J padded), H hidden (P padded), Q = 4P, N = T·
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -50,7 +50,7 @@ def run(
     held = held_by(chunk, layers)
     if chunk.index == 0 and held is None:
         wave.check(x_TBI, carries, layers)
-        deferred = _deferred(x_TBI, carries, layers)
+        deferred = _deferred(x_TBI, carries, layers, chunk.window)
         if deferred is not None:
             held = StackWindow(x_TBI, carries, layers, masks, lengths_B is not None, how, chunk.window, deferred)
             result = held.run(chunk, x_TBI, carries, masks, lengths_B, clean=clean)
@@ -58,6 +58,8 @@ def run(
             return result
     elif held is not None and held.handed_out(chunk, carries):
         return held.run(chunk, x_TBI, carries, masks, lengths_B, clean=clean)
+    elif held is not None and not all(map(pass_cache.lasting, held.given)):
+        raise RuntimeError("a chunk was given another carry than that of the chunk before it, and derived weights that it may not have")
     return wave.run(x_TBI, carries, layers, masks, lengths_B, how, clean=clean)
 
 
@@ -70,11 +72,14 @@ def _key(layers: Sequence[LayerWeights]) -> tuple[int, ...]:
     return tuple(id(each.w_ih) for each in layers)
 
 
-def _deferred(x_TBI: Tensor, carries: Carries, layers: Sequence[LayerWeights]) -> Deferred | None:
-    """Where to defer the weight gradients; None if chunks have to run by themselves: nothing is differentiated, or weights are derived."""
+def _deferred(x_TBI: Tensor, carries: Carries, layers: Sequence[LayerWeights], window: Window) -> Deferred | None:
+    """Where to defer the weight gradients; None if chunks have to run by themselves: nothing is differentiated, or weights are derived in a
+    way that nobody knows to be the same in every chunk.
+    """
     weights = [each for layer in layers for each in layer[:4] if each is not None]
     differentiated = any(tensor.requires_grad for tensor in (x_TBI, *weights, *(part for carry in carries for part in carry)))
-    if not torch.is_grad_enabled() or not differentiated or not all(map(pass_cache.lasting, weights)):
+    lasts = all(pass_cache.lasting(weight) or any(weight is each for each in window.same) for weight in weights)
+    if not torch.is_grad_enabled() or not differentiated or not lasts:
         return None
     return deferred_for()
 
@@ -96,6 +101,9 @@ class StackWindow:
         """`short`: the lanes have lengths."""
         self.how, self.window, self.deferred = how, window, deferred
         self.weights = [LayerWeights(*layer[:4]) for layer in layers]
+        self.given = [weight for layer in self.weights for weight in layer[:_OF_LAYER] if weight is not None]
+        # Gradients of derived weights go through autograd, with the first chunk's backward: the last one to run.
+        self.derived = [weight for weight in self.given if not weight.is_leaf]
         self.lanes, self.inputs, self.hidden = x_TBI.shape[1], x_TBI.shape[2], layers[0].w_hh.shape[1]
         self.dtypes = [(carry.h.dtype, carry.c.dtype) for carry in carries]
         self.lengths_B = window.lengths if short else None
@@ -121,20 +129,25 @@ class StackWindow:
         self.shapes: list[torch.Size] = []  # of x, by chunk
         self.grads: list[Gradients] = []  # made by the first backward
         self.started = len(window.spans)  # the earliest chunk whose backward has run
+        self.reached = 0  # chunks up to the latest one whose backward has run
         self.unsummed = (0, 0)  # the chunks whose weight gradients are pending
 
     def _deal(self) -> list[Dealt]:
-        lengths_B, steps = self.lengths_B, self.window.steps
-        if lengths_B is None:
+        """The lengths of all pieces, the same for all layers that are cut like this one."""
+        if self.lengths_B is None:
             return [Dealt(None, None)] * self.pieces[-1].stop
-        chunk_steps = self.window.spans[0][1]
-        if len(self.spans[0]) == 1 or chunk_steps % self.how.chunk_steps == 0:
-            return recurrence.deal(lengths_B, steps, min(chunk_steps, self.how.chunk_steps), self.like)
-        chunks = [(lengths_B - first).clamp(0, end - first) for first, end in self.window.spans]
-        sizes = [end - first for first, end in self.window.spans]
-        return [
-            each for left, size in zip(chunks, sizes, strict=True) for each in recurrence.deal(left, size, self.how.chunk_steps, self.like)
-        ]
+        key = "dealt", self.how.chunk_steps
+        if key not in self.window.kept:
+            self.window.kept[key] = self._dealt(self.lengths_B)
+        found: list[Dealt] = self.window.kept[key]
+        return found
+
+    def _dealt(self, lengths_B: Tensor) -> list[Dealt]:
+        spans, piece = self.window.spans, self.how.chunk_steps
+        if len(self.spans[0]) == 1 or spans[0][1] % piece == 0:  # pieces of one size
+            return recurrence.deal(lengths_B, self.window.steps, min(spans[0][1], piece), self.like)
+        parts = [((lengths_B - first).clamp(0, end - first), end - first) for first, end in spans]
+        return [each for left_B, steps in parts for each in recurrence.deal(left_B, steps, piece, self.like)]
 
     def handed_out(self, chunk: WindowChunk, carries: Carries) -> bool:
         """True if the carries are those that the chunk before this one returned."""
@@ -162,6 +175,8 @@ class StackWindow:
         given = [part[0] for carry in carries for part in carry] if chunk.index == 0 else [carries[0].h]
         apply: Any = _Chunk.apply
         weights = [weight for layer in self.weights for weight in layer[:_OF_LAYER]]
+        if chunk.index and self.derived:
+            weights = [weight if weight is None or weight.is_leaf else weight.detach() for weight in weights]
         y_TBH, *ends = apply(self, chunk.index, x_TBI, (lengths_B, clean), masks, len(given), *given, *weights)
         if chunk.last:
             return y_TBH, tuple(Carry(h[None], c[None]) for h, c in zip(ends[::2], ends[1::2], strict=True))
@@ -208,7 +223,7 @@ class StackWindow:
         grad_y = wave.grad_outputs(grad_y_TBH, self.shapes[index], self.how, self.like)
         turned = [(pack.w_ih_QJ, pack.turned_PQ) for pack in self.packs if pack.turned_PQ is not None]
         stack.backward(self.how, turned, layers, grads, grad_y, ends, self.spans[index], self.dealt[pieces], dx_NJ)
-        self.started = index
+        self.started, self.reached = index, max(self.reached, index + 1)
         self._put_off(index)
         if index == 0:
             self._release()
@@ -216,7 +231,7 @@ class StackWindow:
 
     def _put_off(self, index: int) -> None:
         """Defer this chunk's part of the weight gradients."""
-        trained = [weight for layer in self.weights for weight in layer[:_OF_LAYER] if weight is not None and weight.requires_grad]
+        trained = [weight for weight in self.given if _trained(weight)]
         first, end = self.unsummed
         if first < end:
             self.unsummed = index, end
@@ -230,15 +245,26 @@ class StackWindow:
         self.layers = [layer._replace(gates_NQ=self.like, cells_TBP=None) for layer in self.layers]
 
     def weight_gradients(self) -> list[Tensor]:
-        """The gradients of all weights that require one, over all chunks whose backward has run since this was last asked."""
+        """The gradients of all trained weights, over all chunks whose backward has run since this was last asked."""
         first, end = self.unsummed
         self.unsummed = 0, 0
+        return [grad for grad in self._sums(first, end, _trained) if grad is not None]
+
+    def derived_gradients(self) -> list[Tensor | None]:
+        """For every weight, its gradient over the whole window if it is derived."""
+        if not self.derived:
+            return [None] * (_OF_LAYER * len(self.weights))
+        return self._sums(0, self.reached, lambda weight: weight is not None and not weight.is_leaf)
+
+    def _sums(self, first: int, end: int, wanted: Callable[[Tensor | None], bool]) -> list[Tensor | None]:
+        """The gradients of the wanted weights over these chunks."""
         steps = self.window.spans[first][0], self.window.spans[end - 1][1]
         pieces = slice(self.pieces[first].start, self.pieces[end - 1].stop)
-        found: list[Tensor] = []
+        found: list[Tensor | None] = []
         for number, (weights, pack) in enumerate(zip(self.weights, self.packs, strict=True)):
-            wants = [each is not None and each.requires_grad for each in weights[:_OF_LAYER]]
+            wants = [wanted(each) for each in weights[:_OF_LAYER]]
             if not any(wants):
+                found += [None] * _OF_LAYER
                 continue
             layer, grads = self.layers[number].part(steps, pieces), self.grads[number].part(steps, self.lanes, pieces)
             inputs_NJ = joined(self.rows[first:end]) if layer.inputs_NJ is None else layer.inputs_NJ
@@ -248,14 +274,18 @@ class StackWindow:
             width, dtype = weights.w_ih.shape[1], weights.w_ih.dtype
             bias_EQ = grads.bias_CEQ.flatten(0, 1)
             dw_ih, dw_hh, db = recurrence.unpack(into_ih, into_hh, bias_EQ, self.like, self.hidden, width, dtype)
-            every = dw_ih, dw_hh, *db.unbind()
-            found += [grad for grad, want in zip(every, wants, strict=True) if want and grad is not None]
+            found += [grad if want else None for grad, want in zip((dw_ih, dw_hh, *db.unbind()), wants, strict=True)]
         return found
 
     def carry_at(self, index: int) -> Carries:
         """The carries at the start of a chunk. A lane that has ended may hold anything."""
         first, piece = self.window.spans[index][0], self.pieces[index].start
         return tuple(Carry(each.hs_SBP[None, first, :, : self.hidden], each.cs_CBP[None, piece, :, : self.hidden]) for each in self.layers)
+
+
+def _trained(weight: Tensor | None) -> bool:
+    """True if a weight is a parameter whose gradient can be deferred."""
+    return weight is not None and weight.is_leaf and weight.requires_grad
 
 
 def joined(rows: Sequence[Tensor]) -> Tensor:
@@ -304,7 +334,8 @@ class _Chunk(torch.autograd.Function):
             ]
             wanted = ctx.needs_input_grad[6 : 6 + ctx.carried]
             carried = [part[:, : held.hidden].to(dtype) if want else None for (part, dtype), want in zip(parts, wanted, strict=True)]
-        return None, None, dx, None, None, None, *carried, *[None] * (len(ctx.flat) - ctx.carried)
+        derived = held.derived_gradients() if index == 0 else [None] * (len(ctx.flat) - ctx.carried)
+        return None, None, dx, None, None, None, *carried, *derived
 
 
 def _by_itself(ctx: Any, x_TBI: Tensor, grad_y_TBH: Tensor | None, *grad_ends: Tensor | None) -> tuple[Tensor | None, ...]:
