@@ -143,7 +143,9 @@ def _summed_twice(rank: int) -> Any:
     def wrong(self: Any) -> None:
         reduce(self)
         for bucket in self.buckets:
-            torch.distributed.all_reduce(bucket.flat, group=bucket.group)
+            work = bucket.group.all_reduce(bucket.flat)
+            if work is not None:
+                work.wait()
 
     return mock.patch.object(worker_setup.AllReduce, "reduce", wrong)
 
