@@ -164,6 +164,9 @@ def backward(
     bias_EQ: Tensor,
     ring: Tensor,
     dealt: Dealt,
+    after_BQ: Tensor | None = None,
+    *,
+    before: bool = False,
 ) -> None:
     steps, lanes, units, padded = *cells_TBP.shape[:2], shape.units, shape.hidden
     gates, grads = gates_NQ.view(steps, lanes, padded, 4), grads_NQ.view(steps, lanes, padded, 4)
@@ -175,8 +178,10 @@ def backward(
         grads[length:, lane] = 0.0
     for group in range(shape.groups):
         table = _table(shape, group, dealt, lengths)
-        for step, turn in ((step, turn) for step in range(table[0][1] - 1, -2, -1) for turn in range(shape.passes)):
+        for step, turn in ((step, turn) for step in range(table[0][1] - 1, -1 if before else -2, -1) for turn in range(shape.passes)):
             after, at = _active(table, shape, turn, step + 1), _active(table, shape, turn, max(step, 0))
+            follows = after_BQ is not None and step + 1 == steps
+            after = at if follows else after
             if not at:
                 continue
             recurrent = torch.zeros(lanes, padded, dtype=grads.dtype)
@@ -184,7 +189,8 @@ def backward(
                 # A quarter of K for all units of the quad; what belongs to the others goes to them.
                 quad, part = divmod(member, 4)
                 of_quad, of_K = slice(quad * 4 * units, (quad + 1) * 4 * units), slice(part * padded, (part + 1) * padded)
-                gathered = grads.view(steps, lanes, 4 * padded)[step + 1, after, of_K]
+                behind = after_BQ if follows else grads.view(steps, lanes, 4 * padded)[step + 1]
+                gathered = behind[after, of_K]
                 recurrent[after, of_quad] += _multiply(turned_PQ[of_quad, of_K], gathered, shape)
             if step < 0:
                 first_h[at] = recurrent[at].to(first_h.dtype)
@@ -192,12 +198,14 @@ def backward(
             ends = torch.tensor([[lengths[lane] == step + 1] for lane in at])
             dh = recurrent[at] + grad_y_TBP[step, at] + torch.where(ends, grad_h[at], 0.0)
             i, f, g, o = gates[step, at].unbind(-1)
-            before = cells_TBP[step - 1, at] if step else first_c_BP[at]
-            now = computed(BACKWARD, i=i, f=f, g=g, o=o, dh=dh, dc=dc[at], c_now=cells_TBP[step, at], c_before=before)
+            c_before = cells_TBP[step - 1, at] if step else first_c_BP[at]
+            now = computed(BACKWARD, i=i, f=f, g=g, o=o, dh=dh, dc=dc[at], c_now=cells_TBP[step, at], c_before=c_before)
             dc[at] = now["dc"].to(dc.dtype)
             each = torch.stack([now[f"d_{gate}"] for gate in "ifgo"], dim=-1)
             _write_once(grads, each, step, at)
             bias_EQ[group] += each.sum(0).view(-1)
+    if before:
+        first_h[[lane for lane, length in enumerate(lengths) if length]] = 0.0
     grad_first[0].copy_(first_h)
     grad_first[1].copy_(dc)
 

@@ -90,25 +90,32 @@ def backward(
     bias: Tensor,
     ring: Tensor,
     dealt: Dealt,
+    after: Tensor | None = None,
+    *,
+    before: bool = False,
 ) -> None:
     steps, lanes = cells.shape[:2]
     lengths = torch.full((lanes,), steps) if dealt.lengths_B is None else dealt.lengths_B
     dh, dc = (torch.zeros_like(first_c) if each is None else each.clone() for each in grad_last)
     by_step = grads.view(steps, lanes, -1, 4)
+    if after is not None:
+        dh[lengths == steps] += after[lengths == steps] @ turned.t()
     bias.zero_()
     for step in reversed(range(steps)):
         at = lengths > step
         by_step[step] = 0.0
         i, f, g, o = gates.view(steps, lanes, -1, 4)[step, at].unbind(-1)
-        before = cells[step - 1, at] if step else first_c[at]
+        c_before = cells[step - 1, at] if step else first_c[at]
         slope = cells[step, at].tanh()
         own = dh[at] + grad_y[step, at]
         through = dc[at] + own * o * (1 - slope * slope)
-        four = through * g * i * (1 - i), through * before * f * (1 - f), through * i * (1 - g * g), own * slope * o * (1 - o)
+        four = through * g * i * (1 - i), through * c_before * f * (1 - f), through * i * (1 - g * g), own * slope * o * (1 - o)
         by_step[step, at] = torch.stack(four, dim=-1)
         dh[at] = by_step[step, at].flatten(1) @ turned.t()
         dc[at] = through * f
         bias[0] += by_step[step].sum(0).flatten()
+    if before:
+        dh[lengths > 0] = 0.0  # a launch for earlier steps computes it from the gate gradients
     for to, value in zip(grad_first, (dh, dc), strict=True):
         to.copy_(value)
 

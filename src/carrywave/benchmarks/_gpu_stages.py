@@ -2,7 +2,7 @@
 
 What is timed is forward and backward of one batch with all weight gradients, as the engine of a training step runs them: messages between
 stages and sums over replicas are included, clipping and the optimizer are not (unless whole steps are asked for). The model is a stack on
-numbers, as wide as its layers, with one number per step as its head, so that next to nothing but the stack is timed.
+numbers, as wide as its layers, and its loss is the sum of its outputs, so that next to nothing but the stack is timed.
 
 Shapes: T time, B lane, F features, K steps ahead, C columns.
 """
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from carrywave.benchmarks._gpu_peers import DTYPES, one_line
 from carrywave.benchmarks._standing_pool import requests
@@ -27,7 +27,6 @@ from carrywave.benchmarks.pipeline import SCHEDULERS
 from carrywave.data.batch import Batch
 from carrywave.kernels import dispatch, random
 from carrywave.model.encoders import Numbers
-from carrywave.model.heads import Forecast
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.parallel.liveness.lost_contact import sounds_lost
@@ -79,13 +78,25 @@ class Case:
         """The model with its initial weights, identical in every process."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            return Model(Numbers(self.hidden), LSTM(self.hidden, self.hidden, self.layers), Forecast(self.hidden, 1, 1))
+            return Model(Numbers(self.hidden), LSTM(self.hidden, self.hidden, self.layers), Total())
 
     def batch(self) -> Batch:
-        """The only batch. Its targets are all 1, so that the loss falls from the first step on."""
+        """The only batch. Its targets are not read: the loss falls from the first step on whatever they are."""
         random_numbers = torch.Generator().manual_seed(2)
         x_TBF = torch.randn(self.steps, self.lanes, self.hidden, generator=random_numbers)
-        return Batch.of(x_TBF, torch.ones(self.steps, self.lanes, 1, 1), step=0)
+        return Batch.of(x_TBF, torch.ones(self.steps, self.lanes, 1), step=0)
+
+
+class Total(nn.Module):
+    """The least that can be a head: the sum of all outputs."""
+
+    def forward(self, y_TBW: Tensor) -> Tensor:
+        """The sum for each step and lane."""
+        return y_TBW.sum(-1)
+
+    def loss(self, y_TBW: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over everything, and the number of targets."""
+        return y_TBW.sum(dtype=torch.float32), y_TBW.new_full((), target_TB.shape[0] * target_TB.shape[1], dtype=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,11 @@ class LayerShape:
         return self.cluster == self.hidden // self.units
 
     @property
+    def continues(self) -> bool:
+        """True if backward can go on from the gate gradients that another launch has left in memory."""
+        return not self.near
+
+    @property
     def k_blocks(self) -> int:
         """64-wide blocks of K per warpgroup."""
         return -(-self.hidden // 256)

@@ -109,13 +109,25 @@ def backward(
     bias_EQ: Tensor,
     ring: Tensor,
     dealt: Dealt,
+    after_BQ: Tensor | None = None,
+    *,
+    before: bool = False,
 ) -> None:
-    """Compute the gradients of the gates, of the initial h and c, and of the bias (per group of lanes)."""
+    """Compute the gradients of the gates, of the initial h and c, and of the bias (per group of lanes).
+
+    A sequence may be cut into several calls, the last steps first. `after_BQ`: the gate gradients of the step that follows, which lie
+    behind `grads_NQ` in memory; the gradient of h comes from them. `before`: a call for earlier steps will do that; what is written for
+    the initial h is then only what passes through lanes without steps here.
+    """
     steps, lanes = cells_TBP.shape[:2]
+    if (after_BQ is not None or before) and not shape.continues:
+        raise ValueError("whole-group clusters exchange gradients in shared memory, and cannot go on from those of another launch")
+    if after_BQ is not None and after_BQ.data_ptr() != grads_NQ.data_ptr() + grads_NQ.nbytes:
+        raise ValueError("the gate gradients of the next step do not follow those of this launch in memory")
     run = _recurrent("lstm_backward", shape, grads_NQ)
     run(
         (shape.blocks, 1, 1), (THREADS, 1), turned_PQ, gates_NQ, cells_TBP, first_c_BP, grad_y_TBP, *grad_last, grads_NQ, *grad_first,
-        bias_EQ, ring, *dealt, lanes, shape.groups, steps, cooperative=not shape.near,
+        bias_EQ, ring, *dealt, lanes, shape.groups, steps, int(after_BQ is not None), int(before), cooperative=not shape.near,
     )  # fmt: skip
 
 

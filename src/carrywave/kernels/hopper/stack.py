@@ -140,10 +140,14 @@ def backward(
     dealt: Sequence[Dealt],
     dx_NJ: Tensor | None,
     finish: Callable[[int], None] | None = None,
+    *,
+    after: Sequence[Tensor] | None = None,
+    before: bool = False,
 ) -> None:
     """Run backward over these pieces, and write the gradient of the first layer's inputs. `weights`: w_ih [Q, J] and w_hh turned, [P, Q].
 
-    `finish` is called with each layer whose gate gradients are complete, on its stream.
+    `finish` is called with each layer whose gate gradients are complete, on its stream. `after` and `before` are for a window in several
+    calls, as in `recurrence.backward`: each layer's gate gradients of the next step, if those of later steps are there.
     """
     (steps, lanes), shape, count = grad_y_TBP.shape[:2], wave.back, len(layers)
     ys = [grad_y_TBP.new_empty(steps, lanes, shape.hidden) for _ in range(count - 1)] + [grad_y_TBP]
@@ -152,12 +156,16 @@ def backward(
             number, piece = count - 1 - turned_number, len(spans) - 1 - turned_piece
             layer, own, (first, end), (w_ih_QJ, turned_PQ) = layers[number], grads[number], spans[piece], weights[number]
             rows, starts = slice(first * lanes, end * lanes), own.starts_2CBP
+            follows = None if after is None else after[number]
+            if piece < len(spans) - 1:
+                follows = own.gates_NQ[end * lanes : (end + 1) * lanes] if shape.continues else None
             with streams.of(number, number + 1, piece):
                 assert layer.cells_TBP is not None  # kept by forward
                 recurrence.backward(
                     shape, turned_PQ, layer.gates_NQ[rows], layer.cells_TBP[first:end], layer.cs_CBP[piece], ys[number][first:end],
                     ends[number] if piece == len(spans) - 1 else (starts[0, piece + 1], starts[1, piece + 1]), own.gates_NQ[rows],
                     (starts[0, piece], starts[1, piece]), own.bias_CEQ[piece], own.ring[piece], dealt[piece],
+                    follows, before=shape.continues and (before or piece > 0),
                 )  # fmt: skip
                 if number:
                     below = ys[number - 1][first:end]

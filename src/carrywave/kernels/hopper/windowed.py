@@ -219,10 +219,16 @@ class StackWindow:
             ends = [(each.starts_2CBP[0, pieces.stop], each.starts_2CBP[1, pieces.stop]) for each in self.grads]
         else:  # no gradient came from later chunks
             ends = [(None, None)] * len(layers)
+        following = self.started == index + 1 < len(self.spans) and self.how.back.continues
+        next_rows = slice(self.window.spans[index][1] * self.lanes, (self.window.spans[index][1] + 1) * self.lanes)
+        after = [each.gates_NQ[next_rows] for each in self.grads] if following else None
         dx_NJ = torch.empty_like(self.rows[index]) if wants_dx else None
         grad_y = wave.grad_outputs(grad_y_TBH, self.shapes[index], self.how, self.like)
         turned = [(pack.w_ih_QJ, pack.turned_PQ) for pack in self.packs if pack.turned_PQ is not None]
-        stack.backward(self.how, turned, layers, grads, grad_y, ends, self.spans[index], self.dealt[pieces], dx_NJ)
+        stack.backward(
+            self.how, turned, layers, grads, grad_y, ends, self.spans[index], self.dealt[pieces], dx_NJ,
+            after=after, before=index > 0,
+        )  # fmt: skip
         self.started, self.reached = index, max(self.reached, index + 1)
         self._put_off(index)
         if index == 0:

@@ -238,7 +238,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
     float* grad_first_c,              // [B, H]
     float* grad_bias,                 // [groups, H, 4]
     u32* ring,                        // [RING, blocks, 4, OWNERS], zeroed; unused in clusters
-    const int* order, const int* lengths, int count, int groups, int steps) {
+    const int* order, const int* lengths, int count, int groups, int steps,
+    int after,                        // `grads` continues behind this launch's steps, with a later launch's gradients: the recurrence goes on from there
+    int before) {                     // an earlier launch goes on from here: the gradient of the initial h is left to it (not if NEAR)
     SETUP
     int quad = member >> 2, part = member & 3;
     {
@@ -272,14 +274,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
         u64 cell = (u64)table.lane[at] * HIDDEN + column;
         dc[pass] = there && grad_last_c ? grad_last_c[cell] : 0.0f;
         c_now[pass] = there && table.length[at] > 0 ? cells[(u64)(table.length[at] - 1) * step_h + cell] : 0.0f;
-        active[pass] = 0;
+        active[pass] = after && longest == lanes.steps ? table.active(pass, longest - 1) : 0;
         if (there)  // padded steps have zero gradients
             for (int step = table.length[at]; step < lanes.steps; step++) *(uint2*)(grads + ((u64)step * step_h + cell) * 4) = make_uint2(0, 0);
         fetch(longest - 1, pass);
     }
     if (PREPARED) gather.prepare(table.lane, 4 * HIDDEN, tiles, warpgroup, thread & 127);
     // Step -1 computes the gradient of the initial h.
-    for (int step = longest - 1; step >= -1; step--) {
+    for (int step = longest - 1; step >= (before ? 0 : -1); step--) {
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             int at = pass * LANES + place, length = owner ? table.length[at] : 0;
@@ -308,7 +310,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
             }
             uint4 kept = Slot{slot.address + pass * OWNERS * 16}.read(owner);
             fetch(step - 1, pass);
-            float dh = length > step + 1 ? recurrent : 0.0f;
+            // A lane that ended with the last step of this launch has no gradients behind it: they are zero there.
+            float dh = length > step + 1 || (length > step && step + 1 == lanes.steps && after) ? recurrent : 0.0f;
             if (step >= 0 && length > step) {
                 float low, high, i, f, g, o, c_before = __uint_as_float(kept.z);
                 unpack(kept.w, low, high);
@@ -340,6 +343,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) lstm_backward
         if (owner && group + at * lanes.groups < lanes.count) {
             grad_first_c[cell] = dc[pass];
             if (table.length[at] == 0) grad_first_h[cell] = grad_last_h ? grad_last_h[cell] : 0.0f;
+            else if (before) grad_first_h[cell] = 0.0f;
         }
     }
     __syncthreads();
