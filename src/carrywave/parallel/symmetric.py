@@ -53,6 +53,8 @@ class SymmetricMemory:
 
         self.size = size
         self._own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        # torch clears the signals in the order of the stream: that must have happened before another worker can raise one.
+        torch.cuda.synchronize(device)
         self._handle: Any = symmetric.rendezvous(self._own, _meeting(group))
         self.rank: int = self._handle.rank
         self.workers: int = self._handle.world_size
