@@ -470,6 +470,24 @@ def test_a_training_and_an_evaluation_share_recordings_of_their_own_kinds() -> N
     assert counted(recorded, "evaluation") == 4 * 4 - 1
 
 
+def test_a_shape_whose_first_step_failed_is_run_again_before_it_is_recorded() -> None:
+    """What a first step makes for later ones may not have been made."""
+    ran: list[bool] = []
+
+    def step(batches: Sequence[Batch], tensors: Sequence[Tensor], state: list[Tensor] | None) -> tuple[Tensor, None]:
+        ran.append(gc.isenabled())  # False: it is recorded
+        if len(ran) == 1:
+            raise RuntimeError("refused")
+        return tensors[0] * 2, None
+
+    capture = Capture(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="refused"):
+        capture("step", step, [], [torch.ones(2)], None)
+    for _ in range(3):
+        capture("step", step, [], [torch.ones(2)], None)
+    assert ran == [True, True, False]
+
+
 def test_no_garbage_is_collected_while_a_step_is_recorded() -> None:
     """An old graph that goes meanwhile would spoil the new one."""
     seen = []
