@@ -81,6 +81,10 @@ def test_other_schedules_in_the_neighbours_memory(schedule: str, stages: int, ma
     check(a_case(plan=plan, schedule=schedule, **model), mapped)
 
 
+def test_more_chunks_wait_for_a_shared_head_than_there_are_signals_in_shared_memory(mapped: Crew) -> None:
+    check(windows_of_64(plan=a_plan(stages=2, cuts=[2], chunk_steps=1, share_head=True)), mapped)
+
+
 @pytest.mark.parametrize("workers", [2, 4])
 def test_messages_in_shared_memory_on_any_plan(workers: int, mapped: Crew) -> None:
     check_drawn(workers, 8, mapped)

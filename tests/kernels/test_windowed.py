@@ -369,6 +369,31 @@ def test_frozen_weights_get_no_gradient_and_pass_it_on() -> None:
         torch.testing.assert_close(weight.grad, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_weight_that_two_layers_share_gets_both_of_its_gradients(given: bool) -> None:
+    """`given`: it has a gradient already, to which both are added."""
+    given_stack = Stack(2, 8, 3, HIDDEN, 4)
+    first, second = given_stack.layers
+    given_stack.layers = [first, second._replace(w_ih=first.w_ih, b_hh=first.b_hh)]
+    weights = list({id(weight): weight for weight in given_stack.weights}.values())
+    x = given_stack.x.clone().requires_grad_()
+    y, _ = wave.run(x, given_stack.carries, given_stack.layers, given_stack.masks, None, Wave(SHAPE, 1, 8))
+    expected = torch.autograd.grad(y, weights, given_stack.by)
+    for weight in weights if given else []:
+        weight.grad = torch.ones_like(weight)
+    ready: list[Tensor] = []
+    with deferring(given_stack.deferred):
+        y0, left = given_stack.part(0, given_stack.carries, given_stack.x[:4], 4)
+        entered = tuple(Carry(*(part.detach().requires_grad_() for part in carry)) for carry in left)
+        y1, _ = given_stack.part(1, entered, given_stack.x[4:], 4)
+        deferred_gradients.backward([y1], [given_stack.by[4:]])
+        deferred_gradients.backward([y0, left[0].h], [given_stack.by[:4], entered[0].h.grad])
+    given_stack.deferred.flush(ready.append)
+    assert [id(each) for each in ready] == [id(each) for each in weights]
+    for weight, other in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, other + float(given), rtol=1e-12, atol=1e-12)
+
+
 def test_weights_are_packed_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     given_stack, packed, pack = Stack(2, 8, 3, 6, 4), list[Tensor](), recurrence.pack
 

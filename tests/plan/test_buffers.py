@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _schedules import GENERATORS
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule.buffers import Places, places, prove_in_place, sends
+from carrywave.plan.schedule.buffers import places, prove_in_place
 from carrywave.plan.schedule.messages import Channel, with_messages
 from carrywave.plan.schedule.schedule import gpipe, wavefront
 
@@ -54,6 +54,23 @@ def test_too_few_slots_deadlock() -> None:
 def test_too_few_signals_deadlock() -> None:
     """Stage 0 may run ahead of stage 1 by several micro-batches before it needs an answer; without signals it cannot."""
     program = with_messages(wavefront(3, 1, micro_batches=6, share_head=True))
-    held = {line: Places(len(sent), 0) for line, sent in sends(program).items()}
+    held = {line: replace(room, signals=0) for line, room in places(program).items()}
     with pytest.raises(PlanError, match="deadlock"):
+        prove_in_place(program, held)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_shared_head_needs_few_signals_however_many_chunks_wait_for_it(stages: int) -> None:
+    """It reads the last chunks first: who has waited for the last message knows that those before it are there."""
+    program = with_messages(wavefront(stages, 125, micro_batches=2, share_head=True))
+    assert max(room.signals for room in places(program).values()) <= 6
+    prove_in_place(program)
+
+
+def test_a_message_that_is_read_first_has_to_be_told_of() -> None:
+    program = with_messages(wavefront(2, 4, share_head=True))
+    line = Channel("F", 0, 1)
+    held = places(program)
+    held[line] = replace(held[line], told=held[line].told[1:])
+    with pytest.raises(PlanError, match="stage 1 does not wait for F0 from stage 0, nor for a later message"):
         prove_in_place(program, held)

@@ -379,6 +379,31 @@ def test_replicas_sum_between_the_recordings(several: int, alone: dist.ProcessGr
     assert counted(recorded, "update") == counted(recorded, "step") == 0
 
 
+class Doubled:
+    """A sum on the stream of the device: as if another worker had the same."""
+
+    in_stream = True
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        tensor.mul_(2.0)
+
+
+def test_steps_whose_gradients_are_looked_up_on_the_host_are_not_recorded_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that has no lanes in the last batch of every epoch lacks all gradients there; its other steps are one recording."""
+    recorded, plain = pair(classes, keep_state=False)
+    monkeypatch.setattr(Trainer, "own_part", lambda self, batch: batch.take(0, 0, pooled=True) if batch.lanes.shape[0] == 1 else batch)
+    for trainer in (recorded, plain):
+        own = [p for _, p in trainer.named]
+        trainer.engine.gradients = trainer.engine.update.gradients = AllReduce(own, own, [Reduced(Doubled(), own)])
+        for number, lengths in enumerate([(4, 2), (3,), (4, 2), (4, 2), (3,), (4, 2), (3,), (4, 2)]):
+            trainer.update(sequences(lengths, number))
+    same(recorded, plain)
+    assert recorded.capture is not None
+    assert counted(recorded, "step") == 4
+    assert recorded.capture.held("step") == 1
+    assert counted(recorded, "batch") == 1  # without lanes, from the third time on
+
+
 def stream_part(rows: int) -> Part:
     tokens = np.random.default_rng(0).integers(9, size=rows + 1)
     view = View(tokens, np.array([0]), np.array([rows]), targets_at=lambda at: tokens[at + 1])
@@ -443,6 +468,24 @@ def test_a_training_and_an_evaluation_share_recordings_of_their_own_kinds() -> N
     same(recorded, plain)
     assert counted(recorded, "batch") == 7
     assert counted(recorded, "evaluation") == 4 * 4 - 1
+
+
+def test_a_shape_whose_first_step_failed_is_run_again_before_it_is_recorded() -> None:
+    """What a first step makes for later ones may not have been made."""
+    ran: list[bool] = []
+
+    def step(batches: Sequence[Batch], tensors: Sequence[Tensor], state: list[Tensor] | None) -> tuple[Tensor, None]:
+        ran.append(gc.isenabled())  # False: it is recorded
+        if len(ran) == 1:
+            raise RuntimeError("refused")
+        return tensors[0] * 2, None
+
+    capture = Capture(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="refused"):
+        capture("step", step, [], [torch.ones(2)], None)
+    for _ in range(3):
+        capture("step", step, [], [torch.ones(2)], None)
+    assert ran == [True, True, False]
 
 
 def test_no_garbage_is_collected_while_a_step_is_recorded() -> None:

@@ -52,6 +52,7 @@ class _Layout:
     sizes: Sequence[int]
     parts: Mapping[int, int]  # the ordinal of each micro-batch, by first message
     firsts: Mapping[int, int]  # that of the micro-batch which begins with this message
+    told: Mapping[int, int]  # the ordinal of each message among those whose arrival is told of
     size: int
 
 
@@ -69,7 +70,8 @@ def _laid(messages: Sequence[Message], room: Places) -> _Layout:
     slots = room.slots if room.slots <= SLOTS else len(parts)
     slot = -(-max(ends.values()) // _ALIGNED) * _ALIGNED
     places = [parts[message.micro_batch] % slots * slot + at for message, at in zip(messages, within, strict=True)]
-    return _Layout(slots, places, [message.size for message in messages], parts, firsts, slots * slot)
+    told = {number: ordinal for ordinal, number in enumerate(room.told)}
+    return _Layout(slots, places, [message.size for message in messages], parts, firsts, told, slots * slot)
 
 
 @dataclass
@@ -90,8 +92,10 @@ class _Line:
     def free(self, ordinal: int) -> int:
         return self.signal + _ALL_FREE + 1 + ordinal % self.layout.slots
 
-    def arrived(self, message: int) -> int:
-        return self.signal + message % SIGNALS
+    def arrived(self, message: int) -> int | None:
+        """The signal that a message has arrived; None: one that is sent later is read before it."""
+        ordinal = self.layout.told.get(message)
+        return None if ordinal is None else self.signal + ordinal % SIGNALS
 
     def take(self) -> int:
         """The number of the next message."""
@@ -148,7 +152,9 @@ class DeviceLinks:
         if ordinal >= found.layout.slots:
             found.memory.wait(found.peer, found.free(ordinal))
         write(found.piece(found.peer, number, tensor.shape, tensor.dtype), tensor)
-        found.memory.signal(found.peer, found.arrived(number))
+        arrived = found.arrived(number)
+        if arrived is not None:
+            found.memory.signal(found.peer, arrived)
 
     def finished(self, micro_batch: int) -> None:
         """This stage has finished a micro-batch: where another one waits for its slots, they are free."""
@@ -192,8 +198,9 @@ class _Arrival:
 
     def wait(self) -> Tensor:
         """The message, in place: valid until this stage has finished its micro-batch."""
-        line = self.line
-        line.memory.wait(line.peer, line.arrived(self.number))
+        line, arrived = self.line, self.line.arrived(self.number)
+        if arrived is not None:
+            line.memory.wait(line.peer, arrived)
         return line.piece(line.memory.rank, self.number, self.shape, self.dtype)
 
 

@@ -52,6 +52,11 @@ def agree(exchange: Callable[[str], list[str]]) -> None:
         _Made.groups, _Made.agreed = {}, total
 
 
+def agreed() -> int:
+    """The failures that all workers knew of when they last set up a mesh: the same number on each."""
+    return _Made.agreed
+
+
 def drop(group: dist.ProcessGroup) -> None:
     """Destroy a group on this worker alone: a peer waiting in it sees the connection close."""
     for key in [key for key, known in _Made.groups.items() if known is group]:

@@ -11,7 +11,7 @@ in it is work of the device; otherwise each pass, and, unless gradients are summ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class Engine:
     shards: Sequence[int] | None = None  # this worker's shards of the lanes, in a reproducible run
     pooled: bool = False  # True if the head reads whole sequences
     resets: bool = False  # True if lanes whose carry is not finite start over
+    _missed: set[object] = field(default_factory=set, init=False)  # batches of which a step has left summed gradients unreached, by `_kind`
 
     @property
     def mesh(self) -> Mesh:
@@ -71,6 +72,8 @@ class Engine:
         self.gradients.begin()
         passes, carry = self.forward_backward(batches, keys, carry, graphs)
         self.gradients.reduce()
+        if self.gradients.unreached:
+            self._missed.add(_kind(batches))
         return self._update(passes, told, graphs), self._reset(carry)
 
     def forward_backward(
@@ -143,8 +146,8 @@ class Engine:
     def _is_one_piece(self, batches: Sequence[Batch]) -> bool:
         """True if a step is one pass, and nothing in it needs the host."""
         one_pass = len(batches) == 1 or self.mesh.plan.stages > 1
-        # A gradient that this worker lacks and another may have is looked up on the host.
-        return one_pass and self.shards is None and self.mesh.in_stream and self.gradients.in_stream and not self.gradients.unreached
+        # A gradient that this worker lacks and another may have is looked up on the host. A worker without lanes lacks all of them.
+        return one_pass and self.shards is None and self.mesh.in_stream and self.gradients.in_stream and _kind(batches) not in self._missed
 
     @property
     def _is_alone(self) -> bool:
@@ -158,3 +161,8 @@ class Engine:
 
     def _reset(self, carry: FlatCarry) -> FlatCarry:
         return mended(carry, self.compute.start(carry[0].shape[1])) if carry and self.resets else carry
+
+
+def _kind(batches: Sequence[Batch]) -> object:
+    """What decides which gradients a step reaches."""
+    return tuple((batch.steps, batch.lanes.shape[0], batch.idle, batch.targets is None) for batch in batches)

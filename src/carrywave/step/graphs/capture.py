@@ -99,8 +99,9 @@ class Capture:
         if recorded is None:
             if len(known.seen) >= MOST_SEEN:
                 known.seen.clear()  # shapes that rarely recur are not worth remembering
-            known.seen.add(shape)
-            return step(batches, [tensor.to(self.device) for tensor in tensors], state)
+            found = step(batches, [tensor.to(self.device) for tensor in tensors], state)
+            known.seen.add(shape)  # only now: what a step makes when it first runs, such as memory shared with others, cannot be captured
+            return found
         known.recorded.move_to_end(shape)
         for own, batch in zip(recorded.batches, batches, strict=True):
             _copy(_tensors(own), _tensors(batch))
