@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from carrywave.benchmarks.pipeline import SCHEDULERS
 from carrywave.data.batch import Batch
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
@@ -158,6 +159,8 @@ def _batch(case: Case, asked: dict[str, Any], place: int, generator: torch.Gener
 def train(case: Case, mesh: Mesh) -> Run:
     """Train on the case's batches at this worker's place in the mesh. Every worker must call it."""
     trainer = Trainer(model_of(case), case["train"], mesh=mesh, keep_state=case["task"] in STREAMS)
+    if "schedule" in case:
+        trainer.compute.scheduler = SCHEDULERS[case["schedule"]]
     if not case.get("recorded", True):
         trainer.capture = None
     run = Run([], [], [], None, {})

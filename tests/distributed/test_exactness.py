@@ -72,6 +72,15 @@ def test_messages_written_into_the_neighbours_memory_give_the_answer_of_one_devi
     check(a_case(plan=(PLANS | SHARED)[plan]), mapped)
 
 
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_other_schedules_in_the_neighbours_memory(schedule: str, stages: int, mapped: Crew) -> None:
+    chunk_steps = None if schedule == "gpipe" else 2
+    plan = a_plan(stages=stages, cuts=[], chunk_steps=chunk_steps, micro_batches=3 if schedule == "gpipe" else 1)
+    model = {"model__widths": [5, 5, 5, 5], "model__tie": False}
+    check(a_case(plan=plan, schedule=schedule, **model), mapped)
+
+
 @pytest.mark.parametrize("workers", [2, 4])
 def test_messages_in_shared_memory_on_any_plan(workers: int, mapped: Crew) -> None:
     check_drawn(workers, 8, mapped)

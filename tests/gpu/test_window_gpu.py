@@ -163,6 +163,7 @@ def test_a_recording_has_the_same_bits(case: tuple[int, ...]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(expected, recorded, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_a_chunk_launches_a_product_and_the_recurrence() -> None:
     """Counted over whole windows of 4 and 8 chunks: each further chunk adds two launches forward and two backward."""
     counts = []

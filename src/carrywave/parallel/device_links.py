@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import PlanError
-from carrywave.parallel.symmetric import SharedMemory, signals_of
+from carrywave.parallel.symmetric import SharedMemory, signals_of, write
 from carrywave.parallel.transport import Pending
 from carrywave.plan.schedule.buffers import Places, places
 from carrywave.plan.schedule.messages import Channel, Program
@@ -149,7 +149,7 @@ class DeviceLinks:
         ordinal = found.layout.firsts.get(number, 0)
         if ordinal >= found.layout.slots:
             found.memory.wait(found.peer, found.free(ordinal))
-        found.piece(found.peer, number, tensor.shape, tensor.dtype).copy_(tensor)
+        write(found.piece(found.peer, number, tensor.shape, tensor.dtype), tensor)
         found.memory.signal(found.peer, found.arrived(number))
 
     def finished(self, micro_batch: int) -> None:

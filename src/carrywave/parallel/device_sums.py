@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from carrywave.parallel.symmetric import SharedMemory
+from carrywave.parallel.symmetric import SharedMemory, write
 
 LEAST_BYTES = 1 << 16
 _ALIGNED = 256
@@ -45,9 +45,9 @@ class DeviceSum:
         memory = self._memory(self.workers * room)
         own = memory.rank
         for rank in range(self.workers):
-            _place(memory, rank, own * room, flat).copy_(flat)
+            write(_place(memory, rank, own * room, flat), flat)
         memory.barrier(_ARRIVED)
-        flat.copy_(self._total(memory, room, flat))
+        self._total(memory, room, flat, out=flat)
         memory.barrier(_READ)
 
     def _by_pieces(self, flat: Tensor) -> None:
@@ -57,21 +57,22 @@ class DeviceSum:
         memory = self._memory(self.workers * room)
         own, results = memory.rank, memory.size // 2
         for rank, piece in enumerate(pieces):
-            _place(memory, rank, own * room, piece).copy_(piece)
+            write(_place(memory, rank, own * room, piece), piece)
         memory.barrier(_ARRIVED)
         if own < len(pieces):
             total = self._total(memory, room, pieces[own])
             for rank in range(self.workers):
-                _place(memory, rank, results + own * room, total).copy_(total)
+                write(_place(memory, rank, results + own * room, total), total)
         memory.barrier(_READ)
         for rank, piece in enumerate(pieces):
-            piece.copy_(_place(memory, own, results + rank * room, piece))
+            write(piece, _place(memory, own, results + rank * room, piece))
 
-    def _total(self, memory: SharedMemory, room: int, like: Tensor) -> Tensor:
+    def _total(self, memory: SharedMemory, room: int, like: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum of what the workers have sent to this one, in the order of the ranks."""
-        total = _place(memory, memory.rank, 0, like).clone()
-        for rank in range(1, self.workers):
-            total += _place(memory, memory.rank, rank * room, like)
+        first, *others = (_place(memory, memory.rank, rank * room, like) for rank in range(self.workers))
+        total = torch.add(first, others[0], out=out)
+        for other in others[1:]:
+            total += other
         return total
 
     def _memory(self, half: int) -> SharedMemory:

@@ -53,6 +53,8 @@ class SymmetricMemory:
 
         self.size = size
         self._own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        # torch clears the signals in the order of the stream: that must have happened before another worker can raise one.
+        torch.cuda.synchronize(device)
         self._handle: Any = symmetric.rendezvous(self._own, _meeting(group))
         self.rank: int = self._handle.rank
         self.workers: int = self._handle.world_size
@@ -113,6 +115,7 @@ class _Exchange(Store):
         return f"{self.name}/{key[: found.start(1)]}{int(found[1]) - self.first}{key[found.end(1) :]}"
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COUNT = re.compile(r"/(\d+)(?=/|$)")
 _made: Counter[tuple[int, GroupName]] = Counter()  # buffers of each group, by store and name
 _known: list[tuple[_Exchange, ProcessGroup]] = []  # kept, because torch keeps only its side of a store
@@ -132,6 +135,16 @@ def _meeting(group: ProcessGroup) -> GroupName:
     _register_process_group(name, meeting)
     _known.append((store, meeting))
     return name
+
+
+def write(to: Tensor, source: Tensor) -> None:
+    """Copy a tensor's bits to another of the same shape, on the multiprocessors.
+
+    Not with `copy_`, which may leave it to the GPU's copy engines: they are shared by all processes on a GPU, and a copy of one worker that
+    waits for a signal should never keep another from the copies that lead to it.
+    """
+    words = _WORDS[source.element_size()]
+    torch.bitwise_or(source.contiguous().view(words), 0, out=to.view(words))
 
 
 def symmetric_memory(group: ProcessGroup, size: int, device: torch.device) -> SharedMemory:
