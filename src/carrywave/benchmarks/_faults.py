@@ -8,6 +8,7 @@ the workers were restarted and before they train. Needs /proc.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ from typing import Any, Literal
 import carrywave
 from carrywave.benchmarks._ledger import FOLDER
 from carrywave.errors import RunError
+from carrywave.parallel.startup.environment import SHARE_GPU
 
 Moment = Literal["step", "save", "restart"]
 # Drawn uniformly. Saves are aimed at explicitly, because a draft of a snapshot exists only briefly.
@@ -57,6 +59,7 @@ class Case:
     devices: int
     words: tuple[str, ...] = ()
     steps: int = 150
+    shares: int = 0  # of one GPU, for as many workers at most; 0: on the CPU
 
 
 @dataclass
@@ -99,6 +102,13 @@ def write_data(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
 
 
+def write_numbers(folder: Path) -> None:
+    """Write the same rows as numbers, with a label for every step: nothing in training on them is a sum whose order CUDA leaves open."""
+    rows = [json.loads(line)["tokens"] for line in (folder / "rows.jsonl").read_text().splitlines()]
+    told = [{"steps": [[math.sin(n), math.cos(0.1 * n)] for n in row], "labels": [str(n % 5) for n in row]} for row in rows]
+    (folder / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+
+
 class Running:
     """A running training command: its workers, timestamped stderr lines, and ledger."""
 
@@ -110,12 +120,14 @@ class Running:
         given = [*SPEC, f"train.max_steps={case.steps}", "train.epochs=1000000", *case.words, "--devices", str(case.devices)]
         source = str(Path(carrywave.__file__).parents[1])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+        device = "cuda" if case.shares else "cpu"
+        shared = {SHARE_GPU: str(case.shares)} if case.shares else {}
         self.out = folder / f"{run}.out"
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "carrywave.benchmarks._ledger", "train", *given, "--device", "cpu", "--run", run, *words],
+                [sys.executable, "-m", "carrywave.benchmarks._ledger", "train", *given, "--device", device, "--run", run, *words],
                 cwd=folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, FOLDER: str(self.ledger)},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, FOLDER: str(self.ledger), **shared},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.PIPE,

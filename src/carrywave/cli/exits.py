@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
 
 import typer
 
@@ -29,6 +29,7 @@ from carrywave.errors import UserError, by_command
 from carrywave.launch import exit_reports, launch_record, worker_logs
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
 from carrywave.launch.signals import let_go_of_terminal, wanted
+from carrywave.parallel.liveness import device_faults
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import launched
 
@@ -103,10 +104,10 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
                 command(*args, **kwargs)
         except UserError as error:
             _say(MISTAKE, str(error), error)
-            raise typer.Exit(MISTAKE) from None
+            _leave(MISTAKE)
         except KeyboardInterrupt as error:
             _say(INTERRUPTED, str(error) or "interrupted", error)
-            raise typer.Exit(INTERRUPTED) from None
+            _leave(INTERRUPTED)
         except BrokenPipeError:
             raise  # the reader of our output has closed the pipe: say nothing, the caller handles it
         except (typer.Exit, typer.Abort):
@@ -115,11 +116,17 @@ def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:
             mistake = _mistake(error)
             if mistake is not None:
                 _say(MISTAKE, mistake, error)
-                raise typer.Exit(MISTAKE) from None
+                _leave(MISTAKE)
             _say(FAULT, f"{type(error).__name__}: {error}", error)
-            raise typer.Exit(FAULT) from None
+            _leave(FAULT)
 
     return run
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit after a failure was reported; at once if other workers write to this one's device memory."""
+    device_faults.leave_if_in_use(code)
+    raise typer.Exit(code) from None
 
 
 def end_as(ended: Ended) -> None:

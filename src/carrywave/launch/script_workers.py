@@ -20,7 +20,7 @@ from carrywave.errors import UserError, WorkerError
 from carrywave.launch import exit_reports
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
 from carrywave.launch.launcher import RESTARTS, start
-from carrywave.parallel.liveness import heartbeat
+from carrywave.parallel.liveness import device_faults, heartbeat
 from carrywave.parallel.startup import environment
 from carrywave.parallel.startup.launcher_env import is_first
 
@@ -103,10 +103,10 @@ def working() -> Iterator[None]:
             raise
         if isinstance(error, UserError):
             exit_reports.leave(where, "user", MISTAKE, str(error), error)
-            sys.exit(MISTAKE)
+            _leave(MISTAKE)
         if isinstance(error, KeyboardInterrupt):
             exit_reports.leave(where, "user", INTERRUPTED, str(error) or "interrupted", error)
-            sys.exit(INTERRUPTED)
+            _leave(INTERRUPTED)
         from carrywave.parallel.liveness import lost_contact
 
         if lost_contact.lost(error):
@@ -114,7 +114,13 @@ def working() -> Iterator[None]:
             exit_reports.leave(where, "lost", FAULT, str(said), error, with_trace=True, peer=said.rank)
         else:
             exit_reports.leave(where, "fault", FAULT, f"{type(error).__name__}: {error}", error, with_trace=True)
-        sys.exit(FAULT)
+        _leave(FAULT)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit after a failure was reported; at once if other workers write to this one's device memory."""
+    device_faults.leave_if_in_use(code)
+    sys.exit(code)
 
 
 def finish(told: Told) -> NoReturn:

@@ -31,6 +31,8 @@ _ALIGNED = 256
 _OF_LINE = signals_of(2) // LINES  # signals of a channel: for arrivals, one for "all free", one for each slot
 _ALL_FREE = SIGNALS
 
+_abandoned: list[SharedMemory] = []  # of links that were closed
+
 Pair = tuple[int, int]  # two stages, the lower first
 Make = Callable[[Pair, int], SharedMemory]  # shared memory of two stages, of a given size
 
@@ -176,7 +178,11 @@ class DeviceLinks:
         """Do nothing: what follows on the stream comes after the messages."""
 
     def close(self) -> None:
-        """Forget the buffers. A neighbour that waits for a message gives up when its time is over, or when this process ends."""
+        """Use the buffers no more. A neighbour that waits for a message gives up when its time is over, or when this process ends.
+
+        They are not freed: that would wait for all work of the device, and some of it may be waiting for that neighbour.
+        """
+        _abandoned.extend(memory for known in self.memories.values() for memory in known)
         self.memories, self._incoming, self._outgoing = {}, {}, {}
 
     def _memory(self, pair: Pair, size: int) -> SharedMemory:

@@ -157,9 +157,11 @@ class Mesh:
         # Everyone decides alike for all groups of a kind: a step is captured as a whole only if all of its sums can be.
         if not self._in_device_memory(range(self.world.size)):
             return GroupSum(group)
+        lost_contact.use_device_memory()
         return DeviceSum(len(ranks), lambda size: symmetric_memory(group, size, self.device))
 
     def _device_links(self) -> DeviceLinks:
+        lost_contact.use_device_memory()
         stages, first = self.plan.stages, self.replica * self.plan.stages
         pairs = sorted({(min(line[1:]), max(line[1:])) for line in lines(stages, share_head=self.plan.shares_head)})
         groups: dict[Pair, dist.ProcessGroup] = {}

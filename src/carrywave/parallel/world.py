@@ -136,7 +136,8 @@ def join(device: str = "auto") -> World:
     # One GPU cannot be two NCCL ranks: if workers share one, or some have none, tensors go through host memory.
     gpus = [one["gpu"] for one in there]
     check_gpus(there)
-    backend = "nccl" if "" not in gpus and len(set(gpus)) == size else "gloo"
+    apart = "" not in gpus and len(set(gpus)) == size
+    backend = "nccl" if apart and os.environ.get(environment.TRANSPORT) != "gloo" else "gloo"
     lost_contact.remember(there)
     process_groups.limit(timeout)
     try:

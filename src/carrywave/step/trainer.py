@@ -68,8 +68,8 @@ class Trainer:
 
     A user's `optimizer` replaces the one in the spec, and the user sets its learning rate. `keep_state` passes the carry from step to step,
     for lanes that are not fresh; by default it is on unless the head pools or the model is bidirectional. On CUDA, steps whose shapes recur
-    are captured as CUDA graphs, except in a pipeline and with user-defined modules, whose code a replay would not run; CARRYWAVE_CAPTURE=0
-    turns capture off, and CARRYWAVE_CAPTURE=1 captures user-defined modules as well.
+    are captured as CUDA graphs, except in a pipeline whose messages pass through the host, and with user-defined modules, whose code a
+    replay would not run; CARRYWAVE_CAPTURE=0 turns capture off, and CARRYWAVE_CAPTURE=1 captures user-defined modules as well.
     """
 
     def __init__(

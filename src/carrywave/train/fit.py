@@ -233,6 +233,8 @@ def _train(
     with folder:
         with raise_on_all(world):
             mesh = Mesh(world, plan)
+            if world.device.type == "cuda" and mesh.transport:
+                watch.say(f"{'stages' if plan.stages > 1 else 'replicas'} communicate through {mesh.transport}")
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
             data = Data(prepared.fingerprint, files)
             checkpointer = Checkpointer(spec, trainer, folder, data, watch)
@@ -259,7 +261,8 @@ def _train(
             # The files of a finished run describe what was trained, so they stay as they are.
             with raise_on_all(world):
                 folder.write_spec(spec)
-                folder.write_json("plan.json", asdict(plan) | {"backends": backends(spec, model, plan, order, str(world.device))})
+                chosen = {"backends": backends(spec, model, plan, order, str(world.device)), "transport": mesh.transport}
+                folder.write_json("plan.json", asdict(plan) | chosen)
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
                 origin = {"scale": task.scale.to_json(), "own_model": own is not None, "given_codec": start.codec is not None}
                 folder.write_json("facts.json", asdict(prepared.facts) | origin)

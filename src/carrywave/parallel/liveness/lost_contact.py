@@ -2,16 +2,22 @@
 
 torch reports a failed connection as an address and port. Whose it was is found from the workers: a process on this host that is gone can be
 detected, and a worker that lost contact itself says so in the rendezvous store, so that it is not mistaken for the cause.
+
+Where messages and sums are in device memory, a neighbour's end shows as a CUDA error. It is one of lost contact if another worker of this
+host is gone, or if a signal was awaited for as long as a message may take; any other CUDA error is this worker's own.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -19,7 +25,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from carrywave.errors import ContactLost
 from carrywave.parallel import process_groups
-from carrywave.parallel.startup.rendezvous import is_gone
+from carrywave.parallel.liveness import device_faults
+from carrywave.parallel.startup.rendezvous import is_gone, reason
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,6 +60,9 @@ class _Known:
     there: Sequence[Mapping[str, Any]] = ()
 
 
+_JUDGED = "_carrywave_lost"  # attribute of a CUDA error: the `ContactLost` that it stands for, or None; looking again would take as long
+
+
 def remember(there: Sequence[Mapping[str, Any]]) -> None:
     """Keep what the workers reported about themselves, for error messages."""
     _Known.there = list(there)
@@ -72,6 +82,8 @@ def lost(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) or not isinstance(error, RuntimeError):
         return False
+    if device_faults.in_use() and device_faults.is_fault(error):
+        return _behind(error) is not None
     text = str(error)
     return sounds_lost(text) and (isinstance(error, dist.DistError) or THEIRS.search(text) is not None)
 
@@ -84,6 +96,7 @@ def kept(work: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        device_faults.begin()
         try:
             return work(*args, **kwargs)
         except BaseException as error:
@@ -99,13 +112,57 @@ def of(error: BaseException) -> ContactLost:
     """The `ContactLost` for an error for which `lost` is true."""
     if isinstance(error, ContactLost):
         return error
-    now = time.strftime("%H:%M:%S")
+    if (behind := getattr(error, _JUDGED, None)) is not None:
+        assert isinstance(behind, ContactLost)
+        return behind
     rank = _who()
-    where = "another worker" if rank is None else f"rank {rank}{_on(rank)}"
     address = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", str(error))
     at = f" at {address[1]}" if rank is None and address is not None else ""
     waited = re.search(r"(\d+) ?ms", str(error))
-    how = f"it did not answer for {int(waited[1]) / 1000:g} s" if waited is not None else "the connection closed"
+    return _contact_lost(rank, at, f"it did not answer for {int(waited[1]) / 1000:g} s" if waited is not None else "the connection closed")
+
+
+def use_device_memory() -> None:
+    """Call this once messages or sums are in device memory: from then on, CUDA errors are looked into, also one that nobody catches."""
+    if device_faults.in_use():
+        return
+    device_faults.use()
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Report an error that ends a user's own program, and end it: its memory is not to be torn down."""
+        before(kind, error, trace)
+        if device_faults.is_fault(error) and lost(error):
+            print(f"carrywave: rank {os.environ.get('RANK', '?')}: {of(error)}", file=sys.stderr)
+        device_faults.leave_if_in_use(1)
+
+    sys.excepthook = tell
+
+
+def _behind(error: BaseException) -> ContactLost | None:
+    """The lost contact that a CUDA error stands for, if it does."""
+    if not hasattr(error, _JUDGED):
+        setattr(error, _JUDGED, _judged(error))
+    found: ContactLost | None = getattr(error, _JUDGED)
+    return found
+
+
+def _judged(error: BaseException) -> ContactLost | None:
+    gone = _found(certain=True)
+    if gone:
+        return _contact_lost(gone[0] if len(gone) == 1 else None, "", reason(error))
+    limit_seconds = process_groups.seconds()
+    if device_faults.is_timeout(error, limit_seconds):
+        return ContactLost(
+            f"a message in device memory did not come within {limit_seconds:g} s, until {time.strftime('%H:%M:%S')}, though no worker of "
+            "this host has ended; restart all workers, and if one may take that long, set CARRYWAVE_TIMEOUT_SECONDS"
+        )
+    return None
+
+
+def _contact_lost(rank: int | None, at: str, how: str) -> ContactLost:
+    where = "another worker" if rank is None else f"rank {rank}{_on(rank)}"
+    now = time.strftime("%H:%M:%S")
     return ContactLost(f"contact with {where}{at} was lost at {now} ({how}); its own message says why: restart all workers", rank)
 
 
@@ -117,22 +174,31 @@ def _who() -> int | None:
     """The rank that is gone; None if it cannot be determined."""
     if not dist.is_initialized():
         return None
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if size == 2:
-        return 1 - rank
-    found: list[int] = []
-    # In a thread, because the store blocks too if the link is down.
-    thread = threading.Thread(target=_look, args=(rank, size, found), name="carrywave-contact", daemon=True)
-    thread.start()
-    thread.join(LOOK_SECONDS + 1)
+    if dist.get_world_size() == 2:
+        return 1 - dist.get_rank()
+    found = _found(certain=False)
     return found[0] if len(found) == 1 else None
 
 
-def _look(rank: int, size: int, found: list[int]) -> None:
+def _found(*, certain: bool) -> list[int]:
+    """The ranks that are gone. `certain`: only those whose process is known to have ended; otherwise also one that is left over."""
+    found: list[int] = []
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        # In a thread, because the store blocks too if the link is down.
+        thread = threading.Thread(target=_look, args=(rank, size, found, certain), name="carrywave-contact", daemon=True)
+        thread.start()
+        thread.join(LOOK_SECONDS + 1)
+    return found
+
+
+def _look(rank: int, size: int, found: list[int], certain: bool) -> None:
     store: Store | None = None
+    mark = f"carrywave/lost/{rank}"
     with suppress(RuntimeError, ValueError):
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"carrywave/lost/{rank}", "")
+        if not certain:
+            store.set(mark, "")
     others = [other for other in range(size) if other != rank]
     deadline = time.monotonic() + LOOK_SECONDS
     while time.monotonic() < deadline:
@@ -142,7 +208,14 @@ def _look(rank: int, size: int, found: list[int]) -> None:
             except RuntimeError:
                 store = None
         gone = [other for other in others if other < len(_Known.there) and is_gone(_Known.there[other])]
-        if len(gone or others) == 1:
+        if gone and certain:
+            found[:] = gone
+            # Only now: a worker whose own device failed is a cause, not one that lost contact.
+            with suppress(RuntimeError):
+                if store is not None:
+                    store.set(mark, "")
+            return
+        if len(gone or others) == 1 and not certain:
             found[:] = gone or others
             return
         time.sleep(0.05)

@@ -239,15 +239,19 @@ def identity(pid: int) -> dict[str, str | int]:
 
 
 def is_gone(known: Mapping[str, Any]) -> bool:
-    """True if the process with this identity ran on this host and has ended."""
+    """True if the process with this identity ran on this host and has ended, or is about to."""
     own = identity(os.getpid())
     if not own["boot"] or any(own[name] != known.get(name) for name in ("boot", "space")):
         return False
     try:
         words = _stat(known["pid"])
-        return words[0] in "ZX" or words[19] != known["born"]
+        # A process that is exiting may take seconds to let go of its GPU; it is not coming back.
+        return words[0] in "ZX" or words[19] != known["born"] or bool(int(words[6]) & _EXITING)
     except (OSError, IndexError):
         return True
+
+
+_EXITING = 0x4  # Linux's PF_EXITING, in the flags of a process
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,0 +1,55 @@
+"""Workers on shares of one GPU that are killed: the run goes on by itself, and ends with the bytes of an undisturbed one.
+
+Messages and sums are in device memory, so the others see a CUDA error, and steps are recorded. The data is numbers: the gradient of an
+embedding is a sum whose order CUDA does not fix.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from carrywave.benchmarks import _faults
+from carrywave.benchmarks._faults import Case
+from carrywave.launch.shares import TOOL
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(shutil.which(TOOL) is None, reason=f"{TOOL} is not here"),
+]
+
+NUMBERS = ("task=tagging", "data.train=numbers.jsonl", "data.valid=numbers.jsonl", "model.hidden=64")
+CASES = {
+    "stages": Case("2 stages", 2, (*NUMBERS, "plan.stages=2", "plan.chunk_steps=2"), shares=2),
+    "replicas": Case("2 replicas", 2, (*NUMBERS, "plan.replicas=2"), shares=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CARRYWAVE_SHARE_GPU", raising=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("plan", CASES)
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_kills_do_not_change_the_answer(kills: int, plan: str, precision: str, tmp_path: Path) -> None:
+    case = CASES[plan]
+    case = Case(case.name, 2, (*case.words, f"train.precision={precision}"), steps=60 if kills == 1 else 150, shares=2)
+    _faults.write_data(tmp_path)
+    _faults.write_numbers(tmp_path)
+    calm = _faults.calm(tmp_path, case)
+    assert calm.code == 0, calm.lines
+    assert f"{plan} communicate through device memory" in calm.out
+    told = _faults.disturbed(tmp_path, case, kills, seed=kills)
+    assert told.code == 0, told.lines
+    assert (len(told.faults), told.restarts) == (kills, kills), told.lines
+    restarts = [line for line in told.lines if "restarting from" in line]
+    assert all("was killed (signal 9, SIGKILL); restarting from " in line for line in restarts), restarts
+    ours, theirs = (_faults.contents(tmp_path / run) for run in ("disturbed", "calm"))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+    assert _faults.each_once(tmp_path / "disturbed-ledger", 2 if plan == "stages" else 1)
