@@ -325,7 +325,7 @@ def test_hosts_that_differ_do_not_grow() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda known: known | {"format": 99}, "has format 99, but this version reads 2; measure it again"),
+        (lambda known: known | {"format": 99}, "has format 99, but this version reads 3; measure it again"),
         (lambda known: known | {"versions": {"carrywave": "0.0.1"}}, "was measured with carrywave 0.0.1, but this is"),
         (lambda known: known | {"sample": []}, "unknown key 'sample'; did you mean samples?"),
         (lambda known: known | {"samples": []}, "has no sample of"),

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from carrywave.errors import SpecError
-from carrywave.parallel.startup.environment import SHARE_GPU
+from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
 from carrywave.parallel.world import World, all_gather_text
 
-TRANSPORT = "CARRYWAVE_TRANSPORT"  # device, nccl or gloo; auto: the best that there is
 TRANSPORTS = ("auto", "device", "nccl", "gloo")
 
 
