@@ -82,6 +82,8 @@ def test_it_says_all_that_was_asked(work: Path) -> None:
     assert f"{known['tokens_per_second']:,.0f} tokens/s" in out
     assert f"{known['bubble']:.1%} of the devices' time" in out
     assert f"efficiency  {known['efficiency']:.1%}" in out
+    assert "transport   messages and sums over gloo\n" in out  # the made-up machine has no CUDA graphs, so no GPUs
+    assert (known["transport"], known["recorded"]) == ({"messages": "gloo", "sums": "gloo"}, "")
     assert all(each["why"] in out for each in known["alternatives"])
     assert len(known["alternatives"]) >= 3
     heading = lines.index("what would have to change to do better")
