@@ -54,5 +54,3 @@ def test_shares_are_measured_with_messages_and_sums_in_device_memory() -> None:
     assert {sample.piped for sample in profile.samples if sample.kind == "lstm"} == {"", "recorded"}
     found = Predictor(units, Cluster.uniform(profile, 2)).predict(Plan(1, 2, chunk_steps=8))
     assert found.ways.recorded == "steps"
-    # Launched, two stages of 8 chunks have at least 32 tasks of 100 us on one stage.
-    assert found.seconds < 32 * 1e-4 + 5e-3

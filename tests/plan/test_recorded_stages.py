@@ -99,6 +99,14 @@ def test_chunks_of_a_window_have_samples_of_their_own_and_a_window_of_one_chunk_
         assert predict(slower, plan).seconds == predict(gpu(), plan).seconds
 
 
+def test_without_samples_of_chunks_those_of_a_single_device_are_taken() -> None:
+    plain = replace(gpu(), samples=tuple(sample for sample in gpu().samples if not sample.piped))
+    launched = tuple(replace(sample, forward_seconds=1.0, piped="launched") for sample in plain.samples if sample.kind == "lstm")
+    found = predict(replace(plain, samples=(*plain.samples, *launched)), FOUR)
+    assert found.ways.recorded == "steps"
+    assert found.seconds == predict(plain, FOUR).seconds < 1.0
+
+
 def test_the_sender_pays_for_copies_in_device_memory() -> None:
     quick, slow = (predict(gpu(within=Link(2 * US, rate)), FOUR).seconds for rate in (200e9, 2e9))
     message = 16 * 64 * 512 * 2
