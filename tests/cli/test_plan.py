@@ -82,6 +82,8 @@ def test_it_says_all_that_was_asked(work: Path) -> None:
     assert f"{known['tokens_per_second']:,.0f} tokens/s" in out
     assert f"{known['bubble']:.1%} of the devices' time" in out
     assert f"efficiency  {known['efficiency']:.1%}" in out
+    assert "transport   messages and sums over gloo\n" in out  # the made-up machine has no CUDA graphs, so no GPUs
+    assert (known["transport"], known["recorded"]) == ({"messages": "gloo", "sums": "gloo"}, "")
     assert all(each["why"] in out for each in known["alternatives"])
     assert len(known["alternatives"]) >= 3
     heading = lines.index("what would have to change to do better")
@@ -325,7 +327,7 @@ def test_hosts_that_differ_do_not_grow() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda known: known | {"format": 99}, "has format 99, but this version reads 2; measure it again"),
+        (lambda known: known | {"format": 99}, "has format 99, but this version reads 3; measure it again"),
         (lambda known: known | {"versions": {"carrywave": "0.0.1"}}, "was measured with carrywave 0.0.1, but this is"),
         (lambda known: known | {"sample": []}, "unknown key 'sample'; did you mean samples?"),
         (lambda known: known | {"samples": []}, "has no sample of"),

@@ -66,7 +66,7 @@ def test_two_real_workers_measure_all_that_a_search_asks_for(tmp_path: Path) -> 
     assert found.overheads.task_seconds > 0
     if 2 in crowds("cpu", 2):
         assert found.overheads.message_seconds > 0
-        assert found.within.source == "measured"
+        assert (found.within.source, found.within.transport) == ("measured", "gloo")
         assert {reduction.workers for reduction in found.reductions} == {2}
         [crowd] = found.crowds
         assert crowd.workers == 2
@@ -81,6 +81,7 @@ def test_what_is_known_is_not_measured_again_and_what_is_new_is_added(started: l
     first = profile_for(units(), device="cpu", devices=2)
     assert [job["workers"] for job in started] == [1, 2]
     assert [job["links"] for job in started] == [False, True]
+    assert all(job["launched"] for job in started)
     assert first.crowds == (Crowd(2, lag=0.1),)
     assert profile_for(units(), device="cpu", devices=2) == first
     assert len(started) == 2
@@ -90,6 +91,14 @@ def test_what_is_known_is_not_measured_again_and_what_is_new_is_added(started: l
     assert known_profile(units(16, optimizer="sgd"), device="cpu", workers=2) == more
     assert known_profile(units(), device="cpu", workers=1) == more
     assert known_profile(units(24), device="cpu", workers=1) is None  # a guess from other sizes would only mislead
+
+
+def test_a_profile_is_of_the_transport_that_was_asked_for(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    profile_for(units(), device="cpu", devices=1)
+    monkeypatch.setenv("CARRYWAVE_TRANSPORT", "nccl")
+    assert known_profile(units(), device="cpu", workers=1) is None
+    monkeypatch.setenv("CARRYWAVE_TRANSPORT", "auto")
+    assert known_profile(units(), device="cpu", workers=1) is not None
 
 
 def test_a_profile_of_other_versions_is_measured_anew(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +224,7 @@ def test_shares_of_a_gpu_are_devices_measured_by_workers_in_their_environment(
     found = profile_of_shares(units(precision="bf16"), {"SHARE": "25"}, [1, 2, 4])
     assert [(job["workers"], job["device"], job["environment"]) for job in started] == [(n, "cuda", {"SHARE": "25"}) for n in (1, 2, 4)]
     assert [job["links"] for job in started] == [False, True, True]
+    assert not any(job["launched"] for job in started)  # all stages of one host are recorded
     assert all(job["asks"] for job in started)
     assert found.devices_per_host == 4
     assert {sample.workers for sample in found.samples} == {1, 2, 4}

@@ -67,5 +67,5 @@ def test_only_layers_have_work_in_them() -> None:
 
 
 def test_what_a_task_takes_anyway_is_taken_off() -> None:
-    assert rig._own(1.0, 0.3) == pytest.approx(0.7)
-    assert rig._own(1.0, 2.0) == pytest.approx(0.2)  # never below a share of what was timed
+    assert rig.own(1.0, 0.3) == pytest.approx(0.7)
+    assert rig.own(1.0, 2.0) == pytest.approx(0.2)  # never below a share of what was timed

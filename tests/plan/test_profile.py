@@ -43,7 +43,7 @@ LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": 3}, "has format 3, but this version reads 2"),
+        ({"format": 2}, "has format 2, but this version reads 3"),
         ({"memory": 1}, "unknown key 'memory'; did you mean memory_bytes"),
         ({"name": 3}, "name=3 is not a str"),
         ({"memory_bytes": 1.5}, "memory_bytes=1.5 is not an int"),

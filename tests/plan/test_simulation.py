@@ -71,6 +71,20 @@ def test_weight_gradients_come_after_what_is_sent_and_each_message_costs_time() 
     assert found.busy == (9.0, 9.0)
 
 
+def test_a_sender_that_copies_its_messages_itself_is_busy_meanwhile_and_waits_for_no_receive() -> None:
+    link = Link(0.125, 8.0)
+    carried, copied = (
+        simulate(
+            with_messages(wavefront(2, 2), ahead=0), TaskTimes(lambda task: 1.0, lambda task: 4, lambda line: link, 0.25, copied=copied)
+        )
+        for copied in (False, True)
+    )
+    assert [span.start for span in carried.rows[0]][:2] == [0.0, 1.25]
+    assert [span.start for span in copied.rows[0]][:2] == [0.0, 1.75]  # a send takes 0.25 and its copy 0.5
+    assert copied.rows[1][0].start == 1.75 + 0.125
+    assert copied.sent_bytes == carried.sent_bytes == (8, 8)
+
+
 def test_what_follows_the_tasks_is_put_behind_them() -> None:
     found = simulate(with_messages(wavefront(2, 1)), UNIT).then("reduce", [(4.0, 6.0), (3.0, 3.0)]).then("update", [(6.0, 7.0), (6.0, 8.0)])
     assert [span.label for span in found.rows[0]] == ["F", "B", "reduce", "update"]

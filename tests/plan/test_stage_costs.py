@@ -94,10 +94,12 @@ def test_precisions_that_were_not_timed_are_refused_unless_alike() -> None:
 
 def test_a_stage_of_a_pipeline_is_timed_by_samples_of_one_where_there_are_any() -> None:
     slower = tuple(
-        replace(sample, forward_seconds=2 * sample.forward_seconds, piped=True) for sample in machine().samples if sample.kind == "lstm"
+        replace(sample, forward_seconds=2 * sample.forward_seconds, piped="launched")
+        for sample in machine().samples
+        if sample.kind == "lstm"
     )
     profile = machine(samples=(*machine().samples, *slower))
-    alone, piped = (Costs(units(), profile, piped=piped) for piped in (False, True))
+    alone, piped = (Costs(units(), profile, piped=piped) for piped in ("", "launched"))
     assert alone.unit(1, 8, 16) == Costs(units(), machine()).unit(1, 8, 16)
     assert piped.unit(1, 8, 16).forward == pytest.approx(2 * alone.unit(1, 8, 16).forward)
     assert piped.unit(5, 8, 16) == alone.unit(5, 8, 16)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,13 +22,15 @@ from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
+from carrywave.parallel.mesh import Mesh
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.units import Units
+from carrywave.plan.cost.ways import Ways
 from carrywave.plan.plan import Plan
 from carrywave.plan.search.partition import say
 from carrywave.plan.search.predictor import Predictor
-from carrywave.runs.summary import backends, summarize
+from carrywave.runs.summary import backends, summarize, ways_of_run
 from carrywave.runs.watcher import Silent
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
@@ -91,6 +94,38 @@ def told(network: Model | Whole, plan: Plan | None = None) -> list[str]:
     facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
     lines = summarize(spec(), facts, network, plan or Plan(), ORDER, "cpu").splitlines()
     return [line for line in lines if line.startswith("kernels")]
+
+
+def test_the_summary_says_how_workers_reach_each_other() -> None:
+    facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
+
+    def line(ways: Ways | None) -> list[str]:
+        lines = summarize(spec(), facts, model(), Plan(stages=2, cuts=(2,)), ORDER, "cpu", None, ways).splitlines()
+        return [each for each in lines if each.startswith("transport")]
+
+    assert line(None) == line(Ways()) == []
+    assert line(Ways("gloo", "gloo")) == ["transport messages and sums over gloo"]
+    said = "transport messages and sums in device memory; whole steps are recorded as CUDA graphs"
+    assert line(Ways("device memory", "device memory", "steps", on_gpu=True)) == [said]
+
+
+def test_the_ways_of_a_run_are_those_of_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CARRYWAVE_CAPTURE", raising=False)
+    network = model()
+    assert ways_of_run(Mesh.alone(torch.device("cpu")), network, spec()) == Ways()
+
+    def ways(plan: Plan, *, in_stream: bool, links: bool, backend: str = "gloo", **train: object) -> Ways:
+        mesh = SimpleNamespace(plan=plan, device=torch.device("cuda"), in_stream=in_stream, world=SimpleNamespace(size=4, backend=backend))
+        mesh.links = SimpleNamespace(in_stream=links) if plan.stages > 1 else None
+        return ways_of_run(cast(Mesh, mesh), network, spec(**train))
+
+    stages, replicas, both = Plan(1, 4, (1, 2, 3)), Plan(4), Plan(2, 2, (2,))
+    assert ways(stages, in_stream=True, links=True) == Ways("device memory", "device memory", "steps", on_gpu=True)
+    assert ways(stages, in_stream=False, links=False, backend="nccl") == Ways("NCCL", "NCCL", "", on_gpu=True)
+    assert ways(both, in_stream=False, links=True, backend="nccl") == Ways("device memory", "NCCL", "passes", on_gpu=True)
+    assert ways(replicas, in_stream=True, links=False) == Ways("", "device memory", "steps", on_gpu=True)
+    assert ways(replicas, in_stream=True, links=False, accumulate=2) == Ways("", "device memory", "passes", on_gpu=True)
+    assert ways(stages, in_stream=True, links=True, precision="fp64").recorded == ""
 
 
 def test_the_summary_names_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,17 @@ def test_overheads_of_a_machine_count(use: Any) -> None:
     assert planned(2).plan.stages == 1
 
 
+def test_a_transport_that_the_user_asks_for_is_planned_with(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(machine(overheads=Overheads(1e-4, 1e-5, recorded_seconds=1e-6)))
+    found = {}
+    for asked in ("", "device", "nccl", "gloo"):
+        monkeypatch.setenv("CARRYWAVE_TRANSPORT", asked)
+        prediction = planned(2, {"stages": 2}).prediction
+        assert prediction is not None
+        found[asked] = prediction.ways.messages, prediction.ways.recorded
+    assert found == {"": ("device memory", "steps"), "device": ("device memory", "steps"), "nccl": ("NCCL", ""), "gloo": ("gloo", "")}
+
+
 def test_without_a_number_the_gpus_that_pay_are_taken(use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("the carry is passed along. " * 400)
     data = {"train": str(tmp_path / "text.txt"), "tokens": "char"}

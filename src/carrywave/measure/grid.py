@@ -1,28 +1,38 @@
-"""Measures a device on a grid of sizes, for a profile to be shared: `python -m carrywave.measure.grid FILE NAME [cpu|cuda]`.
+"""Measures a device on a grid of sizes, for a profile to be shared: `python -m carrywave.measure.grid FILE NAME [--shares 4,2]`.
 
-A machine's own profile holds only the sizes of the models planned on it; a shared profile has to cover all models.
+A machine's own profile holds only the sizes of the models planned on it; a shared profile has to cover all models. With shares of a GPU,
+one more file is written for each number of them, beside the first (`NAME-1of4.json`): a share as a device of its own, with messages and
+sums between shares. What they take there is also what recorded stages on whole GPUs spend on a message, besides the copy.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from carrywave.measure.profiles import MEASURED_BY, empty, merged, threads
+from carrywave.launch.shares import shares
+from carrywave.measure.profiles import MEASURED_BY, empty, merged, read, threads
 from carrywave.parallel import worker_pool
-from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cost.profile import Overheads, Profile
 from carrywave.plan.cost.sample_requests import Ask
 from carrywave.plan.cost.shipped_profiles import LINKS
 
 HIDDEN, LANES, STEPS = (128, 256, 512, 1024, 2048), (16, 64), (8, 32, 128)
+SHORT = 32  # steps: as long as this, a call is also timed as a chunk
+CHUNKS = 4  # of the window that such a chunk is part of
 OTHER_INPUTS = ((256, 1024), (1024, 256))  # (inputs, hidden) of layers whose input width differs from their own
 WIDTHS, WORDS = (256, 1024), (2_000, 10_000, 50_000)
 TOGETHER = ((256, 16, 4), (512, 16, 8), (1024, 64, 4))  # (hidden, lanes, layers in one call)
 PRECISIONS = ("bf16", "fp32", "tf32")
 OPTIMIZERS = ("adam", "sgd")
 DEVICES_PER_HOST = 8
+MESSAGE_SECONDS = 20e-6  # of a launched message: one kernel launch; assumed, as there was no second GPU
+RECORDED_MESSAGE_SECONDS = 3e-6  # where no shares are measured: a signal or a wait, as between shares of an H200
+
+SHARE_HIDDEN, SHARE_STEPS, SHARE_WINDOW = (512, 1024), (8, 16, 32), 256
+SHARE_WORDS, SHARE_PRECISION = 10_000, "bf16"
 
 
 def grid(precision: str) -> Iterator[Ask]:
@@ -30,36 +40,115 @@ def grid(precision: str) -> Iterator[Ask]:
     for hidden in HIDDEN:
         for lanes in LANES:
             for steps in STEPS:
-                yield Ask("lstm", hidden, hidden, lanes, steps, precision=precision)
+                yield _ask("lstm", hidden, hidden, lanes, steps, precision)
     for inputs, hidden in OTHER_INPUTS:
-        yield Ask("lstm", inputs, hidden, 32, 64, precision=precision)
+        yield _ask("lstm", inputs, hidden, 32, 64, precision)
     for hidden, lanes, layers in TOGETHER:
         yield Ask("lstm", hidden, hidden, lanes, 64, precision=precision, layers=layers)
     for width in WIDTHS:
         for words in WORDS:
             for lanes, steps in ((16, 8), (32, 64)):
-                yield Ask("softmax", width, words, lanes, steps, precision=precision)
-                yield Ask("embedding", words, width, lanes, steps, precision=precision)
+                yield _ask("softmax", width, words, lanes, steps, precision)
+                yield _ask("embedding", words, width, lanes, steps, precision)
         for lanes, steps in ((16, 8), (32, 64)):
-            yield Ask("linear", width, 24, lanes, steps, precision=precision)
-            yield Ask("dropout", width, width, lanes, steps, precision=precision)
-            yield Ask("norm", width, width, lanes, steps, precision=precision)
+            yield _ask("linear", width, 24, lanes, steps, precision)
+            yield _ask("dropout", width, width, lanes, steps, precision)
+            yield _ask("norm", width, width, lanes, steps, precision)
 
 
-def measure(name: str, kind: str) -> Profile:
-    """Measure this machine's devices. For GPUs, hosts of eight are assumed, with the usual links, since none are measured here."""
+def share_grid() -> Iterator[Ask]:
+    """The calls to time on a share: fewer, since shares are for trying plans out."""
+    for hidden in SHARE_HIDDEN:
+        for lanes in LANES:
+            for steps in (*SHARE_STEPS, SHARE_WINDOW):
+                yield _ask("lstm", hidden, hidden, lanes, steps, SHARE_PRECISION)
+        for steps in (SHARE_STEPS[0], SHARE_WINDOW):
+            yield _ask("linear", hidden, 1, LANES[-1], steps, SHARE_PRECISION)
+            yield _ask("softmax", hidden, SHARE_WORDS, LANES[-1], steps, SHARE_PRECISION)
+            yield _ask("embedding", SHARE_WORDS, hidden, LANES[-1], steps, SHARE_PRECISION)
+            yield _ask("dropout", hidden, hidden, LANES[-1], steps, SHARE_PRECISION)
+
+
+def _ask(kind: str, inputs: int, outputs: int, lanes: int, steps: int, precision: str) -> Ask:
+    chunks = CHUNKS if steps <= SHORT else 1
+    return Ask(kind, inputs, outputs, lanes, steps, precision=precision, chunks=chunks)  # type: ignore[arg-type]
+
+
+def measure(
+    name: str, kind: str, *, precisions: Sequence[str] = PRECISIONS, before: Profile | None = None, shared: Profile | None = None
+) -> Profile:
+    """Measure this machine's devices. For GPUs, hosts of eight are assumed, with the usual links, since none are measured here.
+
+    `before`: an earlier profile, of which samples that are not measured now are kept. `shared`: that of shares of such a GPU.
+    """
     found = empty(kind)
-    for precision in PRECISIONS if kind == "cuda" else ("fp32",):
-        asks = [ask.to_json() for ask in grid(precision)]
-        optimizers = OPTIMIZERS if precision == "bf16" or kind == "cpu" else ()
-        job = {"device": kind, "precision": precision, "asks": asks, "optimizers": optimizers, "links": False}
-        found = merged(found, worker_pool.start(MEASURED_BY, job, 1, threads=threads(1), name="the measurement"), 1)
+    found = found if before is None else replace(before, overheads=found.overheads)
+    for precision in precisions if kind == "cuda" else ("fp32",):
+        optimizers = OPTIMIZERS if precision == precisions[0] or kind == "cpu" else ()
+        found = _measured(found, kind, precision, list(grid(precision)), optimizers, 1, {})
     if kind == "cuda":
-        overheads = replace(found.overheads, message_seconds=20e-6)  # one kernel launch each; assumed, as there was no second GPU
+        own = RECORDED_MESSAGE_SECONDS if shared is None else shared.overheads.recorded_message_seconds
+        overheads = replace(found.overheads, message_seconds=MESSAGE_SECONDS, recorded_message_seconds=own)
         found = replace(found, within=LINKS["nvlink4"], between=LINKS["infiniband-ndr"], overheads=overheads)
         found = replace(found, devices_per_host=DEVICES_PER_HOST)
     return replace(found, name=name)
 
 
+def measure_shares(name: str, count: int) -> Profile:
+    """Measure shares of a GPU, all at work at once: each as one device of a host that has as many as there are shares."""
+    whole = empty("cuda")
+    found = replace(
+        whole,
+        name=f"{name}-1of{count}",
+        hardware=f"1/{count} of {whole.hardware}",
+        memory_bytes=whole.memory_bytes // count,
+        devices_per_host=count,
+        between=None,
+        overheads=Overheads(),
+    )
+    with shares(count) as environment:
+        return _measured(found, "cuda", SHARE_PRECISION, list(share_grid()), OPTIMIZERS[:1], count, environment)
+
+
+def _measured(
+    profile: Profile,
+    kind: str,
+    precision: str,
+    asks: Sequence[Ask],
+    optimizers: Sequence[str],
+    workers: int,
+    environment: Mapping[str, str],
+) -> Profile:
+    job = {
+        "device": kind,
+        "precision": precision,
+        "asks": [ask.to_json() for ask in asks],
+        "optimizers": list(optimizers),
+        "links": workers > 1,
+        "launched": workers == 1,
+    }
+    rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), environment=environment, name="the measurement")
+    return merged(profile, rows, workers)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure and write what the command line asks for."""
+    words = argparse.ArgumentParser(prog="python -m carrywave.measure.grid", description=__doc__.partition("\n")[0])
+    words.add_argument("file", type=Path, help="of the profile; samples in it that are not measured again are kept")
+    words.add_argument("name", help="of the profile")
+    words.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    words.add_argument("--precisions", default=",".join(PRECISIONS), help="to measure on a GPU; empty: only shares")
+    words.add_argument("--shares", default="", help="numbers of shares of a GPU to measure, such as 4,2")
+    asked = words.parse_args(given)
+    precisions = [precision for precision in asked.precisions.split(",") if precision]
+    shared: Profile | None = None
+    for count in (int(number) for number in asked.shares.split(",") if number):
+        shared = measure_shares(asked.name, count)
+        shared.write(asked.file.with_name(f"{shared.name}.json"))
+    if precisions:
+        before = read(asked.file, asked.device)
+        measure(asked.name, asked.device, precisions=precisions, before=before, shared=shared).write(asked.file)
+
+
 if __name__ == "__main__":
-    measure(sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "cuda").write(Path(sys.argv[1]))
+    main()

@@ -25,6 +25,7 @@ from carrywave.errors import PlanError, RunError, UserError
 from carrywave.launch.hardware import cores, gpus, nvidia_smi, shares_on
 from carrywave.launch.shares import PIPES, divided
 from carrywave.parallel import worker_pool
+from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.plan.cost.profile import Crowd, Link, Overheads, Profile, Reduction, Sample
 from carrywave.plan.cost.sample_requests import Ask, asks_of, called
 from carrywave.plan.cost.shipped_profiles import LINKS
@@ -92,10 +93,12 @@ def hardware(kind: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions that were timed, and the number of threads if the user set it."""
+    """The versions that were timed, and the number of threads and the transport if the user set them."""
     found = {"carrywave": __version__, "torch": metadata.version("torch")}
     if (own := _own_threads()) is not None:
         found["threads"] = str(own)
+    if (asked := os.environ.get(TRANSPORT, "")) not in ("", "auto"):
+        found["transport"] = asked
     return found
 
 
@@ -173,6 +176,8 @@ def _measured(
         "asks": [ask.to_json() for ask in missing.asks],
         "optimizers": missing.optimizers,
         "links": missing.links,
+        # Shares are of one host, where all that stages do is recorded.
+        "launched": environment is None and shares_on(kind) == 1,
     }
     try:
         # In a worker that has a share, its own environment serves those who measure too.

@@ -1,34 +1,81 @@
-"""Times units on a GPU as a single stage runs them: captured as a CUDA graph, so that host overhead plays no part."""
+"""Times units on a GPU as recorded steps run them: captured as a CUDA graph, so that host overhead plays no part.
+
+A single stage runs its window as one chunk. Stages run it as several, which share a window: kernels keep what they need between chunks, and
+weight gradients are computed once, at its end. What a chunk takes there follows from graphs that stop at different points of one step.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from carrywave.measure.rig import Rig, between, nothing
+from carrywave.measure.rig import Part, Rig, between, nothing, own
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import Ask
 
-BLOCKS, LEAST_SECONDS = 5, 0.02
+BLOCKS, LEAST_SECONDS = 5, 0.01
+LEAST = 1e-7  # seconds of any call
+EMPTY_CHUNKS = 8  # of a window without any unit
+Together = Callable[[], None]  # a barrier, so that all workers time the same call at once
 
 
-def time_recorded(ask: Ask, device: torch.device, task_seconds: float) -> Sample:
-    """Time a request. Forward is timed alone; backward is the rest of forward plus backward, less the overhead of the two tasks."""
+def _nothing() -> None:
+    pass
+
+
+class Chunks(NamedTuple):
+    """Seconds of a chunk's forward and backward, and of the weight gradients of its window."""
+
+    forward: float
+    backward: float
+    weights: float
+
+
+def time_recorded(ask: Ask, device: torch.device, task_seconds: float, together: Together = _nothing) -> Sample:
+    """Time a request as a window of one chunk. Forward is timed alone; backward is the rest of forward plus backward, less the overhead of
+    the two tasks.
+    """
     if ask.kind in ("dropout", "norm"):
-        forward, backward = (max(1e-7, seconds) for seconds in _between(ask, device))
+        forward, backward = (max(LEAST, seconds) for seconds in _between(ask, device))
         return ask.sample(forward, backward, 0.0)
     rig = Rig(ask, device)
-    forward = replay_seconds(rig.forward, device)
-    both = max(replay_seconds(lambda: rig.run(1, None), device) - 2 * task_seconds, 1.2 * forward)
+    forward = replay_seconds(rig.forward, device, together)
+    both = max(replay_seconds(lambda: rig.run(1, None), device, together) - 2 * task_seconds, 1.2 * forward)
     return ask.sample(forward, both - forward, 0.0)
 
 
-def recorded_task(device: torch.device, precision: str) -> float:
-    """Seconds of overhead per captured task: a task without any unit."""
+def time_chunk(ask: Ask, device: torch.device, task_seconds: float, together: Together = _nothing) -> Sample:
+    """Time a request as one of several chunks of a window; what it defers is its part of the window's weight gradients."""
+    rig = Rig(replace(ask, steps=ask.chunks * ask.steps), device)
+
+    def seconds(part: Part) -> float:
+        return replay_seconds(lambda: rig.run(ask.chunks, None, part), device, together)
+
+    forward, backward, weights = chunks_of(ask.chunks, seconds)
+    forward, backward, put_off = max(LEAST, own(forward, task_seconds)), own(backward, task_seconds), weights / ask.chunks
+    return replace(ask.sample(forward, backward + put_off, put_off), piped="recorded")
+
+
+def chunks_of(chunks: int, seconds: Callable[[Part], float]) -> Chunks:
+    """The times of the tasks of a window of `chunks` chunks, from those of its parts. What is made once a pass counts as forward."""
+    begun, returned, everything = seconds("begun"), seconds("returned"), seconds("all")
+    backward = max(0.0, returned - begun) / (chunks - 1)
+    return Chunks(max(0.0, begun - backward) / chunks, backward, max(0.0, everything - returned))
+
+
+def recorded_task(device: torch.device, precision: str, together: Together = _nothing) -> float:
+    """Seconds of overhead per captured task: a task without any unit, in a window of several chunks."""
     rig = Rig(nothing(precision), device)
-    return replay_seconds(lambda: rig.run(1, None), device) / 2
+
+    def seconds(part: Part) -> float:
+        return replay_seconds(lambda: rig.run(EMPTY_CHUNKS, None, part), device, together)
+
+    found = chunks_of(EMPTY_CHUNKS, seconds)
+    return (found.forward + found.backward) / 2
 
 
 def _between(ask: Ask, device: torch.device) -> tuple[float, float]:
@@ -38,8 +85,12 @@ def _between(ask: Ask, device: torch.device) -> tuple[float, float]:
     return forward, replay_seconds(lambda: step(True), device) - forward
 
 
-def replay_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Capture `work` as a CUDA graph and return the seconds per replay: the median over a few blocks of replays."""
+def replay_seconds(work: Callable[[], object], device: torch.device, together: Together = _nothing, times: int | None = None) -> float:
+    """Capture `work` as a CUDA graph and return the seconds per replay: the median over a few blocks of replays.
+
+    `times`: the replays of a block. Work that waits for other workers needs the same number on all of them; otherwise it depends on the
+    time of a replay.
+    """
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -51,7 +102,8 @@ def replay_seconds(work: Callable[[], object], device: torch.device) -> float:
     with torch.cuda.graph(graph):
         kept = work()
     graph.replay()
-    times = max(3, round(LEAST_SECONDS / max(1e-6, _block(graph, 3, device))))
+    times = times or max(3, round(LEAST_SECONDS / max(1e-6, _block(graph, 3, device))))
+    together()
     found = statistics.median(_block(graph, times, device) for _ in range(BLOCKS))
     del kept
     return found

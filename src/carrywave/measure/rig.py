@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from carrywave.model.state import Chunk
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import Ask
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Channel
+from carrywave.plan.schedule.messages import Channel, Program
 from carrywave.step import executor
 from carrywave.step.precision import HALVES, autocast, configure, parameter_dtype
 from carrywave.step.task_clock import Arrived, TaskClock
@@ -36,6 +36,7 @@ from carrywave.step.task_clock import Arrived, TaskClock
 STAGES = 3  # encoder, LSTM layers, head: each is a stage of its own
 LEAST_RUNS, LEAST_SECONDS = 3, 0.06
 LONG_SECONDS = 0.2  # a run this long needs no repetition
+Part = Literal["begun", "returned", "all"]  # every forward and the first backward; every forward and backward; weight gradients too
 _SMALL = 0.2  # at least this fraction of the measured time is attributed to the unit, however large the task overhead
 
 
@@ -92,13 +93,13 @@ class Rig:
         self.key = random.key(1, 0, 0).to(device)
         self.parameters = [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
 
-    def run(self, chunks: int, clock: TaskClock | None) -> None:
-        """Run one step, forward and backward, in `chunks` chunks."""
+    def run(self, chunks: int, clock: TaskClock | None, part: Part = "all") -> None:
+        """Run one step, forward and backward, in `chunks` chunks; or only the first part of it."""
         for parameter in self.parameters:
             parameter.grad = None
         plan = Plan(1, STAGES, self.cuts, None if chunks == 1 else -(-self.ask.steps // chunks))
         job = executor.Job(self.batch, self.stage.start(self.ask.lanes, self.device), self.key, precision=self.ask.precision)
-        program = executor.program_for(plan, [self.batch], backward=True)
+        program = up_to(part, executor.program_for(plan, [self.batch], backward=True), self.place)
         executor.run(self.stage, plan, program, [job], self.echo, place=self.place, clock=clock)
 
     def forward(self) -> Tensor:
@@ -127,6 +128,17 @@ class Rig:
         return forward, backward, put_off
 
 
+def up_to(part: Part, program: Program, place: int) -> Program:
+    """The program whose stage at `place` stops after a part of its steps."""
+    kept, backwards = [], 0
+    for step in program.stages[place]:
+        backwards += step.kind == "run" and step.task.phase == "B"
+        if (part == "begun" and backwards > 1) or (part != "all" and step.kind == "run" and step.task.phase == "W"):
+            break
+        kept.append(step)
+    return replace(program, stages=(*program.stages[:place], tuple(kept), *program.stages[place + 1 :]))
+
+
 def time_unit(ask: Ask, device: torch.device, task_seconds: float, together: Callable[[], None], alone: bool) -> Sample:
     """Time a request. `together` is a barrier, so that all workers time the same call at once.
 
@@ -139,11 +151,11 @@ def time_unit(ask: Ask, device: torch.device, task_seconds: float, together: Cal
         whole = Rig(ask, device)
         put_off = whole.laps(2, together)[2] if ask.steps > 1 else 0.0
         forward, backward, _ = whole.laps(1, together)
-        forward, backward = _own(forward, task_seconds), _own(backward, task_seconds)
+        forward, backward = own(forward, task_seconds), own(backward, task_seconds)
     else:
         forward, backward, paid = Rig(ask.twice(), device).laps(2, together)
         put_off = paid / 2
-        forward, backward = _own(forward, task_seconds), _own(backward, task_seconds) + put_off
+        forward, backward = own(forward, task_seconds), own(backward, task_seconds) + put_off
     return ask.sample(forward, backward, min(put_off, backward))
 
 
@@ -158,7 +170,8 @@ def nothing(precision: str) -> Ask:
     return Ask("linear", 1, 1, 4, 8, precision=precision, nothing=True)
 
 
-def _own(seconds: float, task_seconds: float) -> float:
+def own(seconds: float, task_seconds: float) -> float:
+    """The seconds of a unit itself: those of its task less the overhead of any task."""
     return max(seconds - task_seconds, _SMALL * seconds)
 
 

@@ -1,13 +1,15 @@
 """Runs one worker of a measurement: times units, the optimizer, all-reduces and messages, simultaneously on all workers.
 
-It yields rows that `measure.profiles` merges into a profile: `sample`, `lag`, `reduction`, `link`, `overheads`.
+It yields rows that `measure.profiles` merges into a profile: `sample`, `lag`, `reduction`, `link`, `overheads`. On a GPU every unit is
+timed in CUDA graphs, as a window of its own and as one chunk of a window; and, unless the job says that no plan needs it, launched by the
+host, as in stages that exchange messages over NCCL.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -17,7 +19,8 @@ from torch import distributed as dist
 
 from carrywave.data.batch import Batch
 from carrywave.kernels.hopper import persistent
-from carrywave.measure.recorded import recorded_task, time_recorded
+from carrywave.measure import device_memory
+from carrywave.measure.recorded import recorded_task, time_chunk, time_recorded
 from carrywave.measure.rig import Rig, time_task, time_unit
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads import Forecast
@@ -27,6 +30,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import OPTIMIZER_SIZES, REDUCED_BYTES, Ask
+from carrywave.plan.plan import Plan
 from carrywave.step.task_clock import TaskClock
 from carrywave.step.trainer import Trainer
 
@@ -45,27 +49,41 @@ def work(world: World, job: Row) -> Iterator[Row]:
     task_seconds = time_task(world.device, precision, together)
     yield {"overheads": {"task_seconds": task_seconds}}
     on_gpu = world.device.type == "cuda"
-    recorded = recorded_task(world.device, precision) if on_gpu else 0.0
+    recorded = recorded_task(world.device, precision, together) if on_gpu else 0.0
     if on_gpu:
         yield {"overheads": {"recorded_seconds": recorded}}
     asks = [Ask.of(known) for known in job["asks"]]
     if on_gpu:
         for ask in asks:
-            yield {"sample": asdict(time_recorded(ask, world.device, recorded))}
+            yield {"sample": asdict(time_recorded(ask, world.device, recorded, together))}
+            if not ask.whole and ask.kind not in ("dropout", "norm"):
+                yield {"sample": asdict(time_chunk(ask, world.device, recorded, together))}
     for name in job["optimizers"]:
         for parameters, layers in OPTIMIZER_SIZES[world.device.type]:
             yield {"sample": asdict(_update(world.device, name, parameters, layers, precision, together))}
-    if on_gpu:
+    if on_gpu and job.get("launched", True):
         persistent.stand_aside("stages over NCCL do not use it")  # nor are CUDA graphs captured there
     for ask in asks:
-        if ask.layers == 1:
+        if ask.layers == 1 and (not on_gpu or job.get("launched", True)):
             sample = time_unit(ask, world.device, task_seconds, together, alone=ask.whole and not on_gpu)
-            yield {"sample": asdict(replace(sample, piped=on_gpu))}
+            yield {"sample": asdict(replace(sample, piped="launched" if on_gpu else ""))}
     if world.size > 1 and job.get("links", True):
-        if not on_gpu:
-            yield _lag(world, next((ask for ask in asks if ask.kind == "lstm"), Ask("lstm", 128, 128, 8, 32, precision=precision)))
-        yield from _reductions(world)
-        yield from _messages(world)
+        yield from _links(world, asks, precision)
+
+
+def _links(world: World, asks: Sequence[Ask], precision: str) -> Iterator[Row]:
+    """What workers lose to each other: lags, sums and messages, the latter as stages and replicas on these devices exchange them."""
+    if world.device.type == "cpu":
+        yield _lag(world, next((ask for ask in asks if ask.kind == "lstm"), Ask("lstm", 128, 128, 8, 32, precision=precision)))
+        transport = "gloo"
+    else:
+        mesh = Mesh(world, Plan(world.size))
+        if mesh.in_stream:
+            yield from device_memory.rows_of(mesh)
+            return
+        transport = mesh.transport
+    yield from _reductions(world)
+    yield from _messages(world, transport)
 
 
 def _nothing() -> None:
@@ -157,7 +175,7 @@ def _reductions(world: World) -> Iterator[Row]:
         yield {"reduction": {"workers": world.size, "num_bytes": num_bytes, "seconds": statistics.median(found[2:])}}
 
 
-def _messages(world: World) -> Iterator[Row]:
+def _messages(world: World, transport: str) -> Iterator[Row]:
     """Time messages between the first two workers: half a round trip, and the sender's own time per message."""
     if world.rank > 1:
         return
@@ -180,7 +198,7 @@ def _messages(world: World) -> Iterator[Row]:
         seconds[num_bytes] = statistics.median(found[2:])
     rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
     if world.rank == 0:
-        yield {"link": {"latency_seconds": seconds[SMALL_BYTES], "bytes_per_second": rate}}
+        yield {"link": {"latency_seconds": seconds[SMALL_BYTES], "bytes_per_second": rate, "transport": transport}}
     yield {"overheads": {"message_seconds": statistics.median(handed)}}
 
 

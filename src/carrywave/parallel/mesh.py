@@ -21,6 +21,7 @@ from carrywave.parallel.device_sums import DeviceSum
 from carrywave.parallel.group_sums import GroupSum, Summing
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.peer_access import Neighbour
+from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.symmetric import symmetric_memory
 from carrywave.parallel.transport import GroupLinks, Links, PeerLink
@@ -139,14 +140,10 @@ class Mesh:
         everyone = range(self.world.size)
         if asked == "device" and not peer_access.in_reach(self._there, everyone):
             raise on_every_rank(
-                PlanError(
-                    f"{peer_access.TRANSPORT}=device needs GPUs of one host that reach each other's memory; unset it, or set it to auto"
-                )
+                PlanError(f"{TRANSPORT}=device needs GPUs of one host that reach each other's memory; unset it, or set it to auto")
             )
         if asked == "nccl" and self.world.backend != "nccl":
-            raise on_every_rank(
-                PlanError(f"{peer_access.TRANSPORT}=nccl needs a GPU of its own for every worker; unset it, or set it to auto")
-            )
+            raise on_every_rank(PlanError(f"{TRANSPORT}=nccl needs a GPU of its own for every worker; unset it, or set it to auto"))
 
     def _in_device_memory(self, ranks: Sequence[int]) -> bool:
         return peer_access.asked() in ("auto", "device") and peer_access.in_reach(self._there, ranks)

@@ -11,11 +11,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from carrywave.errors import SpecError
-from carrywave.parallel.startup import environment
-from carrywave.parallel.startup.environment import SHARE_GPU
+from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
 from carrywave.parallel.world import World, all_gather_text
 
-TRANSPORT = environment.TRANSPORT
 TRANSPORTS = ("auto", "device", "nccl", "gloo")
 
 

@@ -11,21 +11,36 @@ from carrywave.data.order import Cursor, Order, SequenceOrder
 from carrywave.kernels.dispatch import in_use
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
+from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS
 from carrywave.plan.cost.footprint import largest_stage
+from carrywave.plan.cost.profile import Transport
 from carrywave.plan.cost.units import Units
+from carrywave.plan.cost.ways import Ways
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.plan.search.partition import say
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
+from carrywave.step.graphs.capture import Capture
 from carrywave.step.precision import HALVES, parameter_dtype
 
 OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors the size of the parameters
 
 
-def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, order: Order, device: str, units: Units | None = None) -> str:
-    """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules."""
+def summarize(
+    spec: Spec,
+    facts: DataFacts,
+    model: Model | Whole,
+    plan: Plan,
+    order: Order,
+    device: str,
+    units: Units | None = None,
+    ways: Ways | None = None,
+) -> str:
+    """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules. `ways` is how workers
+    reach each other; None if they do not exist.
+    """
     parameters = sum(p.numel() for p in model.parameters())
     widest = _longest(order)
     per_epoch = order.num_steps(0)
@@ -38,6 +53,8 @@ def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, or
         f"epoch     {_batches(per_epoch)}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
         f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
     ]
+    if str(ways or ""):
+        lines.append(f"transport {ways}")
     if spec.train.reproducible:
         lines.append(f"shards    {SHARDS} groups of lanes, computed separately and summed in a fixed order, on 1, 2, 4 or 8 replicas")
     names = backends(spec, model, plan, order, device)
@@ -48,6 +65,19 @@ def summarize(spec: Spec, facts: DataFacts, model: Model | Whole, plan: Plan, or
         schedule = wavefront(plan.stages, chunks, plan.micro_batches, share_head=plan.share_head, weights=not plan.recompute)
         lines += [f"          {row}" for row in show(schedule).splitlines()]
     return "\n".join(lines)
+
+
+def ways_of_run(mesh: Mesh, model: Model | Whole, spec: Spec) -> Ways:
+    """How the workers of this run reach each other, and what of a step will be recorded."""
+    stages, backend = mesh.plan.stages, mesh.world.backend
+    sums: Transport = "" if mesh.world.size == 1 else "device memory" if mesh.in_stream else "NCCL" if backend == "nccl" else "gloo"
+    in_stream = mesh.links is not None and mesh.links.in_stream
+    messages: Transport = "" if stages == 1 else "device memory" if in_stream else "NCCL" if backend == "nccl" else "gloo"
+    on_gpu = mesh.device.type == "cuda"
+    if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, in_stream=in_stream) is None:
+        return Ways(messages, sums, "", on_gpu)
+    one_piece = mesh.in_stream and (stages > 1 or spec.train.accumulate == 1) and not spec.train.reproducible
+    return Ways(messages, sums, "steps" if one_piece else "passes", on_gpu)
 
 
 def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device: str) -> tuple[str, ...]:

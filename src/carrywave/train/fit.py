@@ -35,7 +35,7 @@ from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weight
 from carrywave.runs.evaluation import order_for
 from carrywave.runs.run import Run
 from carrywave.runs.run_source import weights_file
-from carrywave.runs.summary import backends, summarize
+from carrywave.runs.summary import backends, summarize, ways_of_run
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
 from carrywave.runs.watcher import Logged, Silent, Watcher
 from carrywave.spec.batches import fitted
@@ -224,17 +224,17 @@ def _train(
             take_weights(model, weights_file(start.init), start.init, ignored=CLASS_WEIGHTS)
         order = order_for(spec, parts.train.view, training=True)
     check_agreement(world, {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint} | _flat(spec))
-    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units))
+    with raise_on_all(world):
+        mesh = None if dry_run else Mesh(world, plan)
+    ways = None if mesh is None else ways_of_run(mesh, model, spec)
+    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways))
     for line in noted(spec, order, model, planned.said, prepared, parts):
         watch.say(line)
-    if dry_run:
+    if mesh is None:
         watch.end("dry run: nothing was trained and no run folder was written")
         return Result(folder.path, None, {}, _shown(model), task)
     with folder:
         with raise_on_all(world):
-            mesh = Mesh(world, plan)
-            if world.device.type == "cuda" and mesh.transport:
-                watch.say(f"{'stages' if plan.stages > 1 else 'replicas'} communicate through {mesh.transport}")
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
             data = Data(prepared.fingerprint, files)
             checkpointer = Checkpointer(spec, trainer, folder, data, watch)
@@ -261,8 +261,10 @@ def _train(
             # The files of a finished run describe what was trained, so they stay as they are.
             with raise_on_all(world):
                 folder.write_spec(spec)
-                chosen = {"backends": backends(spec, model, plan, order, str(world.device)), "transport": mesh.transport}
-                folder.write_json("plan.json", asdict(plan) | chosen)
+                folder.write_json(
+                    "plan.json",
+                    asdict(plan) | {"backends": backends(spec, model, plan, order, str(world.device)), "transport": str(ways or "")},
+                )
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
                 origin = {"scale": task.scale.to_json(), "own_model": own is not None, "given_codec": start.codec is not None}
                 folder.write_json("facts.json", asdict(prepared.facts) | origin)

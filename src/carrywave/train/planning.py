@@ -18,10 +18,11 @@ from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.launch import launch_record
 from carrywave.launch.hardware import gpus
 from carrywave.measure.profiles import known_profile, profile_for
+from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.plan.cost.cluster import Cluster, Host
-from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cost.profile import Profile, Transport
 from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, fewer, resolve
@@ -32,6 +33,7 @@ from carrywave.spec.load import with_new_names
 from carrywave.spec.spec import PlanSpec, Spec
 
 Say = Callable[[str], None]
+OTHER_TRANSPORTS: Mapping[str, Transport] = {"nccl": "NCCL", "gloo": "gloo"}
 NEAR = 0.97  # ratio above which two step times count as equal: measurements are no more precise
 
 
@@ -191,8 +193,16 @@ def _here(world: World, workers: int) -> int:
     return min(workers, world.local_size) if world.size > 1 else workers
 
 
+def _as_asked(profile: Profile) -> Profile:
+    """The profile with the transport that the environment asks for: without device memory, stages are not recorded."""
+    transport = OTHER_TRANSPORTS.get(os.environ.get(TRANSPORT, ""))
+    if transport is not None and profile.within.transport != transport:
+        profile = replace(profile, within=replace(profile.within, transport=transport))
+    return profile
+
+
 def _cluster(world: World, workers: int, profile: Profile) -> Cluster:
     """The hosts of a run: as many as its workers need, each with as many workers as this one; the last may have fewer."""
-    here = _here(world, workers)
+    here, profile = _here(world, workers), _as_asked(profile)
     full, rest = divmod(workers, here)
     return Cluster((Host(here, profile),) * full + ((Host(rest, profile),) if rest else ()))

@@ -12,11 +12,12 @@ from typing import Protocol
 from carrywave.plan.cost.cluster import Cluster, Placed, reduce_seconds
 from carrywave.plan.cost.footprint import Footprint
 from carrywave.plan.cost.interpolation import NOTHING, Seconds
-from carrywave.plan.cost.profile import Link, Overheads, Profile
+from carrywave.plan.cost.profile import Link, Overheads, Piped, Profile
 from carrywave.plan.cost.programs import program_of
 from carrywave.plan.cost.simulation import TaskTimes, Timeline, simulate
 from carrywave.plan.cost.stage_costs import Costs
 from carrywave.plan.cost.units import BatchShape, Units
+from carrywave.plan.cost.ways import DEVICE_MEMORY, ways_of
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel
 from carrywave.plan.schedule.schedule import StageTask
@@ -28,7 +29,7 @@ _AGREED_BYTES = 48  # loss, count, norm and other scalars, all-reduced over all 
 class CostsOf(Protocol):
     """Looks up the costs of the units on one kind of device."""
 
-    def __call__(self, profile: Profile, *, piped: bool, crowd: int) -> Costs: ...
+    def __call__(self, profile: Profile, *, piped: Piped, crowd: int) -> Costs: ...
 
 
 class PlanCase(Footprint):
@@ -37,10 +38,16 @@ class PlanCase(Footprint):
     def __init__(self, plan: Plan, shape: BatchShape, units: Units, cluster: Cluster, placed: Placed, costs: CostsOf) -> None:
         super().__init__(plan, shape, units)
         self.cluster, self.placed = cluster, placed
-        self.kinds = [[costs(profile, piped=plan.stages > 1, crowd=placed.crowd) for profile in kinds] for kinds in placed.profiles]
+        self.ways = ways_of(plan, units, cluster, placed)
+        # Chunks of a recorded window cost what their kernels do. Those that do not defer weight gradients run as if each were a window.
+        chunked: Piped = "recorded" if self.put_off else ""
+        self.piped: Piped = chunked if self.ways.recorded else "launched" if plan.stages > 1 else ""
+        self.kinds = [[costs(profile, piped=self.piped, crowd=placed.crowd) for profile in kinds] for kinds in placed.profiles]
         self.overheads = _slowest([costs.profile.overheads for kinds in self.kinds for costs in kinds])
-        recorded = self.overheads.recorded_seconds if plan.stages == 1 else None
+        # The host has no part in recorded work, but its launches take as long as any task where nothing is recorded.
+        recorded = self.overheads.recorded_seconds if self.ways.recorded else None
         self.task_seconds = self.overheads.task_seconds if recorded is None else recorded
+        self.message_seconds = self.overheads.message_seconds if recorded is None else self.overheads.recorded_message_seconds
         self.crowds = [[costs.crowding for costs in kinds] for kinds in self.kinds]
         # All replicas of a stage wait for each other at the gradient all-reduce.
         self.lag = max(costs.lag for kinds in self.kinds for costs in kinds) if plan.replicas > 1 else 0.0
@@ -150,7 +157,7 @@ class PlanCase(Footprint):
 
     def hop(self, stage: int, edges: tuple[int, ...], lanes: int, chunk: int) -> float:
         """Seconds of a message between a stage and the next one."""
-        return self.overheads.message_seconds + _message(self.links[stage], self.num_bytes(edges[stage + 1], lanes, chunk))
+        return self.message_seconds + _message(self.links[stage], self.num_bytes(edges[stage + 1], lanes, chunk))
 
     def simulate(self, edges: tuple[int, ...]) -> Timeline:
         """Simulate the step, task by task."""
@@ -187,7 +194,7 @@ class PlanCase(Footprint):
         def link(line: Channel) -> Link:
             return self.link(line.sender, line.receiver)
 
-        found = simulate(program, TaskTimes(run, num_bytes, link, self.overheads.message_seconds))
+        found = simulate(program, TaskTimes(run, num_bytes, link, self.message_seconds, self.ways.messages == DEVICE_MEMORY))
         reduced, updated = self.after(edges, found.ends)
         return found.then("reduce", reduced).then("update", updated)
 
@@ -239,8 +246,9 @@ class PlanCase(Footprint):
         buckets = -(-num_bytes // BUCKET_BYTES)
         each = self._reduce(replicas, num_bytes // buckets)
         hidden = max(each, buckets * each - window * (1 - 1 / buckets))
-        # In a pipeline on GPUs, only stage-to-stage messages may be in flight: all-reduces run after them.
-        overlap = self.overheads.overlap if self.plan.stages == 1 else 0.0
+        # In a pipeline on GPUs, only stage-to-stage messages may be in flight: all-reduces run after them. Recorded work and sums in device
+        # memory follow each other on one stream.
+        overlap = self.overheads.overlap if self.plan.stages == 1 and not self.ways.recorded else 0.0
         return overlap * hidden + (1 - overlap) * buckets * each
 
     def link_of_host(self) -> Link:
@@ -269,4 +277,5 @@ def _slowest(overheads: Sequence[Overheads]) -> Overheads:
         max(each.step_seconds for each in overheads),
         min(each.overlap for each in overheads),
         None if any(each.recorded_seconds is None for each in overheads) else max(each.recorded_seconds or 0.0 for each in overheads),
+        max(each.recorded_message_seconds for each in overheads),
     )

@@ -16,11 +16,13 @@ from typing import Any, Literal, TypeVar, get_args
 
 from carrywave.errors import PlanError
 
-FORMAT = 2
+FORMAT = 3
 
 Kind = Literal["lstm", "embedding", "softmax", "linear", "dropout", "norm", "optimizer"]
 Precision = Literal["fp32", "tf32", "fp64", "bf16", "fp16"]
 Source = Literal["measured", "published"]
+Piped = Literal["", "launched", "recorded"]
+Transport = Literal["", "device memory", "NCCL", "gloo"]
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,23 @@ class Sample:
     projection: int = 0  # lstm only
     layers: int = 1  # lstm only
     name: str = ""  # optimizer only
-    piped: bool = False  # timed as in a pipeline, where that differs: without CUDA graphs, and without kernels that cannot run there
+    # On a GPU, how it was timed if not alone: `recorded`, as one of several chunks of a window in a CUDA graph; `launched`, by the host and
+    # without kernels that cannot run beside NCCL. Otherwise in a CUDA graph, the window as one chunk.
+    piped: Piped = ""
     workers: int = 1  # workers on the host that ran the same call at the same time, sharing its cores and memory
 
 
 @dataclass(frozen=True)
 class Link:
-    """The link between two devices: a message takes the latency plus its size over the bandwidth."""
+    """The link between two devices: a message takes the latency plus its size over the bandwidth.
+
+    In device memory the sender copies the message itself, and its device does nothing else meanwhile.
+    """
 
     latency_seconds: float
     bytes_per_second: float
     source: str = "measured"  # or the publication the figures come from
+    transport: Transport = ""  # what carries messages and sums over it; "": what the runtime would choose
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,8 @@ class Overheads:
     message_seconds: float = 0.0  # of the worker's own time, per message sent or received
     step_seconds: float = 0.0  # per optimizer step
     overlap: float = 1.0  # fraction of an all-reduce hidden behind backward: 1 on a GPU, 0 if both compete for the same core
-    recorded_seconds: float | None = None  # per task with one stage, which is captured as a CUDA graph; None: it is not captured
+    recorded_seconds: float | None = None  # per task where work is captured in CUDA graphs, as on a GPU; None: it is not
+    recorded_message_seconds: float = 0.0  # of the device's own time, per message sent or received in device memory, besides the copy
 
 
 @dataclass(frozen=True)
@@ -243,7 +252,13 @@ def _short(part: Sample | Reduction | Crowd) -> dict[str, Any]:
 _T = TypeVar("_T", Sample, Link, Reduction, Crowd, Overheads)
 _LARGEST = 1 << 62
 _NUMBERS = {"int": int, "float": float, "str": str, "bool": bool}
-_CHOICES: dict[str, tuple[str, ...]] = {"Kind": get_args(Kind), "Precision": get_args(Precision), "Source": get_args(Source)}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "Kind": get_args(Kind),
+    "Precision": get_args(Precision),
+    "Source": get_args(Source),
+    "Piped": get_args(Piped),
+    "Transport": get_args(Transport),
+}
 
 
 def _record(cls: type[_T], known: object, where: str) -> _T:
@@ -281,7 +296,7 @@ def _check(cls: type[Any], given: dict[str, Any], where: str) -> dict[str, Any]:
         value, kind = given[each.name], str(each.type)
         if kind in _CHOICES:
             if value not in _CHOICES[kind]:
-                raise PlanError(f"{where}: {each.name}={value!r} is not known; use one of {', '.join(_CHOICES[kind])}")
+                raise PlanError(f"{where}: {each.name}={value!r} is not known; use one of {', '.join(filter(None, _CHOICES[kind]))}")
             continue
         if kind == "float | None" and value is None:
             continue

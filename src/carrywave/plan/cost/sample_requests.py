@@ -9,7 +9,8 @@ from typing import Any
 from carrywave.plan.cost.profile import Kind, Sample
 from carrywave.plan.cost.units import BatchShape, Units
 
-CHUNKS = (1, 4, 16)  # numbers of chunks per window that are timed; others are interpolated
+# Numbers of chunks per window that are timed; others are interpolated. On a GPU even chunks of a few steps pay.
+CHUNKS = {"cpu": (1, 4, 16), "cuda": (1, 4, 16, 32)}
 LEAST_STEPS = 2
 # Most multiplications in a timed call: larger calls are timed on fewer steps and extrapolated linearly.
 LARGEST = {"cpu": 2e9, "cuda": 1e13}
@@ -30,7 +31,7 @@ class Ask:
     steps: int
     projection: int = 0
     precision: str = "fp32"
-    whole: bool = True  # the window is one chunk
+    chunks: int = 1  # equal ones in the window, of which this is one
     layers: int = 1  # lstm layers in one call, which may run concurrently
     nothing: bool = False  # a task without any unit, to time the overhead
 
@@ -46,6 +47,11 @@ class Ask:
     def twice(self) -> Ask:
         """The same request with twice the steps."""
         return replace(self, steps=2 * self.steps)
+
+    @property
+    def whole(self) -> bool:
+        """True if the window is one chunk."""
+        return self.chunks == 1
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -90,12 +96,13 @@ def asks_of(units: Units, workers: int, kind: str = "cpu") -> list[Ask]:
     for shape in units.shapes:
         # A pipeline has all lanes, each replica a share of them.
         for lanes in sorted({shape.lanes, -(-shape.lanes // workers)}, reverse=True):
-            # One worker does not cut time, but a shorter call reveals the fixed cost per call.
-            for chunks in (1,) if units.whole else CHUNKS[:2] if workers == 1 else CHUNKS:
+            # One worker does not cut time, but a shorter call reveals the fixed cost per call. On a GPU, recorded chunks are timed even so:
+            # one GPU may be all that there is to plan for several.
+            for chunks in (1,) if units.whole else CHUNKS[kind][:2] if workers == 1 and kind == "cpu" else CHUNKS[kind]:
                 steps = -(-shape.steps // chunks)
                 if chunks > 1 and steps < LEAST_STEPS:
                     continue
-                for each in _of_units(units, lanes, steps, chunks == 1):
+                for each in _of_units(units, lanes, steps, chunks):
                     ask = _lighter(each, LARGEST[kind])
                     found.setdefault(ask.size, ask)
         if kind == "cuda" and workers == 1:
@@ -113,14 +120,14 @@ def _side_by_side(units: Units, shape: BatchShape) -> Iterable[Ask]:
         yield Ask("lstm", last.inputs, last.outputs, shape.lanes, shape.steps, precision=units.precision, layers=len(equal))
 
 
-def _of_units(units: Units, lanes: int, steps: int, whole: bool) -> Iterable[Ask]:
+def _of_units(units: Units, lanes: int, steps: int, chunks: int) -> Iterable[Ask]:
     for unit in units.units:
         if unit.kind != "numbers":
             rows = 1 if units.pooled and unit.width_out == 0 else steps
-            yield Ask(unit.kind, unit.inputs, unit.outputs, lanes, rows, unit.projection, units.precision, whole)
+            yield Ask(unit.kind, unit.inputs, unit.outputs, lanes, rows, unit.projection, units.precision, chunks)
         for kind, width in (("dropout", unit.dropout), ("norm", unit.norm)):
             if width:
-                yield Ask(kind, width, width, lanes, steps, 0, units.precision, whole)  # type: ignore[arg-type]
+                yield Ask(kind, width, width, lanes, steps, 0, units.precision, chunks)  # type: ignore[arg-type]
 
 
 def _lighter(ask: Ask, largest: float) -> Ask:

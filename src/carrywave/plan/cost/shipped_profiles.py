@@ -14,22 +14,23 @@ from pathlib import Path
 
 from carrywave import __version__
 from carrywave.errors import PlanError
-from carrywave.plan.cost.profile import Link, Profile
+from carrywave.plan.cost.profile import Link, Profile, Transport
 
 PROFILE = "CARRYWAVE_PROFILE"  # environment variable: the file or name of the profile to plan with
 
 
-def _published(latency_microseconds: float, gigabytes_per_second: float, said: str) -> Link:
-    return Link(latency_microseconds * 1e-6, gigabytes_per_second * 1e9, f"published: {said}; latency {latency_microseconds:g} us assumed")
+def _published(latency_microseconds: float, gigabytes_per_second: float, said: str, transport: Transport = "") -> Link:
+    source = f"published: {said}; latency {latency_microseconds:g} us assumed"
+    return Link(latency_microseconds * 1e-6, gigabytes_per_second * 1e9, source, transport)
 
 
 # Bandwidths are for one direction; figures published for both directions together are halved.
 LINKS: dict[str, Link] = {
-    "nvlink3": _published(5, 300, "NVIDIA A100 data sheet, 600 GB/s a GPU in both directions together"),
-    "nvlink4": _published(5, 450, "NVIDIA H100 and H200 data sheets, 900 GB/s a GPU in both directions together"),
-    "nvlink5": _published(5, 900, "NVIDIA B200 data sheet, 1,800 GB/s a GPU in both directions together"),
-    "pcie4": _published(10, 31.5, "PCI-SIG, PCI Express 4.0, 16 lanes of 16 GT/s in 128b/130b, a GPU"),
-    "pcie5": _published(10, 63, "PCI-SIG, PCI Express 5.0, 16 lanes of 32 GT/s in 128b/130b, a GPU"),
+    "nvlink3": _published(5, 300, "NVIDIA A100 data sheet, 600 GB/s a GPU in both directions together", "device memory"),
+    "nvlink4": _published(5, 450, "NVIDIA H100 and H200 data sheets, 900 GB/s a GPU in both directions together", "device memory"),
+    "nvlink5": _published(5, 900, "NVIDIA B200 data sheet, 1,800 GB/s a GPU in both directions together", "device memory"),
+    "pcie4": _published(10, 31.5, "PCI-SIG, PCI Express 4.0, 16 lanes of 16 GT/s in 128b/130b, a GPU", "device memory"),
+    "pcie5": _published(10, 63, "PCI-SIG, PCI Express 5.0, 16 lanes of 32 GT/s in 128b/130b, a GPU", "device memory"),
     "infiniband-hdr": _published(10, 25, "NVIDIA ConnectX-6 data sheet, 200 Gb/s a port"),
     "infiniband-ndr": _published(10, 50, "NVIDIA ConnectX-7 data sheet, 400 Gb/s a port"),
     "ethernet-10g": _published(50, 1.25, "IEEE 802.3ae, 10 Gb/s a port"),

@@ -2,6 +2,7 @@
 
 The program is the one the runtime executes, under the runtime's rules: a stage executes its steps in order; posting a receive never
 blocks; a message is transferred once it has been sent and its receive posted, one at a time per channel; a run waits for its message.
+Where messages are written into the receiver's memory, the sender copies them itself, and nothing waits for a receive.
 Each step is visited once or twice, so the simulation is linear in the number of tasks.
 """
 
@@ -37,6 +38,7 @@ class TaskTimes:
     num_bytes: Callable[[StageTask], int] = lambda task: 0  # size of the message this task sends to another stage
     link: Callable[[Channel], Link] = lambda line: INSTANT
     message_seconds: float = 0.0  # of a stage's own time, per message sent or received
+    copied: bool = False  # the sender itself copies its messages into the receiver's memory
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,11 @@ class _Run:
                 self._meet(message)
             elif kind == "send":
                 clock += times.message_seconds
-                self.offered[message], self.sizes[message] = clock, times.num_bytes(task)
+                self.sizes[message] = times.num_bytes(task)
                 self.sent_bytes[stage] += self.sizes[message]
+                if times.copied:
+                    clock += self.sizes[message] / self.links[self.program.lines[message]].bytes_per_second
+                self.offered[message] = clock
                 self._meet(message)
             else:
                 if message >= 0:
@@ -170,11 +175,16 @@ class _Run:
     def _meet(self, message: int) -> None:
         """Transfer a message if both of its ends are ready, and wake the stage waiting for it."""
         posted, offered = self.posted[message], self.offered[message]
-        if posted < 0 or offered < 0:
-            return
         line = self.program.lines[message]
         link = self.links[line]
-        self.free[line] = max(offered, posted, self.free[line]) + self.sizes[message] / link.bytes_per_second
-        self.arrived[message] = self.free[line] + link.latency_seconds
+        if self.times.copied:
+            if offered < 0:
+                return
+            self.arrived[message] = offered + link.latency_seconds
+        else:
+            if posted < 0 or offered < 0:
+                return
+            self.free[line] = max(offered, posted, self.free[line]) + self.sizes[message] / link.bytes_per_second
+            self.arrived[message] = self.free[line] + link.latency_seconds
         if (stage := self.waiting.pop(message, None)) is not None:
             self.ready.append(stage)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from carrywave.errors import PlanError
 from carrywave.plan.cost.interpolation import NOTHING, Fit, Seconds, Size, size_of
-from carrywave.plan.cost.profile import Profile, Sample
+from carrywave.plan.cost.profile import Piped, Profile, Sample
 from carrywave.plan.cost.units import Unit, Units
 
 # Fallback for a precision that was not timed: one that uses similar hardware.
@@ -23,9 +23,9 @@ def _fit(kind: str, samples: tuple[Sample, ...]) -> Fit:
 
 
 class Costs:
-    """The costs of a model's units on one kind of device; `piped`: as one of several stages; `crowd`: number of workers on its host."""
+    """The costs of a model's units on one kind of device; `piped`: as in samples; `crowd`: number of workers on its host."""
 
-    def __init__(self, units: Units, profile: Profile, *, piped: bool = False, crowd: int = 1) -> None:
+    def __init__(self, units: Units, profile: Profile, *, piped: Piped = "", crowd: int = 1) -> None:
         self.units, self.profile, self.piped = units, profile, piped
         timed = {sample.workers for sample in profile.samples} or {1}
         # Use the samples timed with the nearest number of workers; on a tie the larger number, which is slower.
@@ -63,7 +63,8 @@ class Costs:
         """Seconds of the weight gradients that units [first, last) defer until all chunks of a window are done.
 
         They are computed as one product, so the time for the whole window is used; unless the kernel defers only for short chunks, in
-        which case the whole window's sample has almost none and the time is scaled up from a chunk.
+        which case the whole window's sample has almost none and the time is scaled up from a chunk. Samples of recorded chunks already
+        have their part of the product for the whole window.
         """
         key = first, last, lanes, steps, chunk_steps
         found = self._owed.get(key)
@@ -73,7 +74,8 @@ class Costs:
                 whole = self.unit(begin, lanes, steps).put_off
                 by_chunk = self.unit(begin, lanes, chunk_steps).put_off * steps / chunk_steps
                 together = self._together(self.units.units[begin], end - begin, lanes, steps)
-                found += (whole if 2 * whole >= by_chunk else by_chunk) * (end - begin) * together
+                as_one = self.piped != "recorded" and 2 * whole >= by_chunk
+                found += (whole if as_one else by_chunk) * (end - begin) * together
             self._owed[key] = found
         return found
 
@@ -128,11 +130,9 @@ class Costs:
             # If this kind was not timed with this number of workers, use the nearest number.
             nearest = min({s.workers for s in found}, key=lambda workers: abs(math.log2(workers / self.workers)), default=1)
             found = [s for s in found if s.workers == nearest]
-            plain, piped = (tuple(s for s in found if s.piped == wanted) for wanted in (False, True))
-            if self.piped and piped:
-                return piped
-            if plain:
-                return plain
+            for wanted in dict.fromkeys((self.piped, "")):
+                if timed := tuple(s for s in found if s.piped == wanted):
+                    return timed
         return ()
 
     def _kind(self, kind: str, name: str = "") -> Fit:

@@ -92,7 +92,7 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
     # Weight gradients after the last backward: those of its own micro-batch, and of others that may still wait.
     late = [case.weight_gradients(stage, *span[stage], final) for stage in range(stages)]
     waiting = [sum(case.weight_gradients(stage, *each, lanes) for lanes in case.lanes[-MOST_WAITING:]) for stage, each in enumerate(span)]
-    sends = case.overheads.message_seconds * sum(case.counts)  # receives cost nothing here: they may be posted while the stage is idle
+    sends = case.message_seconds * sum(case.counts)  # receives cost nothing here: they may be posted while the stage is idle
     lead = back = all_work = waits = 0.0  # lead: time to reach a stage; back: time to return from it
     own = []  # the earliest end of each stage's tasks, without those weight gradients that may come after its last backward
     for stage in range(stages):
@@ -109,11 +109,11 @@ def _ends(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
             back += case.backward(stage, *span[stage], final, 0) + case.hop(stage, edges, final, 0)
     # The last backward of a stage is followed by those of all earlier stages; `hop` already includes its send.
     ends = [own[-1] + waiting[-1]]
-    after = own[-1] - case.overheads.message_seconds
+    after = own[-1] - case.message_seconds
     for stage in range(stages - 2, -1, -1):
         after += case.hop(stage, edges, final, 0) + case.backward(stage, *span[stage], final, 0)
         ends.append(max(after + late[stage], own[stage] + waiting[stage]))
-        after = max(after, own[stage] - case.overheads.message_seconds)
+        after = max(after, own[stage] - case.message_seconds)
     ends.reverse()
     if case.share_head:  # whichever stages run the head, the stages together must do all the work
         ends[0] = max(ends[0], (all_work + waits + heads(case)) / stages)
@@ -126,7 +126,7 @@ def _wave(case: PlanCase, edges: tuple[int, ...]) -> list[float]:
     that is latest.
     """
     stages, span, lanes, last = case.plan.stages, case.spans(edges), case.lanes[0], case.chunks - 1
-    send = case.overheads.message_seconds
+    send = case.message_seconds
     hop, short_hop = ([case.hop(stage, edges, lanes, chunk) for stage in range(stages - 1)] for chunk in (0, last))
     whole, short = ([case.forward(stage, *span[stage], lanes, chunk) for stage in range(stages)] for chunk in (0, last))
     forward = through(whole, short, hop, short_hop, last, [send] * (stages - 1) + [0.0])

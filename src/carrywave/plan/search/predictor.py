@@ -9,10 +9,11 @@ from itertools import accumulate, pairwise
 from carrywave.plan.cost.case import PlanCase
 from carrywave.plan.cost.cluster import Cluster, Placed
 from carrywave.plan.cost.memory import Memory, one_micro_batch
-from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cost.profile import Piped, Profile
 from carrywave.plan.cost.simulation import Timeline
 from carrywave.plan.cost.stage_costs import Costs
 from carrywave.plan.cost.units import Units
+from carrywave.plan.cost.ways import Ways
 from carrywave.plan.plan import Plan
 from carrywave.plan.search import bounds
 from carrywave.plan.search.partition import NoFit, balanced, no_fit
@@ -41,6 +42,7 @@ class Prediction:
     bubble: float
     sent_bytes: int  # between stages, by all workers, per step
     reduced_bytes: int  # gradients that a worker all-reduces with other replicas, on the largest stage
+    ways: Ways  # how workers reach each other, and what of a step is recorded
     counted: str = "tokens"  # what one step of a lane is called
 
     @property
@@ -52,7 +54,7 @@ class Prediction:
 class Predictor:
     """Predicts plans for one model on one cluster, and caches intermediate results."""
 
-    def __init__(self, units: Units, cluster: Cluster, costs: dict[tuple[int, bool, int], Costs] | None = None) -> None:
+    def __init__(self, units: Units, cluster: Cluster, costs: dict[tuple[int, Piped, int], Costs] | None = None) -> None:
         self.units, self.cluster = units, cluster
         self._one_kind = all(host.profile is cluster.hosts[0].profile for host in cluster.hosts)
         self._costs = {} if costs is None else costs  # keyed by the profile's id; may be shared between clusters
@@ -89,7 +91,8 @@ class Predictor:
         )
         sent = plan.replicas * self._mean([float(sum(line.sent_bytes)) for line in lines])
         reduced = max(cases[0].parameters(edges)) * self.units.parameter_bytes if plan.replicas > 1 else 0
-        return Prediction(plan, seconds, self.units.tokens / seconds, stages, lines[most], bubble, round(sent), reduced, self.units.counted)
+        speed, counted, ways = self.units.tokens / seconds, self.units.counted, cases[0].ways
+        return Prediction(plan, seconds, speed, stages, lines[most], bubble, round(sent), reduced, ways, counted)
 
     def bound(self, plan: Plan) -> float:
         """Lower bound on the seconds of a step."""
@@ -110,7 +113,8 @@ class Predictor:
             return None
         cases = self.cases(plan)
         timed_with = cases[0].kinds[0][0].workers
-        key = tuple(tuple(case.lanes) for case in cases), plan.chunk_steps, plan.recompute, cases[0].share_head, plan.stages > 1, timed_with
+        piped = tuple(case.piped for case in cases)
+        key = tuple(tuple(case.lanes) for case in cases), plan.chunk_steps, plan.recompute, cases[0].share_head, piped, timed_with
         if key not in self._balanced:
             most = min(len(self.units), self.cluster.devices)
             self._balanced[key] = balanced(len(self.units), most, self._seconds_of(plan))
@@ -118,8 +122,7 @@ class Predictor:
 
     def _seconds_of(self, plan: Plan) -> Callable[[int, int], float]:
         """A fast `slowest`, from prefix sums over the units where they give the same result: a search calls it thousands of times."""
-        crowd = self.placed(plan.replicas, plan.stages).crowd
-        if self.costs(self.cluster.hosts[0].profile, piped=plan.stages > 1, crowd=crowd).side_by_side:
+        if any(case.kinds[0][0].side_by_side for case in self.cases(plan)):
             return lambda first, last: self.slowest(plan, 0, first, last)
         each = [self.slowest(plan, 0, unit, unit + 1) for unit in range(len(self.units))]
         tasks = self._mean([2 * sum(case.counts) * case.task_seconds for case in self.cases(plan)])
@@ -177,7 +180,7 @@ class Predictor:
             self._placed[key] = self.cluster.place(replicas, stages)
         return self._placed[key]
 
-    def costs(self, profile: Profile, *, piped: bool, crowd: int) -> Costs:
+    def costs(self, profile: Profile, *, piped: Piped, crowd: int) -> Costs:
         """Costs of the model's units on one kind of device, with `crowd` workers on its host."""
         key = id(profile), piped, crowd
         found = self._costs.get(key)

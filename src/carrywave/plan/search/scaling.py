@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from carrywave.errors import PlanError
 from carrywave.plan.cost.cluster import Cluster
-from carrywave.plan.cost.profile import Profile
+from carrywave.plan.cost.profile import Piped, Profile
 from carrywave.plan.cost.stage_costs import Costs
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
@@ -38,7 +38,7 @@ class Scale:
 
 def scale(units: Units, profile: Profile, most: int = MOST_DEVICES) -> Scale:
     """The fastest plan on 1, 2, 4, … `most` devices; on one host only, if the profile has no link between hosts."""
-    costs: dict[tuple[int, bool, int], Costs] = {}
+    costs: dict[tuple[int, Piped, int], Costs] = {}
     points: list[Point] = []
     misfit: NoFit | None = None
     best: Prediction | None = None

@@ -50,6 +50,8 @@ def choice_object(units: Units, choice: PlanChoice, remedies: Sequence[Remedy] =
         "sent_bytes": choice.best.sent_bytes,
         "reduced_bytes": choice.best.reduced_bytes,
         "efficiency": choice.efficiency,
+        "transport": {"messages": choice.best.ways.messages, "sums": choice.best.ways.sums},
+        "recorded": choice.best.ways.recorded,
         "alternatives": [
             {
                 "choice": describe(rival.plan),

@@ -133,6 +133,7 @@ def figures_text(choice: PlanChoice) -> str:
         f"traffic     {say(best.sent_bytes)} per step between stages, over all workers; "
         f"{say(best.reduced_bytes)} of gradients that each worker sums with other replicas",
     ]
+    lines += [f"transport   {best.ways}"] if plan.workers > 1 else []
     if choice.serial is None:
         lines.append("efficiency  unknown: one device cannot hold the model")
     elif plan.workers == 1:

@@ -109,7 +109,11 @@ def _twice(cluster: Cluster) -> Cluster | None:
 
 def _faster(cluster: Cluster, times: int) -> Cluster:
     def fast(link: Link | None) -> Link | None:
-        return None if link is None else Link(link.latency_seconds / times, link.bytes_per_second * times, link.source)
+        return (
+            None
+            if link is None
+            else replace(link, latency_seconds=link.latency_seconds / times, bytes_per_second=link.bytes_per_second * times)
+        )
 
     def change(profile: Profile) -> Profile:
         within = fast(profile.within)

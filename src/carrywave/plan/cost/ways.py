@@ -1,0 +1,63 @@
+"""Tells how the workers of a plan would reach each other, and what of a step would be recorded: what the runtime will decide, foreseen.
+
+Workers of one host whose GPUs reach each other's memory write messages and sums there, and nothing of a step needs the host: the whole step
+of a worker is recorded as a CUDA graph (`parallel.mesh`, `step.engine`). If messages cross hosts, the host launches every task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from carrywave.plan.cost.cluster import Cluster, Placed
+from carrywave.plan.cost.profile import Transport
+from carrywave.plan.cost.units import Units
+from carrywave.plan.plan import Plan
+
+DEVICE_MEMORY: Transport = "device memory"
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How messages and sums travel, and what is recorded as a CUDA graph."""
+
+    messages: Transport = ""  # between stages; "": there is one
+    sums: Transport = ""  # over workers; "": there is one
+    recorded: Literal["", "passes", "steps"] = ""  # whole steps, or each forward and backward with sums and update after it
+    on_gpu: bool = False
+
+    def __str__(self) -> str:
+        """In words; empty for one worker."""
+        if not self.sums:
+            return ""
+        same = self.messages in ("", self.sums)
+        what = f"{'messages and sums' if self.messages else 'sums'} {_by(self.sums)}"
+        said = what if same else f"messages {_by(self.messages)}, sums {_by(self.sums)}"
+        if not self.on_gpu:
+            return said
+        how = {
+            "steps": "whole steps are recorded as CUDA graphs",
+            "passes": "forward and backward are recorded as CUDA graphs",
+            "": "the host launches every task",
+        }
+        return f"{said}; {how[self.recorded]}"
+
+
+def ways_of(plan: Plan, units: Units, cluster: Cluster, placed: Placed) -> Ways:
+    """The ways of a plan whose workers are placed on a cluster."""
+    on_gpu = all(profile.overheads.recorded_seconds is not None for profile in placed.kinds)
+    within = cluster.link_within(placed.kinds).transport or (DEVICE_MEMORY if on_gpu else "gloo")
+    between = cluster.link_between(placed.kinds).transport if placed.hosts > 1 else ""
+    # Only GPUs have memory that others write to, and only those of one host.
+    within = "gloo" if within == DEVICE_MEMORY and not on_gpu else within
+    between = between if between not in ("", DEVICE_MEMORY) else "NCCL" if on_gpu else "gloo"
+    messages = "" if plan.stages == 1 else between if any(placed.crossing) else within
+    sums = "" if plan.workers == 1 else between if placed.hosts > 1 else within
+    if not on_gpu or units.precision == "fp64" or messages not in ("", DEVICE_MEMORY):
+        return Ways(messages, sums, "", on_gpu)
+    one_piece = sums in ("", DEVICE_MEMORY) and (plan.stages > 1 or units.accumulate == 1) and not units.reproducible
+    return Ways(messages, sums, "steps" if one_piece else "passes", on_gpu)
+
+
+def _by(transport: Transport) -> str:
+    return f"in {transport}" if transport == DEVICE_MEMORY else f"over {transport}"
