@@ -29,6 +29,8 @@ from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, lines
 
+ALL = "all"  # the use of the world's own group
+
 
 class Mesh:
     """This worker's place in a plan, its links to other stages, and sums over workers."""
@@ -106,7 +108,7 @@ class Mesh:
         process_groups.agree(lambda text: all_gather_text(world, text))
         self._there = peer_access.neighbours(world)
         self._check_transport()
-        self._all = self._summing(range(world.size), "all")
+        self._all = self._summing(range(world.size), ALL)
         if plan.replicas > 1:
             for stage in range(plan.stages):
                 summing = self._summing(range(stage, world.size, plan.stages), "replicas")
@@ -150,7 +152,9 @@ class Mesh:
 
     def _summing(self, ranks: Sequence[int], use: str) -> Summing:
         """What sums over these workers. Collective: every rank must call it."""
-        group = process_groups.group(ranks, use) if len(ranks) < self.world.size else cast(dist.ProcessGroup, dist.group.WORLD)
+        # The world's group serves nothing else: it is not created again after a failure, and messages of a sum that was broken off would
+        # meet those of the next.
+        group = cast(dist.ProcessGroup, dist.group.WORLD) if use == ALL else process_groups.group(ranks, use)
         # Everyone decides alike for all groups of a kind: a step is captured as a whole only if all of its sums can be.
         if not self._in_device_memory(range(self.world.size)):
             return GroupSum(group)
