@@ -14,6 +14,7 @@ from carrywave.errors import SpecError
 from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
 from carrywave.parallel.world import World, all_gather_text
 
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 TRANSPORTS = ("auto", "device", "nccl", "gloo")
 
 
@@ -54,8 +55,9 @@ def _self(device: torch.device) -> Neighbour:
         return Neighbour(host, "", ())
     own = device.index or 0
     reaches = [_uuid(n) for n in range(torch.cuda.device_count()) if n != own and torch.cuda.can_device_access_peer(own, n)]
-    # Without MPS, workers on one GPU take turns, and one that waits on the device would hold up the one it waits for.
-    if os.environ.get(SHARE_GPU, "0") not in ("", "0", "1"):
+    # Without MPS, workers on one GPU take turns, and one that waits on the device would hold up the one it waits for. Our launcher starts
+    # MPS and allows torch to share the GPU's memory; under another launcher, whoever provides MPS sets this too.
+    if os.environ.get(SHARE_GPU, "0") not in ("", "0", "1") and os.environ.get(OVERLAPPING) == "1":
         reaches.append(_uuid(own))
     return Neighbour(host, _uuid(own), tuple(reaches))
 
