@@ -11,6 +11,7 @@ from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import hold, shared
+from carrywave.plan.cost.memory import Load, Split, one_micro_batch, stage_memory
 from carrywave.plan.cost.units import BatchShape, Units
 from carrywave.plan.plan import Plan
 from carrywave.spec.facts import DataFacts
@@ -113,3 +114,16 @@ def test_what_an_optimizer_keeps() -> None:
         1,
         1,
     ]
+
+
+def test_a_window_in_half_precision_is_held_while_all_of_its_gradients_are_pending() -> None:
+    """On GPUs the kernels free what they saved of a window after its last backward; in float32, chunk by chunk."""
+    load, split = one_micro_batch(4, put_off=True), Split(8, 16, 64, 8, put_off=True, recompute=False, share_head=False, reduced=False)
+    found = {}
+    for precision in ("fp32", "bf16"):
+        spec = Spec.model_validate({"model": {"hidden": 512, "layers": 4}, "train": {"precision": precision}})
+        units = Units.of(spec, DataFacts(vocabulary=4096))
+        parts = [stage_memory(units, 1, 3, Load((pair,)), split).activations for pair in ((4, 0), (0, 4))]
+        found[precision] = stage_memory(units, 1, 3, load, split).activations, parts
+    assert found["fp32"][0] == max(found["fp32"][1])
+    assert found["bf16"][0] == sum(found["bf16"][1])

@@ -109,7 +109,12 @@ def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) 
     e = units.activation_bytes
     chunk = split.lanes * split.steps
     flight = (entering if split.recompute else entering + kept) * chunk * e
-    activations = max(held * flight + pending * deferred * chunk * e for held, pending in load.pairs)
+    pairs = load.pairs
+    if split.put_off and units.activation_bytes < units.parameter_bytes:
+        # In half precision, on GPUs, kernels hold what they saved of a window until the backward of its first chunk, when all of its
+        # gradients are pending.
+        pairs = ((load.held, max(pending for _, pending in pairs)),)
+    activations = max(held * flight + pending * deferred * chunk * e for held, pending in pairs)
     # The running chunk's temporaries; deferred gradients instead need a second copy of the largest unit's pending rows, over all chunks.
     workspace = (work + (kept if split.recompute else 0)) * chunk * e
     if split.put_off:
