@@ -194,7 +194,8 @@ def test_ours_is_timed_where_it_runs(host: None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(persistent, "chip_of", lambda device: H200)
     monkeypatch.setattr(persistent, "refusal", lambda x, layer: "")
     monkeypatch.setattr(dispatch, "choose", lambda asked, x, layer: "reference" if asked == "reference" else "persistent")
-    monkeypatch.setattr(persistent, "layer", dispatch.BACKENDS["reference"])
+    plain = dispatch.BACKENDS["reference"]
+    monkeypatch.setattr(persistent, "layer", lambda x, carry, layer, lengths, *chunk, **clean: plain(x, carry, layer, lengths))
     found = kernels.measure(replace(SMALL, dropout=0.5), CPU, budget_ms=1.0)
     assert found.ms.keys() == {"cudnn_eager", "cudnn_graph", "ours_eager", "ours_graph"}  # no reference with dropout
     assert found.errors.keys() == {"ours", "cudnn"}

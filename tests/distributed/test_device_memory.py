@@ -44,6 +44,7 @@ def log(run: str, rank: int) -> str:
     return Path(run, "logs", "attempt-0", f"rank-{rank}.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_worker_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its neighbour says whom it lost, if it is given the time, and not that its device failed."""
     monkeypatch.setattr(supervisor, "DEATH_SECONDS", 60.0)

@@ -17,23 +17,34 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from carrywave.benchmarks import _gpu_peers as peers
 from carrywave.benchmarks import _gpu_trace as pictures
-from carrywave.benchmarks._gpu_stages import Case, Split, asked
+from carrywave.benchmarks._gpu_stages import Case, asked
+from carrywave.benchmarks._gpu_variants import (
+    CHUNKS,
+    FEWEST_PASSES,
+    QUICK,
+    SETTINGS,
+    WHOLE,
+    Described,
+    Found,
+    Measured,
+    Setting,
+    Variant,
+    variants,
+)
 from carrywave.benchmarks._standing_pool import StandingPool
 from carrywave.benchmarks._workers import spread
-from carrywave.benchmarks.pipeline import SCHEDULERS
-from carrywave.errors import RunError, UserError
+from carrywave.errors import RunError
 from carrywave.launch.shares import PERCENT, shares
 from carrywave.measure.profiles import profile_of_shares
 from carrywave.parallel.worker_pool import Row
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Profile
-from carrywave.plan.schedule import schedule as schedules
 from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.runs import output_file
 
@@ -57,11 +68,7 @@ COLUMNS = (
     "note",
 )
 
-CHUNKS = (2, 4, 8, 16, 32)
-SHORTEST_CHUNK = 4  # steps
-MOST_LAUNCHED = 8  # chunks: the host takes as long for any chunk, so that more of them only get slower
-WHOLE = 100  # percent
-ROUNDS, BLOCK_SECONDS, FEWEST_PASSES = 5, 0.1, 2
+ROUNDS, BLOCK_SECONDS = 5, 0.1
 PERSISTENT = "persistent"
 WORKERS = "carrywave.benchmarks._gpu_stages"
 # The fastest recorded wavefront: least ratio to one share, and the stretch.
@@ -72,107 +79,6 @@ MOST_ERROR = 0.1  # median, of predictions
 # and Adam's first steps are as long for a gradient that is pure rounding error as for any other. A wrong gradient changes the fall by tens
 # of percent.
 OF_FALL, OF_LOSS = 0.1, 2e-3
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A case on shares of one size."""
-
-    case: Case
-    percent: int
-    stages: tuple[int, ...]
-    replicas: tuple[tuple[int, int], ...] = ()  # (replicas, stages of each)
-    only_if_fits: bool = False  # leave it out where the share is too small for the persistent kernel
-
-
-SETTINGS = (
-    Setting(Case(8, 512, 64, 256), 25, (2, 4), ((2, 1), (2, 2))),
-    Setting(Case(8, 1024, 64, 128), 50, (2,)),
-    Setting(Case(8, 512, 64, 256), 12, (8,), only_if_fits=True),
-)
-QUICK = (Setting(Case(4, 64, 16, 32), 25, (2,), ((2, 1),)),)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One row: a way to split a case, on shares of this size."""
-
-    setting: Setting
-    split: Split
-    percent: int  # that of the setting, or the whole GPU
-
-    @property
-    def name(self) -> str:
-        """What runs, as shown in the table."""
-        split = self.split
-        if split.workers == 1:
-            return "whole GPU" if self.percent == WHOLE else "one share"
-        parts = [f"{split.replicas} replicas"] if split.replicas > 1 else []
-        if split.stages > 1:
-            parts.append(split.family)
-            parts += [f"{split.micro_batches} micro-batches"] if split.micro_batches > 1 else []
-            parts += [f"{split.chunks} chunks"] if split.chunks > 1 else []
-        return " ".join(parts)
-
-    @property
-    def shares(self) -> str:
-        """The workers, as shown in the table."""
-        return "whole GPU" if self.percent == WHOLE else f"{self.split.workers} x {self.percent}%"
-
-    @property
-    def how(self) -> str:
-        """Who launches the work."""
-        return "recorded" if self.split.recorded else "launched"
-
-    @property
-    def words(self) -> frozenset[str]:
-        """The words that select the row."""
-        case, split = self.setting.case, self.split
-        counts = {f"{split.workers}shares", f"{self.setting.percent}%", f"{split.chunks}chunks"}
-        return frozenset({*case.name.split(), *self.name.split(), self.how, *counts})
-
-    @property
-    def is_base(self) -> bool:
-        """True if ratios are relative to it."""
-        return self.split == Split("wavefront") and self.percent != WHOLE
-
-    @property
-    def is_priced(self) -> bool:
-        """True if the planner predicts it: it knows the wavefront, recorded, and no other schedule."""
-        return self.split.recorded and self.split.family == "wavefront" and self.percent != WHOLE
-
-    @property
-    def bubble(self) -> float | None:
-        """The idle fraction that the schedule predicts if all stages and chunks take equal time; None without stages."""
-        split = self.split
-        if split.stages == 1:
-            return None
-        return schedules.bubble(SCHEDULERS[split.family](split.stages, (split.chunks,) * split.micro_batches))
-
-
-@dataclass
-class Measured:
-    """What is known of a variant."""
-
-    ms: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    passes: int = FEWEST_PASSES  # in a block
-    predicted_ms: float | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def say(self, note: str) -> None:
-        """Add a note, unless it is empty or there already."""
-        if note and note not in self.notes:
-            self.notes.append(note)
-
-    @property
-    def median_ms(self) -> float | None:
-        """None if it was not timed."""
-        return statistics.median(self.ms) if self.ms else None
-
-
-Found = dict[Variant, Measured]
-Described = Mapping[tuple[Case, int], Row]  # a share of this size, for a case: multiprocessors and kernel
 
 
 def run(
@@ -203,43 +109,6 @@ def run(
                 draw(trace, found, predictions, ready)
     table = [row_of(variant, found, described) for variant in wanted]
     return [*table, summary(found)] if predict else table
-
-
-def variants(settings: Sequence[Setting], *, chunks: Sequence[int] = CHUNKS, rows: Sequence[str] = ()) -> list[Variant]:
-    """All variants that `rows` selects, and one share of every size among them."""
-    if bad := [count for count in chunks if count < 2]:
-        raise UserError(f"bench gpu-pipeline cuts time into {bad[0]} chunks; use 2 or more")
-    words = [frozenset(each.split()) for each in rows]
-    found: list[Variant] = []
-    for setting in settings:
-        every = [Variant(setting, split, setting.percent) for split in splits_of(setting, chunks)]
-        every.append(Variant(setting, Split("wavefront"), WHOLE))
-        kept = [each for each in every if not words or any(some <= each.words for some in words)]
-        base = Variant(setting, Split("wavefront"), setting.percent)
-        found += [base, *(each for each in kept if each != base)] if kept else []
-    if not found:
-        raise UserError(
-            f"no row of bench gpu-pipeline matches {' or '.join(rows)}; use words such as 8x512, 4shares, wavefront, 8chunks, recorded"
-        )
-    return found
-
-
-def splits_of(setting: Setting, chunks: Sequence[int]) -> list[Split]:
-    """All ways to split a case over the shares of a setting."""
-    case = setting.case
-    counts = [count for count in chunks if case.steps >= count * SHORTEST_CHUNK]
-    found = [Split("wavefront"), Split("wavefront", recorded=False)]
-    for stages in setting.stages:
-        found.append(Split("sequential", stages))
-        found += [Split("gpipe", stages, micro_batches=parts) for parts in (stages, 2 * stages) if case.lanes % parts == 0]
-        found += [Split("wavefront", stages, chunks=count) for count in counts]
-        found += [Split("wavefront", stages, chunks=count, recorded=False) for count in counts if count <= MOST_LAUNCHED]
-    for replicas, stages in setting.replicas:
-        of_each = (
-            [Split("wavefront", stages, replicas, chunks=count) for count in counts] if stages > 1 else [Split("wavefront", 1, replicas)]
-        )
-        found += of_each
-    return found
 
 
 @contextmanager

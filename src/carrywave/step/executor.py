@@ -31,7 +31,6 @@ from carrywave.errors import PlanError
 from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.pass_cache import pass_cache
-from carrywave.kernels.window import Window, WindowChunk
 from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage, regularize
 from carrywave.model.state import Chunk, State
@@ -41,6 +40,7 @@ from carrywave.parallel.transport import Links, Pending
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing, with_messages
 from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, wavefront
+from carrywave.step.chunks import Chunks
 from carrywave.step.gradients import Gradients
 from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, split_lanes, split_state
 from carrywave.step.precision import HALVES, autocast
@@ -181,8 +181,7 @@ class _Run:
         # The last stage starts its backward as soon as it has scored and finishes before the others, so it can defer the head's weight
         # gradients. The other stages score while they wait and finish later, so they compute these gradients right after scoring.
         self.deferred_head = Deferred()
-        self.windows: dict[int, Window] = {}  # by micro-batch, until its backward is done
-        self.lengths: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: of its window, and of each chunk
+        self.chunks = Chunks(self.batches, program.schedule.chunks, plan.chunk_steps, self.deferred, reads_lengths=stage.has_head)
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
         # Where messages are read in place, the sender must learn when their buffers are free.
         self.in_place = links if isinstance(links, DeviceLinks) else None
@@ -361,7 +360,7 @@ class _Run:
         if roots:
             deferred_gradients.backward(roots, received)
         if task.chunk == 0:
-            self.windows.pop(task.micro_batch, None)
+            self.chunks.finish(task.micro_batch)
         else:
             self.handed_back[task.micro_batch] = [tensor.grad for tensor in flatten(kept.entered)]
         if self.place > 0:
@@ -371,43 +370,11 @@ class _Run:
         return autocast(self.jobs[self.owner[task.micro_batch]].precision, self.batches[task.micro_batch].lengths.device)
 
     def _span(self, task: StageTask) -> tuple[int, int]:
-        """The half-open range of steps of a chunk."""
-        steps = self.batches[task.micro_batch].steps
-        size = steps if self.program.schedule.chunks[task.micro_batch] == 1 else cast(int, self.plan.chunk_steps)
-        return task.chunk * size, min((task.chunk + 1) * size, steps)
+        return self.chunks.span(task.micro_batch, task.chunk)
 
     def _chunk(self, task: StageTask) -> Chunk:
-        """The position of a chunk: its lengths, fresh lanes, lane numbers, first step and random key."""
-        batch = self.batches[task.micro_batch]
-        first, _ = self._span(task)
-        full = batch.real == batch.steps * batch.lanes.shape[0]
-        fresh = batch.fresh if task.chunk == 0 else None
         key = self.jobs[self.owner[task.micro_batch]].key
-        # Only heads read the lengths of full chunks.
-        lengths = None if full and not self.stage.has_head else self._lengths(task.micro_batch)[1][task.chunk]
-        return Chunk(lengths, fresh, batch.lanes, first, key, full, self._in_window(task, full=full) if task.phase == "F" else None)
-
-    def _lengths(self, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """[B], [C, B]: the real steps of each lane in the window and in each chunk, computed once because every launch counts."""
-        if micro_batch not in self.lengths:
-            batch, chunks = self.batches[micro_batch], self.program.schedule.chunks[micro_batch]
-            lengths_B = batch.lengths.clamp(0, batch.steps)
-            chunks_CB = lengths_B[None]
-            if chunks > 1:
-                size = cast(int, self.plan.chunk_steps)
-                chunks_CB = (lengths_B - torch.arange(0, batch.steps, size, device=lengths_B.device)[:, None]).clamp_(0, size)
-            self.lengths[micro_batch] = lengths_B, chunks_CB
-        return self.lengths[micro_batch]
-
-    def _in_window(self, task: StageTask, *, full: bool) -> WindowChunk | None:
-        """The chunk as part of its window, if kernels may keep what weight gradients need until the end of the micro-batch."""
-        if task.micro_batch not in self.deferred:
-            return None
-        number = task.micro_batch
-        if number not in self.windows:
-            spans = tuple(self._span(task._replace(chunk=chunk)) for chunk in range(self.program.schedule.chunks[number]))
-            self.windows[number] = Window(spans, None if full else self._lengths(number)[0])
-        return WindowChunk(self.windows[number], task.chunk)
+        return self.chunks.at(task.micro_batch, task.chunk, key, in_window=task.phase == "F")
 
     def _compute(self, task: StageTask, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor | None]:
         """Run forward of one chunk; returns the output for the next stage, the final state, the root to differentiate, and the sums (None

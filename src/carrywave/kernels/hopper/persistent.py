@@ -25,7 +25,6 @@ from carrywave.kernels.window import WindowChunk
 
 FAILED = "it failed: "  # how a refusal starts when a kernel was tried
 
-FAILED = "it failed: "  # how a refusal starts when a kernel was tried
 
 _standing_aside: list[str] = []
 
