@@ -226,6 +226,7 @@ def profile() -> Profile:
     return Profile("test", "test", "measured", 1 << 30, tuple(samples), Link(1e-6, 1e9), devices_per_host=2, overheads=Overheads(1e-6))
 
 
+@pytest.mark.slow
 def test_workers_run_every_variant(on_cpu: tuple[gpu_pipeline.Found, str]) -> None:
     found, _ = on_cpu
     assert {each.name for each in found} >= {"one share", "sequential", "gpipe 2 micro-batches", "wavefront 2 chunks", "2 replicas"}
@@ -237,6 +238,7 @@ def test_workers_run_every_variant(on_cpu: tuple[gpu_pipeline.Found, str]) -> No
         assert measured.losses == pytest.approx(next(iter(found.values())).losses, rel=1e-5)  # sums of float32 in another order
 
 
+@pytest.mark.slow
 def test_a_step_is_drawn_beside_its_prediction(on_cpu: tuple[gpu_pipeline.Found, str]) -> None:
     _, text = on_cpu
     assert text.startswith("<svg")

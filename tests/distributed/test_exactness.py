@@ -60,6 +60,7 @@ def test_messages_over_pairs_give_the_answer_of_one_device(plan: str, ordered: C
     check(a_case(plan=STAGES[plan]), ordered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", STAGES)
 def test_messages_one_at_a_time_give_the_answer_of_one_device(plan: str, strict: Crew) -> None:
     """The same where a batch waits for all that its stage issued before it, whichever pair they belong to."""
