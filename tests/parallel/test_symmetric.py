@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from carrywave.errors import WorkerError
 from carrywave.parallel import process_groups, symmetric
 
 
@@ -46,3 +48,25 @@ def test_after_a_failure_workers_meet_again_whether_they_have_waited_for_the_los
         found.append(met(world))
         assert found[-1] != before
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("CUDA driver error: peer mapping resources exhausted\nsomewhere"), WorkerError),
+        (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError),
+        (dist.DistNetworkError("connection reset by peer"), dist.DistNetworkError),
+    ],
+)
+def test_memory_that_cannot_be_shared_is_told_with_a_way_out(
+    error: Exception, kind: type[Exception], world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(symmetric, "SymmetricMemory", fail)
+    with pytest.raises(kind) as told:
+        symmetric.symmetric_memory(world, 1, torch.device("cpu"))
+    if kind is WorkerError:
+        said = "the workers' GPUs could not share memory (CUDA driver error: peer mapping resources exhausted)"
+        assert str(told.value) == f"{said}; set CARRYWAVE_TRANSPORT=nccl, or gloo where workers share a GPU"

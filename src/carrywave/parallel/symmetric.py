@@ -20,7 +20,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Store, _register_process_group
 from torch.distributed.distributed_c10d import GroupName
 
+from carrywave.errors import WorkerError
 from carrywave.parallel import process_groups
+from carrywave.parallel.liveness import lost_contact
+from carrywave.parallel.startup.environment import TRANSPORT
+from carrywave.parallel.startup.rendezvous import reason
 
 _PAD_BYTES = 2048  # torch's default, of which every signal takes 4 bytes for each worker of the group
 
@@ -152,7 +156,13 @@ def write(to: Tensor, source: Tensor) -> None:
 
 def symmetric_memory(group: ProcessGroup, size: int, device: torch.device) -> SharedMemory:
     """Shared memory of a group of workers. Collective: every worker of the group must call it."""
-    return SymmetricMemory(group, size, device)
+    try:
+        return SymmetricMemory(group, size, device)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or lost_contact.lost(error):
+            raise
+        remedy = f"set {TRANSPORT}=nccl, or gloo where workers share a GPU"
+        raise WorkerError(f"the workers' GPUs could not share memory ({reason(error)}); {remedy}") from error
 
 
 def signals_of(workers: int) -> int:
