@@ -32,9 +32,9 @@ def install(folder: Path) -> None:
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (ProcessLookupError, FileNotFoundError):  # it may end between the two
         return False
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
 def daemon() -> None:
