@@ -5,6 +5,7 @@ The launches of the persistent kernels are replaced by what they define, in floa
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +161,30 @@ def test_options_survive_chunks(
         waves(monkeypatch, piece)
     assert_same(build(**options), [batch_of(9, [9, 4, 0, 7])], Plan(chunk_steps=4, micro_batches=2))
     assert bool(held) == windows
+
+
+@pytest.mark.parametrize("piece", [None, 2])
+@pytest.mark.parametrize("options", [{}, {"locked": True, "weight_drop": 0.4}, {"learned_carry": True}])
+def test_nothing_of_a_step_waits_for_the_garbage_collector(
+    options: dict[str, Any], piece: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of whole windows would lie on the GPU until then, and an autograd graph of an earlier step would break the next capture."""
+    if piece is not None:
+        waves(monkeypatch, piece)
+    model, plan = build(**options), Plan(chunk_steps=2, micro_batches=2)
+    outcome_of(model, [batch_of(5, [5, 2, 3])], plan)
+    gc.collect()
+    gc.disable()
+    try:
+        outcome_of(model, [batch_of(5, [5, 2, 3])], plan)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = sorted({type(each).__name__ for each in gc.garbage})
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+        gc.garbage.clear()
+    assert found == []
 
 
 def test_accumulated_batches_carry_on_and_weights_are_packed_once(

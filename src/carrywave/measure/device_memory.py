@@ -19,7 +19,7 @@ from carrywave.kernels.cuda import clock
 from carrywave.measure.recorded import replay_seconds
 from carrywave.parallel import process_groups
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.symmetric import SharedMemory, symmetric_memory
+from carrywave.parallel.symmetric import SharedMemory, symmetric_memory, write
 from carrywave.plan.cost.sample_requests import REDUCED_BYTES
 
 Row = dict[str, Any]
@@ -84,7 +84,7 @@ def exchange(memory: SharedMemory, message: Tensor, stamps: Stamps, stamp: Calla
     place = memory.of(peer)[: message.nbytes].view(message.dtype)
     stamp(stamps[0])
     for number in range(MESSAGES):
-        place.copy_(message)
+        write(place, message)
         memory.signal(peer, number)
     stamp(stamps[1])
     memory.barrier(_BARRIER)
@@ -101,7 +101,7 @@ def there_and_back(memory: SharedMemory, message: Tensor) -> None:
     for number in range(MESSAGES):
         if memory.rank == 1:
             memory.wait(peer, number)
-        place.copy_(message)
+        write(place, message)
         memory.signal(peer, number)
         if memory.rank == 0:
             memory.wait(peer, number)

@@ -99,7 +99,8 @@ class StackWindow:
         deferred: Deferred,
     ) -> None:
         """`short`: the lanes have lengths."""
-        self.how, self.window, self.deferred = how, window, deferred
+        # Not the window itself, which holds this: the buffers are freed as soon as nobody needs them, not when garbage is collected.
+        self.how, self.chunks, self.steps, self.deferred = how, window.spans, window.steps, deferred
         self.weights = [LayerWeights(*layer[:4]) for layer in layers]
         self.given = [weight for layer in self.weights for weight in layer[:_OF_LAYER] if weight is not None]
         # Gradients of derived weights go through autograd, with the first chunk's backward: the last one to run.
@@ -114,7 +115,7 @@ class StackWindow:
             counts.append(counts[-1] + len(spans))
         self.pieces = [slice(first, end) for first, end in pairwise(counts)]
         with torch.no_grad():
-            self.dealt = self._deal()
+            self.dealt = self._deal(window)
             given = [(carry.h[0].detach(), carry.c[0].detach()) for carry in carries]
             masked = [mask is not None for mask in masks]
             self.layers = stack.activations(how.shape, given, masked, window.steps, counts[-1], self.like, kept=True)
@@ -132,21 +133,21 @@ class StackWindow:
         self.reached = 0  # chunks up to the latest one whose backward has run
         self.unsummed = (0, 0)  # the chunks whose weight gradients are pending
 
-    def _deal(self) -> list[Dealt]:
+    def _deal(self, window: Window) -> list[Dealt]:
         """The lengths of all pieces, the same for all layers that are cut like this one."""
         if self.lengths_B is None:
             return [Dealt(None, None)] * self.pieces[-1].stop
         key = "dealt", self.how.chunk_steps
-        if key not in self.window.kept:
-            self.window.kept[key] = self._dealt(self.lengths_B)
-        found: list[Dealt] = self.window.kept[key]
+        if key not in window.kept:
+            window.kept[key] = self._dealt(self.lengths_B)
+        found: list[Dealt] = window.kept[key]
         return found
 
     def _dealt(self, lengths_B: Tensor) -> list[Dealt]:
-        spans, piece = self.window.spans, self.how.chunk_steps
-        if len(self.spans[0]) == 1 or spans[0][1] % piece == 0:  # pieces of one size
-            return recurrence.deal(lengths_B, self.window.steps, min(spans[0][1], piece), self.like)
-        parts = [((lengths_B - first).clamp(0, end - first), end - first) for first, end in spans]
+        piece = self.how.chunk_steps
+        if len(self.spans[0]) == 1 or self.chunks[0][1] % piece == 0:  # pieces of one size
+            return recurrence.deal(lengths_B, self.steps, min(self.chunks[0][1], piece), self.like)
+        parts = [((lengths_B - first).clamp(0, end - first), end - first) for first, end in self.chunks]
         return [each for left_B, steps in parts for each in recurrence.deal(left_B, steps, piece, self.like)]
 
     def handed_out(self, chunk: WindowChunk, carries: Carries) -> bool:
@@ -189,7 +190,7 @@ class StackWindow:
         if index != len(self.parts):
             raise RuntimeError(f"chunk {index} of a window ran after {len(self.parts)} chunks; run them in order")
         rows_NJ = wave.rows_of(x_TBI, lengths_B)
-        layers = [layer.part(self.window.spans[index], self.pieces[index]) for layer in self.layers]
+        layers = [layer.part(self.chunks[index], self.pieces[index]) for layer in self.layers]
         layers[0] = layers[0]._replace(inputs_NJ=rows_NJ)
         padded = (wave.padded_mask(mask, self.how, self.like) for mask in masks)
         layers = [layer._replace(mask=mask) for layer, mask in zip(layers, padded, strict=True)]
@@ -211,7 +212,7 @@ class StackWindow:
         if not self.grads:
             self.grads = stack.gradients(self.layers, self.how.back, self.pieces[-1].stop)
         layers, pieces = self.parts[index], self.pieces[index]
-        grads = [each.part(self.window.spans[index], self.lanes, pieces) for each in self.grads]
+        grads = [each.part(self.chunks[index], self.lanes, pieces) for each in self.grads]
         ends: list[Ends]
         if index == len(self.spans) - 1:
             ends = wave.padded_ends(grad_ends, self.how)
@@ -220,7 +221,7 @@ class StackWindow:
         else:  # no gradient came from later chunks
             ends = [(None, None)] * len(layers)
         following = self.started == index + 1 < len(self.spans) and self.how.back.continues
-        next_rows = slice(self.window.spans[index][1] * self.lanes, (self.window.spans[index][1] + 1) * self.lanes)
+        next_rows = slice(self.chunks[index][1] * self.lanes, (self.chunks[index][1] + 1) * self.lanes)
         after = [each.gates_NQ[next_rows] for each in self.grads] if following else None
         dx_NJ = torch.empty_like(self.rows[index]) if wants_dx else None
         grad_y = wave.grad_outputs(grad_y_TBH, self.shapes[index], self.how, self.like)
@@ -264,7 +265,7 @@ class StackWindow:
 
     def _sums(self, first: int, end: int, wanted: Callable[[Tensor | None], bool]) -> list[Tensor | None]:
         """The gradients of the wanted weights over these chunks."""
-        steps = self.window.spans[first][0], self.window.spans[end - 1][1]
+        steps = self.chunks[first][0], self.chunks[end - 1][1]
         pieces = slice(self.pieces[first].start, self.pieces[end - 1].stop)
         found: list[Tensor | None] = []
         for number, (weights, pack) in enumerate(zip(self.weights, self.packs, strict=True)):
@@ -285,7 +286,7 @@ class StackWindow:
 
     def carry_at(self, index: int) -> Carries:
         """The carries at the start of a chunk. A lane that has ended may hold anything."""
-        first, piece = self.window.spans[index][0], self.pieces[index].start
+        first, piece = self.chunks[index][0], self.pieces[index].start
         return tuple(Carry(each.hs_SBP[None, first, :, : self.hidden], each.cs_CBP[None, piece, :, : self.hidden]) for each in self.layers)
 
 

@@ -216,12 +216,14 @@ def load_weights(path: Path, expected: Mapping[str, tuple[tuple[int, ...], torch
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor with a NaN or infinite element; None if all are finite."""
-    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    if not floats:
-        return None
-    # One read from the device for all of them.
-    finite = torch.stack([tensor.detach().isfinite().all() for tensor in floats.values()]).tolist()
-    return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
+    by_device: dict[torch.device, dict[str, Tensor]] = {}  # a stage's own tensors may be on its GPU, and those of other stages on the host
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            by_device.setdefault(tensor.device, {})[name] = tensor.detach().isfinite().all()
+    finite: dict[str, bool] = {}
+    for found in by_device.values():
+        finite |= zip(found, torch.stack(list(found.values())).tolist(), strict=True)  # one read for all tensors of a device
+    return next((name for name in tensors if not finite.get(name, True)), None)
 
 
 def ranged(name: str, low: int, high: int) -> str:
