@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _fake_mps
 
 from carrywave.errors import WorkerError
-from carrywave.launch import hardware, mps_guard
+from carrywave.launch import gpu_probe, hardware, mps_guard
 from carrywave.launch import shares as module
 from carrywave.launch.exit_reports import Ended
 from carrywave.launch.launcher import start
-from carrywave.launch.shares import divided, shares
+from carrywave.launch.shares import Shares, divided, shares
 
 LONG_SECONDS = 60.0
 
@@ -242,6 +242,47 @@ def test_a_daemon_that_does_not_answer_is_not_awaited_for_ever(monkeypatch: pyte
 # Through the launcher
 
 
+def busy_for(times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """GPUs that refuse the first processes that ask for them; returns a file with a character for each that asked."""
+    asked, probe = tmp_path / "asked", tmp_path / "probe.py"
+    asked.touch()
+    probe.write_text(
+        "import os, sys\nfrom pathlib import Path\nassert 'CUDA_MPS_PIPE_DIRECTORY' in os.environ\n"
+        f"asked = Path({str(asked)!r})\nasked.write_text(asked.read_text() + '.')\n"
+        f"sys.exit({gpu_probe.BUSY} if len(asked.read_text()) <= {times} else 0)\n"
+    )
+    monkeypatch.setattr(gpu_probe, "__file__", str(probe))
+    return asked
+
+
+def test_workers_start_again_when_the_gpu_is_cleared(pids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = busy_for(2, tmp_path, monkeypatch)
+    with Shares(2) as own:
+        own.settle()
+        assert asked.read_text() == "..."
+        own.settle()
+        assert asked.read_text() == "...."
+    assert len(noted(pids)) == 1
+
+
+def test_a_daemon_that_stays_busy_is_replaced_at_the_same_place(pids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy_for(10**6, tmp_path, monkeypatch)
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.2)
+    with Shares(2) as own:
+        [first] = noted(pids)
+        own.settle()
+        [second] = noted(pids).keys() - {first}
+        assert (_fake_mps.alive(first), _fake_mps.alive(second)) == (False, True)
+        assert noted(pids)[second]["CUDA_MPS_PIPE_DIRECTORY"] == own.environment["CUDA_MPS_PIPE_DIRECTORY"]
+    assert not Path(own.environment["CUDA_MPS_PIPE_DIRECTORY"]).exists()
+
+
+def test_without_a_driver_there_is_nothing_to_wait_for() -> None:
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("there is a driver")
+    assert gpu_probe.main() == 0
+
+
 TELLS = """
 import json, os, sys
 from pathlib import Path
@@ -252,13 +293,15 @@ if rank == "1" and attempt == "0":
 """
 
 
-def test_a_launch_has_one_daemon_for_all_workers_and_restarts(tmp_path: Path, pids: Path) -> None:
+def test_a_launch_has_one_daemon_for_all_workers_and_restarts(tmp_path: Path, pids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = busy_for(1, tmp_path, monkeypatch)
     told, said = tmp_path / "told", list[str]()
     told.mkdir()
     command = [sys.executable, "-c", TELLS, str(told)]
     assert start(command, 6, shares=2, restarts=1, say=said.append) == Ended(0)
     assert said[0] == "6 workers on 1/2 of a GPU each, to try it out: one worker on the whole GPU is faster"
     assert said[1].startswith("worker 1 of 6 was killed (signal 9, SIGKILL); restarting")
+    assert asked.read_text() == ".."  # before the second attempt
     [daemon] = noted(pids).values()
     for rank in range(6):
         worker = json.loads((told / f"1-{rank}.json").read_text())

@@ -141,7 +141,7 @@ def measure(
                 described[key] = _ask(ready, each, what="describe")
         if setting.only_if_fits and PERSISTENT not in described[setting.case, setting.percent].get("kernel", ""):
             for each in own:
-                found[each].say(described[setting.case, setting.percent]["note"] or "does not fit")
+                found[each].say(described[setting.case, setting.percent]["note"] or "a layer does not fit on a share")
             continue
         for each in own:
             _prepare(each, found[each], ready)

@@ -24,6 +24,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from carrywave.errors import WorkerError, option
 from carrywave.launch import exit_reports, launch_record
 from carrywave.launch.exit_reports import STOPPED, Ended
 from carrywave.launch.hardware import cores, visible
-from carrywave.launch.shares import divided
+from carrywave.launch.shares import Shares
 from carrywave.launch.supervisor import POLL_SECONDS, AttemptOutcome, Signals, WorkerGroup, supervise
 from carrywave.launch.tf_config import Hosts
 from carrywave.parallel.startup.environment import SHARE_GPU
@@ -65,8 +66,9 @@ def start(
     if shares > 1:
         (say or _say)(_of_shares(devices, shares))
     meeting = None if hosts is None else _Meeting(hosts, devices)
-    with tempfile.TemporaryDirectory(prefix="carrywave-") as name, Signals() as signals, divided(shares) as of_shares:
-        launch = {**of_shares, **(environment or {}), launch_record.LAUNCH: uuid.uuid4().hex}
+    parts = Shares(shares) if shares > 1 else nullcontext(None)
+    with tempfile.TemporaryDirectory(prefix="carrywave-") as name, Signals() as signals, parts as divided:
+        launch = {**(divided.environment if divided else {}), **(environment or {}), launch_record.LAUNCH: uuid.uuid4().hex}
         decide = _Decide(devices, 0 if meeting is not None else restarts, min_devices or devices)
         number = 0
         run: Path | None = None
@@ -89,6 +91,8 @@ def start(
             if again is None:
                 return replace(ended, message=ended.message + decide.given_up) if ended.died else ended
             (say or _say)(again)
+            if divided is not None:
+                divided.settle()
             number += 1
 
 

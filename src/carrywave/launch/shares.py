@@ -19,36 +19,93 @@ from pathlib import Path
 from typing import IO
 
 from carrywave.errors import WorkerError
-from carrywave.launch import mps_guard
+from carrywave.launch import gpu_probe, mps_guard
 from carrywave.launch.hardware import nvidia_smi, visible
 from carrywave.parallel.startup.environment import MOST_SHARES, SHARE_GPU
 
 TOOL = "nvidia-cuda-mps-control"
 PIPES, LOGS, PERCENT = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 START_SECONDS = 20.0  # for the daemon to start and answer
+SETTLE_SECONDS = 15.0  # for a GPU to be cleared of workers that were killed
 POLL_SECONDS = 0.05
 LONGEST_FOLDER = 80  # characters: the daemon listens on sockets in its folder, whose paths are limited to 107
 
 
+class Shares:
+    """Each GPU divided into shares for `count` workers, each with `percent` of the multiprocessors, by default an equal part. A context.
+
+    `environment` holds the variables that every worker needs. This process itself is not affected.
+    """
+
+    def __init__(self, count: int, percent: int | None = None) -> None:
+        self._tool, part = _checked(count, percent)
+        self._folder = _folder()
+        pipes = {PIPES: str(self._folder), LOGS: str(self._folder)} | _visible_by_name()
+        self.environment = pipes | {PERCENT: str(part), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", SHARE_GPU: str(count)}
+        self._of_daemon = {name: value for name, value in os.environ.items() if name != PERCENT} | pipes
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Shares:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def settle(self) -> None:
+        """Wait until workers can start again after some were killed: what they left on the GPU is cleared away in its own time. If that
+        takes long, the daemon is replaced.
+        """
+        if not self._is_free(SETTLE_SECONDS):
+            self._stop()
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._start()
+            self._is_free(SETTLE_SECONDS)  # if it still is not, the workers say why
+
+    def _is_free(self, seconds: float) -> bool:
+        """True as soon as a new process can use the GPUs; False if none can for so long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with suppress(subprocess.TimeoutExpired):
+                command = [sys.executable, "-I", gpu_probe.__file__]
+                asked = subprocess.run(command, env=os.environ | self.environment, capture_output=True, check=False, timeout=seconds)
+                if asked.returncode != gpu_probe.BUSY:
+                    return True
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _start(self) -> None:
+        with (self._folder / "said").open("w+b") as said:
+            # Isolated and in a session of its own: neither the user's Python settings nor Ctrl-C should reach it.
+            command = [sys.executable, "-I", mps_guard.__file__, self._tool, str(self._folder)]
+            self._guard = subprocess.Popen(
+                command, env=self._of_daemon, stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True
+            )
+            try:
+                _await(self._guard, self._tool, self._of_daemon, said)
+            except BaseException:
+                self._stop()
+                raise
+
+    def _stop(self) -> None:
+        """Have the guard stop the daemon, and wait until both are gone, and their folder."""
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        assert guard.stdin is not None
+        with suppress(BrokenPipeError):
+            guard.stdin.write(b"\n")
+            guard.stdin.flush()
+        with suppress(BrokenPipeError):
+            guard.stdin.close()
+        guard.wait()
+
+
 @contextmanager
 def shares(count: int, percent: int | None = None) -> Iterator[dict[str, str]]:
-    """Divide each GPU into shares for `count` workers, each with `percent` of the multiprocessors, by default an equal part.
-
-    Yields the environment variables that every worker needs. This process itself is not affected.
-    """
-    tool, part = _checked(count, percent)
-    folder = _folder()
-    pipes = {PIPES: str(folder), LOGS: str(folder)} | _visible_by_name()
-    given = {name: value for name, value in os.environ.items() if name != PERCENT} | pipes
-    with (folder / "said").open("w+b") as said:
-        # Isolated and in a session of its own: neither the user's Python settings nor Ctrl-C should reach it.
-        command = [sys.executable, "-I", mps_guard.__file__, tool, str(folder)]
-        guard = subprocess.Popen(command, env=given, stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True)
-        try:
-            _await(guard, tool, given, said)
-            yield pipes | {PERCENT: str(part), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", SHARE_GPU: str(count)}
-        finally:
-            _stop(guard)
+    """The environment variables of workers on shares."""
+    with Shares(count, percent) as own:
+        yield own.environment
 
 
 def divided(count: int) -> AbstractContextManager[dict[str, str]]:
@@ -110,14 +167,3 @@ def _await(guard: subprocess.Popen[bytes], tool: str, given: Mapping[str, str], 
         f"NVIDIA's MPS did not start on this machine ({last or 'it said nothing'}); check that this user may run {TOOL}, or set "
         f"{SHARE_GPU}=1 to let workers take turns"
     )
-
-
-def _stop(guard: subprocess.Popen[bytes]) -> None:
-    """Have the guard stop the daemon, and wait until both are gone."""
-    assert guard.stdin is not None
-    with suppress(BrokenPipeError):
-        guard.stdin.write(b"\n")
-        guard.stdin.flush()
-    with suppress(BrokenPipeError):
-        guard.stdin.close()
-    guard.wait()
