@@ -108,3 +108,13 @@ def test_samples_that_are_not_measured_again_are_kept(jobs: list[dict[str, Any]]
     grid.main([str(file), "h1", "--precisions", "", "--shares", "2"])
     assert [job["workers"] for job in jobs] == [2]
     assert file.read_text() == text
+
+
+def test_samples_that_would_be_lost_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "h1.json"
+    replace(profiles.empty("cpu"), hardware="another machine").write(file)
+    before = file.read_bytes()
+    with pytest.raises(SystemExit):
+        grid.main([str(file), "h1", "--device", "cpu"])
+    assert "is of another machine or version" in capsys.readouterr().err
+    assert file.read_bytes() == before

@@ -147,6 +147,8 @@ def main(given: Sequence[str] | None = None) -> None:
         shared.write(asked.file.with_name(f"{shared.name}.json"))
     if precisions:
         before = read(asked.file, asked.device)
+        if asked.file.is_file() and not before.samples:
+            words.error(f"{asked.file} is of another machine or version, or was measured with other threads; name a file of its own")
         measure(asked.name, asked.device, precisions=precisions, before=before, shared=shared).write(asked.file)
 
 
