@@ -13,7 +13,6 @@ from typing import NamedTuple
 from carrywave.errors import WorkerError
 
 MOST_THREADS = 4096
-TRANSPORT = "CARRYWAVE_TRANSPORT"  # device, nccl or gloo; auto: the best that there is
 SHARE_GPU = "CARRYWAVE_SHARE_GPU"  # 1: several workers may take turns on a GPU; N: each GPU is divided among N workers; 0: neither
 TRANSPORT = "CARRYWAVE_TRANSPORT"  # what carries messages and sums: device, nccl or gloo; auto: the best that there is
 MOST_SHARES = 48  # clients of MPS on one GPU
