@@ -21,6 +21,7 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.symmetric import SharedMemory, symmetric_memory, write
 from carrywave.plan.cost.sample_requests import REDUCED_BYTES
+from carrywave.plan.cost.ways import DEVICE_MEMORY
 
 Row = dict[str, Any]
 Stamps = tuple[Tensor, Tensor, Tensor, Tensor]  # before and after the sends, before and after the waits
@@ -67,7 +68,7 @@ def link_rows(small: Ends, large: Ends, *, reports: bool) -> Iterator[Row]:
     rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, large.send - small.send)
     if reports:
         latency = max(LEAST_LATENCY, small.half - small.send)
-        yield {"link": {"latency_seconds": latency, "bytes_per_second": rate, "transport": "device memory"}}
+        yield {"link": {"latency_seconds": latency, "bytes_per_second": rate, "transport": DEVICE_MEMORY}}
     copied = SMALL_BYTES / rate
     yield {"overheads": {"recorded_message_seconds": max(LEAST_OWN, (small.send - copied + small.wait) / 2)}}
 

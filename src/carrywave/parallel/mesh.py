@@ -26,6 +26,8 @@ from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.symmetric import symmetric_memory
 from carrywave.parallel.transport import GroupLinks, Links, PeerLink
 from carrywave.parallel.world import World, all_gather_text
+from carrywave.plan.cost.profile import Transport
+from carrywave.plan.cost.ways import BY_BACKEND, DEVICE_MEMORY
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, lines
 
@@ -70,14 +72,22 @@ class Mesh:
         return self._all is None or self._all.in_stream
 
     @property
-    def transport(self) -> str:
-        """How stages exchange messages, or replicas their sums, in words."""
-        if self.world.size == 1:
-            return ""
-        first = self.links if self.links is not None else self._all
-        if first is not None and first.in_stream:
-            return "device memory"
-        return {"nccl": "NCCL", "gloo": "gloo"}[self.world.backend]
+    def messages_in_stream(self) -> bool:
+        """True if there are messages between stages, and they are work of the device, so that a pass can be captured."""
+        return self.links is not None and self.links.in_stream
+
+    @property
+    def messages(self) -> Transport:
+        """What carries messages between stages; "": there is one."""
+        return "" if self.plan.stages == 1 else self._carrier(in_stream=self.messages_in_stream)
+
+    @property
+    def sums(self) -> Transport:
+        """What carries sums over all workers; "": there is one."""
+        return "" if self.world.size == 1 else self._carrier(in_stream=self.in_stream)
+
+    def _carrier(self, *, in_stream: bool) -> Transport:
+        return DEVICE_MEMORY if in_stream else BY_BACKEND[self.world.backend]
 
     def replicas_of(self, stages: Sequence[int]) -> Summing | None:
         """What sums over these stages in all replicas; None if it would be this worker alone.

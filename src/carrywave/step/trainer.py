@@ -132,7 +132,7 @@ class Trainer:
         self._broken = False  # True if a step failed midway here, and other stages were left without its messages
         self._probed = False  # True once the user's modules were checked to be safe to split
         known = optimizer is None and self.spec.precision != "fp64"
-        in_stream = self.mesh.links is not None and self.mesh.links.in_stream
+        in_stream = self.mesh.messages_in_stream
         self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
 
     def step(self, *batches: Batch) -> Tensor:
