@@ -21,7 +21,7 @@ from carrywave.errors import PlanError
 from carrywave.parallel.symmetric import SharedMemory, signals_of, write
 from carrywave.parallel.transport import Pending
 from carrywave.plan.schedule.buffers import Places, places
-from carrywave.plan.schedule.messages import Channel, Program
+from carrywave.plan.schedule.messages import Channel, Pair, Program
 
 LINES = 4  # most channels between two stages: activations, gradients, and the same for a shared head
 SLOTS = 15  # most slots of a channel that are reused within a pass; with more, every micro-batch has its own
@@ -33,7 +33,6 @@ _ALL_FREE = SIGNALS
 
 _abandoned: list[SharedMemory] = []  # of links that were closed
 
-Pair = tuple[int, int]  # two stages, the lower first
 Make = Callable[[Pair, int], SharedMemory]  # shared memory of two stages, of a given size
 
 
@@ -127,7 +126,7 @@ class DeviceLinks:
         self._incoming, self._outgoing = {}, {}
         pairs: dict[Pair, list[Channel]] = {}
         for line in sorted(messages, key=_number):
-            pairs.setdefault((min(line[1:]), max(line[1:])), []).append(line)
+            pairs.setdefault(line.pair, []).append(line)
         rooms = _rooms(program)
         for pair in sorted(pairs):
             laid = [(line, _laid(messages[line], rooms[line])) for line in pairs[pair]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from carrywave.data.loader import Share
 from carrywave.errors import PlanError
 from carrywave.parallel import pair_links, peer_access, process_groups
-from carrywave.parallel.device_links import DeviceLinks, Pair
+from carrywave.parallel.device_links import DeviceLinks
 from carrywave.parallel.device_sums import DeviceSum
 from carrywave.parallel.group_sums import GroupSum, Summing
 from carrywave.parallel.liveness import lost_contact
@@ -29,7 +29,7 @@ from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.cost.profile import Transport
 from carrywave.plan.cost.ways import BY_BACKEND, DEVICE_MEMORY
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Channel, lines
+from carrywave.plan.schedule.messages import Channel, Pair, lines, pairs_of
 
 ALL = "all"  # the use of the world's own group
 
@@ -86,6 +86,11 @@ class Mesh:
         """What carries sums over all workers; "": there is one."""
         return "" if self.world.size == 1 else self._carrier(in_stream=self.in_stream)
 
+    @property
+    def transport(self) -> Transport:
+        """What carries messages between stages or, with one stage, sums over workers."""
+        return self.messages or self.sums
+
     def _carrier(self, *, in_stream: bool) -> Transport:
         return DEVICE_MEMORY if in_stream else BY_BACKEND[self.world.backend]
 
@@ -139,8 +144,8 @@ class Mesh:
         # Every worker creates every group, in the same order; the two ends of a channel then connect, along the chain of stages.
         for replica in range(plan.replicas):
             for line in known:
-                sender, receiver = (replica * plan.stages + stage for stage in line[1:])
-                group = process_groups.group([min(sender, receiver), max(sender, receiver)], f"{line.phase} {sender}>{receiver}")
+                sender, receiver = (replica * plan.stages + stage for stage in (line.sender, line.receiver))
+                group = process_groups.group(sorted((sender, receiver)), f"{line.phase} {sender}>{receiver}")
                 if world.rank in (sender, receiver):
                     sends = world.rank == sender
                     channels[line] = PeerLink(group, receiver if sends else sender)
@@ -174,7 +179,7 @@ class Mesh:
     def _device_links(self) -> DeviceLinks:
         lost_contact.use_device_memory()
         stages, first = self.plan.stages, self.replica * self.plan.stages
-        pairs = sorted({(min(line[1:]), max(line[1:])) for line in lines(stages, share_head=self.plan.shares_head)})
+        pairs = pairs_of(lines(stages, share_head=self.plan.shares_head))
         groups: dict[Pair, dist.ProcessGroup] = {}
         for begin in range(0, self.world.size, stages):  # every worker creates every group, in the same order
             for low, high in pairs:

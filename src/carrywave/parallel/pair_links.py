@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.transport import PeerLink, Pending
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Channel, lines
+from carrywave.plan.schedule.messages import Channel, lines, pairs_of
 from carrywave.plan.schedule.serial_messages import MessageEnd, joins
 
 
@@ -55,11 +55,6 @@ def connect(world: World, plan: Plan) -> PairLinks:
     links = PairLinks(own, world.device)
     links.greet()
     return links
-
-
-def pairs_of(known: Sequence[Channel]) -> list[tuple[int, int]]:
-    """The pairs of stages that exchange messages on these channels, in the order in which they connect."""
-    return sorted({(min(line[1:]), max(line[1:])) for line in known})
 
 
 class PairLinks:
