@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -12,6 +11,7 @@ import torch
 
 from carrywave.errors import SpecError
 from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
+from carrywave.parallel.startup.rendezvous import identity
 from carrywave.parallel.world import World, all_gather_text
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -50,7 +50,8 @@ def in_reach(there: Sequence[Neighbour], ranks: Sequence[int]) -> bool:
 
 
 def _self(device: torch.device) -> Neighbour:
-    host = f"{socket.gethostname()} {_boot()}"
+    known = identity(os.getpid())
+    host = f"{known['host']} {known['boot']}"  # hosts may have one name
     if device.type != "cuda":
         return Neighbour(host, "", ())
     own = device.index or 0
@@ -64,12 +65,3 @@ def _self(device: torch.device) -> Neighbour:
 
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def _boot() -> str:
-    """What tells hosts of one name apart."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
