@@ -21,7 +21,7 @@ from typing import IO
 from carrywave.errors import WorkerError
 from carrywave.launch import mps_guard
 from carrywave.launch.hardware import nvidia_smi, visible
-from carrywave.parallel.startup.environment import MOST_SHARES, SHARE_GPU
+from carrywave.parallel.startup.environment import MOST_SHARES, OVERLAPPING, SHARE_GPU
 
 TOOL = "nvidia-cuda-mps-control"
 PIPES, LOGS, PERCENT = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -46,7 +46,7 @@ def shares(count: int, percent: int | None = None) -> Iterator[dict[str, str]]:
         guard = subprocess.Popen(command, env=given, stdin=subprocess.PIPE, stdout=said, stderr=said, start_new_session=True)
         try:
             _await(guard, tool, given, said)
-            yield pipes | {PERCENT: str(part), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", SHARE_GPU: str(count)}
+            yield pipes | {PERCENT: str(part), OVERLAPPING: "1", SHARE_GPU: str(count)}
         finally:
             _stop(guard)
 

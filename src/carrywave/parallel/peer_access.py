@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from carrywave.errors import SpecError
-from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
+from carrywave.parallel.startup.environment import OVERLAPPING, TRANSPORT, shares_of_a_gpu
 from carrywave.parallel.startup.rendezvous import identity
 from carrywave.parallel.world import World, all_gather_text
 
-OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 TRANSPORTS = ("auto", "device", "nccl", "gloo")
 
 
@@ -58,7 +57,7 @@ def _self(device: torch.device) -> Neighbour:
     reaches = [_uuid(n) for n in range(torch.cuda.device_count()) if n != own and torch.cuda.can_device_access_peer(own, n)]
     # Without MPS, workers on one GPU take turns, and one that waits on the device would hold up the one it waits for. Our launcher starts
     # MPS and allows torch to share the GPU's memory; under another launcher, whoever provides MPS sets this too.
-    if os.environ.get(SHARE_GPU, "0") not in ("", "0", "1") and os.environ.get(OVERLAPPING) == "1":
+    if shares_of_a_gpu() > 1 and os.environ.get(OVERLAPPING) == "1":
         reaches.append(_uuid(own))
     return Neighbour(host, _uuid(own), tuple(reaches))
 
