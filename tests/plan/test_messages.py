@@ -250,6 +250,17 @@ def test_what_others_wait_for_is_sent_before_weight_gradients(
                 assert ran <= {step.task for step in steps[:number] if step.kind == "send"}
 
 
+def test_a_program_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked up in every pass."""
+    hashed: list[object] = []
+    monkeypatch.setattr(Schedule, "__hash__", lambda schedule: hashed.append(schedule) or 7)
+    first, second = with_messages(wavefront(2, 3)), with_messages(wavefront(2, 3))
+    known = {first: "rooms"}
+    assert [known[first], known[first], known[second]] == ["rooms"] * 3
+    assert len(hashed) == 2  # of two that are equal
+    assert with_messages(wavefront(2, 4)) not in known
+
+
 def test_neighbours_connect_and_with_a_shared_head_the_last_stage_and_every_other() -> None:
     assert pairs_of(lines(4, share_head=False)) == [(0, 1), (1, 2), (2, 3)]
     assert pairs_of(lines(4, share_head=True)) == [(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)]

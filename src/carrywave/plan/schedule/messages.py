@@ -53,6 +53,14 @@ class Program:
     schedule: Schedule
     stages: tuple[tuple[ProgramStep, ...], ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: a program is long, and what is known of it is looked up in every pass."""
+        return hash((self.schedule, self.stages))
+
     @cached_property
     def in_order(self) -> Program:
         """The same program with all messages in one global order, by send time; every stage posts its receives and sends in that order.
