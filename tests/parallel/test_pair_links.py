@@ -70,6 +70,12 @@ class Operation:
         self.op, self.tensor, self.peer, self.group = op, tensor, peer, group
 
 
+@pytest.fixture(autouse=True)
+def _words_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are words and numbers here, of which no user is kept."""
+    monkeypatch.setattr(process_groups, "use", lambda group, close: None)
+
+
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
     made = Groups()

@@ -46,6 +46,7 @@ class Echo:
 
     in_order: ClassVar[bool] = False
     in_stream: ClassVar[bool] = False
+    closed: ClassVar[bool] = False
 
     device: torch.device
     known: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)

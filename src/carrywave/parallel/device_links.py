@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from carrywave.errors import PlanError
+from carrywave.errors import PlanError, WorkerError
 from carrywave.parallel.growing_memory import GrowingMemory, padded
 from carrywave.parallel.symmetric import SharedMemory, signals_of, write
 from carrywave.parallel.transport import Pending
@@ -116,12 +116,15 @@ class DeviceLinks:
 
     def __init__(self, stage: int, make: Make) -> None:
         self.stage, self.make = stage, make
+        self.closed = False
         self.memories: dict[Pair, GrowingMemory] = {}
         self._incoming: dict[Channel, _Line] = {}
         self._outgoing: dict[Channel, _Line] = {}
 
     def begin(self, program: Program, messages: Mapping[Channel, Sequence[Message]]) -> None:
         """Start a pass in which these messages are sent and received on this stage's channels, in this order on each."""
+        if self.closed:  # the neighbours would not come to make new memory
+            raise WorkerError("the messages between stages were broken off by a step that failed; create a new Trainer on all workers")
         self._incoming, self._outgoing = {}, {}
         pairs: dict[Pair, list[Channel]] = {}
         for line in sorted(messages, key=_number):
@@ -176,10 +179,12 @@ class DeviceLinks:
         """Do nothing: what follows on the stream comes after the messages."""
 
     def close(self) -> None:
-        """Use the buffers no more. A neighbour that waits for a message gives up when its time is over, or when this process ends.
+        """Use the buffers no more; later calls do nothing. A neighbour that waits for a message gives up when its time is over, or when
+        this process ends.
 
         They are not freed: that would wait for all work of the device, and some of it may be waiting for that neighbour.
         """
+        self.closed = True
         _abandoned.extend(self.memories.values())
         self.memories, self._incoming, self._outgoing = {}, {}, {}
 

@@ -112,6 +112,11 @@ class Mesh:
                 work.wait()
         return tensor
 
+    @property
+    def hung_up(self) -> bool:
+        """True if the connections between stages were closed here: no trainer can take another step over them."""
+        return self.links is not None and self.links.closed
+
     def hang_up(self) -> None:
         """Close the connections between stages because this worker's step failed midway; otherwise others would wait for its messages."""
         if self.links is not None:

@@ -67,6 +67,12 @@ class PairLinks:
         self.pairs, self.device = pairs, device
         self._next: list[_Batch] = []  # to be issued before the next task
         self._under_way: dict[int, deque[_Batch]] = {stage: deque() for stage in pairs}
+        for pair in pairs.values():
+            process_groups.use(pair.group, self.close)
+
+    @property
+    def closed(self) -> bool:
+        return not self.pairs
 
     def greet(self) -> None:
         """Exchange a dummy message with each stage now, because NCCL connects at the first message and blocks meanwhile."""
@@ -107,11 +113,13 @@ class PairLinks:
 
     def close(self) -> None:
         """Close the connections, so that nobody waits for messages that will never come."""
+        # Those who share the groups close theirs too, and these once more.
+        pairs, self.pairs = self.pairs, {}
         self._next = []
-        for stage, pair in self.pairs.items():
-            self._under_way[stage].clear()
+        for issued in self._under_way.values():
+            issued.clear()
+        for pair in pairs.values():
             process_groups.drop(pair.group)
-        self.pairs = {}
 
     def _add(self, kind: Callable[..., dist.Work | None], tensor: Tensor, stage: int) -> _Batch:
         end = MessageEnd(stage, receives=kind is dist.irecv)
