@@ -34,9 +34,10 @@ from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
-from carrywave.step.executor import BatchOutcome, Job, program_for, run
+from carrywave.step.executor import BatchOutcome, Job, run
 from carrywave.step.gradients import Gradients
 from carrywave.step.micro_batches import flatten
+from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock
 
 # Sums of some hundred terms, in another order, in float64.

@@ -35,7 +35,8 @@ from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
-from carrywave.step.executor import BatchOutcome, Job, program_for, run
+from carrywave.step.executor import BatchOutcome, Job, run
+from carrywave.step.programs import program_for
 
 # Sums of some hundred terms, in another order, in float64.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
