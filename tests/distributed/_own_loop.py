@@ -65,7 +65,11 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
     keys = {"clip": 0.3} if own else {"clip": 0.3, "optimizer": "adamw", "lr": 0.02, "weight_decay": 0.1}
     trainer = cw.Trainer(net, keys, plan=plan, optimizer=own, device=device, keep_state=False if case.startswith("one lane") else None)
     net.head.counts_all = case == "one lane, all counted"
+    others: list[cw.Trainer] = []
+    if case == "raises beside others":
+        others = [cw.Trainer(model(), keys | {"precision": "fp64"}, mesh=trainer.mesh), cw.Trainer(model(), keys, plan=plan, device=device)]
     losses: list[float] = []
+    failed = ""
     for number in range(STEPS):
         if "freezes" in case:
             net.lstm.requires_grad_(number not in (2, 3))
@@ -85,9 +89,16 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
             trainer.evaluate([batch(0), batch(8)])
         try:
             losses.append(float(trainer.step(*batches)))
-        except ValueError:
-            if case != "own hook raises":
+        except ValueError as error:
+            if case not in ("own hook raises", "raises beside others"):
                 raise
+            failed = said(error)
+        except ContactLost as error:
+            if not others:
+                raise
+            failed = said(error)
+        if failed and others:
+            return {"error": failed, "others": [attempt(other, batch(number)) for other in others]}
         if case.endswith("goes on") and number == 2:
             state = trainer.state_dict()
             assert bool(state) == (rank == 0)
@@ -110,6 +121,18 @@ def train(case: str, plan: dict[str, Any], rank: int, folder: Path, device: str 
     return {"losses": losses, "weights": {name: tensor.tolist() for name, tensor in weights.items()}}
 
 
+def said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def attempt(trainer: cw.Trainer, given: cw.Batch) -> str:
+    """What a step says that should not be possible."""
+    try:
+        return f"no error, but a loss of {float(trainer.step(given))}"
+    except (UserError, ContactLost, ValueError, RuntimeError) as error:
+        return said(error)
+
+
 def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]) -> None:
     """What rank 1 does otherwise in the third step."""
     match case:
@@ -126,7 +149,7 @@ def alter(case: str, trainer: cw.Trainer, net: cw.Model, batches: list[cw.Batch]
                 raise ValueError("mine")
 
             trainer.optimizer.register_step_pre_hook(hook)
-        case "raises" | "raises in an evaluation":
+        case "raises" | "raises in an evaluation" | "raises beside others":
 
             def fails(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
                 raise ValueError("mine")
@@ -152,7 +175,7 @@ def carry_out(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     try:
         return train(job["case"], job["plan"], int(os.environ["RANK"]), folder, job["device"])
     except (UserError, ContactLost, ValueError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": said(error)}
 
 
 if __name__ == "__main__":

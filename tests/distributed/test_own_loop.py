@@ -84,15 +84,20 @@ def test_workers_that_are_not_given_the_same_say_so(plan: str, tmp_path: Path) -
 
 
 def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(tmp_path: Path) -> None:
-    """The others lose contact at once; new trainers of all workers go on."""
-    first, second = told_by_workers("2 stages", ["raises", "raises in an evaluation", "own hook raises", "plain"], tmp_path)
+    """The others lose contact at once; trainers over the same connections are refused, and new ones of all workers go on."""
+    cases = ["raises", "raises in an evaluation", "own hook raises", "raises beside others", "plain"]
+    first, second = told_by_workers("2 stages", cases, tmp_path)
     assert second[0]["error"].startswith("ValueError: mine")
     assert first[0]["error"].startswith("ContactLost: contact with rank 1")
     halfway = "WorkerError: rank 1 got nothing (its last step ended halfway), but rank 0 got"
     for each in (first, second):
         assert each[1]["error"].startswith(f"{halfway} a batch of 6 steps x 4 lanes to evaluate")
         assert each[2]["error"].startswith(f"{halfway} 1 batch of 6 steps x 4 lanes")
-    assert first[3]["losses"] == second[3]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
+    refused = "WorkerError: an earlier step over these stages ended halfway, so they no longer agree; create a new Trainer on all workers"
+    for each in (first, second):
+        assert len(each[3]["others"]) == 2  # of the same mesh, and of one that shares its process groups
+        assert all(said.startswith(refused) for said in each[3]["others"]), each[3]
+    assert first[4]["losses"] == second[4]["losses"] == pytest.approx(train("plain", {}, 0, tmp_path)["losses"], rel=1e-10)  # float64
 
 
 @pytest.mark.slow

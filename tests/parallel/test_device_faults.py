@@ -10,11 +10,13 @@ import time
 import pytest
 import torch
 
-from carrywave.errors import ContactLost
+from carrywave.errors import ContactLost, WorkerError
 from carrywave.parallel import process_groups
-from carrywave.parallel.device_links import DeviceLinks
+from carrywave.parallel.device_links import DeviceLinks, Message
 from carrywave.parallel.liveness import device_faults, lost_contact
 from carrywave.parallel.startup import rendezvous
+from carrywave.plan.schedule.messages import lines, with_messages
+from carrywave.plan.schedule.schedule import wavefront
 
 LAUNCH = torch.AcceleratorError("CUDA error: unspecified launch failure\nCUDA kernel errors might be asynchronously reported")
 
@@ -141,12 +143,27 @@ class _Memory:
         pass
 
     def __del__(self) -> None:
-        _Memory.freed = True
+        type(self).freed = True
 
 
 def test_links_that_are_closed_free_nothing() -> None:
     links = DeviceLinks(0, lambda pair, size: _Memory())  # type: ignore[arg-type,return-value]
     links._memory((0, 1), 1)
+    for _ in range(2):
+        links.close()
+        assert links.memories == {}
+        assert not _Memory.freed
+
+
+def test_links_that_are_closed_make_no_new_memory() -> None:
+    """The neighbour, which may have closed nothing, would not come to make it."""
+    made: list[int] = []
+    links = DeviceLinks(0, lambda pair, size: made.append(size) or _Memory())  # type: ignore[arg-type,func-returns-value,return-value]
+    program = with_messages(wavefront(2, 1))
+    messages = {line: [Message(0, 4)] for line in lines(2, share_head=False)}
+    links.begin(program, messages)
+    assert made == [1 << 20]
     links.close()
-    assert links.memories == {}
-    assert not _Memory.freed
+    with pytest.raises(WorkerError, match="broken off by a step that failed; create a new Trainer on all workers"):
+        links.begin(program, messages)
+    assert made == [1 << 20]

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _schedules import GENERATORS
 
 from carrywave.errors import PlanError
-from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, lines, outgoing, prove, spell, with_messages
+from carrywave.plan.schedule.messages import Program, ProgramStep, incoming, lines, outgoing, pairs_of, prove, spell, with_messages
 from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, peak, sequential, serial, wavefront
 
 
@@ -248,6 +248,23 @@ def test_what_others_wait_for_is_sent_before_weight_gradients(
             if each.kind == "run" and each.task.phase == "W":
                 ran = {step.task for step in steps[:number] if step.kind == "run" and outgoing(step.task, made.schedule) is not None}
                 assert ran <= {step.task for step in steps[:number] if step.kind == "send"}
+
+
+def test_a_program_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked up in every pass."""
+    hashed: list[object] = []
+    monkeypatch.setattr(Schedule, "__hash__", lambda schedule: hashed.append(schedule) or 7)
+    first, second = with_messages(wavefront(2, 3)), with_messages(wavefront(2, 3))
+    known = {first: "rooms"}
+    assert [known[first], known[first], known[second]] == ["rooms"] * 3
+    assert len(hashed) == 2  # of two that are equal
+    assert with_messages(wavefront(2, 4)) not in known
+
+
+def test_neighbours_connect_and_with_a_shared_head_the_last_stage_and_every_other() -> None:
+    assert pairs_of(lines(4, share_head=False)) == [(0, 1), (1, 2), (2, 3)]
+    assert pairs_of(lines(4, share_head=True)) == [(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert pairs_of(lines(2, share_head=True)) == [(0, 1)]
 
 
 def test_sends_that_wait_for_each_other_are_refused() -> None:

@@ -22,7 +22,10 @@ from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
+from carrywave.parallel.group_sums import Summing
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.transport import Links
+from carrywave.parallel.world import World
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.units import Units
@@ -115,13 +118,18 @@ def test_the_ways_of_a_run_are_those_of_its_mesh(monkeypatch: pytest.MonkeyPatch
     assert ways_of_run(Mesh.alone(torch.device("cpu")), network, spec()) == Ways()
 
     def ways(plan: Plan, *, in_stream: bool, links: bool, backend: str = "gloo", **train: object) -> Ways:
-        mesh = SimpleNamespace(plan=plan, device=torch.device("cuda"), in_stream=in_stream, world=SimpleNamespace(size=4, backend=backend))
-        mesh.links = SimpleNamespace(in_stream=links) if plan.stages > 1 else None
-        return ways_of_run(cast(Mesh, mesh), network, spec(**train))
+        mesh = Mesh.__new__(Mesh)  # without its connections, which need processes
+        mesh.plan, mesh.device, mesh.world = plan, torch.device("cuda"), World(0, 4, 0, 4, torch.device("cuda"), backend)
+        mesh.links = cast(Links, SimpleNamespace(in_stream=links)) if plan.stages > 1 else None
+        mesh._all = cast(Summing, SimpleNamespace(in_stream=in_stream))
+        found = ways_of_run(mesh, network, spec(**train))
+        assert mesh.transport == (found.messages or found.sums)
+        return found
 
     stages, replicas, both = Plan(1, 4, (1, 2, 3)), Plan(4), Plan(2, 2, (2,))
     assert ways(stages, in_stream=True, links=True) == Ways("device memory", "device memory", "steps", on_gpu=True)
     assert ways(stages, in_stream=False, links=False, backend="nccl") == Ways("NCCL", "NCCL", "", on_gpu=True)
+    assert ways(stages, in_stream=False, links=False) == Ways("gloo", "gloo", "", on_gpu=True)
     assert ways(both, in_stream=False, links=True, backend="nccl") == Ways("device memory", "NCCL", "passes", on_gpu=True)
     assert ways(replicas, in_stream=True, links=False) == Ways("", "device memory", "steps", on_gpu=True)
     assert ways(replicas, in_stream=True, links=False, accumulate=2) == Ways("", "device memory", "passes", on_gpu=True)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
-from carrywave.data.batch import IGNORED, Batch
+sys.path.insert(0, str(Path(__file__).parent))
+from _small_models import KEY, VOCABULARY, WIDTH, batch_of, build
+
+from carrywave.data.batch import Batch
 from carrywave.errors import PlanError
-from carrywave.kernels import random
 from carrywave.kernels.deferred_gradients import Deferred
-from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
@@ -31,46 +34,14 @@ from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
-from carrywave.step.executor import BatchOutcome, Job, program_for, run
+from carrywave.step.executor import BatchOutcome, Job, run
 from carrywave.step.gradients import Gradients
 from carrywave.step.micro_batches import flatten
+from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock
 
-VOCABULARY, WIDTH, CLASSES = 11, 6, 3
-KEY = random.key(3, 1, 4)
 # Sums of some hundred terms, in another order, in float64.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-13}
-
-
-def build(*, pooled: bool, layers: int = 2, **options: object) -> Model:
-    torch.manual_seed(0)
-    lstm = LSTM(WIDTH, WIDTH, layers, dropout=0.3, **options)  # type: ignore[arg-type]
-    head: nn.Module = PooledSoftmax(WIDTH, CLASSES, "mean") if pooled else Softmax(WIDTH, VOCABULARY)
-    return Model(Embedding(VOCABULARY, WIDTH, 0.1), lstm, head, dropout_in=Dropout(0.2), dropout_out=Dropout(0.2)).double().train()
-
-
-def batch_of(steps: int, lengths: list[int], *, pooled: bool, fresh: list[bool] | None = None) -> Batch:
-    generator = torch.Generator().manual_seed(steps + sum(lengths))
-    lanes = len(lengths)
-    inputs = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
-    padded = torch.arange(steps)[:, None] >= torch.tensor(lengths)
-    if pooled:
-        targets = torch.randint(CLASSES, (lanes,), generator=generator)
-        targets[torch.tensor(lengths) == 0] = IGNORED
-    else:
-        targets = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
-        targets[padded] = IGNORED
-    inputs[padded] = 0
-    return Batch(
-        inputs=inputs,
-        targets=targets,
-        lengths=torch.tensor(lengths),
-        fresh=torch.tensor(fresh or [True] * lanes),
-        lanes=torch.arange(lanes) + 40,
-        sequence=torch.arange(lanes),
-        offset=torch.zeros(lanes, dtype=torch.int64),
-        real=sum(lengths),
-    )
 
 
 def outcome_of(model: Model, batch: Batch, plan: Plan, **asked: float) -> tuple[BatchOutcome, dict[str, Tensor]]:

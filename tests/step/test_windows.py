@@ -20,22 +20,24 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from _in_float64 import replace_launches
 
-from carrywave.data.batch import IGNORED, Batch
-from carrywave.kernels import dispatch, random
+sys.path.insert(0, str(Path(__file__).parent))
+import _small_models as small_models
+from _small_models import CLASSES, KEY, VOCABULARY, WIDTH, batch_of
+
+from carrywave.data.batch import Batch
+from carrywave.kernels import dispatch
 from carrywave.kernels.cuda import nvrtc
 from carrywave.kernels.hopper import persistent, recurrence, stack, windowed
 from carrywave.kernels.hopper.layout import H200, LayerShape, Wave
-from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding
-from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
-from carrywave.step.executor import BatchOutcome, Job, program_for, run
+from carrywave.step.executor import BatchOutcome, Job, run
+from carrywave.step.programs import program_for
 
-VOCABULARY, WIDTH, CLASSES = 11, 6, 3
-KEY = random.key(3, 1, 4)
 # Sums of some hundred terms, in another order, in float64.
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -56,35 +58,8 @@ def waves(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     monkeypatch.setattr(persistent, "wave_of", lambda x, layers: Wave(LayerShape(64, 1, 8, 1), 1, min(piece, len(x))))
 
 
-def build(*, pooled: bool = False, layers: int = 2, dropout: float = 0.3, **options: Any) -> Model:
-    torch.manual_seed(0)
-    lstm = LSTM(WIDTH, WIDTH, layers, dropout=dropout, kernel="persistent", **options)
-    head: nn.Module = PooledSoftmax(WIDTH, CLASSES, "mean") if pooled else Softmax(WIDTH, VOCABULARY)
-    return Model(Embedding(VOCABULARY, WIDTH, 0.1), lstm, head, dropout_in=Dropout(0.2), dropout_out=Dropout(0.2)).double().train()
-
-
-def batch_of(steps: int, lengths: list[int], *, pooled: bool = False, fresh: list[bool] | None = None) -> Batch:
-    generator = torch.Generator().manual_seed(steps + sum(lengths))
-    lanes = len(lengths)
-    inputs = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
-    padded = torch.arange(steps)[:, None] >= torch.tensor(lengths)
-    if pooled:
-        targets = torch.randint(CLASSES, (lanes,), generator=generator)
-        targets[torch.tensor(lengths) == 0] = IGNORED
-    else:
-        targets = torch.randint(VOCABULARY, (steps, lanes), generator=generator)
-        targets[padded] = IGNORED
-    inputs[padded] = 0
-    return Batch(
-        inputs=inputs,
-        targets=targets,
-        lengths=torch.tensor(lengths),
-        fresh=torch.tensor(fresh or [True] * lanes),
-        lanes=torch.arange(lanes) + 40,
-        sequence=torch.arange(lanes),
-        offset=torch.zeros(lanes, dtype=torch.int64),
-        real=sum(lengths),
-    )
+def build(**options: Any) -> Model:
+    return small_models.build(kernel="persistent", **options)
 
 
 def outcome_of(model: Model, batches: list[Batch], plan: Plan, **asked: Any) -> tuple[list[BatchOutcome], dict[str, Tensor]]:

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from carrywave.benchmarks._peers import PlainLanguageModel
+from carrywave.benchmarks._stack_shape import StackShape
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.carry import Carry
@@ -113,13 +114,9 @@ def one_line(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A stack of layers as wide as their input, and the shape of the batch it runs on."""
+class Case(StackShape):
+    """A stack and its batch, in one precision."""
 
-    layers: int
-    hidden: int
-    lanes: int
-    steps: int
     dtype: str = "bf16"
     lengths: bool = False
     dropout: float = 0.0
@@ -128,11 +125,6 @@ class Case:
     def shape(self) -> tuple[int, int, int, int]:
         """Layers, units, lanes, steps."""
         return self.layers, self.hidden, self.lanes, self.steps
-
-    @property
-    def name(self) -> str:
-        """The shape as shown in the table."""
-        return f"{self.layers}x{self.hidden} B{self.lanes} T{self.steps}"
 
     @property
     def words(self) -> frozenset[str]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.benchmarks._gpu_peers import DTYPES, one_line
+from carrywave.benchmarks._stack_shape import StackShape
 from carrywave.benchmarks._standing_pool import requests
 from carrywave.benchmarks._workers import TimedWorkers
 from carrywave.benchmarks.pipeline import SCHEDULERS
@@ -49,18 +50,8 @@ TRAIN = {"optimizer": "adam", "lr": 1e-3, "clip": 1.0}
 
 
 @dataclass(frozen=True)
-class Case:
-    """A stack and the shape of its batch."""
-
-    layers: int
-    hidden: int
-    lanes: int
-    steps: int
-
-    @property
-    def name(self) -> str:
-        """The name shown in the table."""
-        return f"{self.layers}x{self.hidden} B{self.lanes} T{self.steps}"
+class Case(StackShape):
+    """A stack whose outputs are summed, and its batch."""
 
     @property
     def units(self) -> Units:

@@ -22,6 +22,7 @@ from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from carrywave.benchmarks._stack_shape import StackShape
 from carrywave.kernels.blas import without_onednn
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
@@ -35,19 +36,15 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(StackShape):
     """A language model and the shape of its batches."""
 
-    layers: int
-    hidden: int
-    lanes: int
-    steps: int
     vocabulary: int
 
     @property
     def name(self) -> str:
-        """The name shown in the table; short, because rows are long."""
-        return f"{self.layers}x{self.hidden} B{self.lanes} T{self.steps} V{self.vocabulary}"
+        """As shown in tables, with the vocabulary."""
+        return f"{super().name} V{self.vocabulary}"
 
     @property
     def units(self) -> int:

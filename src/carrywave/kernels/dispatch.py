@@ -181,7 +181,7 @@ def _is_broken(why: str) -> bool:
 
 
 def _give_up(error: nvrtc.KernelError) -> None:
-    _failures.append(f"{persistent.FAILED}{' '.join(str(error).split())[:400]}")
+    _failures.append(persistent.failure(error))
     _tell(_failures[0])
 
 

@@ -21,7 +21,7 @@ from typing import IO
 from carrywave.errors import WorkerError
 from carrywave.launch import gpu_probe, mps_guard
 from carrywave.launch.hardware import nvidia_smi, visible
-from carrywave.parallel.startup.environment import MOST_SHARES, SHARE_GPU
+from carrywave.parallel.startup.environment import MOST_SHARES, OVERLAPPING, SHARE_GPU
 
 TOOL = "nvidia-cuda-mps-control"
 PIPES, LOGS, PERCENT = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -41,7 +41,7 @@ class Shares:
         self._tool, part = _checked(count, percent)
         self._folder = _folder()
         pipes = {PIPES: str(self._folder), LOGS: str(self._folder)} | _visible_by_name()
-        self.environment = pipes | {PERCENT: str(part), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", SHARE_GPU: str(count)}
+        self.environment = pipes | {PERCENT: str(part), OVERLAPPING: "1", SHARE_GPU: str(count)}
         self._of_daemon = {name: value for name, value in os.environ.items() if name != PERCENT} | pipes
         self._guard: subprocess.Popen[bytes] | None = None
 

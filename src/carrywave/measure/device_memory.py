@@ -16,11 +16,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from carrywave.kernels.cuda import clock
-from carrywave.measure.recorded import replay_seconds
+from carrywave.measure.recorded import captured, replay_seconds
 from carrywave.parallel import process_groups
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.symmetric import SharedMemory, symmetric_memory, write
 from carrywave.plan.cost.sample_requests import REDUCED_BYTES
+from carrywave.plan.cost.ways import DEVICE_MEMORY
 
 Row = dict[str, Any]
 Stamps = tuple[Tensor, Tensor, Tensor, Tensor]  # before and after the sends, before and after the waits
@@ -67,7 +68,7 @@ def link_rows(small: Ends, large: Ends, *, reports: bool) -> Iterator[Row]:
     rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, large.send - small.send)
     if reports:
         latency = max(LEAST_LATENCY, small.half - small.send)
-        yield {"link": {"latency_seconds": latency, "bytes_per_second": rate, "transport": "device memory"}}
+        yield {"link": {"latency_seconds": latency, "bytes_per_second": rate, "transport": DEVICE_MEMORY}}
     copied = SMALL_BYTES / rate
     yield {"overheads": {"recorded_message_seconds": max(LEAST_OWN, (small.send - copied + small.wait) / 2)}}
 
@@ -112,7 +113,7 @@ def _ends(memory: SharedMemory, num_bytes: int, device: torch.device) -> Ends:
     times_4 = torch.zeros(4, dtype=torch.int64, device=device)
     stamps = (times_4[0], times_4[1], times_4[2], times_4[3])
     found: list[list[int]] = []
-    graph = _captured(lambda: exchange(memory, message, stamps), device)
+    graph, _ = captured(lambda: exchange(memory, message, stamps), device)
     for _ in range(REPLAYS):
         graph.replay()
         found.append(times_4.tolist())
@@ -120,13 +121,3 @@ def _ends(memory: SharedMemory, num_bytes: int, device: torch.device) -> Ends:
     wait = statistics.median(after - before for _, _, before, after in found) / 1e9 / MESSAGES
     half = replay_seconds(lambda: there_and_back(memory, message), device, times=REPLAYS) / MESSAGES / 2
     return Ends(send, wait, half)
-
-
-def _captured(work: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    work()  # so that all kernels are loaded
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    return graph

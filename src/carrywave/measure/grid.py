@@ -8,13 +8,12 @@ sums between shares. What they take there is also what recorded stages on whole 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from carrywave.launch.shares import shares
-from carrywave.measure.profiles import MEASURED_BY, empty, merged, read, threads
-from carrywave.parallel import worker_pool
+from carrywave.measure.profiles import Wanted, empty, extended, read
 from carrywave.plan.cost.profile import Overheads, Profile
 from carrywave.plan.cost.sample_requests import Ask
 from carrywave.plan.cost.shipped_profiles import LINKS
@@ -85,7 +84,8 @@ def measure(
     found = found if before is None else replace(before, overheads=found.overheads)
     for precision in precisions if kind == "cuda" else ("fp32",):
         optimizers = OPTIMIZERS if precision == precisions[0] or kind == "cpu" else ()
-        found = _measured(found, kind, precision, list(grid(precision)), optimizers, 1, {})
+        wanted = Wanted(list(grid(precision)), optimizers, links=False)
+        found = extended(found, kind, precision, wanted, 1, launched=True, environment={})
     if kind == "cuda":
         own = RECORDED_MESSAGE_SECONDS if shared is None else shared.overheads.recorded_message_seconds
         overheads = replace(found.overheads, message_seconds=MESSAGE_SECONDS, recorded_message_seconds=own)
@@ -106,29 +106,9 @@ def measure_shares(name: str, count: int) -> Profile:
         between=None,
         overheads=Overheads(),
     )
+    wanted = Wanted(list(share_grid()), OPTIMIZERS[:1], links=count > 1)
     with shares(count) as environment:
-        return _measured(found, "cuda", SHARE_PRECISION, list(share_grid()), OPTIMIZERS[:1], count, environment)
-
-
-def _measured(
-    profile: Profile,
-    kind: str,
-    precision: str,
-    asks: Sequence[Ask],
-    optimizers: Sequence[str],
-    workers: int,
-    environment: Mapping[str, str],
-) -> Profile:
-    job = {
-        "device": kind,
-        "precision": precision,
-        "asks": [ask.to_json() for ask in asks],
-        "optimizers": list(optimizers),
-        "links": workers > 1,
-        "launched": workers == 1,
-    }
-    rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), environment=environment, name="the measurement")
-    return merged(profile, rows, workers)
+        return extended(found, "cuda", SHARE_PRECISION, wanted, count, launched=count == 1, environment=environment)
 
 
 def main(given: Sequence[str] | None = None) -> None:

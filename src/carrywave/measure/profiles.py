@@ -142,24 +142,25 @@ def read(path: Path, kind: str) -> Profile:
     return found
 
 
-class _Missing(NamedTuple):
-    """What a profile lacks for a model."""
+class Wanted(NamedTuple):
+    """What is to be measured: calls, optimizers by name, and links if `links`."""
 
-    asks: list[Ask]
-    optimizers: list[str]
+    asks: Sequence[Ask]
+    optimizers: Sequence[str]
     links: bool
 
     @property
     def something(self) -> bool:
-        """True if it lacks anything."""
+        """True if there is anything."""
         return bool(self.asks or self.optimizers or self.links)
 
 
-def _missing(profile: Profile, units: Units, workers: int, kind: str) -> _Missing:
+def _missing(profile: Profile, units: Units, workers: int, kind: str) -> Wanted:
+    """What a profile lacks for a model."""
     there = {called(sample) for sample in profile.samples if sample.workers == workers}
     width = "fp64" if units.precision == "fp64" else "fp32"
     updated = {s.name for s in profile.samples if s.kind == "optimizer" and s.workers == workers and s.precision == width}
-    return _Missing(
+    return Wanted(
         [ask for ask in asks_of(units, workers, kind) if ask.size not in there],
         [] if units.optimizer in updated else [units.optimizer],
         workers > 1 and all(reduction.workers != workers for reduction in profile.reductions),
@@ -167,26 +168,42 @@ def _missing(profile: Profile, units: Units, workers: int, kind: str) -> _Missin
 
 
 def _measured(
-    profile: Profile, kind: str, precision: str, workers: int, missing: _Missing, environment: Mapping[str, str] | None = None
+    profile: Profile, kind: str, precision: str, workers: int, missing: Wanted, environment: Mapping[str, str] | None = None
 ) -> Profile:
-    """The profile extended by what this many workers measured."""
-    job = {
-        "device": kind,
-        "precision": precision,
-        "asks": [ask.to_json() for ask in missing.asks],
-        "optimizers": missing.optimizers,
-        "links": missing.links,
-        # Shares are of one host, where all that stages do is recorded.
-        "launched": environment is None and shares_on(kind) == 1,
-    }
+    """The profile extended by what it lacked for a model."""
+    # Shares are of one host, where all that stages do is recorded.
+    launched = environment is None and shares_on(kind) == 1
     try:
         # In a worker that has a share, its own environment serves those who measure too.
         own = divided(1 if PIPES in os.environ else shares_on(kind)) if environment is None else contextlib.nullcontext(environment)
         with own as given:
             name = "the measurement of this machine"
-            rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), environment=given, name=name)
+            return extended(profile, kind, precision, missing, workers, launched=launched, environment=given, name=name)
     except RunError as error:
         raise PlanError(f"{error}; set plan.replicas and plan.stages, or set CARRYWAVE_PROFILE to a profile of such a machine") from None
+
+
+def extended(
+    profile: Profile,
+    kind: str,
+    precision: str,
+    wanted: Wanted,
+    workers: int,
+    *,
+    launched: bool,
+    environment: Mapping[str, str],
+    name: str = "the measurement",
+) -> Profile:
+    """The profile with what this many workers measure now. `launched`: also as stages run whose messages need the host."""
+    job = {
+        "device": kind,
+        "precision": precision,
+        "asks": [ask.to_json() for ask in wanted.asks],
+        "optimizers": list(wanted.optimizers),
+        "links": wanted.links,
+        "launched": launched,
+    }
+    rows = worker_pool.start(MEASURED_BY, job, workers, threads=threads(workers), environment=environment, name=name)
     return merged(profile, rows, workers)
 
 

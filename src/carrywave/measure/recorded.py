@@ -91,6 +91,16 @@ def replay_seconds(work: Callable[[], object], device: torch.device, together: T
     `times`: the replays of a block. Work that waits for other workers needs the same number on all of them; otherwise it depends on the
     time of a replay.
     """
+    graph, kept = captured(work, device)
+    times = times or max(3, round(LEAST_SECONDS / max(1e-6, _block(graph, 3, device))))
+    together()
+    found = statistics.median(_block(graph, times, device) for _ in range(BLOCKS))
+    del kept
+    return found
+
+
+def captured(work: Callable[[], object], device: torch.device) -> tuple[torch.cuda.CUDAGraph, object]:
+    """`work` as a CUDA graph that has been replayed once, and its result, to be kept as long as the graph is replayed."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -102,11 +112,7 @@ def replay_seconds(work: Callable[[], object], device: torch.device, together: T
     with torch.cuda.graph(graph):
         kept = work()
     graph.replay()
-    times = times or max(3, round(LEAST_SECONDS / max(1e-6, _block(graph, 3, device))))
-    together()
-    found = statistics.median(_block(graph, times, device) for _ in range(BLOCKS))
-    del kept
-    return found
+    return graph, kept
 
 
 def _block(graph: torch.cuda.CUDAGraph, times: int, device: torch.device) -> float:

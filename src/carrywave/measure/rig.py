@@ -31,6 +31,7 @@ from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program
 from carrywave.step import executor
 from carrywave.step.precision import HALVES, autocast, configure, parameter_dtype
+from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock
 
 STAGES = 3  # encoder, LSTM layers, head: each is a stage of its own
@@ -46,6 +47,7 @@ class Echo:
 
     in_order: ClassVar[bool] = False
     in_stream: ClassVar[bool] = False
+    closed: ClassVar[bool] = False
 
     device: torch.device
     known: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
@@ -99,7 +101,7 @@ class Rig:
             parameter.grad = None
         plan = Plan(1, STAGES, self.cuts, None if chunks == 1 else -(-self.ask.steps // chunks))
         job = executor.Job(self.batch, self.stage.start(self.ask.lanes, self.device), self.key, precision=self.ask.precision)
-        program = up_to(part, executor.program_for(plan, [self.batch], backward=True), self.place)
+        program = up_to(part, program_for(plan, [self.batch], backward=True), self.place)
         executor.run(self.stage, plan, program, [job], self.echo, place=self.place, clock=clock)
 
     def forward(self) -> Tensor:

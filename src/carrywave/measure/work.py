@@ -81,7 +81,7 @@ def _links(world: World, asks: Sequence[Ask], precision: str) -> Iterator[Row]:
         if mesh.in_stream:
             yield from device_memory.rows_of(mesh)
             return
-        transport = mesh.transport
+        transport = mesh.sums
     yield from _reductions(world)
     yield from _messages(world, transport)
 

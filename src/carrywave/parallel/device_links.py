@@ -4,36 +4,34 @@ A message is a copy and a signal on the sender's stream, and a wait for that sig
 host takes no part in it, so a whole step, messages included, can be captured as one CUDA graph. Within a pass, buffers are reused as
 `plan.schedule.buffers` counts and proves it; a pass starts to write a channel when the receiver has finished the previous one.
 
-Each pair of stages that exchange messages shares memory of its own, so that only those two need to know its size. A pass that needs more
-gets a larger one; smaller ones are kept, because captured passes use them.
+Each pair of stages that exchange messages shares memory of its own, so that only those two need to know its size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from carrywave.errors import PlanError
+from carrywave.errors import PlanError, WorkerError
+from carrywave.parallel.growing_memory import GrowingMemory, padded
 from carrywave.parallel.symmetric import SharedMemory, signals_of, write
 from carrywave.parallel.transport import Pending
 from carrywave.plan.schedule.buffers import Places, places
-from carrywave.plan.schedule.messages import Channel, Program
+from carrywave.plan.schedule.messages import Channel, Pair, Program
 
 LINES = 4  # most channels between two stages: activations, gradients, and the same for a shared head
 SLOTS = 15  # most slots of a channel that are reused within a pass; with more, every micro-batch has its own
 SIGNALS = signals_of(2) // LINES - SLOTS - 1  # of a channel that tell of arrivals
 LEAST_BYTES = 1 << 20
-_ALIGNED = 256
 _OF_LINE = signals_of(2) // LINES  # signals of a channel: for arrivals, one for "all free", one for each slot
 _ALL_FREE = SIGNALS
 
-_abandoned: list[SharedMemory] = []  # of links that were closed
+_abandoned: list[GrowingMemory] = []  # of links that were closed
 
-Pair = tuple[int, int]  # two stages, the lower first
 Make = Callable[[Pair, int], SharedMemory]  # shared memory of two stages, of a given size
 
 
@@ -70,7 +68,7 @@ def _laid(messages: Sequence[Message], room: Places) -> _Layout:
         within.append(ends.get(message.micro_batch, 0))
         ends[message.micro_batch] = within[-1] + message.size
     slots = room.slots if room.slots <= SLOTS else len(parts)
-    slot = -(-max(ends.values()) // _ALIGNED) * _ALIGNED
+    slot = padded(max(ends.values()))
     places = [parts[message.micro_batch] % slots * slot + at for message, at in zip(messages, within, strict=True)]
     told = {number: ordinal for ordinal, number in enumerate(room.told)}
     return _Layout(slots, places, [message.size for message in messages], parts, firsts, told, slots * slot)
@@ -118,16 +116,19 @@ class DeviceLinks:
 
     def __init__(self, stage: int, make: Make) -> None:
         self.stage, self.make = stage, make
-        self.memories: dict[Pair, list[SharedMemory]] = {}
+        self.closed = False
+        self.memories: dict[Pair, GrowingMemory] = {}
         self._incoming: dict[Channel, _Line] = {}
         self._outgoing: dict[Channel, _Line] = {}
 
     def begin(self, program: Program, messages: Mapping[Channel, Sequence[Message]]) -> None:
         """Start a pass in which these messages are sent and received on this stage's channels, in this order on each."""
+        if self.closed:  # the neighbours would not come to make new memory
+            raise WorkerError("the messages between stages were broken off by a step that failed; create a new Trainer on all workers")
         self._incoming, self._outgoing = {}, {}
         pairs: dict[Pair, list[Channel]] = {}
         for line in sorted(messages, key=_number):
-            pairs.setdefault((min(line[1:]), max(line[1:])), []).append(line)
+            pairs.setdefault(line.pair, []).append(line)
         rooms = _rooms(program)
         for pair in sorted(pairs):
             laid = [(line, _laid(messages[line], rooms[line])) for line in pairs[pair]]
@@ -178,24 +179,28 @@ class DeviceLinks:
         """Do nothing: what follows on the stream comes after the messages."""
 
     def close(self) -> None:
-        """Use the buffers no more. A neighbour that waits for a message gives up when its time is over, or when this process ends.
+        """Use the buffers no more; later calls do nothing. A neighbour that waits for a message gives up when its time is over, or when
+        this process ends.
 
         They are not freed: that would wait for all work of the device, and some of it may be waiting for that neighbour.
         """
-        _abandoned.extend(memory for known in self.memories.values() for memory in known)
+        self.closed = True
+        _abandoned.extend(self.memories.values())
         self.memories, self._incoming, self._outgoing = {}, {}, {}
 
     def _memory(self, pair: Pair, size: int) -> SharedMemory:
-        """The first shared memory of a pair that is large enough: the same one at both ends."""
-        known = self.memories.setdefault(pair, [])
-        for memory in known:
-            if memory.size >= size:
-                return memory
-        memory = self.make(pair, 1 << (max(size, LEAST_BYTES) - 1).bit_length())
-        known.append(memory)
-        for number in range(LINES):  # at first everything is free; on channels that this stage sends on, nobody asks
-            memory.signal(1 - memory.rank, number * _OF_LINE + _ALL_FREE)
-        return memory
+        """Shared memory of a pair, the same one at both ends."""
+        if pair not in self.memories:
+            self.memories[pair] = GrowingMemory(partial(_all_free, self.make, pair), LEAST_BYTES)
+        return self.memories[pair].of(size)
+
+
+def _all_free(make: Make, pair: Pair, size: int) -> SharedMemory:
+    """New shared memory of a pair, in which this stage has told that everything is free."""
+    memory = make(pair, size)
+    for number in range(LINES):  # on channels that this stage sends on, nobody asks
+        memory.signal(1 - memory.rank, number * _OF_LINE + _ALL_FREE)
+    return memory
 
 
 class _Arrival:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from carrywave.parallel.growing_memory import GrowingMemory, padded
 from carrywave.parallel.symmetric import SharedMemory, write
 
 LEAST_BYTES = 1 << 16
-_ALIGNED = 256
 SMALL = 1 << 13  # numbers that are not worth a second round
 _ARRIVED, _READ = 0, 1  # barriers: numbers have arrived; they have been read
 
@@ -28,8 +28,7 @@ class DeviceSum:
     in_stream = True
 
     def __init__(self, workers: int, make: Make) -> None:
-        self.workers, self.make = workers, make
-        self.memories: list[SharedMemory] = []
+        self.workers, self.memory = workers, GrowingMemory(make, LEAST_BYTES)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by its sum over the workers."""
@@ -41,7 +40,7 @@ class DeviceSum:
 
     def _whole(self, flat: Tensor) -> None:
         """Everyone sends all of its numbers to everyone, and adds up what it has received."""
-        room = _padded(flat.nbytes)
+        room = padded(flat.nbytes)
         memory = self._memory(self.workers * room)
         own = memory.rank
         for rank in range(self.workers):
@@ -53,7 +52,7 @@ class DeviceSum:
     def _by_pieces(self, flat: Tensor) -> None:
         """Everyone adds up one piece, and sends the result to everyone."""
         pieces: tuple[Tensor, ...] = torch.split(flat, -(-flat.numel() // self.workers))
-        room = _padded(pieces[0].nbytes)
+        room = padded(pieces[0].nbytes)
         memory = self._memory(self.workers * room)
         own, results = memory.rank, memory.size // 2
         for rank, piece in enumerate(pieces):
@@ -76,18 +75,10 @@ class DeviceSum:
         return total
 
     def _memory(self, half: int) -> SharedMemory:
-        """The first memory with halves of at least this size, the same one on every worker: one half for numbers, one for results, so that
-        no worker overwrites results that another still reads, however large the next tensor is.
+        """Memory with halves of at least this size: one for numbers, one for results, so that no worker overwrites results that another
+        still reads, however large the next tensor is.
         """
-        for memory in self.memories:
-            if memory.size >= 2 * half:
-                return memory
-        self.memories.append(self.make(1 << (max(2 * half, LEAST_BYTES) - 1).bit_length()))
-        return self.memories[-1]
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+        return self.memory.of(2 * half)
 
 
 def _place(memory: SharedMemory, rank: int, begin: int, like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from carrywave.data.loader import Share
 from carrywave.errors import PlanError
 from carrywave.parallel import pair_links, peer_access, process_groups
-from carrywave.parallel.device_links import DeviceLinks, Pair
+from carrywave.parallel.device_links import DeviceLinks
 from carrywave.parallel.device_sums import DeviceSum
 from carrywave.parallel.group_sums import GroupSum, Summing
 from carrywave.parallel.liveness import lost_contact
@@ -26,8 +26,10 @@ from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.symmetric import symmetric_memory
 from carrywave.parallel.transport import GroupLinks, Links, PeerLink
 from carrywave.parallel.world import World, all_gather_text
+from carrywave.plan.cost.profile import Transport
+from carrywave.plan.cost.ways import BY_BACKEND, DEVICE_MEMORY
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Channel, lines
+from carrywave.plan.schedule.messages import Channel, Pair, lines, pairs_of
 
 ALL = "all"  # the use of the world's own group
 
@@ -70,14 +72,27 @@ class Mesh:
         return self._all is None or self._all.in_stream
 
     @property
-    def transport(self) -> str:
-        """How stages exchange messages, or replicas their sums, in words."""
-        if self.world.size == 1:
-            return ""
-        first = self.links if self.links is not None else self._all
-        if first is not None and first.in_stream:
-            return "device memory"
-        return {"nccl": "NCCL", "gloo": "gloo"}[self.world.backend]
+    def messages_in_stream(self) -> bool:
+        """True if there are messages between stages, and they are work of the device, so that a pass can be captured."""
+        return self.links is not None and self.links.in_stream
+
+    @property
+    def messages(self) -> Transport:
+        """What carries messages between stages; "": there is one."""
+        return "" if self.plan.stages == 1 else self._carrier(in_stream=self.messages_in_stream)
+
+    @property
+    def sums(self) -> Transport:
+        """What carries sums over all workers; "": there is one."""
+        return "" if self.world.size == 1 else self._carrier(in_stream=self.in_stream)
+
+    @property
+    def transport(self) -> Transport:
+        """What carries messages between stages or, with one stage, sums over workers."""
+        return self.messages or self.sums
+
+    def _carrier(self, *, in_stream: bool) -> Transport:
+        return DEVICE_MEMORY if in_stream else BY_BACKEND[self.world.backend]
 
     def replicas_of(self, stages: Sequence[int]) -> Summing | None:
         """What sums over these stages in all replicas; None if it would be this worker alone.
@@ -96,6 +111,11 @@ class Mesh:
             if work is not None:
                 work.wait()
         return tensor
+
+    @property
+    def hung_up(self) -> bool:
+        """True if the connections between stages were closed here: no trainer can take another step over them."""
+        return self.links is not None and self.links.closed
 
     def hang_up(self) -> None:
         """Close the connections between stages because this worker's step failed midway; otherwise others would wait for its messages."""
@@ -129,8 +149,8 @@ class Mesh:
         # Every worker creates every group, in the same order; the two ends of a channel then connect, along the chain of stages.
         for replica in range(plan.replicas):
             for line in known:
-                sender, receiver = (replica * plan.stages + stage for stage in line[1:])
-                group = process_groups.group([min(sender, receiver), max(sender, receiver)], f"{line.phase} {sender}>{receiver}")
+                sender, receiver = (replica * plan.stages + stage for stage in (line.sender, line.receiver))
+                group = process_groups.group(sorted((sender, receiver)), f"{line.phase} {sender}>{receiver}")
                 if world.rank in (sender, receiver):
                     sends = world.rank == sender
                     channels[line] = PeerLink(group, receiver if sends else sender)
@@ -164,7 +184,7 @@ class Mesh:
     def _device_links(self) -> DeviceLinks:
         lost_contact.use_device_memory()
         stages, first = self.plan.stages, self.replica * self.plan.stages
-        pairs = sorted({(min(line[1:]), max(line[1:])) for line in lines(stages, share_head=self.plan.shares_head)})
+        pairs = pairs_of(lines(stages, share_head=self.plan.shares_head))
         groups: dict[Pair, dist.ProcessGroup] = {}
         for begin in range(0, self.world.size, stages):  # every worker creates every group, in the same order
             for low, high in pairs:

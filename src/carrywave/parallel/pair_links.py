@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.transport import PeerLink, Pending
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Channel, lines
+from carrywave.plan.schedule.messages import Channel, lines, pairs_of
 from carrywave.plan.schedule.serial_messages import MessageEnd, joins
 
 
@@ -57,11 +57,6 @@ def connect(world: World, plan: Plan) -> PairLinks:
     return links
 
 
-def pairs_of(known: Sequence[Channel]) -> list[tuple[int, int]]:
-    """The pairs of stages that exchange messages on these channels, in the order in which they connect."""
-    return sorted({(min(line[1:]), max(line[1:])) for line in known})
-
-
 class PairLinks:
     """Messages in batches. `pairs` holds the communicator with each stage that this one exchanges messages with."""
 
@@ -72,6 +67,12 @@ class PairLinks:
         self.pairs, self.device = pairs, device
         self._next: list[_Batch] = []  # to be issued before the next task
         self._under_way: dict[int, deque[_Batch]] = {stage: deque() for stage in pairs}
+        for pair in pairs.values():
+            process_groups.use(pair.group, self.close)
+
+    @property
+    def closed(self) -> bool:
+        return not self.pairs
 
     def greet(self) -> None:
         """Exchange a dummy message with each stage now, because NCCL connects at the first message and blocks meanwhile."""
@@ -112,11 +113,13 @@ class PairLinks:
 
     def close(self) -> None:
         """Close the connections, so that nobody waits for messages that will never come."""
+        # Those who share the groups close theirs too, and these once more.
+        pairs, self.pairs = self.pairs, {}
         self._next = []
-        for stage, pair in self.pairs.items():
-            self._under_way[stage].clear()
+        for issued in self._under_way.values():
+            issued.clear()
+        for pair in pairs.values():
             process_groups.drop(pair.group)
-        self.pairs = {}
 
     def _add(self, kind: Callable[..., dist.Work | None], tensor: Tensor, stage: int) -> _Batch:
         end = MessageEnd(stage, receives=kind is dist.irecv)

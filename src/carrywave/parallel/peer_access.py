@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from carrywave.errors import SpecError
-from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
+from carrywave.parallel.startup.environment import OVERLAPPING, TRANSPORT, shares_of_a_gpu
+from carrywave.parallel.startup.rendezvous import identity
 from carrywave.parallel.world import World, all_gather_text
 
-OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 TRANSPORTS = ("auto", "device", "nccl", "gloo")
 
 
@@ -50,26 +49,18 @@ def in_reach(there: Sequence[Neighbour], ranks: Sequence[int]) -> bool:
 
 
 def _self(device: torch.device) -> Neighbour:
-    host = f"{socket.gethostname()} {_boot()}"
+    known = identity(os.getpid())
+    host = f"{known['host']} {known['boot']}"  # hosts may have one name
     if device.type != "cuda":
         return Neighbour(host, "", ())
     own = device.index or 0
     reaches = [_uuid(n) for n in range(torch.cuda.device_count()) if n != own and torch.cuda.can_device_access_peer(own, n)]
     # Without MPS, workers on one GPU take turns, and one that waits on the device would hold up the one it waits for. Our launcher starts
     # MPS and allows torch to share the GPU's memory; under another launcher, whoever provides MPS sets this too.
-    if os.environ.get(SHARE_GPU, "0") not in ("", "0", "1") and os.environ.get(OVERLAPPING) == "1":
+    if shares_of_a_gpu() > 1 and os.environ.get(OVERLAPPING) == "1":
         reaches.append(_uuid(own))
     return Neighbour(host, _uuid(own), tuple(reaches))
 
 
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def _boot() -> str:
-    """What tells hosts of one name apart."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

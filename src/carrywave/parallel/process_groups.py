@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch.distributed as dist
 
@@ -20,6 +21,7 @@ class _Made:
 
     world: Callable[[], dist.ProcessGroup | None] = lambda: None
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # noqa: RUF012
+    users: WeakKeyDictionary[dist.ProcessGroup, list[WeakMethod[Callable[[], None]]]] = WeakKeyDictionary()  # noqa: RUF012
     spoils = 0  # failures of collective work in this process
     agreed = 0  # total over all processes at the last agreement
     timeout: timedelta | None = None  # message timeout; None: torch's default
@@ -58,11 +60,20 @@ def agreed() -> int:
 
 
 def drop(group: dist.ProcessGroup) -> None:
-    """Destroy a group on this worker alone: a peer waiting in it sees the connection close."""
+    """Destroy a group on this worker alone: a peer waiting in it sees the connection close, once nobody here uses it any more."""
+    for user in _Made.users.pop(group, []):
+        close = user()
+        if close is not None:
+            close()
     for key in [key for key, known in _Made.groups.items() if known is group]:
         del _Made.groups[key]
     with suppress(RuntimeError, ValueError):
         dist.destroy_process_group(group)
+
+
+def use(group: dist.ProcessGroup, close: Callable[[], None]) -> None:
+    """Have a method called when the group is dropped, which may be on behalf of others that share it."""
+    _Made.users.setdefault(group, []).append(WeakMethod(close))
 
 
 def group(ranks: Sequence[int], use: str) -> dist.ProcessGroup:

@@ -43,6 +43,10 @@ class Links(Protocol):
     def in_stream(self) -> bool:
         """True if the host takes no part: messages are work of the current CUDA stream, in its order, and can be captured."""
 
+    @property
+    def closed(self) -> bool:
+        """True if nothing can be sent any more: they, or others over the same process groups, were closed."""
+
     def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message on a channel."""
 
@@ -56,7 +60,7 @@ class Links(Protocol):
         """Wait until everything that was sent has been received."""
 
     def close(self) -> None:
-        """Close the connections, so that nobody waits for messages that will never come."""
+        """Close the connections, so that nobody waits for messages that will never come. Later calls do nothing."""
 
 
 class PeerLink:
@@ -84,6 +88,12 @@ class GroupLinks:
         self.channels, self.device, self.staged = channels, device, staged
         self._most = max(MOST_SENDS, len(channels))  # half of the channels are outgoing
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        for channel in channels.values():
+            process_groups.use(channel.group, self.close)
+
+    @property
+    def closed(self) -> bool:
+        return not self.channels
 
     def receive(self, line: Channel, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Post the receive of the next message on a channel."""
@@ -115,10 +125,11 @@ class GroupLinks:
 
     def close(self) -> None:
         """Close the connections, so that nobody waits for messages that will never come."""
+        # Those who share the groups close theirs too, and these once more.
+        channels, self.channels = self.channels, {}
         self._sent.clear()
-        for channel in self.channels.values():
+        for channel in channels.values():
             process_groups.drop(channel.group)
-        self.channels = {}
 
 
 class _Receive:

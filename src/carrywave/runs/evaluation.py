@@ -132,8 +132,7 @@ def _walk(
     share = mesh.share(inputs=stage.has_encoder, targets=stage.has_head)
     loader = Loader(part.view, order, device=mesh.device, share=share)
     if capture is None:
-        in_stream = mesh.links is not None and mesh.links.in_stream
-        capture = Capture.of(mesh.device, mesh.plan, model, in_stream=in_stream)
+        capture = Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream)
     forward = _Forward(stage, mesh, spec, whole=model.reads_whole)
     states: dict[int, State] = {}
     total = order.num_steps(0)

@@ -7,18 +7,15 @@ the context.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
 from torch import Tensor
 
@@ -27,13 +24,12 @@ from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, save_weights
+from carrywave.runs.event_log import EventLog
+from carrywave.runs.hashed_log import HashedLog
 from carrywave.spec.spec import Spec
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 FIRST = ("split", "epoch", "step", "loss")
-METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+METRICS, TIMING, EVENTS = "metrics.jsonl", "timing.jsonl", "tb"
 MADE = (
     "spec.yaml",
     "plan.json",
@@ -41,36 +37,12 @@ MADE = (
     "facts.json",
     METRICS,
     TIMING,
-    "tb",
+    EVENTS,
     "snapshots",
     launch_record.NOTE,
 )  # everything a run writes, except its weights, logs and owner file
 WEIGHTS = "weights.safetensors"
 Value = float | int | str | bool | None
-
-
-class _Hashed:
-    """Length and SHA-256 of metrics.jsonl as written so far: updated with every row, instead of reading the file again."""
-
-    def __init__(self) -> None:
-        self.num_bytes, self.digest = 0, hashlib.sha256()
-
-    @classmethod
-    def of(cls, path: Path, num_bytes: int | None = None) -> Self:
-        """Of an existing file, or of its first `num_bytes` bytes."""
-        found = cls()
-        if path.is_file():
-            with path.open("rb") as file:
-                left = _size(path) if num_bytes is None else num_bytes
-                while block := file.read(min(left, atomic_files.BLOCK_BYTES)):
-                    found.add(block)
-                    left -= len(block)
-        return found
-
-    def add(self, data: bytes) -> None:
-        """Account for the data written next."""
-        self.num_bytes += len(data)
-        self.digest.update(data)
 
 
 class Run:
@@ -81,11 +53,9 @@ class Run:
         self._anew = anew
         self._made = not new
         self._founded: list[Path] | None = None  # folders that this run created, innermost first; None: it is not new
-        self._with_events = events
         self._files: dict[str, IO[bytes]] = {}
-        self._events: SummaryWriter | None = None
-        self._purge_step: int | None = None
-        self._hashed: _Hashed | None = None
+        self._events = EventLog(path / EVENTS) if events else None
+        self._hashed: HashedLog | None = None
         self._claim: owner.Claim | None = None
 
     @classmethod
@@ -215,13 +185,9 @@ class Run:
         """Append a line to metrics.jsonl: split, epoch, step and loss first, then the rest by name. Its floats also go to TensorBoard."""
         ordered = {key: row[key] for key in FIRST} | {key: row[key] for key in sorted(row.keys() - set(FIRST))}
         self._append(METRICS, ordered)
-        if not self._with_events:
-            return
-        with self._writing(str(self.path / "tb")):
-            events, step = self._open_events(), row["step"]
-            for key, value in ordered.items():
-                if isinstance(value, float):
-                    events.add_scalar(f"{row['split']}/{key}", value, step)
+        if self._events is not None:
+            with self._writing(str(self._events.folder)):
+                self._events.add(ordered)
 
     def write_timing(self, row: Mapping[str, Value]) -> None:
         """Append a line to timing.jsonl, for everything that depends on the clock."""
@@ -239,8 +205,8 @@ class Run:
 
     def sizes(self) -> tuple[int, int, str]:
         """The sizes of both logs in bytes, and the SHA-256 of metrics.jsonl as this run wrote it, for the next snapshot."""
-        with self._writing(str(self.path / "tb")):
-            if self._events is not None:
+        if self._events is not None:
+            with self._writing(str(self._events.folder)):
                 self._events.flush()
         metrics = self._metrics()
         return metrics.num_bytes, _size(self.path / TIMING), metrics.digest.hexdigest()
@@ -263,7 +229,7 @@ class Run:
         if present < metrics_bytes:
             had = f"{self.path / METRICS} has {present} bytes, but had {metrics_bytes} when the snapshot was made"
             raise RunError(f"{had}; restore the file, or start a new run with {option('init')}")
-        if sha256 is not None and _Hashed.of(self.path / METRICS, metrics_bytes).digest.hexdigest() != sha256:
+        if sha256 is not None and HashedLog.of(self.path / METRICS, metrics_bytes).digest.hexdigest() != sha256:
             fact = f"{self.path / METRICS} was changed: its first {metrics_bytes} bytes differ from what the run wrote"
             raise RunError(f"{fact}; restore the file, or start a new run with {option('init')}")
         self.close()
@@ -273,7 +239,8 @@ class Run:
                 # A shorter timing.jsonl is accepted: lost timings do not harm the run.
                 if _size(self.path / name) > kept:
                     os.truncate(self.path / name, kept)
-        self._purge_step = None if step is None else step + 1
+        if self._events is not None:
+            self._events.purge(after=step)
 
     def close(self) -> None:
         """Close all open files; a later write opens them again."""
@@ -281,8 +248,7 @@ class Run:
             while self._files:
                 self._files.popitem()[1].close()
             if self._events is not None:
-                events, self._events = self._events, None
-                events.close()
+                self._events.close()
 
     def __enter__(self) -> Self:
         return self
@@ -355,23 +321,10 @@ class Run:
             while data:  # a nearly full disk accepts a part, and refuses the rest
                 data = data[self._files[name].write(data) :]
 
-    def _metrics(self) -> _Hashed:
+    def _metrics(self) -> HashedLog:
         if self._hashed is None:
-            self._hashed = _Hashed.of(self.path / METRICS)
+            self._hashed = HashedLog.of(self.path / METRICS)
         return self._hashed
-
-    def _open_events(self) -> SummaryWriter:
-        if self._events is None:
-            self.make()
-            with warnings.catch_warnings():
-                # TensorBoard's imports emit warnings that a user can do nothing about.
-                warnings.simplefilter("ignore")
-                from torch.utils.tensorboard import SummaryWriter
-
-                _hush_events()
-                self._events = SummaryWriter(str(self.path / "tb"), purge_step=self._purge_step)
-                self._purge_step = None
-        return self._events
 
 
 class NullRun(Run):
@@ -424,21 +377,6 @@ def _refuse_occupied(path: Path) -> None:
         remedy = f"use {option('resume')} to start it over" if known else "remove the folder"
         raise RunError(f"{path} contains a run that ended before its first snapshot; {remedy}, or use another {option('run')}")
     raise RunError(f"{path} already exists and is not empty; use {option('resume')} to continue it, or use another {option('run')}")
-
-
-def _hush_events() -> None:
-    """Suppress tracebacks of disk errors in TensorBoard's thread: the same error is raised, and reported, at the next write."""
-    before = threading.excepthook
-    if getattr(before, "hushes_events", False):
-        return
-
-    def hook(failed: threading.ExceptHookArgs, /) -> None:
-        writes_events = type(failed.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
-        if not writes_events or not issubclass(failed.exc_type, OSError):
-            before(failed)
-
-    hook.hushes_events = True  # type: ignore[attr-defined]
-    threading.excepthook = hook
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

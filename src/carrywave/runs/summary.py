@@ -14,7 +14,6 @@ from carrywave.model.opaque_model import Whole
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS
 from carrywave.plan.cost.footprint import largest_stage
-from carrywave.plan.cost.profile import Transport
 from carrywave.plan.cost.units import Units
 from carrywave.plan.cost.ways import Ways
 from carrywave.plan.plan import Plan
@@ -69,15 +68,11 @@ def summarize(
 
 def ways_of_run(mesh: Mesh, model: Model | Whole, spec: Spec) -> Ways:
     """How the workers of this run reach each other, and what of a step will be recorded."""
-    stages, backend = mesh.plan.stages, mesh.world.backend
-    sums: Transport = "" if mesh.world.size == 1 else "device memory" if mesh.in_stream else "NCCL" if backend == "nccl" else "gloo"
-    in_stream = mesh.links is not None and mesh.links.in_stream
-    messages: Transport = "" if stages == 1 else "device memory" if in_stream else "NCCL" if backend == "nccl" else "gloo"
     on_gpu = mesh.device.type == "cuda"
-    if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, in_stream=in_stream) is None:
-        return Ways(messages, sums, "", on_gpu)
-    one_piece = mesh.in_stream and (stages > 1 or spec.train.accumulate == 1) and not spec.train.reproducible
-    return Ways(messages, sums, "steps" if one_piece else "passes", on_gpu)
+    if spec.train.precision == "fp64" or Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream) is None:
+        return Ways(mesh.messages, mesh.sums, "", on_gpu)
+    one_piece = mesh.in_stream and (mesh.plan.stages > 1 or spec.train.accumulate == 1) and not spec.train.reproducible
+    return Ways(mesh.messages, mesh.sums, "steps" if one_piece else "passes", on_gpu)
 
 
 def backends(spec: Spec, model: Model | Whole, plan: Plan, order: Order, device: str) -> tuple[str, ...]:

@@ -20,11 +20,12 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.plan.schedule.schedule import wavefront
 from carrywave.spec.spec import TrainSpec
 from carrywave.step import executor
-from carrywave.step.executor import BatchOutcome, Job, Scheduler
+from carrywave.step.executor import BatchOutcome, Job
 from carrywave.step.gradients import Gradients
 from carrywave.step.micro_batches import FlatCarry, flatten, unflatten
 from carrywave.step.nonfinite import watched_encoder
 from carrywave.step.norms import norm_of_each
+from carrywave.step.programs import Scheduler, program_for
 from carrywave.step.stats import pass_slots, total
 from carrywave.step.task_clock import TaskClock
 
@@ -45,7 +46,7 @@ class Compute:
     ) -> tuple[Tensor, FlatCarry]:
         """`gradients`: told which become final, if this is the last pass of a step."""
         plan = self.mesh.plan
-        program = executor.program_for(plan, batches, backward=True, whole=self.whole, scheduler=self.scheduler)
+        program = program_for(plan, batches, backward=True, whole=self.whole, scheduler=self.scheduler)
         with watched_encoder(self.stage) as encoded:
             outcomes = executor.run(
                 self.stage,

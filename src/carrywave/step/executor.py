@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import cast
 
 import torch
@@ -38,17 +37,16 @@ from carrywave.parallel.device_links import DeviceLinks, Message
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.transport import Links, Pending
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing, with_messages
-from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, wavefront
+from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing
+from carrywave.plan.schedule.schedule import Phase, StageTask
 from carrywave.step.chunks import Chunks
 from carrywave.step.gradients import Gradients
 from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, split_lanes, split_state
 from carrywave.step.precision import HALVES, autocast
+from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock
 
 Observer = Callable[[Tensor, Tensor | None], None]  # the head's output, and the targets
-# (stages, chunks of each micro-batch, backward=, share_head=True if requested, weights=False if gradients are not deferred) -> Schedule
-Scheduler = Callable[..., Schedule]
 
 
 @dataclass(frozen=True)
@@ -84,24 +82,6 @@ class _Kept:
     y: Tensor | None = None
     left: State | None = None
     root: Tensor | None = None
-
-
-@lru_cache(maxsize=1024)
-def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: bool, weights: bool, scheduler: Scheduler) -> Program:
-    options = ({"share_head": True} if share_head else {}) | ({} if weights else {"weights": False})
-    return with_messages(scheduler(stages, chunks, backward=backward, **options))
-
-
-def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
-    """The program of a step over these batches, cached because shapes recur. A batch with few lanes has fewer micro-batches.
-
-    `whole`: time is not cut, because bidirectional layers need the whole window at once.
-    """
-    chunks: list[int] = []
-    for batch in batches:
-        chunks += [1 if whole else plan.chunks(batch.steps)] * micro_batches_of(plan, batch)
-    # What weight gradients are computed from stays in memory if they are deferred, which recomputation is meant to avoid.
-    return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, not (backward and plan.recompute), scheduler)
 
 
 def run(

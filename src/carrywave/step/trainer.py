@@ -129,10 +129,9 @@ class Trainer:
         self._followed = Followed(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
-        self._broken = False  # True if a step failed midway here, and other stages were left without its messages
         self._probed = False  # True once the user's modules were checked to be safe to split
         known = optimizer is None and self.spec.precision != "fp64"
-        in_stream = self.mesh.links is not None and self.mesh.links.in_stream
+        in_stream = self.mesh.messages_in_stream
         self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
 
     def step(self, *batches: Batch) -> Tensor:
@@ -152,7 +151,7 @@ class Trainer:
         """Take one optimizer step and return its sums, which are valid until the next one."""
         if not self.model.training:
             self.model.train()
-        if self._broken:
+        if self.mesh.hung_up:
             self.check_unbroken()  # meets the comparison of inputs with which the other ranks start the step, so that all of them raise
         check_batches(batches, self.model, keep_state=self.keep_state)
         check_surroundings(self.spec, self.device)
@@ -200,13 +199,12 @@ class Trainer:
     def broke_off(self, error: BaseException) -> None:
         """Note that a step or an evaluation ended halfway on this worker: other stages are not left waiting for its messages."""
         if self.mesh.links is not None and getattr(error, "told_by", None) is None:
-            self._broken = True
             self.mesh.hang_up()
 
     def check_unbroken(self) -> None:
         """Reject what would put parts of different steps together. Collective: every rank must call it."""
-        self.agreement.unbroken(broken=self._broken)
-        if self._broken:  # on every rank
+        self.agreement.unbroken(broken=self.mesh.hung_up)
+        if self.mesh.hung_up:  # on every rank
             raise _halfway()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -378,7 +376,7 @@ class Trainer:
 
 def _halfway() -> WorkerError:
     return WorkerError(
-        "an earlier step of this trainer ended halfway, so its stages no longer agree; create a new Trainer on all workers, and "
+        "an earlier step over these stages ended halfway, so they no longer agree; create a new Trainer on all workers, and "
         "load into it what trainer.state_dict() returned before"
     )
 

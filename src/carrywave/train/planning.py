@@ -22,9 +22,10 @@ from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.plan.cost.cluster import Cluster, Host
-from carrywave.plan.cost.profile import Profile, Transport
+from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile
 from carrywave.plan.cost.units import Units
+from carrywave.plan.cost.ways import BY_BACKEND
 from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, search
@@ -33,7 +34,6 @@ from carrywave.spec.load import with_new_names
 from carrywave.spec.spec import PlanSpec, Spec
 
 Say = Callable[[str], None]
-OTHER_TRANSPORTS: Mapping[str, Transport] = {"nccl": "NCCL", "gloo": "gloo"}
 NEAR = 0.97  # ratio above which two step times count as equal: measurements are no more precise
 
 
@@ -195,7 +195,7 @@ def _here(world: World, workers: int) -> int:
 
 def _as_asked(profile: Profile) -> Profile:
     """The profile with the transport that the environment asks for: without device memory, stages are not recorded."""
-    transport = OTHER_TRANSPORTS.get(os.environ.get(TRANSPORT, ""))
+    transport = BY_BACKEND.get(os.environ.get(TRANSPORT, ""))
     if transport is not None and profile.within.transport != transport:
         profile = replace(profile, within=replace(profile.within, transport=transport))
     return profile

@@ -24,7 +24,7 @@ from carrywave.kernels.weights import Layer
 from carrywave.kernels.window import WindowChunk
 
 FAILED = "it failed: "  # how a refusal starts when a kernel was tried
-
+_MOST = 400  # characters of an error: compilers say much
 
 _standing_aside: list[str] = []
 
@@ -53,6 +53,11 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
     return ""
 
 
+def failure(error: nvrtc.KernelError) -> str:
+    """A refusal after a kernel that was tried: its error on one line."""
+    return f"{FAILED}{' '.join(str(error).split())[:_MOST]}"
+
+
 def pays(x_TBI: Tensor, weights: Layer) -> bool:
     """True if it is faster than cuDNN inside a CUDA graph, as measured on an H200 (docs/kernels.md). It is not if the lanes need many
     passes through a wide layer, nor in fp16 for short sequences in layers so narrow that cuDNN has a persistent kernel for them.
@@ -73,7 +78,7 @@ def _device_refusal(device: int) -> str:
     try:
         chip_of(device)
     except nvrtc.KernelError as error:
-        return f"{FAILED}{' '.join(str(error).split())[:400]}"
+        return failure(error)
     return ""
 
 

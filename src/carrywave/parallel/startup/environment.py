@@ -13,9 +13,9 @@ from typing import NamedTuple
 from carrywave.errors import WorkerError
 
 MOST_THREADS = 4096
-TRANSPORT = "CARRYWAVE_TRANSPORT"  # device, nccl or gloo; auto: the best that there is
 SHARE_GPU = "CARRYWAVE_SHARE_GPU"  # 1: several workers may take turns on a GPU; N: each GPU is divided among N workers; 0: neither
 TRANSPORT = "CARRYWAVE_TRANSPORT"  # what carries messages and sums: device, nccl or gloo; auto: the best that there is
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # 1: torch lets several workers share memory of one GPU
 MOST_SHARES = 48  # clients of MPS on one GPU
 
 

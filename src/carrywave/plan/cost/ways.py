@@ -6,6 +6,7 @@ of a worker is recorded as a CUDA graph (`parallel.mesh`, `step.engine`). If mes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
 
 DEVICE_MEMORY: Transport = "device memory"
+BY_BACKEND: Mapping[str, Transport] = {"nccl": "NCCL", "gloo": "gloo"}  # of torch.distributed
 
 
 @dataclass(frozen=True)

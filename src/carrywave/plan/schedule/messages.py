@@ -14,6 +14,7 @@ in `plan.schedule.serial_messages`.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -21,6 +22,8 @@ from typing import Literal, NamedTuple, cast
 
 from carrywave.errors import PlanError
 from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, check, name, own_needs, place, reader, source
+
+Pair = tuple[int, int]  # two stages, the lower first
 
 
 class ProgramStep(NamedTuple):
@@ -37,6 +40,11 @@ class Channel(NamedTuple):
     sender: int
     receiver: int
 
+    @property
+    def pair(self) -> Pair:
+        """The stages at its ends."""
+        return min(self.sender, self.receiver), max(self.sender, self.receiver)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -44,6 +52,14 @@ class Program:
 
     schedule: Schedule
     stages: tuple[tuple[ProgramStep, ...], ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: a program is long, and what is known of it is looked up in every pass."""
+        return hash((self.schedule, self.stages))
 
     @cached_property
     def in_order(self) -> Program:
@@ -102,6 +118,11 @@ def lines(stages: int, *, share_head: bool) -> list[Channel]:
     last = stages - 1
     found = [line for stage in range(last) for line in (Channel("F", stage, stage + 1), Channel("B", stage + 1, stage))]
     return found + [line for stage in range(last) if share_head for line in (Channel("H", last, stage), Channel("B", stage, last))]
+
+
+def pairs_of(known: Iterable[Channel]) -> list[Pair]:
+    """The pairs of stages that exchange messages on these channels, in the order in which they connect."""
+    return sorted({line.pair for line in known})
 
 
 def _steps(schedule: Schedule, stage: int, turns: dict[StageTask, int], ahead: int) -> tuple[ProgramStep, ...]:

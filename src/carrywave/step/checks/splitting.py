@@ -24,7 +24,8 @@ from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import all_gather_text
 from carrywave.plan.plan import Plan
 from carrywave.step.checks import probe
-from carrywave.step.checks.probe import Axis, Finding
+from carrywave.step.checks.probe import Finding
+from carrywave.step.checks.probe_sample import Axis, sample_of
 
 # torch modules that treat every step of every lane independently, whatever their arguments. LayerNorm is handled separately, because it may
 # normalize over more than the last axis.
@@ -87,7 +88,7 @@ def check_splits(stage: Stage | Whole, plan: Plan, batch: Batch, key: Tensor, me
         if stepwise(root):
             continue
         pooled, whole_time = stage.pooled, isinstance(stage, Whole)
-        sample = probe.sample_of(batch, key, stage.width_head, pooled=pooled, whole_time=whole_time)
+        sample = sample_of(batch, key, stage.width_head, pooled=pooled, whole_time=whole_time)
         axes: tuple[Axis, ...] = ("lanes",) if whole_time else ("time", "lanes")
         for found in probe.probe(run, root, path, sample, axes):
             harmful = split if found.axis is None else found.axis in cut

@@ -1,0 +1,33 @@
+"""The program of a step, from its plan and the shapes of its batches: the same on every worker, with nothing negotiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from carrywave.data.batch import Batch
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule.messages import Program, with_messages
+from carrywave.plan.schedule.schedule import Schedule, wavefront
+from carrywave.step.micro_batches import micro_batches_of
+
+# (stages, chunks of each micro-batch, backward=, share_head=True if requested, weights=False if gradients are not deferred) -> Schedule
+Scheduler = Callable[..., Schedule]
+
+
+@lru_cache(maxsize=1024)
+def _program(stages: int, chunks: tuple[int, ...], backward: bool, share_head: bool, weights: bool, scheduler: Scheduler) -> Program:
+    options = ({"share_head": True} if share_head else {}) | ({} if weights else {"weights": False})
+    return with_messages(scheduler(stages, chunks, backward=backward, **options))
+
+
+def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: bool = False, scheduler: Scheduler = wavefront) -> Program:
+    """The program of a step over these batches, cached because shapes recur. A batch with few lanes has fewer micro-batches.
+
+    `whole`: time is not cut, because bidirectional layers need the whole window at once.
+    """
+    chunks: list[int] = []
+    for batch in batches:
+        chunks += [1 if whole else plan.chunks(batch.steps)] * micro_batches_of(plan, batch)
+    # What weight gradients are computed from stays in memory if they are deferred, which recomputation is meant to avoid.
+    return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, not (backward and plan.recompute), scheduler)
