@@ -2,12 +2,14 @@
 
 The tensor is cut into one piece for each worker. Everyone writes its numbers into the owners' buffers; each owner adds up its piece in the
 order of the ranks, and writes the result into everyone's. So all workers get the same bits, whatever the timing. Barriers on the stream
-keep a buffer from being overwritten before it has been read.
+keep a buffer from being overwritten before it has been read. Where every worker needs only its own piece of a sum, the second half is left
+out (`sum_to_owners`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -39,6 +41,35 @@ class DeviceSum:
         elif flat.numel():
             self._whole(flat)
 
+    def sum_to_owners(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Replace this worker's parts by their sums over the workers, with the bits of `all_reduce`; those of other workers stay as they
+        are. `parts`: what each worker owns, contiguous, of the same shapes on every worker.
+        """
+        starts = [list(accumulate((_padded(part.nbytes) for part in each), initial=0)) for each in parts]
+        room = max(ends[-1] for ends in starts)
+        memory = self._memory(self.workers * room)
+        own = memory.rank
+        for rank, each in enumerate(parts):
+            for part, start in zip(each, starts[rank], strict=False):
+                write(_place(memory, rank, own * room + start, part), part)
+        memory.barrier(_ARRIVED)
+        for part, start in zip(parts[own], starts[own], strict=False):
+            self._total(memory, room, part, out=part, start=start)
+        memory.barrier(_READ)
+
+    def all_gather(self, rows: Tensor, own: int) -> None:
+        """Fill the rows of a contiguous matrix, one for each worker in order of rank: each gives row `own`, its place in the group."""
+        room = _padded(rows[own].nbytes)
+        memory = self._memory(self.workers * room)
+        for rank in range(self.workers):
+            if rank != own:
+                write(_place(memory, rank, own * room, rows[own]), rows[own])
+        memory.barrier(_ARRIVED)
+        for rank in range(self.workers):
+            if rank != own:
+                write(rows[rank], _place(memory, own, rank * room, rows[rank]))
+        memory.barrier(_READ)
+
     def _whole(self, flat: Tensor) -> None:
         """Everyone sends all of its numbers to everyone, and adds up what it has received."""
         room = _padded(flat.nbytes)
@@ -67,9 +98,9 @@ class DeviceSum:
         for rank, piece in enumerate(pieces):
             write(piece, _place(memory, own, results + rank * room, piece))
 
-    def _total(self, memory: SharedMemory, room: int, like: Tensor, out: Tensor | None = None) -> Tensor:
+    def _total(self, memory: SharedMemory, room: int, like: Tensor, out: Tensor | None = None, start: int = 0) -> Tensor:
         """The sum of what the workers have sent to this one, in the order of the ranks."""
-        first, *others = (_place(memory, memory.rank, rank * room, like) for rank in range(self.workers))
+        first, *others = (_place(memory, memory.rank, rank * room + start, like) for rank in range(self.workers))
         total = torch.add(first, others[0], out=out)
         for other in others[1:]:
             total += other
