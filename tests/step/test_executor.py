@@ -94,7 +94,7 @@ plans = st.builds(
     Plan,
     chunk_steps=st.one_of(st.none(), st.integers(1, 9)),
     micro_batches=st.integers(1, 3),
-    recompute=st.booleans(),
+    recompute=st.sampled_from((False, True, "twice")),
 )
 
 

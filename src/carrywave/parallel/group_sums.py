@@ -36,5 +36,5 @@ class GroupSum:
 
     def all_gather(self, rows: Tensor, own: int) -> dist.Work | None:
         # A copy of the own row: gloo does not promise to read it before it writes the others.
-        work: dist.Work | None = dist.all_gather_into_tensor(rows.view(-1), rows[own].clone(), group=self.group, async_op=True)
+        work: dist.Work | None = dist.all_gather(list(rows.unbind()), rows[own].clone(), group=self.group, async_op=True)
         return work

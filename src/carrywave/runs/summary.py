@@ -25,6 +25,7 @@ from carrywave.spec.spec import Spec
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.precision import HALVES, parameter_dtype
 
+RECOMPUTATION = {False: "no recomputation", True: "recomputation", "twice": "recomputation at two levels"}
 OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors the size of the parameters
 
 
@@ -117,6 +118,7 @@ def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None) -> str
         size = 8 if spec.train.precision == "fp64" else 4
         weights = parameters * size
         optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + (1 if spec.train.momentum else 0))
+        optimizer //= plan.replicas if spec.train.shard_optimizer else 1
         return (
             f"at least {say(2 * weights + optimizer)}: {say(weights)} parameters, {say(weights)} gradients, {say(optimizer)} optimizer; "
             "what your own modules keep for backward is not included"
@@ -169,7 +171,7 @@ def _plan(plan: Plan) -> str:
         return "serial (one device, one chunk)"
     parts = [f"{_count(plan.replicas, 'replica')} x {_count(plan.stages, 'stage')}"]
     parts += [f"chunks of {_count(plan.chunk_steps, 'step')}" if plan.chunk_steps else "one chunk"]
-    parts += [_count(plan.micro_batches, "micro-batch"), "recomputation" if plan.recompute else "no recomputation"]
+    parts += [_count(plan.micro_batches, "micro-batch"), RECOMPUTATION[plan.recompute]]
     return ", ".join([*parts, *(["head shared"] if plan.shares_head else [])])
 
 

@@ -244,7 +244,11 @@ class PlanSpec(Section):
     cuts: tuple[Positive, ...] | None = Field(
         None, description="first unit of each stage after the first; the encoder is unit 0, the head the last"
     )
-    recompute: bool = Field(False, description="keep only the inputs of each chunk, and recompute the rest in backward")
+    recompute: bool | Literal["twice"] = Field(
+        False,
+        description="keep only the input and the carry of each chunk, and recompute the rest in backward; twice: keep few of the carries, "
+        "and recompute the others too, for very long sequences. Needs chunk_steps to save memory on one device",
+    )
     kernel: Literal["auto", "reference", "aten", "manual", "persistent"] = Field(
         "auto", description="backend of the LSTM, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL takes precedence"
     )

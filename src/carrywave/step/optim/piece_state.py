@@ -77,7 +77,7 @@ def needed(key: str, shape: Sequence[int], wanted: Mapping[str, Wanted], paramet
             f"the snapshot's optimizer state {key} has shape {list(shape)}, which matches no parameter of this run; "
             "resume with the train.optimizer, train.precision and model it was made with"
         )
-    return own is None or span is None or (span[0] < own.last and span[1] > own.first)
+    return own is None or span is None or not own.numel or (span[0] < own.last and span[1] > own.first)
 
 
 def assembled(given: Mapping[str, Tensor], wanted: Mapping[str, Wanted], parameters: Collection[str]) -> dict[str, Tensor]:
@@ -106,6 +106,8 @@ def assembled(given: Mapping[str, Tensor], wanted: Mapping[str, Wanted], paramet
 
 def _joined(key: str, pieces: Sequence[tuple[int, int, Tensor]], own: Wanted) -> Tensor:
     """One range, from pieces in order, which must cover it without gaps or overlaps."""
+    if not own.numel:
+        return pieces[0][2].view(own.shape)
     place, taken = own.first, list[Tensor]()
     for first, last, tensor in pieces:
         if last <= own.first or first >= own.last:

@@ -83,7 +83,7 @@ class Pieces:
                 )
             self._wholes[id(parameter)] = parameter
             first, last = bounds(parameter, self.replica, self.replicas)
-            if first < last:
+            if first < last or (self.replica == 0 and not parameter.numel()):
                 part = nn.Parameter(parameter.detach().view(-1)[first:last])
                 self._owned[id(parameter)] = Piece(name, parameter, first, last, part)
 
