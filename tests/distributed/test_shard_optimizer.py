@@ -91,7 +91,8 @@ def test_an_overflow_is_skipped_by_all(plan: str, optimizer: str, crew: Crew) ->
     assert (start.scale, after.scale) == (1024.0, 512.0)
     assert all(torch.equal(tensor, start.weights[name]) for name, tensor in after.weights.items())
     went_on = changed(case, groups=[[large], [small], [small]])
-    assert [name for name in differing(went_on, crew) if name != "norms"] == []
+    # The gradients are those of the first step, which are no numbers.
+    assert [name for name in differing(went_on, crew) if name != "norms" and not name.startswith("gradient")] == []
     assert not all(torch.equal(tensor, start.weights[name]) for name, tensor in run(went_on, crew).weights.items())
 
 

@@ -20,13 +20,12 @@ from torch import Tensor
 from carrywave.errors import PlanError
 from carrywave.parallel.symmetric import SharedMemory, signals_of, write
 from carrywave.parallel.transport import Pending
-from carrywave.plan.schedule.buffers import Places, places
+from carrywave.plan.schedule.buffers import Places, places, shared_bytes
 from carrywave.plan.schedule.messages import Channel, Program
 
 LINES = 4  # most channels between two stages: activations, gradients, and the same for a shared head
 SLOTS = 15  # most slots of a channel that are reused within a pass; with more, every micro-batch has its own
 SIGNALS = signals_of(2) // LINES - SLOTS - 1  # of a channel that tell of arrivals
-LEAST_BYTES = 1 << 20
 _ALIGNED = 256
 _OF_LINE = signals_of(2) // LINES  # signals of a channel: for arrivals, one for "all free", one for each slot
 _ALL_FREE = SIGNALS
@@ -191,7 +190,7 @@ class DeviceLinks:
         for memory in known:
             if memory.size >= size:
                 return memory
-        memory = self.make(pair, 1 << (max(size, LEAST_BYTES) - 1).bit_length())
+        memory = self.make(pair, shared_bytes(size))
         known.append(memory)
         for number in range(LINES):  # at first everything is free; on channels that this stage sends on, nobody asks
             memory.signal(1 - memory.rank, number * _OF_LINE + _ALL_FREE)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from carrywave.parallel.symmetric import SharedMemory, write
+from carrywave.plan.schedule.buffers import shared_bytes
 
 LEAST_BYTES = 1 << 16
 _ALIGNED = 256
@@ -113,7 +114,7 @@ class DeviceSum:
         for memory in self.memories:
             if memory.size >= 2 * half:
                 return memory
-        self.memories.append(self.make(1 << (max(2 * half, LEAST_BYTES) - 1).bit_length()))
+        self.memories.append(self.make(shared_bytes(2 * half, least=LEAST_BYTES)))
         return self.memories[-1]
 
 

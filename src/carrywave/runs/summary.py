@@ -49,7 +49,7 @@ def summarize(
     lines = [
         f"task      {spec.task}: {_data(facts)}",
         f"model     {_network(model, tied=spec.model.tie)}: {parameters:,} parameters",
-        f"memory    {_memory(spec, parameters, plan, units)}",
+        f"memory    {_memory(spec, parameters, plan, units, ways)}",
         f"batch     {_batch(spec, order)}; {_whole(spec, plan)}",
         f"epoch     {_batches(per_epoch)}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
         f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
@@ -112,7 +112,7 @@ def _longest(order: Order) -> int:
     return order.window(Cursor(0, 0)).steps
 
 
-def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None) -> str:
+def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None, ways: Ways | None) -> str:
     """Memory of a worker by the planner's own estimate, so that both agree; for the user's own modules, the part that is known."""
     if units is None:
         size = 8 if spec.train.precision == "fp64" else 4
@@ -123,8 +123,8 @@ def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None) -> str
             f"at least {say(2 * weights + optimizer)}: {say(weights)} parameters, {say(weights)} gradients, {say(optimizer)} optimizer; "
             "what your own modules keep for backward is not included"
         )
-    held = largest_stage(units, plan)
-    parts = asdict(held)
+    held = largest_stage(units, plan, ways)
+    parts = {name: size for name, size in asdict(held).items() if size or name != "links"}
     on = "on a worker of the largest stage" if plan.stages > 1 else "on each worker" if plan.replicas > 1 else ""
     return " ".join(filter(None, ("about", say(held.total), on))) + ": " + ", ".join(f"{say(size)} {name}" for name, size in parts.items())
 

@@ -19,11 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from carrywave.parallel.device_sums import DeviceSum
 from carrywave.parallel.group_sums import Summing
+from carrywave.plan.cost.link_memory import BUCKET_BYTES
 from carrywave.step.gradients import FlatBuffers, Gradients
 from carrywave.step.norms import by_dtype, norm_of_each
 from carrywave.step.optim.pieces import Pieces
-
-BUCKET_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
