@@ -24,6 +24,7 @@ from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.parallel.device_links import DeviceLinks
+from carrywave.parallel.device_sums import DeviceSum
 from carrywave.parallel.symmetric import SharedMemory
 from carrywave.plan.cost.footprint import Footprint
 from carrywave.plan.cost.units import BatchShape, Units
@@ -34,6 +35,7 @@ from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
+from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.executor import BatchOutcome, Job, program_for, run
 from carrywave.step.gradients import Gradients
 from carrywave.step.micro_batches import flatten
@@ -365,12 +367,12 @@ def test_recomputation_keeps_what_the_planner_counts(recompute: Any, beta: float
 
 
 def test_two_levels_keep_few_carries() -> None:
-    """With 4,096 chunks, 64 at the starts of segments and 64 within one, instead of 4,096."""
+    """With 4,096 chunks, 64 at the starts of segments and 63 within one, instead of 4,096."""
     units = Units.of(Spec.model_validate({"model": {"hidden": 8, "layers": 2}}), DataFacts(vocabulary=VOCABULARY))
     shape = BatchShape(1, 4096)
     once, twice = (Footprint(Plan(chunk_steps=1, recompute=level), shape, units).memory(0, 0, len(units)) for level in (True, "twice"))
     assert once.carries == 4098 * 2 * 16 * 4
-    assert twice.carries == (64 + 64 + 2) * 2 * 16 * 4
+    assert twice.carries == (64 + 63 + 2) * 2 * 16 * 4
     assert Plan(chunk_steps=1, recompute="twice").segment(4096) == 64
     assert [Plan(recompute="twice").segment(chunks) for chunks in (1, 2, 4, 5, 9, 10)] == [1, 2, 2, 3, 3, 4]
     assert Plan(recompute=True).segment(100) == 1
@@ -412,3 +414,30 @@ def test_links_in_device_memory_take_what_the_planner_counts(micro_batches: int,
         assert sum(sizes) > 1 << 20
         # Whose chunks of a shared head are scored where is not counted, only their share.
         assert found == sum(sizes) if not share_head else sum(sizes) / 2 <= found <= 2.5 * sum(sizes)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("vocabulary", [50, 6_000])
+def test_sums_in_device_memory_take_what_the_planner_counts(vocabulary: int, replicas: int) -> None:
+    """Buckets that hold many parameters, or one that is larger than they may be, in the memory of one worker."""
+    width = 400
+    spec = Spec.model_validate({"model": {"hidden": width, "layers": 1, "embedding": width}})
+    units = Units.of(spec, DataFacts(vocabulary=vocabulary))
+    ways = Ways("", "device memory", "steps", on_gpu=True)
+    planned = Footprint(Plan(replicas=replicas), BatchShape(8, 4), units, ways).memory(0, 0, len(units)).links
+    model = Model(Embedding(vocabulary, width), LSTM(width, width, 1), Softmax(width, vocabulary))
+    sizes: list[int] = []
+
+    class Full(Exception):
+        """No memory is needed here."""
+
+    def make(size: int) -> SharedMemory:
+        sizes.append(size)
+        raise Full
+
+    group = DeviceSum(replicas, make)
+    parameters = list(model.parameters())
+    for bucket in AllReduce(parameters, parameters, [Reduced(group, parameters, early=False)]).buckets:
+        with pytest.raises(Full):
+            group.all_reduce(bucket.flat)
+    assert planned == max(sizes)

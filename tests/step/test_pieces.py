@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from carrywave.errors import RunError, UserError
 from carrywave.parallel.group_sums import Summing
+from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
 from carrywave.spec.spec import TrainSpec
+from carrywave.step.checks.arguments import check_spec
+from carrywave.step.checks.hooks import Hooks
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import piece_state, pieces
 from carrywave.step.optim.piece_state import Wanted
@@ -174,3 +177,20 @@ def test_a_parameter_that_is_not_contiguous_is_refused() -> None:
 def test_the_key_is_one_of_the_spec() -> None:
     assert parse({"train": {"shard_optimizer": True}}).train.shard_optimizer
     assert not TrainSpec().shard_optimizer
+
+
+def test_hooks_on_gradients_are_refused() -> None:
+    net = nn.Linear(2, 2)
+    hooks = Hooks(dict(net.named_parameters()), net, Plan(replicas=2), in_pieces=True)
+    with hooks.put_off():
+        pass
+    net.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(UserError, match=r"would see only a piece of it with train\.shard_optimizer; remove the hook"), hooks.put_off():
+        pass
+
+
+def test_an_optimizer_of_ones_own_is_not_divided() -> None:
+    spec = TrainSpec.model_validate({"shard_optimizer": True})
+    with pytest.raises(UserError, match=r"train\.shard_optimizer does not apply to your own optimizer"):
+        check_spec(spec, own_optimizer=True)
+    check_spec(spec, own_optimizer=False)

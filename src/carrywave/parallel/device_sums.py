@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from carrywave.parallel.symmetric import SharedMemory, write
+from carrywave.plan.cost.link_memory import SUMS_LEAST_BYTES
 from carrywave.plan.schedule.buffers import shared_bytes
 
-LEAST_BYTES = 1 << 16
 _ALIGNED = 256
 SMALL = 1 << 13  # numbers that are not worth a second round
 _ARRIVED, _READ = 0, 1  # barriers: numbers have arrived; they have been read
@@ -114,7 +114,7 @@ class DeviceSum:
         for memory in self.memories:
             if memory.size >= 2 * half:
                 return memory
-        self.memories.append(self.make(shared_bytes(2 * half, least=LEAST_BYTES)))
+        self.memories.append(self.make(shared_bytes(2 * half, least=SUMS_LEAST_BYTES)))
         return self.memories[-1]
 
 

@@ -68,7 +68,7 @@ class Footprint:
         """What of the plan's traffic lies in device memory."""
         messages, sums = (way == DEVICE_MEMORY for way in (self.ways.messages, self.ways.sums))
         slots = slots_of(self.plan.stages, self.counts, self.share_head, self.put_off) if messages else 1
-        return Links(messages, sums and self.plan.replicas > 1, self.plan.stages, slots)
+        return Links(messages, self.plan.replicas if sums else 1, self.plan.stages, slots)
 
 
 def largest_stage(units: Units, plan: Plan, ways: Ways | None = None) -> Memory:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from carrywave.plan.cost.units import Unit, Units
 from carrywave.plan.schedule.buffers import shared_bytes
 
+SUMS_LEAST_BYTES = 1 << 16  # of memory in which replicas sum
+_ALIGNED = 256  # bytes at whose multiples parts of it begin
 BUCKET_BYTES = 8 << 20  # of gradients that are summed together; a larger parameter is summed alone
 
 
@@ -20,7 +22,7 @@ class Links:
     """What of a plan's traffic lies in device memory."""
 
     messages: bool = False  # between stages
-    sums: bool = False  # of gradients, over replicas
+    sums: int = 1  # replicas over which gradients are summed there; 1: none are
     stages: int = 1
     slots: int = 1  # micro-batches whose messages a channel holds at once
 
@@ -40,11 +42,12 @@ def link_bytes(units: Units, first: int, last: int, links: Links, *, lanes: int,
         # The last stage has a pair of buffers with every other one, which scores its share of the chunks.
         pairs = links.stages - 1 if last == len(units) else 1
         found += pairs * shared_bytes(-(-units.units[-1].width_in * each // links.stages))
-    if links.sums:
+    if links.sums > 1:
         whole = units.parameters(first, last, share_head=share_head) * units.parameter_bytes
         own = [*units.units[first:last], *([units.units[-1]] if share_head else [])]
         largest = max((_largest_tensor(unit) for unit in own), default=0) * units.parameter_bytes
-        found += shared_bytes(2 * max(min(whole, BUCKET_BYTES), largest), least=0) if whole else 0
+        part = -(-max(min(whole, BUCKET_BYTES), largest) // links.sums)  # of a bucket, which one replica adds up
+        found += shared_bytes(2 * links.sums * -(-part // _ALIGNED) * _ALIGNED, least=SUMS_LEAST_BYTES) if whole else 0
     return found
 
 

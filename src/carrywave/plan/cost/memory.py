@@ -126,8 +126,8 @@ def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) 
     workspace = (work + (kept if split.recompute else 0)) * chunk * e
     if split.put_off:
         workspace = max(workspace, widest * split.lanes * split.window * e)
-    # With segments, the carries at their starts, and those within the one that is being recomputed.
-    entered = load.held if split.segment == 1 else min(load.held, -(-load.held // split.segment) + split.segment)
+    # The carries at the starts of segments, and those within the one that is being recomputed.
+    entered = -(-load.held // split.segment) + split.segment - 1
     carries = carry * e * (split.all_lanes + split.lanes * (entered + 1))
     if units.activation_bytes < units.parameter_bytes:  # the layers read a lower-precision copy of the weights
         workspace += parameters * units.activation_bytes // units.parameter_bytes
