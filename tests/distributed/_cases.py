@@ -29,6 +29,7 @@ from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.optim import piece_state
 from carrywave.step.trainer import Trainer
 
 Case = dict[str, Any]
@@ -176,16 +177,37 @@ def train(case: Case, mesh: Mesh) -> Run:
     run.weights = {name: tensor.clone() for name, tensor in trainer.gathered().items()}
     run.replays = 0 if trainer.capture is None else trainer.capture.replays["step"]
     run.scale = None if trainer.scaler is None else float(trainer.scaler.scale)
-    held = trainer.parameters() | optimizers.state_tensors(trainer.optimizer, trainer.named)
+    if trainer.pieces is None:
+        held = trainer.parameters() | optimizers.state_tensors(trainer.optimizer, trainer.named)
+    else:
+        held = trainer.parameters() | piece_state.saved(trainer.optimizer, trainer.pieces.owned)
     run.digests = {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in held.items()}
     return run
 
 
 def _gathered(trainer: Trainer) -> dict[str, Tensor]:
     """The gradients of the whole model, by name, on rank 0. One that is not there is zero."""
+    if trainer.engine.gradients.scattered:
+        return _pieced(trainer)
     own = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trainer.named}
     found = collect(trainer.mesh.world, own if trainer.mesh.replica == 0 else {})
     return {name: tensor.cpu() for part in found for name, tensor in part.items()}
+
+
+def _pieced(trainer: Trainer) -> dict[str, Tensor]:
+    """The same where each replica has only its pieces of them."""
+    assert trainer.pieces is not None
+    own = {
+        f"{piece.name}:{piece.first}": torch.zeros_like(piece.part) if piece.part.grad is None else piece.part.grad.clone()
+        for piece in trainer.pieces.owned
+    }
+    parts = {name: tensor.cpu() for part in collect(trainer.mesh.world, own) for name, tensor in part.items()}
+    found: dict[str, Tensor] = {}
+    for name, parameter in trainer.model.named_parameters() if parts else ():
+        starts = sorted(int(key.rpartition(":")[2]) for key in parts if key.rpartition(":")[0] == name)
+        if starts:
+            found[name] = torch.cat([parts[f"{name}:{start}"] for start in starts]).view(parameter.shape)
+    return found
 
 
 def serial(case: Case, device: str = "cpu") -> Run:

@@ -91,6 +91,13 @@ def test_messages_in_shared_memory_on_any_plan(workers: int, mapped: Crew) -> No
     check_drawn(workers, 8, mapped)
 
 
+@pytest.mark.parametrize("kind", ["gloo", "mapped"])
+def test_replicas_that_divide_the_optimizer_state(kind: str, crew: Crew, mapped: Crew) -> None:
+    """Each updates its pieces; with sums in device memory, each has only their sums. More of it in test_shard_optimizer."""
+    wide = {"model__widths": [16, 12], "model__input": 12}
+    check(a_case(plan=PLANS["both"], train__shard_optimizer=True, **wide), crew if kind == "gloo" else mapped)
+
+
 def test_a_stage_without_parameters_sends_what_the_others_send(crew: Crew) -> None:
     """Numbers need no encoder: the first stage has nothing to sum over replicas, and takes part in the sums of the step all the same."""
     plan = a_plan(replicas=2, stages=2, cuts=[1])
@@ -165,11 +172,11 @@ def test_every_mistake_is_tried() -> None:
     "case",
     [
         a_case(),
-        a_case(model__tie=False, plan__recompute=True),
+        a_case(model__tie=False, plan__recompute="twice"),
         a_case(task="forecasting", model__numbers=True, model__tie=False, model__quantiles=True),
         sequences(task="tagging", model__bidirectional=True, model__class_weights=True),
     ],
-    ids=["tied", "recomputed", "forecasting", "both ways"],
+    ids=["tied", "recomputed twice", "forecasting", "both ways"],
 )
 def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, crew: Crew) -> None:
     asked = {**SHARED[plan], "recompute": case["plan"]["recompute"]}

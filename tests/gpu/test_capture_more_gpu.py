@@ -117,7 +117,9 @@ def test_accumulated_windows_of_several_shapes(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("options", [{"learned_carry": True}, {"weight_drop": 0.4, "locked": True}, {"layer_norm": True}])
-@pytest.mark.parametrize("plan", [Plan(chunk_steps=5, micro_batches=2), Plan(chunk_steps=5, recompute=True)])
+@pytest.mark.parametrize(
+    "plan", [Plan(chunk_steps=5, micro_batches=2), Plan(chunk_steps=5, recompute=True), Plan(chunk_steps=2, recompute="twice")]
+)
 def test_accumulation_over_chunks_and_micro_batches(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], plan: Plan) -> None:
     shapes = [16, 4, 16, 4, 16, 4, 16, 16]
     plain, recorded = pair(lambda: language(**options), monkeypatch, keep_state=True, plan=plan)

@@ -14,6 +14,7 @@ from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.units import Units
 from carrywave.plan.search.memory_advice import fits
 from carrywave.plan.search.partition import NoFit
+from carrywave.plan.search.predictor import Prediction
 from carrywave.plan.search.search import search
 from carrywave.plan.search.space import Space
 from carrywave.spec.facts import DataFacts
@@ -77,3 +78,30 @@ def test_batches_that_must_be_smaller_are_told_how_much() -> None:
     cluster = Cluster.uniform(machine(memory_bytes=GIB), 1)
     assert fits(Space(both_ways(4096 * 64 // int(found[1])), cluster))
     assert not fits(Space(both_ways(4096 * 64 // (int(found[1]) - 1)), cluster))
+
+
+def test_dividing_the_optimizer_state_is_offered_where_it_suffices() -> None:
+    units = units_of(batch={"lanes": 8, "steps": 16})
+    said = refusal(replace(units, reproducible=True), 4, 0.6)  # every device is a replica
+    assert "train.shard_optimizer=true" in said
+    cluster = Cluster.uniform(machine(memory_bytes=int(0.6 * GIB)), 4)
+    divided = replace(units, reproducible=True, shard_optimizer=True)
+    found = search(divided, cluster).best
+    assert found.plan.replicas == 4
+    parameters = units.parameters(0, len(units)) * 4
+    assert found.stages[0].memory.optimizer == -(-2 * parameters // 4)
+    assert found.stages[0].memory.total <= found.stages[0].limit_bytes
+    assert "train.shard_optimizer" not in refusal(divided, 4, 0.3)
+
+
+def test_long_sequences_are_recomputed_and_at_two_levels_only_where_one_does_not_fit() -> None:
+    """A million steps of one lane: chunks of 245 steps and their carries fit, and then a few of the carries."""
+    units = units_of(64, model={"hidden": 512, "layers": 2}, batch={"lanes": 1, "steps": 1_000_000}, train={"optimizer": "sgd"})
+
+    def best(gib: float) -> Prediction:
+        return search(units, Cluster.uniform(machine(memory_bytes=int(gib * GIB)), 1)).best
+
+    roomy, small, tiny = best(64.0), best(0.25), best(0.065)
+    assert (roomy.plan.recompute, small.plan.recompute, tiny.plan.recompute) == (False, True, "twice")
+    assert roomy.seconds < small.seconds < tiny.seconds
+    assert tiny.stages[0].memory.total <= tiny.stages[0].limit_bytes

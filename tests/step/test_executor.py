@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -26,14 +26,19 @@ from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
-from carrywave.plan.cost.memory import Split, one_micro_batch, stage_memory
-from carrywave.plan.cost.units import Units
+from carrywave.parallel.device_links import DeviceLinks
+from carrywave.parallel.device_sums import DeviceSum
+from carrywave.parallel.symmetric import SharedMemory
+from carrywave.plan.cost.footprint import Footprint
+from carrywave.plan.cost.units import BatchShape, Units
+from carrywave.plan.cost.ways import Ways
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel
 from carrywave.plan.schedule.schedule import Schedule, StageTask, serial
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
+from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.executor import BatchOutcome, Job, run
 from carrywave.step.gradients import Gradients
 from carrywave.step.micro_batches import flatten
@@ -65,7 +70,7 @@ plans = st.builds(
     Plan,
     chunk_steps=st.one_of(st.none(), st.integers(1, 9)),
     micro_batches=st.integers(1, 3),
-    recompute=st.booleans(),
+    recompute=st.sampled_from((False, True, "twice")),
 )
 
 
@@ -302,27 +307,108 @@ def test_evaluation_sees_every_output_and_makes_no_graph() -> None:
     assert float(outcome.count) == 14
 
 
-@pytest.mark.parametrize("chunk_steps", [2, 4])
-def test_recomputation_keeps_what_the_planner_counts(chunk_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured when all chunks have gone forward and none has come back: what is in their memory, each piece once."""
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize("recompute", [True, "twice"])
+def test_recomputation_keeps_what_the_planner_counts(recompute: Any, beta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured before every backward: what is in the memory of all chunks, each piece once, and at its most."""
     spec = Spec.model_validate({"model": {"hidden": WIDTH, "layers": 2, "embedding": WIDTH}, "train": {"precision": "fp64"}})
     units = Units.of(spec, DataFacts(vocabulary=VOCABULARY))
-    plan, steps, lanes = Plan(chunk_steps=chunk_steps, recompute=True), 16, 3
-    chunks = steps // chunk_steps
-    split = Split(lanes, chunk_steps, steps, lanes, put_off=False, recompute=True, share_head=False, reduced=False)
-    planned = stage_memory(units, 0, len(units), one_micro_batch(chunks, put_off=False), split)
+    chunk_steps, steps, lanes = 2, 32, 3
+    plan = Plan(chunk_steps=chunk_steps, recompute=recompute)
+    planned = Footprint(plan, BatchShape(lanes, steps), units).memory(0, 0, len(units))
     seen: list[int] = []
     backward = executor._Run._backward
 
     def looking(self: executor._Run, task: StageTask) -> None:
-        if not seen:
-            assert len(self.kept) == chunks
-            states = [state for kept in self.kept.values() for state in (kept.entered, kept.left) if state is not None]
-            held = [t for kept in self.kept.values() for t in (kept.y, kept.root)] + [t for state in states for t in flatten(state)]
-            storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t is not None}
-            seen.append(sum(storages.values()) + lanes * steps * 8)  # and the tokens, of which chunks are views
         backward(self, task)
+        states = [state for kept in self.kept.values() for state in (kept.entered, kept.left) if state is not None]
+        held = [t for kept in self.kept.values() for t in (kept.y, kept.root)] + [t for state in states for t in flatten(state)]
+        held += [state.tail for state in states]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t is not None}
+        seen.append(sum(storages.values()) + lanes * steps * 8)  # and the tokens, of which chunks are views
 
     monkeypatch.setattr(executor._Run, "_backward", looking)
-    outcome_of(build(pooled=False), batch_of(steps, [steps] * lanes, pooled=False), plan)
-    assert seen[0] <= planned.activations + planned.carries
+    outcome_of(build(pooled=False), batch_of(steps, [steps] * lanes, pooled=False), plan, beta=beta)
+    assert len(seen) == steps // chunk_steps
+    # The state of the lanes between steps, and that of the running chunk, are counted but not in what is measured; the last output, kept
+    # for `beta` as one more part of a carry of four, is not counted.
+    around = 2 * lanes * 4 * WIDTH * 8
+    assert max(seen) <= (planned.activations + planned.carries) * (1.25 if beta else 1.0)
+    assert max(seen) >= (planned.activations + planned.carries - around) * 0.8
+
+
+def test_two_levels_keep_few_carries() -> None:
+    """With 4,096 chunks, 64 at the starts of segments and 63 within one, instead of 4,096."""
+    units = Units.of(Spec.model_validate({"model": {"hidden": 8, "layers": 2}}), DataFacts(vocabulary=VOCABULARY))
+    shape = BatchShape(1, 4096)
+    once, twice = (Footprint(Plan(chunk_steps=1, recompute=level), shape, units).memory(0, 0, len(units)) for level in (True, "twice"))
+    assert once.carries == 4098 * 2 * 16 * 4
+    assert twice.carries == (64 + 63 + 2) * 2 * 16 * 4
+    assert Plan(chunk_steps=1, recompute="twice").segment(4096) == 64
+    assert [Plan(recompute="twice").segment(chunks) for chunks in (1, 2, 4, 5, 9, 10)] == [1, 2, 2, 3, 3, 4]
+    assert Plan(recompute=True).segment(100) == 1
+
+
+class _Buffer:
+    """Shared memory of which only the size is of interest."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank = size, 0
+
+    def signal(self, rank: int, number: int) -> None:
+        """Nobody listens."""
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("share_head", [False, True])
+def test_links_in_device_memory_take_what_the_planner_counts(micro_batches: int, share_head: bool) -> None:
+    """Windows large enough that their messages take more than the least that is allocated."""
+    spec = Spec.model_validate({"model": {"hidden": WIDTH, "layers": 2, "embedding": WIDTH}, "train": {"precision": "fp64"}})
+    units, steps, lanes = Units.of(spec, DataFacts(vocabulary=VOCABULARY)), 30_000, 2 * micro_batches
+    plan = Plan(stages=3, cuts=(2, 3), chunk_steps=steps // 4, micro_batches=micro_batches, share_head=share_head)
+    ways = Ways("device memory", "device memory", "steps", on_gpu=True)
+    planned = Footprint(plan, BatchShape(lanes, steps), units, ways)
+    model, batch = build(pooled=False), batch_of(steps, [steps] * lanes, pooled=False)
+    program = program_for(plan, [batch], backward=True)
+    edges = plan.edges(model.units)
+    for place in range(3):
+        stage = Stage(model, edges[place], edges[place + 1], share_head=share_head)
+        sizes: list[int] = []
+
+        def make(pair: tuple[int, int], size: int, sizes: list[int] = sizes) -> SharedMemory:
+            sizes.append(size)
+            return cast(SharedMemory, _Buffer(size))
+
+        own = executor._Run(stage, plan, program, [Job(batch, stage.start(lanes), KEY)], None, place, None, None)
+        DeviceLinks(place, make).begin(program, own._messages())
+        found = planned.memory(place, edges[place], edges[place + 1]).links
+        assert sum(sizes) > 1 << 20
+        # Whose chunks of a shared head are scored where is not counted, only their share.
+        assert found == sum(sizes) if not share_head else sum(sizes) / 2 <= found <= 2.5 * sum(sizes)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("vocabulary", [50, 6_000])
+def test_sums_in_device_memory_take_what_the_planner_counts(vocabulary: int, replicas: int) -> None:
+    """Buckets that hold many parameters, or one that is larger than they may be, in the memory of one worker."""
+    width = 400
+    spec = Spec.model_validate({"model": {"hidden": width, "layers": 1, "embedding": width}})
+    units = Units.of(spec, DataFacts(vocabulary=vocabulary))
+    ways = Ways("", "device memory", "steps", on_gpu=True)
+    planned = Footprint(Plan(replicas=replicas), BatchShape(8, 4), units, ways).memory(0, 0, len(units)).links
+    model = Model(Embedding(vocabulary, width), LSTM(width, width, 1), Softmax(width, vocabulary))
+    sizes: list[int] = []
+
+    class Full(Exception):
+        """No memory is needed here."""
+
+    def make(size: int) -> SharedMemory:
+        sizes.append(size)
+        raise Full
+
+    group = DeviceSum(replicas, make)
+    parameters = list(model.parameters())
+    for bucket in AllReduce(parameters, parameters, [Reduced(group, parameters, early=False)]).buckets:
+        with pytest.raises(Full):
+            group.all_reduce(bucket.flat)
+    assert planned == max(sizes)

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.state import State
+from carrywave.parallel.group_sums import GroupSum, Summing
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
@@ -33,7 +35,7 @@ from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.trainer import Trainer
 from carrywave.step.trainer_state import carry_tensors
 
-WORDS, HIDDEN, LAYERS = 7, 3, 3
+WORDS, HIDDEN, LAYERS = 7, 3, 3  # of which a layer's weights, divided over replicas, have two pieces, and its biases one
 UNITS = LAYERS + 2
 OPTIMIZERS = ("sgd", "adam", "ntasgd")
 
@@ -46,22 +48,22 @@ class Place(Mesh):
         self.replica, self.stage = divmod(rank, plan.stages)
         self.links = None
 
-    def replicas_of(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        return None
+    def replicas_of(self, stages: Sequence[int]) -> Summing | None:
+        return GroupSum(cast(dist.ProcessGroup, None)) if self.plan.replicas > 1 and len(stages) == 1 else None
 
 
-def worker(plan: Plan, rank: int, optimizer: str = "adam", *, tie: bool = False, hidden: int = HIDDEN) -> Trainer:
+def worker(plan: Plan, rank: int, optimizer: str = "adam", *, tie: bool = False, hidden: int = HIDDEN, in_pieces: bool = False) -> Trainer:
     encoder = Embedding(WORDS, hidden)
     head = Softmax(hidden, WORDS)
     if tie:
         head.weight = encoder.weight
     model = Model(encoder, LSTM(hidden, hidden, LAYERS), head)
-    keys = {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0}
+    keys = {"optimizer": optimizer, "momentum": 0.9 if optimizer == "sgd" else 0.0, "shard_optimizer": in_pieces}
     return Trainer(model, parse({"train": keys}).train, mesh=Place(plan, rank))
 
 
-def workers(plan: Plan, optimizer: str = "adam", *, tie: bool = False) -> list[Trainer]:
-    return [worker(plan, rank, optimizer, tie=tie) for rank in range(plan.workers)]
+def workers(plan: Plan, optimizer: str = "adam", *, tie: bool = False, in_pieces: bool = False) -> list[Trainer]:
+    return [worker(plan, rank, optimizer, tie=tie, in_pieces=in_pieces) for rank in range(plan.workers)]
 
 
 def drawn(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -70,13 +72,24 @@ def drawn(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return (torch.rand(tuple(shape), generator=generator) * 100).to(dtype)
 
 
+def state(trainer: Trainer) -> dict[str, Tensor]:
+    """The optimizer state that a worker holds; pieces by their range."""
+    if trainer.pieces is None:
+        return optimizers.state_tensors(trainer.optimizer, trainer.named)
+    return {
+        f"{key}[{piece.first}:{piece.last}]": tensor
+        for piece in trainer.pieces.owned
+        for key, tensor in optimizers.state_tensors(trainer.optimizer, [(piece.name, piece.part)]).items()
+    }
+
+
 def held(trainer: Trainer, lanes: int) -> Groups:
     """All that a worker holds, by the names of a whole model; its lanes of the carry."""
     low, high = trainer.mesh.share().bounds(lanes)
     carry = carry_tensors(trainer.state, trainer.stage.layers)
     return {
         "parameters": trainer.parameters(),
-        "optimizer": optimizers.state_tensors(trainer.optimizer, trainer.named),
+        "optimizer": state(trainer),
         "carry": {f"{name}[{low}:{high}]": tensor for name, tensor in carry.items()},
     }
 
@@ -95,7 +108,12 @@ def fill(trainer: Trainer, lanes: int) -> None:
     groups = held(trainer, lanes)
     for group in ("parameters", "optimizer"):
         for name, tensor in groups[group].items():
-            tensor.copy_(drawn(name, tensor.shape, tensor.dtype))
+            name, _, span = name.partition("[")
+            if span and tensor.dim():  # a piece of what belongs to the name
+                first, last = (int(number) for number in span.removesuffix("]").split(":"))
+                tensor.copy_(drawn(name, (1000,), tensor.dtype)[first:last])
+            else:
+                tensor.copy_(drawn(name, (1000,), tensor.dtype)[: tensor.numel()].view(tensor.shape))
 
 
 def write(folder: Path, crew: Sequence[Trainer], lanes: int) -> Path:
@@ -118,16 +136,19 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @settings(max_examples=25, deadline=None)
-@given(plans(), plans(), st.sampled_from(OPTIMIZERS), st.booleans(), st.integers(4, 9))
-def test_what_one_plan_wrote_another_reads(first: Plan, second: Plan, optimizer: str, tie: bool, lanes: int) -> None:
+@given(plans(), plans(), st.sampled_from(OPTIMIZERS), st.booleans(), st.integers(4, 9), st.tuples(st.booleans(), st.booleans()))
+def test_what_one_plan_wrote_another_reads(
+    first: Plan, second: Plan, optimizer: str, tie: bool, lanes: int, in_pieces: tuple[bool, bool]
+) -> None:
+    """Also where either of them divides the optimizer state over its replicas, and the other does not."""
     with tempfile.TemporaryDirectory() as name:
-        crew = workers(first, optimizer, tie=tie)
+        crew = workers(first, optimizer, tie=tie, in_pieces=in_pieces[0])
         for trainer in crew:
             fill(trainer, lanes)
         write(Path(name), crew, lanes)
         stored = open_stored(Path(name))
         stored.verify()
-        for trainer in workers(second, optimizer, tie=tie):
+        for trainer in workers(second, optimizer, tie=tie, in_pieces=in_pieces[1]):
             load_state(trainer, stored, lanes)
             found = held(trainer, lanes)
             fill(trainer, lanes)

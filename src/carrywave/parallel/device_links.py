@@ -20,13 +20,12 @@ from carrywave.errors import PlanError, WorkerError
 from carrywave.parallel.growing_memory import GrowingMemory, padded
 from carrywave.parallel.symmetric import SharedMemory, signals_of, write
 from carrywave.parallel.transport import Pending
-from carrywave.plan.schedule.buffers import Places, places
+from carrywave.plan.schedule.buffers import LEAST_BYTES, Places, places
 from carrywave.plan.schedule.messages import Channel, Pair, Program
 
 LINES = 4  # most channels between two stages: activations, gradients, and the same for a shared head
 SLOTS = 15  # most slots of a channel that are reused within a pass; with more, every micro-batch has its own
 SIGNALS = signals_of(2) // LINES - SLOTS - 1  # of a channel that tell of arrivals
-LEAST_BYTES = 1 << 20
 _OF_LINE = signals_of(2) // LINES  # signals of a channel: for arrivals, one for "all free", one for each slot
 _ALL_FREE = SIGNALS
 

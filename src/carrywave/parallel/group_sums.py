@@ -1,4 +1,4 @@
-"""Sums over workers, through a process group of torch.distributed."""
+"""Sums over workers, and gathering what each has, through a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Summing(Protocol):
-    """All-reduces over one group of workers; the result has the same bits on each of them."""
+    """Sums over one group of workers, and what each of them has; the result has the same bits on each of them."""
 
     @property
     def in_stream(self) -> bool:
@@ -18,9 +18,12 @@ class Summing(Protocol):
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         """Replace a contiguous tensor by its sum over the workers, once the returned work has been waited for."""
 
+    def all_gather(self, rows: Tensor, own: int) -> dist.Work | None:
+        """Fill the rows of a contiguous matrix, one for each worker in order of rank: each gives row `own`, its place in the group."""
+
 
 class GroupSum:
-    """All-reduces of gloo or NCCL."""
+    """Collectives of gloo or NCCL."""
 
     in_stream = False
 
@@ -29,4 +32,9 @@ class GroupSum:
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return work
+
+    def all_gather(self, rows: Tensor, own: int) -> dist.Work | None:
+        # A copy of the own row: gloo does not promise to read it before it writes the others.
+        work: dist.Work | None = dist.all_gather(list(rows.unbind()), rows[own].clone(), group=self.group, async_op=True)
         return work

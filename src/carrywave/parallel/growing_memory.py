@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from carrywave.parallel.symmetric import SharedMemory
+from carrywave.plan.schedule.buffers import shared_bytes
 
 _ALIGNED = 256  # bytes
 
@@ -24,7 +25,7 @@ class GrowingMemory:
         for memory in self.known:
             if memory.size >= size:
                 return memory
-        self.known.append(self.make(1 << (max(size, self.least) - 1).bit_length()))
+        self.known.append(self.make(shared_bytes(size, least=self.least)))
         return self.known[-1]
 
 

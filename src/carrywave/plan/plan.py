@@ -5,7 +5,9 @@ Frozen and torch-free. Serial execution is a plan like any other, not a special 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 from carrywave.errors import PlanError, option
 from carrywave.spec.spec import PlanSpec
@@ -26,7 +28,7 @@ class Plan:
     cuts: tuple[int, ...] = ()
     chunk_steps: int | None = None  # None: the whole window is one chunk
     micro_batches: int = 1
-    recompute: bool = False
+    recompute: bool | Literal["twice"] = False
     kernel: str = "auto"
     share_head: bool = False  # distribute the head's work over all stages instead of leaving it to the last one
 
@@ -48,6 +50,12 @@ class Plan:
     def chunks(self, steps: int) -> int:
         """Number of chunks in a window of `steps` steps."""
         return 1 if self.chunk_steps is None else -(-steps // self.chunk_steps)
+
+    def segment(self, chunks: int) -> int:
+        """Chunks from one carry that is kept for backward to the next: one, or with recompute=twice about the root of their number, so that
+        as many carries are kept as are recomputed at a time.
+        """
+        return math.isqrt(chunks - 1) + 1 if self.recompute == "twice" else 1
 
     def edges(self, units: int) -> tuple[int, ...]:
         """The first unit of each stage, then the end of the last stage (`units`, exclusive)."""

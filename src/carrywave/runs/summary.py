@@ -24,6 +24,7 @@ from carrywave.spec.spec import Spec
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.precision import HALVES, parameter_dtype
 
+RECOMPUTATION = {False: "no recomputation", True: "recomputation", "twice": "recomputation at two levels"}
 OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors the size of the parameters
 
 
@@ -47,7 +48,7 @@ def summarize(
     lines = [
         f"task      {spec.task}: {_data(facts)}",
         f"model     {_network(model, tied=spec.model.tie)}: {parameters:,} parameters",
-        f"memory    {_memory(spec, parameters, plan, units)}",
+        f"memory    {_memory(spec, parameters, plan, units, ways)}",
         f"batch     {_batch(spec, order)}; {_whole(spec, plan)}",
         f"epoch     {_batches(per_epoch)}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
         f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
@@ -106,18 +107,19 @@ def _longest(order: Order) -> int:
     return order.window(Cursor(0, 0)).steps
 
 
-def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None) -> str:
+def _memory(spec: Spec, parameters: int, plan: Plan, units: Units | None, ways: Ways | None) -> str:
     """Memory of a worker by the planner's own estimate, so that both agree; for the user's own modules, the part that is known."""
     if units is None:
         size = 8 if spec.train.precision == "fp64" else 4
         weights = parameters * size
         optimizer = weights * (OPTIMIZER_COPIES[spec.train.optimizer] + (1 if spec.train.momentum else 0))
+        optimizer //= plan.replicas if spec.train.shard_optimizer else 1
         return (
             f"at least {say(2 * weights + optimizer)}: {say(weights)} parameters, {say(weights)} gradients, {say(optimizer)} optimizer; "
             "what your own modules keep for backward is not included"
         )
-    held = largest_stage(units, plan)
-    parts = asdict(held)
+    held = largest_stage(units, plan, ways)
+    parts = {name: size for name, size in asdict(held).items() if size or name != "links"}
     on = "on a worker of the largest stage" if plan.stages > 1 else "on each worker" if plan.replicas > 1 else ""
     return " ".join(filter(None, ("about", say(held.total), on))) + ": " + ", ".join(f"{say(size)} {name}" for name, size in parts.items())
 
@@ -164,7 +166,7 @@ def _plan(plan: Plan) -> str:
         return "serial (one device, one chunk)"
     parts = [f"{_count(plan.replicas, 'replica')} x {_count(plan.stages, 'stage')}"]
     parts += [f"chunks of {_count(plan.chunk_steps, 'step')}" if plan.chunk_steps else "one chunk"]
-    parts += [_count(plan.micro_batches, "micro-batch"), "recomputation" if plan.recompute else "no recomputation"]
+    parts += [_count(plan.micro_batches, "micro-batch"), RECOMPUTATION[plan.recompute]]
     return ", ".join([*parts, *(["head shared"] if plan.shares_head else [])])
 
 

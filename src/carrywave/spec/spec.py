@@ -194,6 +194,11 @@ class TrainSpec(Section):
     reproducible: bool = Field(
         False, description="bitwise identical results on 1, 2, 4 and 8 replicas, at a cost that is printed; see docs/reliability.md"
     )
+    shard_optimizer: bool = Field(
+        False,
+        description="each replica of a stage keeps and updates only its part of the optimizer state, and the replicas exchange the new "
+        "weights: less memory, the same result; see docs/parallel.md",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="seed of all randomness: weights, order, dropout")
     schedule: Literal["constant", "cosine", "plateau", "step", "linear"] = Field("constant", description="learning-rate schedule")
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up, in any schedule")
@@ -239,7 +244,11 @@ class PlanSpec(Section):
     cuts: tuple[Positive, ...] | None = Field(
         None, description="first unit of each stage after the first; the encoder is unit 0, the head the last"
     )
-    recompute: bool = Field(False, description="keep only the inputs of each chunk, and recompute the rest in backward")
+    recompute: bool | Literal["twice"] = Field(
+        False,
+        description="keep only the input and the carry of each chunk, and recompute the rest in backward; twice: keep few of the carries, "
+        "and recompute the others too, for very long sequences. Needs chunk_steps to save memory on one device",
+    )
     kernel: Literal["auto", "reference", "aten", "manual", "persistent"] = Field(
         "auto", description="backend of the LSTM, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL takes precedence"
     )

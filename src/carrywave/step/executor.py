@@ -75,10 +75,12 @@ class BatchOutcome:
 
 @dataclass
 class _Kept:
-    """What the backward of a chunk needs from its forward; with recomputation, only the inputs to rerun it."""
+    """What the backward of a chunk needs from its forward; with recomputation, only the inputs to rerun it, and the carry among them only
+    at the start of a segment of chunks.
+    """
 
     x: Tensor
-    entered: State
+    entered: State | None
     y: Tensor | None = None
     left: State | None = None
     root: Tensor | None = None
@@ -261,18 +263,21 @@ class _Run:
             first, end = self._span(task)
             x = self.batches[task.micro_batch].inputs[first:end]
         if self.backward and task.chunk > 0:
-            entered = entered.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+            entered = _leaves(entered)
         with torch.set_grad_enabled(self.backward and not self.plan.recompute), self._cast(task):
             y, left, root, sums = self._compute(task, x, entered)
         if sums is not None:
             self.sums[self.owner[task.micro_batch]] += sums
-        self.states[task.micro_batch] = left.detach()
+        # A carry may be a view of all outputs of the chunk, which must not stay in memory with it.
+        self.states[task.micro_batch] = left.detach().map(_compact) if self.plan.recompute else left.detach()
         self.forwards[task.micro_batch] += 1
         if not self.last_stage or self.share_head:
             self._hand_on(task, y.detach().contiguous())
         if self.backward:
-            again = self.plan.recompute
-            self.kept[task.chunk, task.micro_batch] = _Kept(x, entered) if again else _Kept(x, entered, y, left, root)
+            if self.plan.recompute:
+                self.kept[task.chunk, task.micro_batch] = _Kept(x, None if self._place_in_segment(task) else entered)
+            else:
+                self.kept[task.chunk, task.micro_batch] = _Kept(x, entered, y, left, root)
 
     def _hand_on(self, task: StageTask, tensor: Tensor) -> None:
         """Queue a tensor for another stage, or keep it if the last stage scores its own chunk."""
@@ -313,10 +318,11 @@ class _Run:
 
     def _backward(self, task: StageTask) -> None:
         kept = self.kept.pop((task.chunk, task.micro_batch))
+        entered = self._restored(task) if kept.entered is None else kept.entered
         if self.plan.recompute:
             with torch.enable_grad(), self._cast(task):
-                y, left, root, _ = self._compute(task, kept.x, kept.entered)
-            kept = _Kept(kept.x, kept.entered, y, left, root)
+                y, left, root, _ = self._compute(task, kept.x, entered)
+            kept = _Kept(kept.x, entered, y, left, root)
         roots: list[Tensor] = []
         received: list[Tensor | None] = []
         if kept.root is not None and kept.root.requires_grad:
@@ -342,9 +348,32 @@ class _Run:
         if task.chunk == 0:
             self.chunks.finish(task.micro_batch)
         else:
-            self.handed_back[task.micro_batch] = [tensor.grad for tensor in flatten(kept.entered)]
+            self.handed_back[task.micro_batch] = [tensor.grad for tensor in flatten(entered)]
         if self.place > 0:
             self.leaving[task] = torch.zeros_like(kept.x) if kept.x.grad is None else kept.x.grad.contiguous()
+
+    def _place_in_segment(self, task: StageTask) -> int:
+        """The chunks from the last kept carry to this chunk."""
+        return task.chunk % self.plan.segment(self.program.schedule.chunks[task.micro_batch])
+
+    @torch.no_grad()
+    def _restored(self, task: StageTask) -> State:
+        """The carry with which a chunk was entered, recomputed from the start of its segment; those of the chunks between are kept now."""
+        for chunk in range(task.chunk - self._place_in_segment(task), task.chunk):
+            before = self.kept[chunk, task.micro_batch]
+            with self._cast(task):
+                _, raw, left = self.stage(before.x, cast(State, before.entered), self._chunk(task._replace(chunk=chunk)))
+            entered = _leaves(self._with_tail(task, raw, left).map(_compact))
+            if chunk + 1 < task.chunk:
+                self.kept[chunk + 1, task.micro_batch].entered = entered
+        return entered
+
+    def _with_tail(self, task: StageTask, raw: Tensor, left: State) -> State:
+        """The state after a chunk, with its last output where the penalty on changes of the output needs it."""
+        job = self.jobs[self.owner[task.micro_batch]]
+        if not self.stage.has_head or not (job.alpha or job.beta):
+            return left
+        return left._replace(tail=raw[-1] if job.beta else None)
 
     def _cast(self, task: StageTask) -> AbstractContextManager[object]:
         return autocast(self.jobs[self.owner[task.micro_batch]].precision, self.batches[task.micro_batch].lengths.device)
@@ -379,7 +408,7 @@ class _Run:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
             extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths)
-            left = left._replace(tail=raw[-1] if job.beta else None)
+            left = self._with_tail(task, raw, left)
             penalty = extra.detach()
             root = extra if root is None else root + extra
         y = y.to(self.dtype) if self.share_head else y
@@ -392,3 +421,13 @@ class _Run:
         out = self.stage.output(y, left, chunk)
         observe(out, targets)
         return (None, count) if targets is None or idle else self.stage.score(out, y, left, targets, chunk)
+
+
+def _leaves(state: State) -> State:
+    """The state, cut off from the graph of the chunk before; its gradient is passed back explicitly."""
+    return state.map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor in memory of its own, if it is part of something larger."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

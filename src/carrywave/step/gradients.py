@@ -47,6 +47,7 @@ class Gradients:
 
     sums = False  # True if gradients are summed over workers, or over shards
     in_stream = True  # True if the host takes no part in that
+    scattered = False  # True if a worker gets the sums of the pieces that it owns, and the rest of its gradients is not summed
 
     def __init__(self, trained: Sequence[nn.Parameter], held: Sequence[nn.Parameter]) -> None:
         self.trained, self.held = list(trained), list(held)

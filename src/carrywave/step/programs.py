@@ -30,4 +30,4 @@ def program_for(plan: Plan, batches: Sequence[Batch], *, backward: bool, whole: 
     for batch in batches:
         chunks += [1 if whole else plan.chunks(batch.steps)] * micro_batches_of(plan, batch)
     # What weight gradients are computed from stays in memory if they are deferred, which recomputation is meant to avoid.
-    return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, not (backward and plan.recompute), scheduler)
+    return _program(plan.stages, tuple(chunks), backward, backward and plan.shares_head, not (backward and bool(plan.recompute)), scheduler)

@@ -53,7 +53,7 @@ from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.precision import configure
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.update import StepResult, Votes
-from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, take_hold, tensors_of, trained
+from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, pieces_of, take_hold, tensors_of, trained
 
 Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
 
@@ -106,8 +106,9 @@ class Trainer:
         self.keep_state = not whole if keep_state is None else keep_state
         self.named = trained(self.held)
         self.own_optimizer = optimizer is not None
+        self.pieces = pieces_of(self.mesh, self.spec)
         if optimizer is None:
-            self._optimizer = optimizers.build(self.spec, self.named, self.device)
+            self._optimizer = optimizers.build(self.spec, self._owned(), self.device)
         else:
             check_separable(optimizer, self.plan)
             self._optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
@@ -124,7 +125,7 @@ class Trainer:
         scale = None if self.scaler is None else self.scaler.scale
         self.compute = Compute(self.stage, self.mesh, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
         self.agreement = Agreement(self.mesh, self.held.parameters, self.model)
-        self.hooks = Hooks(self.held.parameters, self.model, self.plan)
+        self.hooks = Hooks(self.held.parameters, self.model, self.plan, in_pieces=self.pieces is not None)
         self.engine = self._engine()
         self._followed = Followed(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
@@ -247,7 +248,15 @@ class Trainer:
             agreement=self.agreement,
             hooks=self.hooks,
             guards_weights=self.guards_weights,
+            pieces=self.pieces,
         )
+
+    def _owned(self) -> list[tuple[str, nn.Parameter]]:
+        """What the spec's optimizer updates on this worker: the trained parameters, or its pieces of them."""
+        if self.pieces is None:
+            return self.named
+        self.pieces.add(self.named)
+        return self.pieces.named
 
     def _follow(self) -> None:
         """Switch to the new set of trained parameters."""
@@ -255,10 +264,10 @@ class Trainer:
             parameter.grad = None  # otherwise the optimizer would keep using the last one
         kept = self.nonfinite.kept
         self.named = trained(self.held)
+        if not self.own_optimizer:
+            optimizers.enlarge(self.optimizer, self._owned())
         self.engine = self._engine()
         self.nonfinite.kept.copy_(kept)
-        if not self.own_optimizer:
-            optimizers.enlarge(self.optimizer, self.named)
         self._audited = False
         self.restart_recordings()
 
@@ -352,7 +361,7 @@ class Trainer:
     def evaluation_weights(self) -> Iterator[None]:
         """Use the weights to be evaluated inside this context: NT-ASGD's average if it is active, otherwise the parameters themselves."""
         if isinstance(self.optimizer, optimizers.NTASGD):
-            with self.optimizer.swapped():
+            with self.optimizer.swapped() if self.pieces is None else self.pieces.averaged(self.optimizer):
                 yield
         else:
             yield

@@ -6,7 +6,7 @@ Everything is keyed by parameter name, layer and global lane, never by rank, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,8 @@ from carrywave.parallel.gather import broadcast, collect
 from carrywave.parallel.nested import pack, plain, unpack
 from carrywave.parallel.world import all_gather_text, raise_on_all
 from carrywave.step.optim import optimizer as optimizers
-from carrywave.step.optim import optimizer_state
+from carrywave.step.optim import optimizer_state, piece_state
+from carrywave.step.optim.piece_state import Wanted
 from carrywave.step.worker_setup import tensors_of
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
     weights = whole_weights(trainer)
     own = _own_optimizer(trainer) if trainer.own_optimizer else None
     state: dict[str, Tensor] = {}
-    if trainer.mesh.replica == 0 and not trainer.own_optimizer:
+    if trainer.pieces is not None:
+        state = piece_state.saved(trainer.optimizer, trainer.pieces.owned)
+    elif trainer.mesh.replica == 0 and not trainer.own_optimizer:
         state = optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items())
     own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
     low = trainer.mesh.share().bounds(trainer.lanes or 0)[0]
@@ -62,7 +65,7 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "weights": _on_host(weights),
-        "optimizer": _on_host({name: tensor for part in reversed(states) for name, tensor in part.items()}),
+        "optimizer": _on_host(_whole(trainer, {name: tensor for part in reversed(states) for name, tensor in part.items()})),
         "groups": [_settings(group) for group in trainer.optimizer.param_groups] if own is None else [],
         "own_optimizer": own,
         "carry": _on_host(_joined(carries)),
@@ -141,6 +144,34 @@ def _check(given: Mapping[str, Any], *, own_optimizer: bool) -> None:
         raise RunError(f"the state is from a trainer with {there}, but this one has {here}; use the same in both")
 
 
+def _whole(trainer: Trainer, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Optimizer state by parameter, put together from the pieces of all replicas if there are any."""
+    if trainer.pieces is None:
+        return state
+    wanted = {name: Wanted.whole(name, parameter) for name, parameter in trainer.model.named_parameters()}
+    found = {name: tensor.to("cpu") for name, tensor in state.items()}  # those of rank 0 itself are on its device
+    return piece_state.assembled(found, wanted, wanted.keys())
+
+
+def wanted_state(trainer: Trainer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Wanted]:
+    """The ranges of these parameters whose optimizer state this worker keeps, by name."""
+    if trainer.pieces is None:
+        return {name: Wanted.whole(name, parameter) for name, parameter in named}
+    return {name: Wanted.piece(piece) for name, parameter in named if (piece := trainer.pieces.of(parameter)) is not None}
+
+
+def load_optimizer(trainer: Trainer, given: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Parameter]], *, averages: bool) -> None:
+    """Load the state of an optimizer that we built, for these parameters, from what was saved with pieces or without. `averages`: whether
+    NT-ASGD had started to average.
+    """
+    wanted = wanted_state(trainer, named)
+    whole = {name for name, _ in trainer.model.named_parameters()}
+    if trainer.pieces is not None:
+        given = {key: tensor for key, tensor in given.items() if (name := piece_state.parsed(key, whole)[1]) in wanted or name not in whole}
+        named = [(name, piece.part) for name, parameter in named if (piece := trainer.pieces.of(parameter)) is not None]
+    optimizers.load_state(trainer.optimizer, named, piece_state.assembled(given, wanted, whole), averages=averages)
+
+
 def _own_optimizer(trainer: Trainer) -> optimizer_state.Saved | None:
     """The state of the user's optimizer; None except on rank 0."""
     world, has_part = trainer.mesh.world, trainer.mesh.replica == 0
@@ -172,7 +203,7 @@ def _take_optimizer(trainer: Trainer, given: Mapping[str, Tensor], groups: Seque
     held, optimizer = trainer.held.parameters, trainer.optimizer
     elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
     mine = {key: tensor for key, tensor in given.items() if key.partition("/")[2] not in elsewhere}
-    optimizers.load_state(optimizer, list(held.items()), mine)
+    load_optimizer(trainer, mine, list(held.items()), averages=bool(given))
     for own, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():
             if isinstance(own.get(name), Tensor):

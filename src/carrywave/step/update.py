@@ -22,6 +22,7 @@ from carrywave.step.gradients import Gradients
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.norms import factor, norm_of_mean, norms, scale_
 from carrywave.step.optim.loss_scaler import Scaler, step_unless
+from carrywave.step.optim.pieces import Pieces
 from carrywave.step.stats import Slots, StepStats, step_slots, total
 
 Votes = tuple[float, float]  # to stop as on Ctrl-C, to stop as on SIGTERM
@@ -46,7 +47,7 @@ class Update:
 
     mesh: Mesh
     named: Sequence[tuple[str, nn.Parameter]]
-    counted: Sequence[Tensor]  # parameters that this worker counts in the global norm, grouped by dtype
+    counted: Sequence[Tensor]  # parameters that this worker counts in the global norm, or its pieces of them, grouped by dtype
     optimizer: torch.optim.Optimizer
     scaler: Scaler | None
     gradients: Gradients
@@ -58,6 +59,7 @@ class Update:
     clip: float | None
     guards_weights: bool  # True if a non-finite step leaves the weights unchanged
     reproducible: bool
+    pieces: Pieces | None = None  # of the optimizer state, if the replicas divide it
 
     def __post_init__(self) -> None:
         columns, flags = self.agreement.columns, self.reach.count
@@ -79,7 +81,9 @@ class Update:
 
     def __call__(self, passes: Mapping[int, Tensor], told: Tensor | None) -> StepResult:
         """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard."""
-        grads = [p.grad for _, p in self.named if p.grad is not None]
+        if self.pieces is not None and self.gradients.scattered:
+            self.pieces.take()
+        grads = [grad for _, p in self.named if (grad := self._grad(p)) is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
         stats = self._own(passes, told, overflow).over(self.mesh)
         if self.agreement.at_once:
@@ -92,15 +96,23 @@ class Update:
         overflowed = stats["overflow"] > 0
         finite = (torch.isfinite(norm) | overflowed if self.scaler is not None else torch.isfinite(norm)) & torch.isfinite(loss_sum)
         self.hooks.call()
+        if self.pieces is not None:
+            self.pieces.take()
         self._optimize(finite, overflowed)
+        if self.pieces is not None:
+            self.pieces.exchange()
+        if self.gradients.scattered:
+            for _, parameter in self.named:
+                parameter.grad = None  # most of it is not summed, so nobody should take it for the gradient
         self.nonfinite.note(finite, stats["codes"])
         sound = torch.stack([finite, (count > 0) | (loss_sum == 0) | ~finite])
         return StepResult(loss_sum, count, norm, finite, stats["votes"], sound, stats["marks"])
 
     def _own(self, passes: Mapping[int, Tensor], told: Tensor | None, overflow: Tensor | None) -> StepStats:
         """This worker's numbers, before the all-reduce."""
-        counted = [p for p in self.counted if p.grad is not None]
-        of_grads = norms([p.grad for p in counted if p.grad is not None]).to(self.mesh.device)
+        pairs = [(p, grad) for p in self.counted if (grad := self._grad(p)) is not None]
+        counted = [p for p, _ in pairs]
+        of_grads = norms([grad for _, grad in pairs]).to(self.mesh.device)
         of_passes = total(list(passes.values())) if passes else self._zeros(self.pass_slots.size)
         zero = self._zeros()
         vector = self.slots.pack(
@@ -113,6 +125,13 @@ class Update:
             marks=self._at("marks", self.mesh.world.rank, self._zeros(0) if told is None else told[2:]),
         )
         return StepStats(self.slots, vector)
+
+    def _grad(self, parameter: Tensor) -> Tensor | None:
+        """What this worker knows of a parameter's summed gradient: all of it, or its piece."""
+        if self.pieces is None or not self.gradients.scattered:
+            return parameter.grad
+        piece = self.pieces.of(parameter)
+        return None if piece is None else piece.part.grad
 
     def _by_shard(self, passes: Mapping[int, Tensor]) -> Tensor:
         """Loss and count in their slots, and zeros in those of other stages and shards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from carrywave.step.gradients import Gradients
 from carrywave.step.nonfinite import NonfiniteRecord
 from carrywave.step.norms import by_dtype
 from carrywave.step.optim.loss_scaler import Scaler
+from carrywave.step.optim.pieces import Pieces
 from carrywave.step.precision import parameter_dtype
 from carrywave.step.reproducible import fixed_tree
 from carrywave.step.reproducible.fixed_tree import Branch, FixedTree
@@ -104,6 +106,12 @@ def trained(held: HeldStage) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in held.parameters.items() if p.requires_grad]
 
 
+def pieces_of(mesh: Mesh, spec: TrainSpec) -> Pieces | None:
+    """This replica's pieces of the optimizer state, none cut yet; None if every replica keeps all of it."""
+    group = mesh.replicas_of([mesh.stage])
+    return Pieces(mesh.replica, mesh.plan.replicas, group) if spec.shard_optimizer and group is not None else None
+
+
 def engine_of(
     model: Model | Whole,
     held: HeldStage,
@@ -115,6 +123,7 @@ def engine_of(
     agreement: Agreement,
     hooks: Hooks,
     guards_weights: bool,
+    pieces: Pieces | None,
 ) -> Engine:
     """The engine that trains these parameters. Collective: every rank must call it."""
     mesh, spec = compute.mesh, compute.spec
@@ -122,10 +131,11 @@ def engine_of(
     if isinstance(model, Model):
         tied = shared(model, mesh.plan.edges(model.units)[1:-1], share_head=mesh.plan.shares_head)
     elsewhere = {each.name for each in tied if mesh.stage in each.stages and each.stages[0] != mesh.stage}
-    # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once.
-    counted = [p for name, p in named if name not in elsewhere] if mesh.replica == 0 else []
     nonfinite = NonfiniteRecord(model, held.stage, named, mesh.world)
-    gradients = (_fixed_tree if spec.reproducible else _all_reduce)(mesh, named, list(held.parameters.values()), tied, nonfinite.watched)
+    sums = partial(_all_reduce, pieces=pieces) if not spec.reproducible else _fixed_tree
+    gradients: Gradients = sums(mesh, named, list(held.parameters.values()), tied, nonfinite.watched)
+    # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once.
+    counted = [p for name, p in named if name not in elsewhere] if mesh.replica == 0 or gradients.scattered else []
     names = [name for name, _ in model.named_parameters()]
     update = Update(
         mesh,
@@ -142,13 +152,19 @@ def engine_of(
         clip=spec.clip,
         guards_weights=guards_weights,
         reproducible=spec.reproducible,
+        pieces=pieces,
     )
     shards = canonical_shards.shards_of(mesh.replica, mesh.plan.replicas) if spec.reproducible else None
     return Engine(compute, gradients, update, shards=shards, pooled=model.pooled, resets=spec.on_nan == "skip")
 
 
 def _all_reduce(
-    mesh: Mesh, named: Named, held: Sequence[nn.Parameter], tied: Sequence[Shared], watched: Sequence[nn.Parameter]
+    mesh: Mesh,
+    named: Named,
+    held: Sequence[nn.Parameter],
+    tied: Sequence[Shared],
+    watched: Sequence[nn.Parameter],
+    pieces: Pieces | None,
 ) -> Gradients:
     names = {each.name for each in tied}
     wanted: list[Reduced] = []
@@ -157,7 +173,7 @@ def _all_reduce(
         # Over ordered links nothing else may run while messages are in flight, so all-reduces wait for the last message. A sum on the
         # stream would hold up the rest of backward.
         early = not group.in_stream and (mesh.links is None or not mesh.links.in_order)
-        wanted.append(Reduced(group, [p for name, p in named if name not in names], early=early))
+        wanted.append(Reduced(group, [p for name, p in named if name not in names], early=early, owners=pieces))
     own = dict(named)
     for stages in dict.fromkeys(each.stages for each in tied):
         group = mesh.replicas_of(stages)  # collective: also created by workers outside it

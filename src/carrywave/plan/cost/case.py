@@ -12,6 +12,7 @@ from typing import Protocol
 from carrywave.plan.cost.cluster import Cluster, Placed, reduce_seconds
 from carrywave.plan.cost.footprint import Footprint
 from carrywave.plan.cost.interpolation import NOTHING, Seconds
+from carrywave.plan.cost.link_memory import BUCKET_BYTES
 from carrywave.plan.cost.profile import Link, Overheads, Piped, Profile
 from carrywave.plan.cost.programs import program_of
 from carrywave.plan.cost.simulation import TaskTimes, Timeline, simulate
@@ -22,7 +23,6 @@ from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel
 from carrywave.plan.schedule.schedule import StageTask
 
-BUCKET_BYTES = 8 << 20  # size of the runtime's gradient buckets
 _AGREED_BYTES = 48  # loss, count, norm and other scalars, all-reduced over all workers at every step
 
 
@@ -36,9 +36,8 @@ class PlanCase(Footprint):
     """One plan, without its cuts, on one batch shape, on the devices of a cluster."""
 
     def __init__(self, plan: Plan, shape: BatchShape, units: Units, cluster: Cluster, placed: Placed, costs: CostsOf) -> None:
-        super().__init__(plan, shape, units)
+        super().__init__(plan, shape, units, ways_of(plan, units, cluster, placed))
         self.cluster, self.placed = cluster, placed
-        self.ways = ways_of(plan, units, cluster, placed)
         # Chunks of a recorded window cost what their kernels do. Those that do not defer weight gradients run as if each were a window.
         chunked: Piped = "recorded" if self.put_off else ""
         self.piped: Piped = chunked if self.ways.recorded else "launched" if plan.stages > 1 else ""
@@ -91,7 +90,9 @@ class PlanCase(Footprint):
         if found is None:
             last = self.last_unit(last, chunk)
             work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
-            again = work.forward if self.plan.recompute else 0.0
+            # Where carries are recomputed too, all chunks of a segment but its last run forward once more.
+            segment = self.plan.segment(self.chunks)
+            again = work.forward * (2 - 1 / segment) if self.plan.recompute else 0.0
             backward = self.task_seconds + again + work.backward + (0.0 if self.put_off else work.put_off)
             found = self._tasks[key] = self.task_seconds + work.forward, backward
         return found
@@ -220,9 +221,14 @@ class PlanCase(Footprint):
             done = [agreed + seconds if stage in members else each for stage, each in enumerate(done)]
         agreed = max(done) + self.agree()
         updates = []
+        owners = replicas if self.units.shard_optimizer else 1
         for stage in range(stages):
             pairs = zip(self.kinds[stage], self.crowds[stage], strict=True)
-            updates.append((agreed, agreed + max(costs.update(held[stage], tensors[stage]) * crowd for costs, crowd in pairs)))
+            own = -(-held[stage] // owners)
+            seconds = max(costs.update(own, tensors[stage]) * crowd for costs, crowd in pairs)
+            if owners > 1:  # exchanging the new weights is the second half of an all-reduce
+                seconds += self._reduce(replicas, held[stage] * self.units.parameter_bytes) / 2
+            updates.append((agreed, agreed + seconds))
         return [[(end, max(end, each)) for end, each in zip(ends, done, strict=True)], updates]
 
     def agree(self) -> float:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from functools import cached_property
 from itertools import pairwise
 
+from carrywave.plan.cost.link_memory import Links
 from carrywave.plan.cost.memory import Load, Memory, Split, most_held, one_micro_batch, stage_memory
-from carrywave.plan.cost.programs import loads_of
+from carrywave.plan.cost.programs import loads_of, slots_of
 from carrywave.plan.cost.units import BatchShape, Units
+from carrywave.plan.cost.ways import DEVICE_MEMORY, Ways
 from carrywave.plan.plan import Plan
 
 
 class Footprint:
     """One plan, without its cuts, on one batch shape."""
 
-    def __init__(self, plan: Plan, shape: BatchShape, units: Units) -> None:
-        self.plan, self.shape, self.units = plan, shape, units
+    def __init__(self, plan: Plan, shape: BatchShape, units: Units, ways: Ways | None = None) -> None:
+        self.plan, self.shape, self.units, self.ways = plan, shape, units, ways or Ways()
         lanes = max(1, -(-shape.lanes // plan.replicas))
         self.lanes = units.micro_batches(plan, lanes) * units.accumulate
         self.chunk_steps = shape.steps if units.whole or plan.chunk_steps is None else min(plan.chunk_steps, shape.steps)
@@ -53,15 +55,25 @@ class Footprint:
             self.shape.steps,
             sum(self.lanes) // self.units.accumulate,
             self.put_off,
-            self.plan.recompute,
+            bool(self.plan.recompute),
             self.share_head,
             reduced=self.plan.replicas > 1,
+            segment=self.plan.segment(self.chunks),
+            owners=self.plan.replicas if self.units.shard_optimizer else 1,
+            links=self.shared,
         )
 
+    @cached_property
+    def shared(self) -> Links:
+        """What of the plan's traffic lies in device memory."""
+        messages, sums = (way == DEVICE_MEMORY for way in (self.ways.messages, self.ways.sums))
+        slots = slots_of(self.plan.stages, self.counts, self.share_head, self.put_off) if messages else 1
+        return Links(messages, self.plan.replicas if sums else 1, self.plan.stages, slots)
 
-def largest_stage(units: Units, plan: Plan) -> Memory:
-    """Bytes of the stage that needs the most memory, on the batch shape that needs the most."""
+
+def largest_stage(units: Units, plan: Plan, ways: Ways | None = None) -> Memory:
+    """Bytes of the stage that needs the most memory, on the batch shape that needs the most. `ways`: how workers reach each other."""
     spans = list(pairwise(plan.edges(len(units))))
-    cases = [Footprint(plan, shape, units) for shape in units.shapes]
+    cases = [Footprint(plan, shape, units, ways) for shape in units.shapes]
     each = (case.memory(stage, first, last) for case in cases for stage, (first, last) in enumerate(spans))
     return max(each, key=lambda memory: memory.total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from carrywave.plan.cost.link_memory import NO_LINKS, Links, link_bytes
 from carrywave.plan.cost.units import Units
 from carrywave.plan.schedule.schedule import Schedule
 from carrywave.plan.schedule.wavefront_order import MOST_WAITING, extra
@@ -21,10 +22,11 @@ class Memory:
     activations: int  # saved for chunks in flight and for deferred weight gradients
     carries: int
     workspace: int  # temporary memory of the running task
+    links: int = 0  # buffers of messages and sums in device memory
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.carries + self.workspace
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.carries + self.workspace + self.links
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,17 @@ class Split:
     recompute: bool
     share_head: bool
     reduced: bool  # gradients are all-reduced, in separate buffers
+    segment: int = 1  # chunks from one carry that is kept to the next
+    owners: int = 1  # replicas that divide the optimizer state
+    links: Links = NO_LINKS  # what lies in device memory that workers share
 
 
 def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) -> Memory:
     """Bytes of a stage with units [first, last)."""
-    fixed = _fixed(units, first, last, split.share_head, split.reduced)
+    parameters, gradients, optimizer = _fixed(units, first, last, split)
     kept, deferred, entering, carry, work, widest = _numbers(units, first, last, split.share_head)
+    if split.links.messages and first > 0:
+        entering = 0  # messages are read in place, in the buffers of the links
     e = units.activation_bytes
     chunk = split.lanes * split.steps
     flight = (entering if split.recompute else entering + kept) * chunk * e
@@ -119,16 +126,19 @@ def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) 
     workspace = (work + (kept if split.recompute else 0)) * chunk * e
     if split.put_off:
         workspace = max(workspace, widest * split.lanes * split.window * e)
-    carries = carry * e * (split.all_lanes + split.lanes * (load.held + 1))
-    parameters, gradients, optimizer = fixed
+    # The carries at the starts of segments, and those within the one that is being recomputed.
+    entered = -(-load.held // split.segment) + split.segment - 1
+    carries = carry * e * (split.all_lanes + split.lanes * (entered + 1))
     if units.activation_bytes < units.parameter_bytes:  # the layers read a lower-precision copy of the weights
         workspace += parameters * units.activation_bytes // units.parameter_bytes
-    return Memory(parameters, gradients, optimizer, activations, carries, workspace)
+    links = link_bytes(units, first, last, split.links, lanes=split.lanes, window=split.window, share_head=split.share_head)
+    return Memory(parameters, gradients, optimizer, activations, carries, workspace, links)
 
 
-def _fixed(units: Units, first: int, last: int, share_head: bool, reduced: bool) -> tuple[int, int, int]:
-    parameters = units.parameters(first, last, share_head=share_head) * units.parameter_bytes
-    return parameters, parameters * (2 if reduced else 1), parameters * units.states
+def _fixed(units: Units, first: int, last: int, split: Split) -> tuple[int, int, int]:
+    # What replicas exchange of new weights, a few megabytes at a time, is not counted: no activations are held then.
+    parameters = units.parameters(first, last, share_head=split.share_head) * units.parameter_bytes
+    return parameters, parameters * (2 if split.reduced else 1), -(-parameters * units.states // split.owners)
 
 
 def _numbers(units: Units, first: int, last: int, share_head: bool) -> tuple[int, int, int, int, int, int]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from carrywave.plan.cost.memory import Load, loads, one_micro_batch
 from carrywave.plan.cost.simulation import Compiled
+from carrywave.plan.schedule.buffers import places
 from carrywave.plan.schedule.messages import with_messages
 from carrywave.plan.schedule.schedule import wavefront
 
@@ -23,6 +24,14 @@ def loads_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bo
     if len(chunks) == 1:
         return (one_micro_batch(chunks[0], put_off=put_off),) * stages
     return loads(wavefront(stages, chunks, share_head=share_head, weights=put_off))
+
+
+@lru_cache(maxsize=1024)
+def slots_of(stages: int, chunks: tuple[int, ...], share_head: bool, put_off: bool) -> int:
+    """The most micro-batches whose messages a channel holds at once, in device memory."""
+    if stages == 1 or len(chunks) == 1:
+        return 1
+    return max(room.slots for room in places(program_of(stages, chunks, share_head, put_off).program).values())
 
 
 @lru_cache(maxsize=1024)

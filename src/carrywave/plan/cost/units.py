@@ -70,6 +70,7 @@ class Units:
     whole: bool = False  # layers are bidirectional, so time cannot be cut into chunks
     streams: bool = True
     reproducible: bool = False
+    shard_optimizer: bool = False  # replicas divide the optimizer state
 
     def __len__(self) -> int:
         return len(self.units)
@@ -202,6 +203,7 @@ class Units:
             model.bidirectional,
             spec.streams,
             spec.train.reproducible,
+            spec.train.shard_optimizer,
         )
 
 

@@ -112,7 +112,7 @@ def describe(plan: Plan) -> str:
         parts.append(f"chunks of {plan.chunk_steps} steps")
     if plan.micro_batches > 1:
         parts.append(f"{plan.micro_batches} micro-batches")
-    parts += ["recompute"] * plan.recompute + ["shared head"] * plan.shares_head
+    parts += ["recompute twice" if plan.recompute == "twice" else "recompute"] * bool(plan.recompute) + ["shared head"] * plan.shares_head
     return ", ".join(parts)
 
 

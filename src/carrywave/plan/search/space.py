@@ -11,7 +11,10 @@ from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan
 
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of chunks per window that are tried
+MORE_CHUNKS = (256, 1024, 4096)  # the same for long windows on one stage, where chunks only save memory
 LEAST_CHUNK_STEPS = 2
+LEAST_LONG_CHUNK_STEPS = 16
+LEAST_CHUNKS_TWICE = 64  # with fewer, their carries are no reason to recompute them too
 MICRO_BATCHES = (1, 2)  # more micro-batches cost more than the idle time they fill, unless time cannot be cut or memory is short
 MORE_MICRO_BATCHES = (4, 8, 16)
 ALL_STAGES = 16  # every number of stages is tried up to this, only some beyond
@@ -73,6 +76,15 @@ class Space:
         steps = {-(-longest // chunks) for chunks in CHUNKS}
         return [None, *sorted((each for each in steps if LEAST_CHUNK_STEPS <= each < longest), reverse=True)]
 
+    def recomputed(self) -> list[Plan]:
+        """Chunk sizes, and levels of recomputation, to try where one stage does not fit; those of the fewest bytes last."""
+        longest = max(shape.steps for shape in self.units.shapes)
+        found = [steps for steps in self.chunk_steps() if steps is not None]
+        if not self.units.whole:
+            found += [steps for chunks in MORE_CHUNKS if (steps := -(-longest // chunks)) >= LEAST_LONG_CHUNK_STEPS]
+        once = [Plan(chunk_steps=steps, recompute=True) for steps in found]
+        return once + [replace(plan, recompute="twice") for plan in once if plan.chunks(longest) >= LEAST_CHUNKS_TWICE]
+
     def plans(self, group: Plan) -> Iterator[Plan]:
         """All plans to try with the group's replicas and stages; cuts and recomputation are added later, as needed."""
         if group.stages == 1:
@@ -98,9 +110,8 @@ class Space:
             for micro_batches in self.micro_batches(plan.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES):
                 if micro_batches > 1:
                     yield replace(plan, micro_batches=micro_batches)
-                for steps in self.chunk_steps():
-                    if steps is not None:
-                        yield replace(plan, micro_batches=micro_batches, chunk_steps=steps, recompute=True)
+                for each in self.recomputed():
+                    yield replace(plan, micro_batches=micro_batches, chunk_steps=each.chunk_steps, recompute=each.recompute)
 
     def leanest(self) -> Iterator[Plan]:
         """For each number of stages, the plain plan, then those that need the least memory."""
@@ -113,6 +124,8 @@ class Space:
                 for parts in sorted({1, micro_batches[-1]}):
                     for each in {steps[0]: None, steps[-1]: None}:
                         yield Plan(number, stages, (), each, parts, recompute=True)
+                    for recomputed in self.recomputed()[-1:] if stages == 1 else ():
+                        yield replace(recomputed, replicas=number, micro_batches=parts)
 
 
 def _thinned(numbers: list[int]) -> list[int]:

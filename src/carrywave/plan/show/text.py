@@ -51,7 +51,8 @@ def stages_text(units: Units, prediction: Prediction) -> str:
     """A table of the stages: units, seconds of work and memory."""
     shares = prediction.plan.shares_head
     heads = ["stage", "units", "work per step", *["shared head"] * shares, "memory", "limit", "share"]
-    heads += ["parameters", "gradients", "optimizer", "activations", "carries", "workspace"]
+    linked = any(stage.memory.links for stage in prediction.stages)
+    heads += ["parameters", "gradients", "optimizer", "activations", "carries", "workspace", *["links"] * linked]
     rows = []
     for number, (stage, name) in enumerate(zip(prediction.stages, stage_names(prediction, len(units)), strict=True)):
         memory = stage.memory
@@ -59,7 +60,7 @@ def stages_text(units: Units, prediction: Prediction) -> str:
         row = [str(number), name, seconds_text(stage.seconds), *[seconds_text(scored)] * shares]
         row += [say(memory.total), say(stage.limit_bytes), f"{memory.total / stage.limit_bytes:.0%}"]
         parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.carries, memory.workspace)
-        rows.append([*row, *map(say, parts)])
+        rows.append([*row, *map(say, parts), *[say(memory.links)] * linked])
     return table(heads, rows, left=(1,))
 
 

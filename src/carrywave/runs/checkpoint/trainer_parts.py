@@ -1,7 +1,8 @@
 """Selects the part of a trainer's state that each worker writes into a snapshot, and restores it from one.
 
 Replicas hold the same parameters and optimizer state, so each writes a share of them, about equal in bytes; what several stages hold is
-written by the first of them. Each worker writes the carry of its own layers and lanes.
+written by the first of them. If replicas divide the optimizer state (`train.shard_optimizer`), each writes its pieces. Each worker writes
+the carry of its own layers and lanes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from carrywave.errors import RunError
@@ -19,18 +19,22 @@ from carrywave.model.state import State
 from carrywave.runs.checkpoint.atomic_files import Form, form_of
 from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.optim import piece_state
 from carrywave.step.trainer import Trainer
-from carrywave.step.trainer_state import carry_state, carry_tensors
+from carrywave.step.trainer_state import carry_state, carry_tensors, load_optimizer, wanted_state
 from carrywave.step.worker_setup import tensors_of
 
 
 def part_of(trainer: Trainer, lanes: int) -> Groups:
     """This worker's part of a snapshot: its share of the parameters and the optimizer state, and the carry that it holds."""
     own = _owned(trainer)
-    parameters = {name: tensor for name, tensor in trainer.parameters().items() if name in own}
-    state = optimizers.state_tensors(trainer.optimizer, [(name, p) for name, p in trainer.named if name in own])
-    groups: Groups = {"parameters": parameters, "optimizer": state}
+    named = [(name, p) for name, p in trainer.named if name in own]
+    groups: Groups = {"parameters": {name: tensor for name, tensor in trainer.parameters().items() if name in own}, "optimizer": {}}
+    if trainer.pieces is None:
+        groups["optimizer"] = optimizers.state_tensors(trainer.optimizer, named)
     mine = _dealt(groups, trainer.mesh.replica, trainer.plan.replicas)
+    if trainer.pieces is not None:
+        mine["optimizer"] = piece_state.saved(trainer.optimizer, [piece for _, p in named if (piece := trainer.pieces.of(p)) is not None])
     low, high = trainer.mesh.share().bounds(lanes)
     carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
     return mine | {"carry": {ranged(name, low, high): tensor for name, tensor in carry.items()}}
@@ -71,25 +75,15 @@ def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
     state_names = _own_state_names(trainer, stored)
     trainer.state = own_state(stored, trainer, lanes)
     load_parameters(own, stored.read("parameters", own), "the snapshot")
-    optimizers.load_state(trainer.optimizer, trainer.named, stored.read("optimizer", state_names))
+    saved = bool(stored.manifest.forms("optimizer"))
+    load_optimizer(trainer, stored.read("optimizer", state_names), trainer.named, averages=saved)
 
 
 def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:
-    """The optimizer tensors that this worker loads: all but those of parameters on other workers. Refuses any that is too large."""
-    held = {name: p.numel() for name, p in trainer.named}
-    elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
-    found: list[str] = []
-    for name, (_, shape) in stored.manifest.forms("optimizer").items():
-        parameter = name.partition("/")[2]
-        if parameter in elsewhere:
-            continue
-        if torch.Size(shape).numel() > max(1, held.get(parameter, 1)):
-            raise RunError(
-                f"the snapshot's optimizer state {name} has shape {list(shape)}, which matches no parameter of this run; "
-                "resume with the train.optimizer, train.precision and model it was made with"
-            )
-        found.append(name)
-    return found
+    """The optimizer tensors that this worker loads: all but those of parameters, or pieces of them, on other workers."""
+    wanted = wanted_state(trainer, trainer.named)
+    whole = {name for name, _ in trainer.model.named_parameters()}
+    return [name for name, (_, shape) in stored.manifest.forms("optimizer").items() if piece_state.needed(name, shape, wanted, whole)]
 
 
 def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:

@@ -20,8 +20,8 @@ from carrywave.spec.spec import Spec, TrainSpec
 from carrywave.step.precision import parameter_dtype
 
 # The keys of a spec's train section that affect a single step. The others are for the training loop.
-STEP_KEYS = {"precision", "optimizer", "lr", "momentum", "weight_decay", "betas", "clip", "seed", "alpha", "beta", "on_nan", "reproducible"}
-OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas")
+OPTIMIZER_KEYS = ("optimizer", "lr", "momentum", "weight_decay", "betas", "shard_optimizer")
+STEP_KEYS = {*OPTIMIZER_KEYS, "precision", "clip", "seed", "alpha", "beta", "on_nan", "reproducible"}
 INSTEAD = {
     "accumulate": "pass several batches to one trainer.step",
     "epochs": "write the loop over epochs yourself",

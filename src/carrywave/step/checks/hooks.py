@@ -24,10 +24,11 @@ Hook = Callable[[Tensor], None]
 class Hooks:
     """The hooks on the parameters and modules that one worker holds."""
 
-    def __init__(self, held: Mapping[str, nn.Parameter], model: nn.Module, plan: Plan) -> None:
+    def __init__(self, held: Mapping[str, nn.Parameter], model: nn.Module, plan: Plan, *, in_pieces: bool = False) -> None:
         self.held, self.model = held, model
         self.modules = list(model.modules())
         self.is_cut = plan.stages > 1 or plan.micro_batches > 1 or plan.chunk_steps is not None
+        self.in_pieces = in_pieces  # True if a worker need not have more than a piece of a gradient
         self._put_off: list[tuple[nn.Parameter, list[Hook]]] = []
 
     def there(self, optimizer: object) -> bool:
@@ -61,6 +62,11 @@ class Hooks:
         taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
         for parameter in self.held.values():
             users = _users(parameter)
+            if users and self.in_pieces:
+                raise UserError(
+                    "a hook on a parameter's gradient (register_post_accumulate_grad_hook) would see only a piece of it with "
+                    "train.shard_optimizer; remove the hook, or train.shard_optimizer"
+                )
             if users:
                 hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
                 taken.append((hooks, dict(hooks)))

@@ -197,11 +197,13 @@ def state_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_state(optimizer: Optimizer, named: Named, tensors: Mapping[str, Tensor]) -> None:
-    """Load state produced by `state_tensors`, matched by parameter name."""
+def load_state(optimizer: Optimizer, named: Named, tensors: Mapping[str, Tensor], *, averages: bool | None = None) -> None:
+    """Load state produced by `state_tensors`, matched by parameter name. `averages`: whether NT-ASGD had started to average, for a worker
+    that may keep no state of its own; by default, if there is any state.
+    """
     named = list(named)
     if isinstance(optimizer, NTASGD):
-        if tensors:
+        if tensors if averages is None else averages:
             optimizer.trigger()
         else:
             optimizer.give_up()
