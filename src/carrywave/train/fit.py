@@ -227,7 +227,8 @@ def _train(
     with raise_on_all(world):
         mesh = None if dry_run else Mesh(world, plan)
     ways = None if mesh is None else ways_of_run(mesh, model, spec)
-    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways))
+    kept = start.reach.line(folder.path, world.size)
+    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways, kept))
     for line in noted(spec, order, model, planned.said, prepared, parts):
         watch.say(line)
     if mesh is None:
@@ -237,7 +238,7 @@ def _train(
         with raise_on_all(world):
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
             data = Data(prepared.fingerprint, files)
-            checkpointer = Checkpointer(spec, trainer, folder, data, watch)
+            checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.reach)
         state = LoopState.start(trainer.device)
         if start.snapshot is not None:
             state = checkpointer.restore(start.snapshot)

@@ -13,6 +13,7 @@ from carrywave.data.prepare import Prepared, prepare
 from carrywave.launch import exit_reports, launch_record
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.plan.plan import Plan
+from carrywave.runs.checkpoint.reach import Reach, look
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_batch_of
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.runs.run import NullRun, Run
@@ -34,6 +35,7 @@ class Start:
     codec: Codec | None  # given together with initial weights
     init: str | None
     watch: Watcher
+    reach: Reach  # who sees the run's folder
     before: Plan | None = None  # the run's plan so far; known to rank 0 only
 
 
@@ -78,9 +80,10 @@ def begin(
             watch.say(warning)
         codec = None if codec_json is None else Codec.from_json(codec_json)
         spec = read_alike(spec, reading)
-        stored = None if told is None else receive_snapshot(world, told)
+        reach = look(world, Path(path))
+        stored = None if told is None else receive_snapshot(world, told, reach)
         spec = spec if stored is None else with_batch_of(spec, stored)
-        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, before)
+        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, reach, before)
     except BaseException:
         if folder is not None:
             folder.release()
