@@ -8,7 +8,7 @@ import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,6 +35,7 @@ from carrywave.cli.workers import (
     RestartsOption,
     agreed,
     devices_that_pay,
+    keeps_the_run,
     start_workers,
 )
 from carrywave.errors import RunError, UserError
@@ -44,7 +45,7 @@ from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
 from carrywave.runs.watcher import Silent, printable
 from carrywave.spec.describe import schema as spec_schema
-from carrywave.spec.load import dump, load
+from carrywave.spec.load import dump, load, read_values, with_overrides
 from carrywave.spec.spec import Spec
 
 app = typer.Typer(
@@ -92,12 +93,10 @@ def train(
 ) -> None:
     """Train a model; without a SPEC, a small character model on text that ships with Python."""
     path, overrides = spec_and_overrides(spec or [])
-    if resume:
-        path = path or _spec_of(run)
-        if init is not None:
-            raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
-    with agreed(device.value):
-        resolved = load(path, overrides)
+    if resume and init is not None:
+        raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
+    with agreed(device.value) as of_rank_0:
+        resolved = with_overrides(of_rank_0(lambda: _spec_of(run)), overrides) if resume and path is None else load(path, overrides)
         output_file.check(json_file)
     if devices is None and min_devices is None:
         devices = devices_that_pay(resolved, device.value, run if resume else None)
@@ -269,13 +268,16 @@ def _benchmarks() -> list[str]:
     return sorted(name.replace("_", "-") for name in found)
 
 
-def _spec_of(run: Path | None) -> Path:
+def _spec_of(run: Path | None) -> dict[str, Any]:
+    """The values of the spec of a run that is resumed; none where another host keeps it, and its workers will read them."""
     if run is None:
         raise RunError("--resume needs a run folder; pass --run DIR")
     path = run / "spec.yaml"
     if not path.is_file():
+        if not keeps_the_run():
+            return {}
         raise RunError(f"{run} has no run to resume (no spec.yaml); remove --resume to start a new one")
-    return path
+    return read_values(path)
 
 
 def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:

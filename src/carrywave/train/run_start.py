@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from carrywave.runs.watcher import Watcher
 from carrywave.spec.spec import Spec
 from carrywave.train.checkpointer import receive_snapshot
 from carrywave.train.planning import plan_before
+from carrywave.train.same_data import compare, told_on_this_host
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,16 @@ def begin(
 def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
     """Read the data into the cache on one worker of each host; the others then find it there, and reuse the hashes it computed.
 
-    Also returns the SHA-256 of each part's file, if it was hashed.
+    Files that differ between workers are refused before that. Also returns the SHA-256 of each part's file.
     """
     world = start.world
     prepared: Prepared | None = None
     with hashes.keeping() as hashed:
+        compare(world, start.spec, hashed)
         for turn in (world.local_rank == 0, True):
-            told = [json.loads(text) for text in all_gather_text(world, json.dumps([socket.gethostname(), hashed]))]
-            alike = [found for host, of_host in told if host == socket.gethostname() for found in of_host]
+            alike = told_on_this_host(world, hashed)
             with raise_on_all(world, for_all_of_us=True, patient=True), hashes.knowing(alike):
                 if turn and prepared is None:
                     prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
     assert prepared is not None  # in the second turn every remaining worker reads
-    known = {path: digest for path, _, digest in hashed}
-    names = {part: getattr(start.spec.data, part) for part in ("train", "valid", "test")}
-    paths = {part: str(Path(name).absolute()) for part, name in names.items() if name is not None}
-    return prepared, {part: known[path] for part, path in paths.items() if path in known}
+    return prepared, dict(prepared.files)

@@ -235,7 +235,7 @@ class Writer:
         part.write_text(json.dumps(said))
         os.replace(part, report)
 
-    def _complete(self, job: _Job, files: dict[str, File], sent: Sequence[_Sent]) -> bool:
+    def _complete(self, job: _Job, files: dict[str, File], sent: Sequence[_Sent] = ()) -> bool:
         """Wait until every other worker has reported or sent its part, and add their files to `files`; False if a part is missing."""
         for each in sent:
             each.wait()
