@@ -97,9 +97,9 @@ def digests_of(spec: Spec) -> dict[str, tuple[str, str]]:
 def _sources(spec: Spec) -> dict[str, Source]:
     """The files of the parts that the spec names."""
     names = {"train": spec.data.train, "valid": spec.data.valid, "test": spec.data.test}
-    any_bytes = _reads_bytes(spec)
+    any_bytes, place = _reads_bytes(spec), cache.folder(spec.data.cache)
     return {
-        part: find(name, field=f"data.{part}", format=spec.data.format, any_bytes=any_bytes)
+        part: find(name, field=f"data.{part}", format=spec.data.format, any_bytes=any_bytes, cache=place)
         for part, name in names.items()
         if name is not None
     }
@@ -122,7 +122,8 @@ def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) ->
 
 def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
     """Read one more file with the codec of a run; if not `labelled`, labels may be missing and are not read."""
-    source = find(str(path), field=part, format=spec.data.format, any_bytes=_reads_bytes(spec))
+    place = cache.folder(spec.data.cache)
+    source = find(str(path), field=part, format=spec.data.format, any_bytes=_reads_bytes(spec), cache=place)
     _check_format(source, spec, labelled=labelled)
 
     def build(new: NewArray) -> cache.Entry:
@@ -131,16 +132,15 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
 
     file = [source.digest(), source.format, source.tabs, source.compression]
     key = _hash(["read", cache.FORMAT, file, codec.to_json(), spec.streams, spec.data.horizon, labelled, part])
-    if source.path is None or source.path.stat().st_size <= SMALL_BYTES:
-        entry = build(MemoryAppender)
-    else:
-        entry = cache.fetch(cache.folder(spec.data.cache), key, build)
+    small = source.path is None or source.path.stat().st_size <= SMALL_BYTES
+    entry = build(MemoryAppender) if small else cache.fetch(place, key, build)
     return replace(entry.parts[part], notes=entry.notes, fingerprint=f"{key}:{part}")
 
 
 def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:
     """Return the series in a file, in their original units."""
-    return _table_opener(find(str(path), field="data", format=spec.data.format), spec)(codec)
+    place = cache.folder(spec.data.cache)
+    return _table_opener(find(str(path), field="data", format=spec.data.format, cache=place), spec)(codec)
 
 
 def check_spec(spec: Spec) -> None:

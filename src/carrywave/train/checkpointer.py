@@ -78,7 +78,7 @@ class Checkpointer:
                 groups["extra"] |= {f"scaler/{name}": tensor for name, tensor in self.trainer.scaler.tensors().items()}
         name = f"step-{state.step:08d}"
         best = state.best_step == state.step
-        self.writer.begin(name, groups, meta, keep=self.spec.train.keep, best=best, before=self.folder.sync)
+        self.writer.begin(name, groups, meta, keep=self.spec.train.keep, best=best, before=self.folder.sync, after=self.folder.upload)
         if final:
             self.settle(final=True)
 

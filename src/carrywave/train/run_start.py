@@ -8,6 +8,7 @@ from pathlib import Path
 
 from carrywave.data.codec import Codec
 from carrywave.data.files import hashes
+from carrywave.data.files.remote import is_address
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.launch import exit_reports, launch_record
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
@@ -15,6 +16,7 @@ from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint.reach import Reach, look
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_batch_of
 from carrywave.runs.checkpoint.snapshot import Stored
+from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run import NullRun, Run
 from carrywave.runs.run_source import given_codec, open_folder, read_alike, reading_of, refuse_python
 from carrywave.runs.watcher import Watcher
@@ -42,7 +44,7 @@ class Start:
 def begin(
     spec: Spec,
     world: World,
-    run: Path | None,
+    run: Path | str | None,
     resume: bool,
     init: str | None,
     watch: Watcher,
@@ -50,7 +52,10 @@ def begin(
     from_files: bool,
     hold: bool = True,
 ) -> Start:
-    """Open the run: rank 0 inspects the disk and tells the others what it found. With `hold`, a resumed run is owned from here on."""
+    """Open the run: rank 0 inspects the disk and tells the others what it found. With `hold`, a resumed run is owned from here on.
+
+    A run that is kept in a store, under an address, is trained in a folder of rank 0's cache.
+    """
     folder: Run | None = None
     snapshot: Stored | None = None
     found = ""
@@ -61,7 +66,13 @@ def begin(
     try:
         with raise_on_all(world, for_all_of_us=True, patient=True):
             if world.rank == 0:
-                folder, snapshot = open_folder(spec, run, resume, init, restarted=restarted, hold=watch.say if hold else None)
+                holds = watch.say if hold else None
+                kept = RemoteRun(run, spec.data.cache) if isinstance(run, str) and is_address(run) else None
+                if kept is not None:
+                    kept.prepare(resume=resume, restarted=restarted, hold=holds)
+                where = kept.folder if kept is not None else None if run is None else Path(run)
+                folder, snapshot = open_folder(spec, where, resume, init, restarted=restarted, hold=holds)
+                folder.remote = kept
                 exit_reports.tell_run(folder.path)
                 if resume and snapshot is None:
                     watch.say(f"{folder.path} ended before its first snapshot: restarting it from the beginning")

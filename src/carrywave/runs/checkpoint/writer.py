@@ -54,6 +54,7 @@ class _Job:
     keep: int
     best: bool
     before: Callable[[], None]  # called before it is published
+    after: Callable[[], None]  # and after it
     written: threading.Event = field(default_factory=threading.Event)  # this worker's part is written, or has failed
     given_up: threading.Event = field(default_factory=threading.Event)  # another worker's part will never arrive
     part_failure: Failure | None = None
@@ -105,13 +106,15 @@ class Writer:
         keep: int,
         best: bool = False,
         before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         """Copy this worker's part of a snapshot, and start writing it. The previous one must be settled."""
         started = time.perf_counter()
         assert self._job is None
         copied, ready = self._copy(groups)
         draft = self.folder / f"{TEMPORARY}{name}-{self._token}"
-        job = _Job(self.folder / name, draft, copied, ready, None if meta is None else json.loads(json.dumps(meta)), keep, best, before)
+        said = None if meta is None else json.loads(json.dumps(meta))
+        job = _Job(self.folder / name, draft, copied, ready, said, keep, best, before, after)
         # A daemon: a process that has to exit does not wait for the disk. It leaves a draft.
         job.thread = threading.Thread(target=self._write, args=(job,), name="carrywave-snapshot", daemon=True)
         self._job = job
@@ -215,6 +218,7 @@ class Writer:
             if self._complete(job, files, sent) and job.part_failure is None:
                 job.before()
                 publish(job.draft, job.target.name, Manifest(files, job.meta or {}), job.keep, best=job.best)
+                job.after()
         except Exception as error:
             job.failure = _failure(job.target, error)
         atomic_files.remove(job.draft)  # does nothing if it was published
