@@ -70,12 +70,18 @@ def carry_out(job: dict[str, Any]) -> dict[str, Any]:
             Path(f"apart-{RANK}").mkdir(exist_ok=True)
             patch.chdir(f"apart-{RANK}")
         values = job["spec"]
+        if "own_data" in job:
+            values = values | {"data": values["data"] | {"train": "text.txt"}}
+            if RANK and job["own_data"] is not None:
+                Path("text.txt").write_text(job["own_data"])
         if "stop" in job:
             values = values | {"train": values["train"] | {"max_steps": job["stop"]}}
         try:
             told["ending"] = train(parse(values), run=Path(job["run"]), resume=job.get("resume", False), device="cpu", watch=watch).ending
         except UserError as error:
             told["error"] = f"{type(error).__name__}: {error}"
+        if RANK and "own_data" in job:
+            Path("text.txt").unlink(missing_ok=True)
     return told | {"summary": watch.summary, "said": [line for line in watch.lines if "could not" in line]}
 
 

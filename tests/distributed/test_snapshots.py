@@ -44,11 +44,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
         {"run": "read-only", "plan": replicas, "rank": 1, "full": "tmp-step-00000006", "read_only": True},
         {"run": "last", "plan": replicas, "rank": 1, "full": "tmp-step-00000010"},
         {"run": "pointer", "plan": replicas, "rank": 0, "full": r"\.last\.tmp"},
-        {"run": "apart", "plan": replicas, "apart": True},
         {"run": "apart-stages", "plan": stages, "apart": True},
         {"run": "apart-full-0", "plan": replicas, "apart": True, "rank": 0, "full": "tmp-step-00000006"},
         {"run": "apart-again", "plan": replicas, "apart": True, "stop": 6},
         {"run": "apart-again", "plan": replicas, "apart": True, "resume": True},
+        {"run": "other-data", "plan": replicas, "apart": True, "own_data": "not the same text. " * 40},
+        {"run": "no-data", "plan": replicas, "apart": True, "own_data": None},
     ]
     (folder / "jobs").write_text(json.dumps([job | {"spec": spec(folder, job["plan"])} for job in jobs]))
     ended = start([sys.executable, str(WORKER), str(folder), "jobs"], 2)
@@ -118,19 +119,18 @@ def files(run: Path, metrics: bool) -> list[Path]:
     return [run / "weights.safetensors", *[run / "metrics.jsonl"] * metrics, *last.glob("*.safetensors")]
 
 
-@pytest.mark.parametrize("plan", ["replicas", "stages"])
-def test_a_worker_that_does_not_see_the_folder_sends_its_part(told: Told, plan: str) -> None:
+def test_a_worker_that_does_not_see_the_folder_sends_its_part(told: Told) -> None:
     """What rank 0 keeps is what both would have written; the other worker's own folder stays empty."""
     folder, ended = told
-    run = "apart" if plan == "replicas" else "apart-stages"
+    run, host = "apart-stages", os.uname().nodename
     assert [each.get("ending") for each in ended[run]] == ["done"] * 2, ended[run]
     assert [each["said"] for each in ended[run]] == [[], []]
     assert snapshots(folder / run) == ["best", "last", "step-00000003", "step-00000006", "step-00000009", "step-00000010"]
-    equal_files(folder / run, folder / plan)
+    equal_files(folder / run, folder / "stages")
     assert list((folder / "apart-1").iterdir()) == []
     for each in ended[run]:
         line = next(line for line in each["summary"].splitlines() if line.startswith("folder"))
-        assert f"{run} on {os.uname().nodename}; {os.uname().nodename} does not share it" in line
+        assert f"{run} on {host}; {host} does not share it, so the parts of 1 of 2 workers go there over the network" in line
     assert "folder    replicas: all 2 workers see it" in ended["replicas"][0]["summary"]
 
 
@@ -151,3 +151,16 @@ def test_a_worker_that_does_not_see_the_folder_resumes_from_rank_0(told: Told) -
     equal_files(folder / "apart-again", folder / "replicas", metrics=False)
     assert list((folder / "apart-1").iterdir()) == []  # nor is a copy left
     assert [path for path in (folder / "cache").rglob("*") if "snapshot" in path.name] == []
+
+
+@pytest.mark.parametrize("run", ["other-data", "no-data"])
+def test_data_that_differs_is_refused_on_every_rank(told: Told, run: str) -> None:
+    folder, ended = told
+    host = os.uname().nodename
+    facts = {
+        "other-data": f"data.train=text.txt is not the same file everywhere: rank 1 on {host} has SHA-256 ",
+        "no-data": f"rank 1 on {host}: data.train=text.txt: file not found in {folder / 'apart-1'}; use the path of an existing file",
+    }
+    assert ended[run][0]["error"] == ended[run][1]["error"]
+    assert ended[run][0]["error"].startswith(f"DataError: {facts[run]}")
+    assert not (folder / run).exists()

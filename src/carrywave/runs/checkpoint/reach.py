@@ -47,9 +47,8 @@ class Reach:
         if not self.apart:
             return f"{folder}: all {workers} workers see it, and each writes its part of a snapshot"
         others = f"{self.hosts[0]} does" if len(self.hosts) == 1 else f"{', '.join(self.hosts)} do"
-        number = f"{len(self.apart)} of {workers} workers" if len(self.apart) < workers - 1 else f"{len(self.apart)} workers"
         return (
-            f"{folder} on {self.host}; {others} not share it, so the parts of {number} go there over the network; "
+            f"{folder} on {self.host}; {others} not share it, so the parts of {len(self.apart)} of {workers} workers go there over the network; "
             "logs of other hosts stay with them"
         )
 
