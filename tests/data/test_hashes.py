@@ -57,3 +57,36 @@ def test_nothing_is_known_afterwards(tmp_path: Path, counted: list[str]) -> None
     hashes.sha256(path)
     assert counted == ["data", "data"]
     assert len(kept) == 1
+
+
+def test_a_file_that_did_not_change_is_not_read_again(tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another process too, as long as the folder is kept."""
+    path, folder = tmp_path / "data", tmp_path / "hashes"
+    path.write_bytes(b"one")
+    monkeypatch.setattr(hashes.time, "time", lambda: path.stat().st_ctime + 100)
+    with hashes.remembering(folder):
+        first = hashes.sha256(path)
+    with hashes.remembering(folder):
+        assert hashes.sha256(path) == first
+    assert counted == ["data"]
+    hashes.sha256(path)  # without that folder, it is
+    assert counted == ["data"] * 2
+    path.write_bytes(b"two")
+    with hashes.remembering(folder):
+        assert hashes.sha256(path) == hashlib.sha256(b"two").hexdigest()
+    assert counted == ["data"] * 3
+    next(folder.iterdir()).write_text("{")
+    with hashes.remembering(folder):
+        assert hashes.sha256(path) == hashlib.sha256(b"two").hexdigest()
+    assert counted == ["data"] * 4
+
+
+def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path, counted: list[str]) -> None:
+    """It may change again within the resolution of its times."""
+    path, folder = tmp_path / "data", tmp_path / "hashes"
+    path.write_bytes(b"one")
+    with hashes.remembering(folder):
+        hashes.sha256(path)
+        hashes.sha256(path)
+    assert counted == ["data"] * 2
+    assert not folder.exists()

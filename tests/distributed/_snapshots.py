@@ -24,6 +24,10 @@ RANK = int(os.environ["RANK"])
 class Listening(Silent):
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.summary = ""
+
+    def begin(self, summary: str) -> None:
+        self.summary = summary
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -63,13 +67,22 @@ def carry_out(job: dict[str, Any]) -> dict[str, Any]:
         if "full" in job and job["rank"] == RANK:
             harm(patch, job)
         if job.get("apart") and RANK:
-            Path(f"apart-{RANK}").mkdir()
+            Path(f"apart-{RANK}").mkdir(exist_ok=True)
             patch.chdir(f"apart-{RANK}")
+        values = job["spec"]
+        if "own_data" in job:
+            values = values | {"data": values["data"] | {"train": "text.txt"}}
+            if RANK and job["own_data"] is not None:
+                Path("text.txt").write_text(job["own_data"])
+        if "stop" in job:
+            values = values | {"train": values["train"] | {"max_steps": job["stop"]}}
         try:
-            told["ending"] = train(parse(job["spec"]), run=Path(job["run"]), device="cpu", watch=watch).ending
+            told["ending"] = train(parse(values), run=Path(job["run"]), resume=job.get("resume", False), device="cpu", watch=watch).ending
         except UserError as error:
             told["error"] = f"{type(error).__name__}: {error}"
-    return told | {"said": [line for line in watch.lines if "could not" in line]}
+        if RANK and "own_data" in job:
+            Path("text.txt").unlink(missing_ok=True)
+    return told | {"summary": watch.summary, "said": [line for line in watch.lines if "could not" in line]}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def spec(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     """A run of one epoch of some steps, with a snapshot after every third."""
     return {
         "task": "language",
-        "data": {"train": str(folder / "text.txt"), "tokens": "char"},
+        "data": {"train": str(folder / "text.txt"), "tokens": "char", "cache": str(folder / "cache")},
         "model": {"hidden": 6, "layers": 3, "dropout": 0.3},
         "batch": {"lanes": 5, "steps": 7},
         "train": {"optimizer": "adam", "epochs": 1, "max_steps": 10, "snapshot_every": 3, "keep": 9},
@@ -43,7 +44,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
         {"run": "read-only", "plan": replicas, "rank": 1, "full": "tmp-step-00000006", "read_only": True},
         {"run": "last", "plan": replicas, "rank": 1, "full": "tmp-step-00000010"},
         {"run": "pointer", "plan": replicas, "rank": 0, "full": r"\.last\.tmp"},
-        {"run": "apart", "plan": replicas, "apart": True},
+        {"run": "apart-stages", "plan": stages, "apart": True},
+        {"run": "apart-full-0", "plan": replicas, "apart": True, "rank": 0, "full": "tmp-step-00000006"},
+        {"run": "apart-again", "plan": replicas, "apart": True, "stop": 6},
+        {"run": "apart-again", "plan": replicas, "apart": True, "resume": True},
+        {"run": "other-data", "plan": replicas, "apart": True, "own_data": "not the same text. " * 40},
+        {"run": "no-data", "plan": replicas, "apart": True, "own_data": None},
     ]
     (folder / "jobs").write_text(json.dumps([job | {"spec": spec(folder, job["plan"])} for job in jobs]))
     ended = start([sys.executable, str(WORKER), str(folder), "jobs"], 2)
@@ -101,9 +107,60 @@ def test_a_pointer_that_cannot_be_written_leaves_nothing(told: Told) -> None:
     assert snapshots(folder / "pointer") == [".none-yet"]
 
 
-def test_a_folder_that_not_all_see_is_refused(told: Told) -> None:
+def equal_files(one: Path, other: Path, *, metrics: bool = True) -> None:
+    """All tensors of the last snapshot, the weights and the metrics are the same, byte for byte."""
+    ours, theirs = ({path.name: path.read_bytes() for path in files(run, metrics)} for run in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+def files(run: Path, metrics: bool) -> list[Path]:
+    last = run / "snapshots" / "step-00000010"
+    return [run / "weights.safetensors", *[run / "metrics.jsonl"] * metrics, *last.glob("*.safetensors")]
+
+
+def test_a_worker_that_does_not_see_the_folder_sends_its_part(told: Told) -> None:
+    """What rank 0 keeps is what both would have written; the other worker's own folder stays empty."""
     folder, ended = told
-    for each in ended["apart"]:
-        assert "of rank 0 is not visible on" in each["error"]
-        assert "set run=... to a folder on a file system that all hosts share" in each["error"]
-    assert not (folder / "apart").exists()
+    run, host = "apart-stages", os.uname().nodename
+    assert [each.get("ending") for each in ended[run]] == ["done"] * 2, ended[run]
+    assert [each["said"] for each in ended[run]] == [[], []]
+    assert snapshots(folder / run) == ["best", "last", "step-00000003", "step-00000006", "step-00000009", "step-00000010"]
+    equal_files(folder / run, folder / "stages")
+    assert list((folder / "apart-1").iterdir()) == []
+    for each in ended[run]:
+        line = next(line for line in each["summary"].splitlines() if line.startswith("folder"))
+        assert f"{run} on {host}; {host} does not share it, so the parts of 1 of 2 workers go there over the network" in line
+    assert "folder    replicas: all 2 workers see it" in ended["replicas"][0]["summary"]
+
+
+def test_a_full_disk_does_not_make_the_sender_wait(told: Told) -> None:
+    folder, ended = told
+    assert [each.get("ending") for each in ended["apart-full-0"]] == ["done"] * 2, ended["apart-full-0"]
+    for each in ended["apart-full-0"]:
+        (line,) = each["said"]
+        assert "snapshot apart-full-0/snapshots/step-00000006 could not be written: No space left on device" in line
+    assert snapshots(folder / "apart-full-0") == ["best", "last", "step-00000003", "step-00000009", "step-00000010"]
+    equal_files(folder / "apart-full-0", folder / "replicas")
+
+
+def test_a_worker_that_does_not_see_the_folder_resumes_from_rank_0(told: Told) -> None:
+    folder, ended = told
+    assert [each.get("ending") for each in ended["apart-again"]] == ["done"] * 2, ended["apart-again"]
+    # The metrics are not the same: the run was evaluated at step 6 too, where it ended first.
+    equal_files(folder / "apart-again", folder / "replicas", metrics=False)
+    assert list((folder / "apart-1").iterdir()) == []  # nor is a copy left
+    assert [path for path in (folder / "cache").rglob("*") if "snapshot" in path.name] == []
+
+
+@pytest.mark.parametrize("run", ["other-data", "no-data"])
+def test_data_that_differs_is_refused_on_every_rank(told: Told, run: str) -> None:
+    folder, ended = told
+    host = os.uname().nodename
+    facts = {
+        "other-data": f"data.train=text.txt is not the same file everywhere: rank 1 on {host} has SHA-256 ",
+        "no-data": f"rank 1 on {host}: data.train=text.txt: file not found in {folder / 'apart-1'}; use the path of an existing file",
+    }
+    assert ended[run][0]["error"] == ended[run][1]["error"]
+    assert ended[run][0]["error"].startswith(f"DataError: {facts[run]}")
+    assert not (folder / run).exists()

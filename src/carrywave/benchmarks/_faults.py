@@ -37,6 +37,7 @@ POLL_SECONDS = 0.001
 LONGEST_SECONDS = 1800
 ROWS = 24  # of the data; tokens per row:
 SHORTEST, LONGEST = 20, 90
+PROGRAM = ("-m", "carrywave.benchmarks._ledger")
 SPEC = (
     "data.train=rows.jsonl",
     "data.valid=rows.jsonl",
@@ -112,7 +113,7 @@ def write_numbers(folder: Path) -> None:
 class Running:
     """A running training command: its workers, timestamped stderr lines, and ledger."""
 
-    def __init__(self, folder: Path, run: str, case: Case, *words: str) -> None:
+    def __init__(self, folder: Path, run: str, case: Case, *words: str, program: Sequence[str] = PROGRAM) -> None:
         self.run = folder / run
         self.ledger = folder / f"{run}-ledger"
         self.ledger.mkdir(exist_ok=True)
@@ -125,7 +126,7 @@ class Running:
         self.out = folder / f"{run}.out"
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "carrywave.benchmarks._ledger", "train", *given, "--device", device, "--run", run, *words],
+                [sys.executable, *program, "train", *given, "--device", device, "--run", run, *words],
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, FOLDER: str(self.ledger), **shared},
                 stdin=subprocess.DEVNULL,
@@ -210,10 +211,11 @@ def disturbed(
     run: str = "disturbed",
     number: signal.Signals = signal.SIGKILL,
     moments: Sequence[Moment] = MOMENTS,
+    program: Sequence[str] = PROGRAM,
 ) -> Told:
     """Run with this many faults, one after another. The launcher, which restarts the workers, is never a target."""
     draw = random.Random(seed)
-    running = Running(folder, run, case, "--restarts", str(faults + 1))
+    running = Running(folder, run, case, "--restarts", str(faults + 1), program=program)
     aims = sorted(draw.randrange(1, int(LATEST * case.steps)) for _ in range(faults))
     done: list[Fault] = []
     try:

@@ -8,7 +8,7 @@ import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,8 +35,11 @@ from carrywave.cli.workers import (
     RestartsOption,
     agreed,
     devices_that_pay,
+    keeps_the_run,
     start_workers,
 )
+from carrywave.data.files import cache
+from carrywave.data.files.remote import Store, fetch, is_address
 from carrywave.errors import RunError, UserError
 from carrywave.launch import launch_record
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
@@ -44,7 +47,7 @@ from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
 from carrywave.runs.watcher import Silent, printable
 from carrywave.spec.describe import schema as spec_schema
-from carrywave.spec.load import dump, load
+from carrywave.spec.load import dump, load, parse_yaml, read_values, with_overrides
 from carrywave.spec.spec import Spec
 
 app = typer.Typer(
@@ -66,7 +69,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its address in an object store.")]
 
 
 @app.callback()
@@ -80,7 +83,9 @@ def _common(
 @with_exit_codes
 def train(
     spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="Spec file and overrides, all optional.")] = None,
-    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder. Default: runs/NAME.")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Run folder, or its address in an object store. Default: runs/NAME.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run where it stopped.")] = False,
     init: Annotated[str | None, typer.Option(metavar="RUN|FILE", help="Start from these weights.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, the summary and the plan, then exit.")] = False,
@@ -92,15 +97,14 @@ def train(
 ) -> None:
     """Train a model; without a SPEC, a small character model on text that ships with Python."""
     path, overrides = spec_and_overrides(spec or [])
-    if resume:
-        path = path or _spec_of(run)
-        if init is not None:
-            raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
-    with agreed(device.value):
-        resolved = load(path, overrides)
+    if resume and init is not None:
+        raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
+    with agreed(device.value) as of_rank_0:
+        resolved = with_overrides(of_rank_0(lambda: _spec_of(run)), overrides) if resume and path is None else load(path, overrides)
         output_file.check(json_file)
     if devices is None and min_devices is None:
-        devices = devices_that_pay(resolved, device.value, run if resume else None)
+        before = Path(run) if resume and run is not None and not is_address(run) else None
+        devices = devices_that_pay(resolved, device.value, before)
     workers = start_workers(devices, device.value, resolved.plan_spec, elastic=Elastic(restarts, min_devices), dry_run=dry_run)
     if dry_run and is_first():
         typer.echo(dump(resolved), nl=False)
@@ -110,7 +114,7 @@ def train(
 
 def _train(
     resolved: Spec,
-    run: Path | None,
+    run: str | None,
     resume: bool,
     init: str | None,
     device: str,
@@ -127,7 +131,9 @@ def _train(
     with shown if is_first() else nullcontext(Silent()) as display:
         watch = Recorder(display)
         how = {} if workers is None else {"devices": workers}
-        result = train_run(resolved, run=run, resume=resume, init=init, device=device, watch=watch, dry_run=dry_run, **how)
+        result = train_run(
+            resolved, run=None if run is None else _place(run), resume=resume, init=init, device=device, watch=watch, dry_run=dry_run, **how
+        )
     # After a restart, evaluations from earlier attempts of this launch are only in the run's metrics file.
     _write_rows(json_file, watch.rows if not launch_record.attempt() else _evaluations(result.run))
     if result.ending in ENDINGS:
@@ -142,7 +148,7 @@ app.command(cls=Command)(with_exit_codes(planning.plan))
 def evaluate(
     run: RunArgument,
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Data to evaluate on. Default: the run's own test or validation data.")
+        str | None, typer.Option(metavar="FILE", help="Data to evaluate on. Default: the run's own test or validation data.")
     ] = None,
     device: DeviceOption = Device.auto,
     devices: FewDevicesOption = None,
@@ -155,7 +161,7 @@ def evaluate(
         from carrywave.runs.trained_run import evaluate_run
         from carrywave.tasks.doubts import worse_than_naive
 
-    row = evaluate_run(run, data, device.value, note=note)
+    row = evaluate_run(_place(run), None if data is None else _file(data), device.value, note=note)
     if is_first():
         typer.echo(printable(row_line(row)))
         if (verdict := worse_than_naive(row)) is not None:
@@ -168,7 +174,7 @@ def evaluate(
 def predict(
     run: RunArgument,
     input_file: Annotated[
-        Path | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format of the training data.")
+        str | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format of the training data.")
     ] = None,
     file: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Output file. Default: stdout.")] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Language models: text to continue.")] = None,
@@ -186,7 +192,8 @@ def predict(
     with leaving_at_once():
         from carrywave.runs.prediction import predict_run
 
-    predict_run(run, input_file, file, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, device=device.value)
+    given = None if input_file is None else _file(input_file)
+    predict_run(_place(run), given, file, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, device=device.value)
 
 
 @app.command(cls=Command)
@@ -269,13 +276,31 @@ def _benchmarks() -> list[str]:
     return sorted(name.replace("_", "-") for name in found)
 
 
-def _spec_of(run: Path | None) -> Path:
+def _spec_of(run: str | None) -> dict[str, Any]:
+    """The values of the spec of a run that is resumed; none where another host keeps it, and its workers will read them."""
     if run is None:
         raise RunError("--resume needs a run folder; pass --run DIR")
-    path = run / "spec.yaml"
+    if is_address(run):
+        text = Store(run, RunError).read("spec.yaml")
+        if text is None:
+            raise RunError(f"{run} has no run to resume (no spec.yaml); remove --resume to start a new one")
+        return dict(parse_yaml(text.decode(errors="replace"), f"{run}/spec.yaml") or {})
+    path = Path(run) / "spec.yaml"
     if not path.is_file():
+        if not keeps_the_run():
+            return {}
         raise RunError(f"{run} has no run to resume (no spec.yaml); remove --resume to start a new one")
-    return path
+    return read_values(path)
+
+
+def _place(run: str) -> Path | str:
+    """A run as the other modules take it: an address is text, which a path would not keep as it is."""
+    return run if is_address(run) else Path(run)
+
+
+def _file(name: str) -> Path:
+    """A data file that a command is given; one in an object store is fetched."""
+    return fetch(name, cache.folder(None)) if is_address(name) else Path(name)
 
 
 def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:

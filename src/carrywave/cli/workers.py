@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,23 +37,43 @@ MinDevicesOption = Annotated[
 ]
 
 
+Read = Callable[[], dict[str, Any]]
+
+
 @contextmanager
-def agreed(device: str) -> Iterator[None]:
-    """Make a user error raised in this block a single error on all workers, reported once. Collective under a launcher."""
+def agreed(device: str) -> Iterator[Callable[[Read], dict[str, Any]]]:
+    """Make a user error raised in this block a single error on all workers, reported once. Collective under a launcher.
+
+    Yields a function that has rank 0 read plain values, which other hosts may not have, and returns them on every worker.
+    """
     if not launched():
-        yield
+        yield lambda read: read()
         return
     heartbeat.start()
     with leaving_at_once():
-        from carrywave.parallel.world import join, leave, raise_on_all
+        from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
 
     world = join(device)
+
+    def of_rank_0(read: Read) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        with raise_on_all(world, for_all_of_us=True):
+            found = read() if world.rank == 0 else {}
+        told: dict[str, Any] = json.loads(all_gather_text(world, json.dumps(found))[0])
+        return told
+
     try:
         with raise_on_all(world):
-            yield
+            yield of_rank_0
     except UserError:
         leave(world)
         raise
+
+
+def keeps_the_run() -> bool:
+    """False on a host that starts workers for a run that another host keeps."""
+    hosts = None if launched() else tf_config.read(os.environ)
+    return hosts is None or hosts.node == 0
 
 
 def devices_that_pay(spec: Spec, device: str, before: Path | None) -> int | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from carrywave.data import examples, holdout
 from carrywave.data.codec import Codec
-from carrywave.data.files import cache
+from carrywave.data.files import cache, hashes
 from carrywave.data.files.arrays import MemoryAppender, NewArray
 from carrywave.data.files.rows import open_rows
 from carrywave.data.files.source import Source, find, not_utf8
@@ -26,6 +27,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 
 SMALL_BYTES = 16 << 20  # a file to predict from is read into memory up to this size, so that nothing is written to the cache
+HASHES = "hashes"  # the folder of hashes of data files, within the cache folder
 READING = (
     "tokens",
     "vocabulary",
@@ -56,6 +58,7 @@ class Prepared:
     facts: DataFacts
     fingerprint: str  # hash of the files' content and of how they are read
     notes: tuple[str, ...] = ()  # remarks for the user about how the data was read
+    files: Mapping[str, str] = field(default_factory=dict)  # the SHA-256 of each part's file, for parts that are files
 
 
 def _silent(_: str) -> None:
@@ -68,24 +71,44 @@ def prepare(spec: Spec, *, codec: Codec | None = None, note: Callable[[str], Non
     check_codec(codec, spec)
     if spec.data.train is None:
         raise SpecError("data.train is not set; set it to a file to train on")
-    names = {"train": spec.data.train, "valid": spec.data.valid, "test": spec.data.test}
-    any_bytes = _reads_bytes(spec)
-    sources = {
-        part: find(name, field=f"data.{part}", format=spec.data.format, any_bytes=any_bytes)
-        for part, name in names.items()
-        if name is not None
-    }
+    sources = _sources(spec)
     for source in sources.values():
         _check_format(source, spec, labelled=True)
-    key = _key(spec, sources, codec)
     place = cache.folder(spec.data.cache)
+    files = _digests(sources, place)
+    key = _key(spec, sources, files, codec)
 
     def build(new: NewArray) -> cache.Entry:
         note(f"reading {', '.join(source.name for source in sources.values())} into the cache {place / key}")
         return _build(spec, sources, new, codec)
 
     entry = cache.fetch(place, key, build)
-    return bundle(entry, key, note)
+    known = {part: digest for part, digest in files.items() if sources[part].path is not None}
+    return replace(bundle(entry, key, note), files=known)
+
+
+def digests_of(spec: Spec) -> dict[str, tuple[str, str]]:
+    """The name and the SHA-256 of each data file that the spec names, by its key in the spec."""
+    sources = _sources(spec)
+    found = _digests(sources, cache.folder(spec.data.cache))
+    return {f"data.{part}": (source.name, found[part]) for part, source in sources.items()}
+
+
+def _sources(spec: Spec) -> dict[str, Source]:
+    """The files of the parts that the spec names."""
+    names = {"train": spec.data.train, "valid": spec.data.valid, "test": spec.data.test}
+    any_bytes, place = _reads_bytes(spec), cache.folder(spec.data.cache)
+    return {
+        part: find(name, field=f"data.{part}", format=spec.data.format, any_bytes=any_bytes, cache=place)
+        for part, name in names.items()
+        if name is not None
+    }
+
+
+def _digests(sources: Mapping[str, Source], place: Path) -> dict[str, str]:
+    """The SHA-256 of each file; of files that were hashed before and have not changed since, from the cache folder."""
+    with hashes.remembering(place / HASHES):
+        return {part: source.digest() for part, source in sources.items()}
 
 
 def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) -> Prepared:
@@ -99,7 +122,8 @@ def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) ->
 
 def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
     """Read one more file with the codec of a run; if not `labelled`, labels may be missing and are not read."""
-    source = find(str(path), field=part, format=spec.data.format, any_bytes=_reads_bytes(spec))
+    place = cache.folder(spec.data.cache)
+    source = find(str(path), field=part, format=spec.data.format, any_bytes=_reads_bytes(spec), cache=place)
     _check_format(source, spec, labelled=labelled)
 
     def build(new: NewArray) -> cache.Entry:
@@ -108,25 +132,24 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
 
     file = [source.digest(), source.format, source.tabs, source.compression]
     key = _hash(["read", cache.FORMAT, file, codec.to_json(), spec.streams, spec.data.horizon, labelled, part])
-    if source.path is None or source.path.stat().st_size <= SMALL_BYTES:
-        entry = build(MemoryAppender)
-    else:
-        entry = cache.fetch(cache.folder(spec.data.cache), key, build)
+    small = source.path is None or source.path.stat().st_size <= SMALL_BYTES
+    entry = build(MemoryAppender) if small else cache.fetch(place, key, build)
     return replace(entry.parts[part], notes=entry.notes, fingerprint=f"{key}:{part}")
 
 
 def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:
     """Return the series in a file, in their original units."""
-    return _table_opener(find(str(path), field="data", format=spec.data.format), spec)(codec)
+    place = cache.folder(spec.data.cache)
+    return _table_opener(find(str(path), field="data", format=spec.data.format, cache=place), spec)(codec)
 
 
 def check_spec(spec: Spec) -> None:
     """Reject data settings that contradict the task."""
     if spec.data.split is not None and spec.task != "forecasting":
         raise SpecError(f"data.split is for forecasting, not for {spec.task}; set data.valid and data.test to files, or use data.share")
-    for field in ("columns", "targets", "time", "series"):
-        if getattr(spec.data, field) is not None and spec.task != "forecasting":
-            raise SpecError(f"data.{field} is for forecasting, not for {spec.task}; remove it")
+    for name in ("columns", "targets", "time", "series"):
+        if getattr(spec.data, name) is not None and spec.task != "forecasting":
+            raise SpecError(f"data.{name} is for forecasting, not for {spec.task}; remove it")
 
 
 def check_codec(codec: Codec | None, spec: Spec) -> None:
@@ -149,13 +172,13 @@ def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
         )
 
 
-def _key(spec: Spec, sources: dict[str, Source], codec: Codec | None) -> str:
+def _key(spec: Spec, sources: dict[str, Source], files: Mapping[str, str], codec: Codec | None) -> str:
     """Return a hash of the files and of every option that affects the result."""
     data = spec.data
     keyed = "valid" not in sources and data.share > 0 and (spec.task in LABELLED or not spec.streams)
     options = {
         "format": cache.FORMAT,
-        "files": {part: [source.digest(), source.format, source.tabs, source.compression] for part, source in sources.items()},
+        "files": {part: [files[part], source.format, source.tabs, source.compression] for part, source in sources.items()},
         "codec": None if codec is None else codec.to_json(),
         "task": spec.task,
         "streams": spec.streams,

@@ -21,6 +21,7 @@ from carrywave.data.files.arrays import MemoryAppender
 from carrywave.data.files.cache import ARRAYS, Entry
 from carrywave.data.files.fields import FIELDS, as_plain, steps_of
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of
+from carrywave.data.files.remote import is_address
 from carrywave.data.files.rows import BATCH_ROWS, Row, Rows
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
@@ -89,7 +90,8 @@ def series_of(data: Any, codec: Codec, spec: Spec) -> Table:
 def file_of(value: Any, spec: Spec) -> str | None:
     """Return the file a value names, or None. A Path is always a file; so is a string, unless the task is language.
 
-    For language, a string may be a text. It is a file if one of that name exists, or if it is a single word with the suffix of a data file.
+    For language, a string may be a text. It is a file if one of that name exists, or if it is a single word with the suffix of a data file,
+    or an address.
     """
     if isinstance(value, Path):
         return str(value)
@@ -99,6 +101,8 @@ def file_of(value: Any, spec: Spec) -> str | None:
         return value
     if len(value) > LONGEST_NAME or "\n" in value:
         return None
+    if is_address(value) and not any(letter.isspace() for letter in value):
+        return value
     suffixes = [suffix.lower() for suffix in Path(value).suffixes if suffix.lower() not in COMPRESSIONS]
     ends_as_files_do = bool(suffixes) and suffixes[-1] in FORMATS and not any(letter.isspace() for letter in value)
     return value if ends_as_files_do or value.startswith("builtin:") or os.path.isfile(value) else None

@@ -76,13 +76,15 @@ def use(group: dist.ProcessGroup, close: Callable[[], None]) -> None:
     _Made.users.setdefault(group, []).append(WeakMethod(close))
 
 
-def group(ranks: Sequence[int], use: str) -> dist.ProcessGroup:
-    """The group of these workers for this use. Collective: every rank must call it, including those outside the group."""
+def group(ranks: Sequence[int], use: str, backend: str | None = None) -> dist.ProcessGroup:
+    """The group of these workers for this use, with the world's backend unless given. Collective: every rank must call it, including those
+    outside the group.
+    """
     world = dist.group.WORLD
     if _Made.world() is not world:
         # The groups of a world that was left are gone.
         _Made.world, _Made.groups = weakref.ref(world), {}
     key = use, tuple(ranks)
     if key not in _Made.groups:
-        _Made.groups[key] = dist.new_group(list(ranks), timeout=_Made.timeout)
+        _Made.groups[key] = dist.new_group(list(ranks), timeout=_Made.timeout, backend=backend)
     return _Made.groups[key]

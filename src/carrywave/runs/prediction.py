@@ -94,7 +94,9 @@ def _check(saved: Saved, path: Path | str, data: Any, prompt: str | None) -> Non
         raise UserError(f"predict needs an INPUT file for a {saved.spec.task} model; pass it after the run folder")
 
 
-def predict_run(path: Path, input: Path | None = None, output: Path | None = None, *, prompt: str | None = None, **how: Any) -> list[Row]:
+def predict_run(
+    path: Path | str, input: Path | None = None, output: Path | None = None, *, prompt: str | None = None, **how: Any
+) -> list[Row]:
     """Predict for a file (or, for a language model, a prompt), and write rows to a .jsonl or .csv file or to standard output."""
     kind = "" if output is None else output.suffix.lower()
     if kind not in ("", ".csv", ".json", ".jsonl", ".txt"):

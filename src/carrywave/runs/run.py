@@ -26,6 +26,7 @@ from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, save_weights
 from carrywave.runs.event_log import EventLog
 from carrywave.runs.hashed_log import HashedLog
+from carrywave.runs.remote_run import RemoteRun
 from carrywave.spec.spec import Spec
 
 FIRST = ("split", "epoch", "step", "loss")
@@ -57,6 +58,7 @@ class Run:
         self._events = EventLog(path / EVENTS) if events else None
         self._hashed: HashedLog | None = None
         self._claim: owner.Claim | None = None
+        self.remote: RemoteRun | None = None  # where the run is uploaded to, if it is kept in a store
 
     @classmethod
     def create(cls, path: Path | None, task: str, *, events: bool = True) -> Self:
@@ -103,6 +105,11 @@ class Run:
         if not (path / "spec.yaml").is_file():
             raise RunError(f"{path} is not a run: it has no spec.yaml; pass a run folder such as runs/language-1")
         return cls(path, new=False, events=events)
+
+    @property
+    def shown(self) -> str:
+        """The run as the user named it."""
+        return str(self.path) if self.remote is None else self.remote.address
 
     @property
     def snapshots(self) -> Path:
@@ -220,6 +227,11 @@ class Run:
                 if (self.path / name).is_file():
                     atomic_files.sync_path(self.path / name)
 
+    def upload(self) -> None:
+        """Bring what is new to the store, if the run is kept in one; can be called from any thread."""
+        if self.remote is not None:
+            self.remote.push()
+
     def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str | None = None, step: int | None = None) -> None:
         """Before resuming: truncate both logs to a snapshot, and have TensorBoard discard what came after its step.
 
@@ -261,6 +273,8 @@ class Run:
             self.release()
             if withdrawn:
                 _remove_empty(self._founded or [])
+                if self.remote is not None:
+                    self.remote.withdraw()
 
     def _clear(self) -> None:
         """Remove what an earlier attempt wrote, and nothing else from the folder."""

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from carrywave.data.codec import Codec
+from carrywave.data.files import cache
+from carrywave.data.files.remote import fetch, is_address
 from carrywave.errors import DataError, RunError, SpecError, option
 from carrywave.launch import launch_record
 from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.same_spec import check_same
 from carrywave.runs.checkpoint.snapshot import Stored, open_stored
+from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
 from carrywave.spec.load import load_own, parse, parse_yaml
 from carrywave.spec.spec import DataSpec, Spec
@@ -83,7 +86,8 @@ def refuse_python(spec: Spec, folder: Run) -> None:
 
 def weights_file(init: str) -> Path:
     """The file of the weights that a run starts from: another run's, or the file itself."""
-    path = Path(init)
+    is_file = is_address(init) and init.endswith(".safetensors")
+    path = fetch(init, cache.folder(None)) if is_file else folder_of(init)
     if path.is_dir():
         path = Run.open(path).weights
     if not path.is_file():

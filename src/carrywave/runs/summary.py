@@ -37,9 +37,10 @@ def summarize(
     device: str,
     units: Units | None = None,
     ways: Ways | None = None,
+    kept: str = "",
 ) -> str:
     """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules. `ways` is how workers
-    reach each other; None if they do not exist.
+    reach each other; None if they do not exist. `kept` says where several workers keep the run.
     """
     parameters = sum(p.numel() for p in model.parameters())
     widest = _longest(order)
@@ -55,6 +56,8 @@ def summarize(
     ]
     if str(ways or ""):
         lines.append(f"transport {ways}")
+    if kept:
+        lines.append(f"folder    {kept}")
     if spec.train.reproducible:
         lines.append(f"shards    {SHARDS} groups of lanes, computed separately and summed in a fixed order, on 1, 2, 4 or 8 replicas")
     names = backends(spec, model, plan, order, device)

@@ -26,6 +26,7 @@ from carrywave.plan.plan import Plan, resolve
 from carrywave.runs.checkpoint.snapshot import weights_metadata
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.evaluation import evaluate
+from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load_own
@@ -53,7 +54,7 @@ def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = N
 
     With other workers in `world`, each holds a part: stages as in training if their number allows it, else replicas.
     """
-    run = Run.open(Path(path))
+    run = Run.open(folder_of(path))
     spec = load_own(run.path / "spec.yaml")
     codec = codec_of(run, spec)
     facts, scale, own_model, given_codec = facts_of(run, codec)

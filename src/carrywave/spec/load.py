@@ -45,7 +45,12 @@ TRUTH = re.compile(r"true|True|TRUE|false|False|FALSE")
 
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
     """Read a YAML file, apply `key=value` overrides, and validate. Without a file, start from all defaults."""
-    tree = _read(path) if path is not None else {}
+    return with_overrides({} if path is None else read_values(path), overrides)
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> Spec:
+    """Apply `key=value` overrides to the values of a spec, and validate."""
+    tree = dict(values)
     for override in overrides:
         _override(tree, override)
     return parse(tree)
@@ -53,7 +58,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
 
 def load_own(path: Path) -> Spec:
     """Read a spec that a run has written. If an older version wrote it, keys that were renamed since are read under their new names."""
-    return parse(with_new_names(_read(path)))
+    return parse(with_new_names(read_values(path)))
 
 
 def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +196,8 @@ def parse_yaml(text: str, where: str) -> Any:
         raise SpecError(f"{where}: {fact}; correct the YAML, perhaps by putting text in quotes") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, Any]:
+    """The values in a spec file, as they stand there."""
     kind = DATA_FILES.get(next((suffix for suffix in reversed(path.suffixes) if suffix.lower() not in COMPRESSED), "").lower())
     remedy = f"to train on it, pass {kind or ''}data.train={path} instead"
     if kind and path.exists():

@@ -11,9 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from carrywave.data.files import cache
 from carrywave.errors import Diverged, RunError, UserError, option
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.runs.checkpoint.manifest import Manifest
+from carrywave.runs.checkpoint.part_transfer import handed_out
+from carrywave.runs.checkpoint.reach import Reach
 from carrywave.runs.checkpoint.same_spec import sound
 from carrywave.runs.checkpoint.snapshot import Stored, mend_best, open_stored
 from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
@@ -48,10 +51,11 @@ class Data:
 class Checkpointer:
     """Writes the snapshots of a run, and restores them. A failed write is reported and training continues; at the end it is an error."""
 
-    def __init__(self, spec: Spec, trainer: Trainer, folder: Run, data: Data, watch: Watcher) -> None:
+    def __init__(self, spec: Spec, trainer: Trainer, folder: Run, data: Data, watch: Watcher, reach: Reach | None = None) -> None:
+        self.reach = reach or Reach()
         self.spec, self.trainer, self.folder, self.data, self.watch = spec, trainer, folder, data, watch
         self.world = trainer.mesh.world
-        self.writer = Writer(self.world, folder.snapshots)
+        self.writer = Writer(self.world, folder.snapshots, self.reach)
 
     def save(self, state: LoopState, *, final: bool = False) -> None:
         """Start a snapshot between two steps; a final one is completely on disk when this returns."""
@@ -74,7 +78,7 @@ class Checkpointer:
                 groups["extra"] |= {f"scaler/{name}": tensor for name, tensor in self.trainer.scaler.tensors().items()}
         name = f"step-{state.step:08d}"
         best = state.best_step == state.step
-        self.writer.begin(name, groups, meta, keep=self.spec.train.keep, best=best, before=self.folder.sync)
+        self.writer.begin(name, groups, meta, keep=self.spec.train.keep, best=best, before=self.folder.sync, after=self.folder.upload)
         if final:
             self.settle(final=True)
 
@@ -91,18 +95,23 @@ class Checkpointer:
         """Restore the last snapshot. One in progress that fails because of non-finite weights does not count."""
         with suppress(Diverged):
             self.settle()
-        return self.restore(read_last(self.world, self.folder))
+        return self.restore(read_last(self.world, self.folder, self.reach))
 
     def restore(self, stored: Stored) -> LoopState:
         """Restore the trainer from a snapshot, truncate the logs to match, and return the loop's state. Each worker reads its own part."""
-        meta, trainer = stored.meta, self.trainer
-        with raise_on_all(self.world, for_all_of_us=True, patient=True), sound():
-            if meta["fingerprint"] != self.data.fingerprint:
-                files = ", ".join(self.data.changed(meta, self.spec))
+        with raise_on_all(self.world, for_all_of_us=True):
+            if stored.meta["fingerprint"] != self.data.fingerprint:
+                files = ", ".join(self.data.changed(stored.meta, self.spec))
                 of = f" ({files})" if files else ""
                 raise RunError(
                     f"the data has changed since the snapshot was written{of}; restore the old data, or start a new run from its weights"
                 )
+        with handed_out(self.world, self.reach, stored, cache.folder(self.spec.data.cache)) as readable:
+            return self._restore(readable)
+
+    def _restore(self, stored: Stored) -> LoopState:
+        meta, trainer = stored.meta, self.trainer
+        with raise_on_all(self.world, for_all_of_us=True, patient=True), sound():
             load_state(trainer, stored, self.spec.lanes)
             extra = stored.read("extra", stored.manifest.forms("extra"))
             if trainer.scaler is not None:
@@ -127,24 +136,23 @@ class Checkpointer:
             raise
 
 
-def read_last(world: World, folder: Run) -> Stored:
+def read_last(world: World, folder: Run, reach: Reach) -> Stored:
     """The last snapshot of a run. Collective: every rank must call it."""
     found = ""
     with raise_on_all(world, for_all_of_us=True):
         if world.rank == 0:
             found = json.dumps(open_stored(folder.snapshots).told())
-    return receive_snapshot(world, json.loads(all_gather_text(world, found)[0]))
+    return receive_snapshot(world, json.loads(all_gather_text(world, found)[0]), reach)
 
 
-def receive_snapshot(world: World, told: Sequence[Any]) -> Stored:
-    """A snapshot whose manifest rank 0 has read and sent. Every byte of its files is verified, divided among the ranks."""
+def receive_snapshot(world: World, told: Sequence[Any], reach: Reach) -> Stored:
+    """A snapshot whose manifest rank 0 has read and sent. Every byte of its files is verified, divided among the ranks that see them."""
     stored = Stored(Path(told[0]), Manifest.of(told[1], Path(told[0])))
     with raise_on_all(world, for_all_of_us=True, patient=True):
-        if not stored.folder.is_dir():
-            raise RunError(
-                f"rank {world.rank} cannot see {stored.folder}; set {option('run')} to a folder on a file system that all hosts share"
-            )
-        stored.verify(world.rank, world.size)
+        if reach.sees(world.rank):
+            if not stored.folder.is_dir():
+                raise RunError(f"rank {world.rank} no longer sees {stored.folder}; set {option('run')} to a folder that stays in place")
+            stored.verify(*reach.share(world))
     return stored
 
 

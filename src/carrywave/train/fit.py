@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave import __version__, heap
+from carrywave.data.files.remote import is_address
 from carrywave.data.prepare import Prepared
 from carrywave.data.python_inputs import from_python, naming
 from carrywave.errors import PlanError, SpecError, UserError
@@ -68,7 +69,7 @@ CLASS_WEIGHTS = "head.weights"
 def train(
     spec: Spec,
     *,
-    run: Path | None = None,
+    run: Path | str | None = None,
     resume: bool = False,
     init: str | None = None,
     device: str = "auto",
@@ -144,7 +145,7 @@ def fit(
             start = begin(
                 asked,
                 world,
-                None if run is None else Path(run),
+                run if run is None or is_address(run) else Path(run),
                 resume,
                 init,
                 watch or (Logged() if world.rank == 0 else Silent()),
@@ -227,7 +228,8 @@ def _train(
     with raise_on_all(world):
         mesh = None if dry_run else Mesh(world, plan)
     ways = None if mesh is None else ways_of_run(mesh, model, spec)
-    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways))
+    kept = start.reach.line(folder.path, world.size)
+    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways, kept))
     for line in noted(spec, order, model, planned.said, prepared, parts):
         watch.say(line)
     if mesh is None:
@@ -237,7 +239,7 @@ def _train(
         with raise_on_all(world):
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
             data = Data(prepared.fingerprint, files)
-            checkpointer = Checkpointer(spec, trainer, folder, data, watch)
+            checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.reach)
         state = LoopState.start(trainer.device)
         if start.snapshot is not None:
             state = checkpointer.restore(start.snapshot)
@@ -270,15 +272,22 @@ def _train(
                 folder.write_json("facts.json", asdict(prepared.facts) | origin)
                 if start.snapshot is None:
                     folder.expect_snapshot(start.init)
+            with raise_on_all(world, for_all_of_us=True, patient=True):
+                folder.upload()
         checkpointer.writer.meet()
         if spec.train.reproducible and loop.trains:
             watch.say(cost_line(trainer, loop.loader))
         no_files = own is not None or spec.data.train is None
         workers_too = f" --devices {world.size}" if world.size > 1 else ""
-        by_command = f"carrywave train --resume --run {folder.path}{workers_too}"
-        again_with = f"cw.fit(..., run={str(folder.path)!r}, resume=True)" if no_files else by_command
+        by_command = f"carrywave train --resume --run {folder.shown}{workers_too}"
+        again_with = f"cw.fit(..., run={folder.shown!r}, resume=True)" if no_files else by_command
         with checkpointer.watched():
-            return _carry_out(loop, watch, again_with)
+            result = _carry_out(loop, watch, again_with)
+            with raise_on_all(world, for_all_of_us=True, patient=True):
+                if folder.remote is not None:
+                    folder.close()  # the events of TensorBoard are complete then
+                    folder.upload()
+            return result
 
 
 def _flat(spec: Spec) -> dict[str, str]:
@@ -329,7 +338,7 @@ def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
     told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
     stopped = " (stopped early)" if ending == "early" else ""
     steps = f"{at.step} step{'s' * (at.step != 1)}"
-    watch.end(f"{loop.folder.path}: {steps}{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
+    watch.end(f"{loop.folder.shown}: {steps}{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
     return Result(loop.folder.path, ending, reached, _shown(loop.trainer.model), loop.task)
 
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from carrywave.data.codec import Codec
 from carrywave.data.files import hashes
+from carrywave.data.files.remote import is_address
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.launch import exit_reports, launch_record
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.plan.plan import Plan
+from carrywave.runs.checkpoint.reach import Reach, look
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_batch_of
 from carrywave.runs.checkpoint.snapshot import Stored
+from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run import NullRun, Run
 from carrywave.runs.run_source import given_codec, open_folder, read_alike, reading_of, refuse_python
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.spec import Spec
 from carrywave.train.checkpointer import receive_snapshot
 from carrywave.train.planning import plan_before
+from carrywave.train.same_data import compare, told_on_this_host
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,14 @@ class Start:
     codec: Codec | None  # given together with initial weights
     init: str | None
     watch: Watcher
+    reach: Reach  # who sees the run's folder
     before: Plan | None = None  # the run's plan so far; known to rank 0 only
 
 
 def begin(
     spec: Spec,
     world: World,
-    run: Path | None,
+    run: Path | str | None,
     resume: bool,
     init: str | None,
     watch: Watcher,
@@ -48,7 +52,10 @@ def begin(
     from_files: bool,
     hold: bool = True,
 ) -> Start:
-    """Open the run: rank 0 inspects the disk and tells the others what it found. With `hold`, a resumed run is owned from here on."""
+    """Open the run: rank 0 inspects the disk and tells the others what it found. With `hold`, a resumed run is owned from here on.
+
+    A run that is kept in a store, under an address, is trained in a folder of rank 0's cache.
+    """
     folder: Run | None = None
     snapshot: Stored | None = None
     found = ""
@@ -59,7 +66,13 @@ def begin(
     try:
         with raise_on_all(world, for_all_of_us=True, patient=True):
             if world.rank == 0:
-                folder, snapshot = open_folder(spec, run, resume, init, restarted=restarted, hold=watch.say if hold else None)
+                holds = watch.say if hold else None
+                kept = RemoteRun(run, spec.data.cache) if isinstance(run, str) and is_address(run) else None
+                if kept is not None:
+                    kept.prepare(resume=resume, restarted=restarted, hold=holds)
+                where = kept.folder if kept is not None else None if run is None else Path(run)
+                folder, snapshot = open_folder(spec, where, resume, init, restarted=restarted, hold=holds)
+                folder.remote = kept
                 exit_reports.tell_run(folder.path)
                 if resume and snapshot is None:
                     watch.say(f"{folder.path} ended before its first snapshot: restarting it from the beginning")
@@ -78,9 +91,10 @@ def begin(
             watch.say(warning)
         codec = None if codec_json is None else Codec.from_json(codec_json)
         spec = read_alike(spec, reading)
-        stored = None if told is None else receive_snapshot(world, told)
+        reach = look(world, Path(path))
+        stored = None if told is None else receive_snapshot(world, told, reach)
         spec = spec if stored is None else with_batch_of(spec, stored)
-        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, before)
+        return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, reach, before)
     except BaseException:
         if folder is not None:
             folder.release()
@@ -90,19 +104,16 @@ def begin(
 def prepare_in_turn(start: Start) -> tuple[Prepared, dict[str, str]]:
     """Read the data into the cache on one worker of each host; the others then find it there, and reuse the hashes it computed.
 
-    Also returns the SHA-256 of each part's file, if it was hashed.
+    Files that differ between workers are refused before that. Also returns the SHA-256 of each part's file.
     """
     world = start.world
     prepared: Prepared | None = None
     with hashes.keeping() as hashed:
+        compare(world, start.spec, hashed)
         for turn in (world.local_rank == 0, True):
-            told = [json.loads(text) for text in all_gather_text(world, json.dumps([socket.gethostname(), hashed]))]
-            alike = [found for host, of_host in told if host == socket.gethostname() for found in of_host]
+            alike = told_on_this_host(world, hashed)
             with raise_on_all(world, for_all_of_us=True, patient=True), hashes.knowing(alike):
                 if turn and prepared is None:
                     prepared = prepare(start.spec, codec=start.codec, note=start.watch.say)
     assert prepared is not None  # in the second turn every remaining worker reads
-    known = {path: digest for path, _, digest in hashed}
-    names = {part: getattr(start.spec.data, part) for part in ("train", "valid", "test")}
-    paths = {part: str(Path(name).absolute()) for part, name in names.items() if name is not None}
-    return prepared, {part: known[path] for part, path in paths.items() if path in known}
+    return prepared, dict(prepared.files)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from carrywave.data.files import hashes
+from carrywave.data.files import hashes, remote
 from carrywave.errors import DataError
 from carrywave.spec.spec import BUILTIN_TEXT
 
@@ -167,13 +167,24 @@ class Source:
             yield number, last
 
 
-def find(name: str, *, field: str, format: str = "auto", block_bytes: int = BLOCK_BYTES, any_bytes: bool = False) -> Source:
-    """Return the source for a name in the spec, or raise an error that says what is wrong; `any_bytes`: it need not be text."""
+def find(
+    name: str,
+    *,
+    field: str,
+    format: str = "auto",
+    block_bytes: int = BLOCK_BYTES,
+    any_bytes: bool = False,
+    cache: Path | None = None,
+) -> Source:
+    """Return the source for a name in the spec, or raise an error that says what is wrong; `any_bytes`: it need not be text.
+
+    An address in an object store is fetched into the folder `cache`.
+    """
     if name == BUILTIN_TEXT:
         return Source(name, None, "text", block_bytes=block_bytes)
     if name.startswith("builtin:"):
         raise DataError(f"{field}={name} is not a built-in text; use {BUILTIN_TEXT} or a file path")
-    path = Path(name).expanduser()
+    path = Path(name).expanduser() if cache is None or not remote.is_address(name) else remote.fetch(name, cache)
     if not path.exists():
         raise DataError(f"{field}={name}: file not found{_from_where(path)}; use the path of an existing file")
     if path.is_dir():

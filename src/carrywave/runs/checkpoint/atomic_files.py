@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -89,10 +89,17 @@ def write_bytes(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+class Sink(Protocol):
+    """What bytes can be written to: a file, or a connection."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Write all of these bytes."""
+
+
 def write_tensors(
-    file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, sealed: bool = False
+    file: Sink, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, sealed: bool = False
 ) -> tuple[int, str]:
-    """Write tensors as safetensors into an open file; returns the file's size in bytes and its SHA-256.
+    """Write tensors as safetensors into an open file or the like; returns the file's size in bytes and its SHA-256.
 
     At most one tensor at a time is copied in memory. Equal tensors and metadata give equal bytes. A sealed file carries a checksum of
     itself in its metadata, and is refused on reading if that does not match.

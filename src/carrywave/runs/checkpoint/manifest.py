@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,12 @@ class File:
     num_bytes: int
     sha256: str
     tensors: dict[str, Form]
+
+    @staticmethod
+    def holding(group: str, tensors: dict[str, Form]) -> File:
+        """The entry of a file that is to hold these tensors, before its checksum is known."""
+        bare = File(group, 0, "", tensors)
+        return replace(bare, num_bytes=len(bare.header()[1]) + sum(map(_num_bytes, tensors.values())))
 
     def to_json(self) -> dict[str, Any]:
         """The entry of this file in the manifest."""

@@ -12,9 +12,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,18 +141,24 @@ def last(folder: Path) -> Path:
 
 def write_part(draft: Path, groups: Mapping[str, Tensors]) -> dict[str, File]:
     """Write one worker's part into the draft of a snapshot, one file per group, synced to disk; returns their manifest entries."""
+    files: dict[str, File] = {}
+    for name, entry, tensors in part_files(groups):
+        with (draft / name).open("xb") as file:
+            size, checksum = atomic_files.write_tensors(file, tensors)
+            file.flush()
+            os.fsync(file.fileno())
+        files[name] = replace(entry, num_bytes=size, sha256=checksum)
+    return files
+
+
+def part_files(groups: Mapping[str, Tensors]) -> Iterator[tuple[str, File, Tensors]]:
+    """The files of one worker's part: name, entry without a checksum, and what it holds. Refused if a parameter is not finite."""
     if (bad := not_finite(groups.get("parameters", {}))) is not None:
         raise Diverged(f"parameter {bad} is not finite, so no snapshot is written; lower train.lr or set train.clip, and resume")
-    files: dict[str, File] = {}
     for group, tensors in groups.items():
         if tensors:
             name = f"{group}-{_slug(next(iter(tensors)))}.safetensors"
-            with (draft / name).open("xb") as file:
-                size, checksum = atomic_files.write_tensors(file, tensors)
-                file.flush()
-                os.fsync(file.fileno())
-            files[name] = File(group, size, checksum, {key: atomic_files.form_of(tensor) for key, tensor in tensors.items()})
-    return files
+            yield name, File.holding(group, {key: atomic_files.form_of(tensor) for key, tensor in tensors.items()}), tensors
 
 
 def publish(draft: Path, name: str, manifest: Manifest, keep: int, *, best: bool = False) -> Path:

@@ -1,0 +1,176 @@
+"""A `Store` is a folder in an object store, or whatever else `fsspec` opens by its address: `s3://bucket/folder`, `memory://`, `file://`.
+
+Every failure of the library behind it becomes one line. Data files are fetched once per host into the cache folder, and read there as any
+other file; the store's own marks (entity tag, checksum, time, size) tell when one has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from carrywave.errors import DataError, UserError
+
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # at least two letters, unlike a drive
+# What stores report about an object that changes when its content does.
+MARKS = ("ETag", "etag", "md5Hash", "md5", "content_md5", "crc32c", "checksum", "version_id", "VersionId", "generation")
+TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
+TRIES = 3  # to fetch a file that changes while it is fetched
+
+
+def is_address(name: object) -> bool:
+    """True if a name is an address in a store, not a path."""
+    return isinstance(name, str) and ADDRESS.match(name) is not None
+
+
+def kind_of(address: str) -> str:
+    """The part of an address before `://`."""
+    return address.partition("://")[0].lower()
+
+
+class Store:
+    """A folder in a store, and everything below it. Names are relative to it, with slashes."""
+
+    def __init__(self, address: str, error: type[UserError] = DataError) -> None:
+        self.address, self._error = address.rstrip("/"), error
+        with self._told("cannot be opened"):
+            from fsspec.core import url_to_fs
+
+            try:
+                self._files, root = url_to_fs(self.address)
+            except ImportError as missing:
+                raise error(
+                    f"{self.address} needs a package that is not installed ({_line(missing)}); "
+                    "install it: pip install 'carrywave[remote]' has that for s3"
+                ) from missing
+        self._root = str(root).rstrip("/")
+        self._local = "file" in _kinds(self._files)
+
+    def names(self) -> set[str]:
+        """The names of all objects in this folder."""
+        with self._told("cannot be listed"):
+            self._files.invalidate_cache()
+            try:
+                found = self._files.find(self._root)
+            except FileNotFoundError:
+                return set()
+            return {str(path)[len(self._root) :].lstrip("/") for path in found if str(path).startswith(f"{self._root}/")}
+
+    def marks(self, name: str = "") -> dict[str, str]:
+        """What the store says of an object: its size, and what changes whenever its content does."""
+        with self._told("cannot be read", name):
+            self._files.invalidate_cache()
+            known = self._files.info(self._at(name))
+            if known.get("type") == "directory":
+                raise IsADirectoryError("it is a folder")
+            strong = {mark: str(known[mark]) for mark in MARKS if known.get(mark)}
+            weak = {mark: str(known[mark]) for mark in TIMES if known.get(mark)}
+            return {"size": str(known.get("size")), **(strong or weak)}
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small object; None if there is none."""
+        with self._told("cannot be read", name):
+            try:
+                return bytes(self._files.cat_file(self._at(name)))
+            except FileNotFoundError:
+                return None
+
+    def get(self, name: str, path: Path) -> None:
+        """Copy an object into a file."""
+        with self._told("cannot be read", name):
+            self._files.get_file(self._at(name), str(path))
+
+    def put(self, path: Path, name: str) -> None:
+        """Copy a file into an object, which is there as a whole or not at all."""
+        self._put(name, lambda place: self._files.put_file(str(path), place))
+
+    def write(self, data: bytes, name: str) -> None:
+        """Write a small object, as a whole."""
+        self._put(name, lambda place: self._files.pipe_file(place, data))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; those that are not there are no mistake."""
+        for name in names:
+            with self._told("cannot be removed", name), suppress(FileNotFoundError):
+                self._files.rm_file(self._at(name))
+
+    def _put(self, name: str, put: Callable[[str], object]) -> None:
+        place = self._at(name)
+        with self._told("could not be written", name):
+            if not self._local:
+                put(place)
+                return
+            # In an object store a new object replaces the old one at once; a file would be seen half-written.
+            draft = Path(place).with_name(f".{Path(place).name}.{secrets.token_hex(4)}")
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                put(str(draft))
+                os.replace(draft, place)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    @contextmanager
+    def _told(self, what: str, name: str = "") -> Iterator[None]:
+        """Turn whatever the library raises into one line."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # each library has its own classes
+            where = f"{self.address}/{name}" if name else self.address
+            fact = "not found" if isinstance(error, FileNotFoundError) else f"{what} ({_line(error)})"
+            raise self._error(f"{where}: {fact}; check the address, the credentials and the connection") from error
+
+
+def fetch(address: str, where: Path) -> Path:
+    """A copy of a data file, in the cache folder `where`: fetched if there is none yet, or if the store's has changed since."""
+    store = Store(address)
+    for _ in range(TRIES):
+        marks = store.marks()
+        key = hashlib.sha256(json.dumps([store.address, marks], sort_keys=True).encode()).hexdigest()[:32]
+        place = where / "fetched" / key / (PurePosixPath(store.address.partition("://")[2]).name or "data")
+        if place.is_file():
+            return place
+        if _fetch(store, place, marks):
+            return place
+    raise DataError(f"{address} changes while it is fetched; wait until it is complete, then try again")
+
+
+def _fetch(store: Store, place: Path, marks: dict[str, str]) -> bool:
+    """Fetch a file to its place in the cache; False if it changed meanwhile."""
+    draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        store.get("", draft)
+        if store.marks() != marks or marks["size"] not in (str(draft.stat().st_size), "None"):
+            return False
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(place)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"{store.address} cannot be kept in {place.parent} ({reason}); set $CARRYWAVE_CACHE to another folder") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return True
+
+
+def _kinds(files: Any) -> tuple[str, ...]:
+    kinds = files.protocol
+    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

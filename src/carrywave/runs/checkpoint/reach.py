@@ -1,0 +1,101 @@
+"""Finds out which workers see the folder in which rank 0 keeps the run, so that the others send their parts over the network.
+
+Rank 0 leaves a file with a random name there, and every other worker looks for it under the same path. A path that exists on two hosts is
+not enough: each may have a folder of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from carrywave.parallel.byte_channel import Star
+from carrywave.parallel.world import World, all_gather_text, raise_on_all
+from carrywave.runs.checkpoint import atomic_files
+
+MARK = ".carrywave-meeting-"
+POLL_SECONDS = 0.02
+SEEN_SECONDS = 3.0  # within which a file written by another host must be visible here
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which workers see the run's folder, the same on every worker."""
+
+    host: str = ""  # that keeps the run
+    apart: tuple[int, ...] = ()  # the ranks that do not see its folder
+    hosts: tuple[str, ...] = ()  # theirs, each once
+    star: Star | None = None  # the channels between rank 0 and these ranks
+
+    def sees(self, rank: int) -> bool:
+        """True if a worker reads and writes files of the run itself."""
+        return rank not in self.apart
+
+    def share(self, world: World) -> tuple[int, int]:
+        """The index of this worker among those that see the folder, and their number."""
+        return world.rank - sum(rank < world.rank for rank in self.apart), world.size - len(self.apart)
+
+    def line(self, folder: Path | str, workers: int) -> str:
+        """Where the run is kept, and how the parts of snapshots get there; empty for a single worker."""
+        if workers == 1:
+            return ""
+        if not self.apart:
+            return f"{folder}: all {workers} workers see it, and each writes its part of a snapshot"
+        others = f"{self.hosts[0]} does" if len(self.hosts) == 1 else f"{', '.join(self.hosts)} do"
+        return (
+            f"{folder} on {self.host}; {others} not share it, so the parts of {len(self.apart)} of {workers} workers go there over the network; "
+            "logs of other hosts stay with them"
+        )
+
+
+def look(world: World, folder: Path) -> Reach:
+    """Find out who sees a folder of rank 0, which need not exist yet. Collective: every rank must call it."""
+    if world.size == 1:
+        return Reach()
+    told = ["", "", ""]
+    mark: Path | None = None
+    with raise_on_all(world, for_all_of_us=True):
+        if world.rank == 0:
+            # What is created later will be in the nearest folder that exists, and so on the same file system.
+            mark = next(place for place in (folder, *folder.parents) if place.is_dir()) / f"{MARK}{secrets.token_hex(8)}"
+            told = [str(mark), os.uname().nodename, _boot()]
+            with atomic_files.writing(str(folder)):
+                mark.touch()
+    try:
+        path, host, boot = json.loads(all_gather_text(world, json.dumps(told))[0])
+        # The same kernel shows a new file at once; another host's may take a moment to.
+        seen = visible(Path(path), 0.0 if boot and boot == _boot() else SEEN_SECONDS)
+        said = [json.loads(text) for text in all_gather_text(world, json.dumps([seen, os.uname().nodename]))]
+    finally:
+        if mark is not None:
+            mark.unlink(missing_ok=True)
+    return agreed(host, said)
+
+
+def agreed(host: str, said: Sequence[tuple[bool, str]]) -> Reach:
+    """The conclusion from what every worker saw, with its host name. Collective if any of them is apart."""
+    apart = tuple(rank for rank, (seen, _) in enumerate(said) if not seen)
+    return Reach(host, apart, tuple(dict.fromkeys(said[rank][1] for rank in apart)), Star(apart) if apart else None)
+
+
+def visible(path: Path, seconds: float = SEEN_SECONDS) -> bool:
+    """True if a path exists. A network file system may take a while to show what another host has created."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _boot() -> str:
+    """What identifies the running kernel; empty if it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

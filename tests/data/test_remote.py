@@ -1,0 +1,135 @@
+"""Data in a store: fetched once, noticed when it changes, and every failure of the library behind it is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from carrywave.data.files import remote
+from carrywave.data.files.remote import Store, fetch, is_address
+from carrywave.data.files.source import find
+from carrywave.errors import DataError, RunError
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """An empty memory file system."""
+    files = fsspec.filesystem("memory")
+    yield files
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("s3://b/x", True), ("memory://x", True), ("C:/x", False), ("C://x", False), ("a.txt", False), ("/s3://x", False)],
+)
+def test_what_is_an_address(name: str, expected: bool) -> None:
+    assert is_address(name) is expected
+    assert not is_address(Path(name))
+
+
+def test_a_file_is_fetched_once_and_again_when_it_changes(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.pipe_file("/data/words.txt", b"one two")
+    got: list[str] = []
+    plain = Store.get
+
+    def get(self: Store, name: str, path: Path) -> None:
+        got.append(self.address)
+        plain(self, name, path)
+
+    monkeypatch.setattr(Store, "get", get)
+    first = fetch("memory://data/words.txt", tmp_path)
+    assert first.name == "words.txt"  # its ending says how it is read
+    assert first.read_bytes() == b"one two"
+    assert fetch("memory://data/words.txt", tmp_path) == first
+    assert len(got) == 1
+    memory.pipe_file("/data/words.txt", b"two one")  # the same size
+    second = fetch("memory://data/words.txt", tmp_path)
+    assert second.read_bytes() == b"two one"
+    assert len(got) == 2
+    assert [path.name for path in tmp_path.rglob(".*")] == []
+
+
+def test_a_file_that_changes_while_it_is_fetched_is_fetched_again(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.pipe_file("/data/words.txt", b"old")
+    plain = Store.get
+    texts = [b"new"]
+
+    def get(self: Store, name: str, path: Path) -> None:
+        plain(self, name, path)
+        if texts:
+            memory.pipe_file("/data/words.txt", texts.pop())
+
+    monkeypatch.setattr(Store, "get", get)
+    assert fetch("memory://data/words.txt", tmp_path).read_bytes() == b"new"
+    texts += [b"a", b"b", b"c"]
+    memory.pipe_file("/data/words.txt", b"d")
+    with pytest.raises(DataError, match="changes while it is fetched; wait until it is complete"):
+        fetch("memory://data/words.txt", tmp_path)
+
+
+def test_a_source_is_the_copy_under_the_name_of_the_address(memory: Any, tmp_path: Path) -> None:
+    memory.pipe_file("/data/rows.jsonl", b'{"tokens": [1, 2]}\n')
+    source = find("memory://data/rows.jsonl", field="data.train", cache=tmp_path)
+    assert source.format == "jsonl"
+    assert source.name == "memory://data/rows.jsonl"
+    assert list(source.lines()) == [(1, b'{"tokens": [1, 2]}')]
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("memory://data/none.txt", r"^memory://data/none.txt: not found; check the address, the credentials and the connection$"),
+        ("nothing://data", r"^nothing://data: cannot be opened \(Protocol not known: nothing\); check the address"),
+        ("memory://data", r"^memory://data: cannot be read \(it is a folder\)"),
+    ],
+)
+def test_what_cannot_be_fetched_is_said_in_one_line(memory: Any, tmp_path: Path, address: str, message: str) -> None:
+    memory.pipe_file("/data/words.txt", b"one")
+    with pytest.raises(DataError, match=message):
+        fetch(address, tmp_path)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(address: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(RunError, match=r"s3://b/x needs a package that is not installed \(Install s3fs to access S3\); install it: pip"):
+        Store("s3://b/x", RunError)
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_store_is_a_folder_of_objects(memory: Any, tmp_path: Path, kind: str) -> None:
+    store = Store(f"{kind}://{tmp_path / 'place'}/")
+    assert store.names() == set()
+    assert store.read("none") is None
+    (tmp_path / "here").write_bytes(b"file")
+    store.put(tmp_path / "here", "deep/a")
+    store.write(b"bytes", "b")
+    assert store.names() == {"deep/a", "b"}
+    assert (store.read("deep/a"), store.read("b")) == (b"file", b"bytes")
+    store.get("b", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == b"bytes"
+    store.remove(["b", "none"])
+    assert store.names() == {"deep/a"}
+    assert remote.kind_of(store.address) == kind
+
+
+def test_a_file_is_never_seen_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(f"file://{tmp_path}/place")
+    store.write(b"old", "last")
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(DataError, match=r"place/last: could not be written \(No space left on device\)"):
+        store.write(b"new", "last")
+    assert store.read("last") == b"old"
+    assert store.names() == {"last"}

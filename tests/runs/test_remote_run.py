@@ -1,0 +1,215 @@
+"""Runs in a store: after every single upload there is something to resume from, and only one process uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from carrywave.data.files.remote import Store
+from carrywave.errors import RunError
+from carrywave.runs.checkpoint.snapshot import BEST, NONE_YET, POINTER, Snapshot, load, pointed, save
+from carrywave.runs.remote_run import RemoteRun, copy_of, folder_of
+
+ADDRESS = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def _memory() -> Iterator[None]:
+    """An empty memory file system."""
+    yield
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+
+
+def opened(cache: Path, *, resume: bool = False, restarted: bool = False) -> RemoteRun:
+    run = RemoteRun(ADDRESS, str(cache))
+    run.prepare(resume=resume, restarted=restarted, hold=lambda _: None)
+    return run
+
+
+def write(run: RemoteRun, name: str, data: bytes, mode: str = "wb") -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with (run.folder / name).open(mode) as file:
+        file.write(data)
+
+
+def began(run: RemoteRun) -> None:
+    write(run, "spec.yaml", b"task: language\n")
+    (run.folder / "snapshots").mkdir()
+    write(run, f"snapshots/{NONE_YET}", b'{"init": null}')
+
+
+def advance(run: RemoteRun, step: int, *, best: bool = False) -> None:
+    """Rows of metrics, a snapshot that counts on them, and weights, as a run writes them."""
+    write(run, "metrics.jsonl", f"row {step}\n".encode(), "ab")
+    if best:
+        write(run, "weights.safetensors", f"weights of step {step}".encode())
+    state = Snapshot({"w": torch.full((3,), float(step))}, {"w/moment": torch.zeros(2)}, meta={"bytes": step * len("row 1\n")})
+    save(run.folder / "snapshots", f"step-{step}", state, keep=2, best=best)
+
+
+class Killed(Exception):
+    pass
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The process dies after so many changes of the store."""
+    left = [after]
+
+    def harmed(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def change(self: Store, *args: Any) -> Any:
+            names = args[0] if plain.__name__ == "remove" else [None]
+            for name in names:
+                if not left[0]:
+                    raise Killed
+                left[0] -= 1
+                plain(self, *([[name]] if name is not None else args))
+
+        return change
+
+    for name in ("put", "write", "remove"):
+        monkeypatch.setattr(Store, name, harmed(getattr(Store, name)))
+
+
+def test_a_kill_after_any_upload_leaves_a_run_to_resume(tmp_path: Path) -> None:
+    """What another host then fetches is a whole snapshot, the newest or the one before, with all its metrics and its weights."""
+    reached: set[float] = set()
+    for after in range(100):
+        fsspec.filesystem("memory").store.clear()
+        run = opened(tmp_path / f"a{after}")
+        began(run)
+        run.push()
+        advance(run, 1, best=True)
+        run.push()
+        advance(run, 2)
+        run.push()
+        advance(run, 3, best=True)
+        with pytest.MonkeyPatch.context() as patch:
+            dying(patch, after)
+            try:
+                run.push()
+                whole = True
+            except Killed:
+                whole = False
+        other = opened(tmp_path / f"b{after}", resume=True)
+        found = load(other.folder / "snapshots")
+        step = found.parameters["w"][0].item()
+        reached.add(step)
+        metrics = (other.folder / "metrics.jsonl").read_bytes()
+        assert metrics[: found.meta["bytes"]] == b"".join(f"row {row}\n".encode() for row in range(1, int(step) + 1))
+        weights = (other.folder / "weights.safetensors").read_bytes()
+        assert weights == b"weights of step 3" or step < 3
+        named = pointed(other.folder / "snapshots", BEST)
+        assert named is not None
+        assert load(other.folder / "snapshots" / named).parameters["w"][0].item() in (1.0, 3.0)
+        if whole:
+            break
+    assert whole
+    assert after > 8  # there were as many moments to die at
+    assert reached == {2.0, 3.0}
+    names = Store(ADDRESS).names()
+    assert {name.split("/")[1] for name in names if name.startswith("snapshots/")} == {"step-2", "step-3", POINTER, BEST}
+
+
+def test_a_run_that_never_had_a_snapshot_can_be_started_over(tmp_path: Path) -> None:
+    run = opened(tmp_path / "a")
+    began(run)
+    run.push()
+    other = opened(tmp_path / "b", resume=True)
+    assert (other.folder / "snapshots" / NONE_YET).read_bytes() == b'{"init": null}'
+    assert not (other.folder / "snapshots" / POINTER).exists()
+    with pytest.raises(RunError, match="has objects, but no snapshot to continue from; use resume=True to start it over"):
+        opened(tmp_path / "c")
+
+
+def test_the_host_that_uploaded_last_goes_on_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = opened(tmp_path / "a")
+    began(run)
+    advance(run, 1)
+    run.push()
+    advance(run, 2)  # and is killed before it is uploaded
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "get", lambda *_: pytest.fail("nothing is to be fetched"))
+        again = opened(tmp_path / "a", resume=True)
+    assert load(again.folder / "snapshots").parameters["w"][0].item() == 2
+    elsewhere = opened(tmp_path / "b", resume=True)
+    assert load(elsewhere.folder / "snapshots").parameters["w"][0].item() == 1
+    advance(elsewhere, 3)
+    elsewhere.push()
+    back = opened(tmp_path / "a", resume=True)  # not its own step 2 any more
+    assert load(back.folder / "snapshots").parameters["w"][0].item() == 3
+
+
+def test_only_the_last_to_claim_a_run_uploads(tmp_path: Path) -> None:
+    run = opened(tmp_path / "a")
+    began(run)
+    advance(run, 1)
+    run.push()
+    opened(tmp_path / "b", resume=True)
+    advance(run, 2)
+    before = Store(ADDRESS).names()
+    with pytest.raises(RunError, match=r"is being trained by process \d+ on .* since then, so nothing more is uploaded"):
+        run.push()
+    run.withdraw()
+    assert Store(ADDRESS).names() == before
+
+
+def test_a_restart_finds_what_this_launch_left(tmp_path: Path) -> None:
+    """Before anything was uploaded, the folder is left as it is; a folder of another launch is emptied."""
+    run = opened(tmp_path / "a", restarted=True)
+    write(run, "stale", b"")
+    again = opened(tmp_path / "a", restarted=True)
+    assert not again.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("sftp://host/run", "is not in an object store, so half-written files could be seen there; use s3, gs or az for run=..."),
+        ("nothing://x", "is not in an object store"),
+    ],
+)
+def test_other_file_systems_are_refused(address: str, message: str) -> None:
+    with pytest.raises(RunError, match=message.replace(".", r"\.")):
+        RemoteRun(address)
+
+
+def test_an_object_outside_the_run_is_refused(tmp_path: Path) -> None:
+    Store(ADDRESS).write(b"task: language", "spec.yaml")
+    fsspec.filesystem("memory").store["/bucket/run/../evil"] = fsspec.filesystem("memory").store["/bucket/run/spec.yaml"]
+    with pytest.raises(RunError, match="which is outside a run's folder; do not use this run"):
+        opened(tmp_path, resume=True)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"memory://bucket/run is not a run: it has no spec.yaml; remove resume=True"):
+        opened(tmp_path, resume=True)
+    with pytest.raises(RunError, match=r"memory://bucket/run is not a run: it has no spec.yaml; pass the address of a run"):
+        copy_of(ADDRESS, str(tmp_path))
+    run = opened(tmp_path)
+    began(run)
+    advance(run, 1)
+    run.push()
+    with pytest.raises(RunError, match="memory://bucket/run already exists and is not empty; use resume=True to continue it"):
+        opened(tmp_path)
+
+
+def test_a_copy_to_read_follows_the_run(tmp_path: Path) -> None:
+    assert folder_of("runs/x") == Path("runs/x")
+    run = opened(tmp_path / "a")
+    began(run)
+    advance(run, 1, best=True)
+    run.push()
+    first = folder_of(ADDRESS, str(tmp_path / "b"))
+    assert sorted(path.name for path in first.iterdir()) == ["spec.yaml", "weights.safetensors"]
+    assert folder_of(ADDRESS, str(tmp_path / "b")) == first
+    advance(run, 2, best=True)
+    run.push()
+    assert (folder_of(ADDRESS, str(tmp_path / "b")) / "weights.safetensors").read_bytes() == b"weights of step 2"
