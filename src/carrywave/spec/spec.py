@@ -230,7 +230,9 @@ class TrainSpec(Section):
     sync_every: Positive = Field(
         50, description="local, diloco: optimizer steps that a replica takes on its own between exchanges; async: between meetings"
     )
-    sync_dtype: Literal["fp32", "bf16"] = Field("fp32", description="local, diloco: what travels between replicas; fp32 is fp64 in fp64 runs")
+    sync_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="local, diloco: what travels between replicas; fp32 is fp64 in fp64 runs"
+    )
     sync_fragments: Positive = Field(
         1, description="diloco: parts of the weights that are exchanged in turn, each every sync_every steps, so that less travels at once"
     )
@@ -246,7 +248,7 @@ class TrainSpec(Section):
     def _check(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower min_lr")
-        check_sync(self, {name: field.default for name, field in TrainSpec.model_fields.items()})
+        check_sync(dict(self), {name: field.default for name, field in TrainSpec.model_fields.items()})
         return self
 
 

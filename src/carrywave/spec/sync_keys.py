@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 # The modes that read a key; any other mode would ignore it.
 READ_BY = {
@@ -18,34 +18,23 @@ READ_BY = {
 }
 
 
-class Train(Protocol):
-    """What is read of the train section here."""
-
-    sync: Any
-    sync_every: int
-    sync_fragments: int
-    block_momentum: float
-    block_nesterov: bool
-    optimizer: Any
-    reproducible: bool
-
-
-def check_sync(train: Train, defaults: Mapping[str, Any]) -> None:
+def check_sync(train: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse keys that the mode would ignore, and settings that it cannot honour."""
+    sync, every, fragments = (train[key] for key in ("sync", "sync_every", "sync_fragments"))
     for key, modes in READ_BY.items():
         # A resolved spec lists every key, so one that has its default value is no mistake.
-        if train.sync not in modes and getattr(train, key) != defaults[key]:
-            raise ValueError(f"{key} is for train.sync={' or '.join(modes)}, not for train.sync={train.sync}; remove it")
-    if train.sync == "step":
+        if sync not in modes and train[key] != defaults[key]:
+            raise ValueError(f"{key} is for train.sync={' or '.join(modes)}, not for train.sync={sync}; remove it")
+    if sync == "step":
         return
-    if train.reproducible:
-        raise ValueError(f"reproducible needs an exchange at every step, which train.sync={train.sync} does without; remove one of them")
-    if train.optimizer == "ntasgd":
-        raise ValueError(f"optimizer=ntasgd averages the weights of every step, which train.sync={train.sync} does not exchange; use sgd")
-    if train.block_nesterov and not train.block_momentum:
+    if train["reproducible"]:
+        raise ValueError(f"reproducible needs an exchange at every step, which train.sync={sync} does without; remove one of them")
+    if train["optimizer"] == "ntasgd":
+        raise ValueError(f"optimizer=ntasgd averages the weights of every step, which train.sync={sync} does not exchange; use sgd")
+    if train["block_nesterov"] and not train["block_momentum"]:
         raise ValueError("block_nesterov needs block_momentum above 0; set it, or remove block_nesterov")
-    if train.sync_every % train.sync_fragments:
+    if every % fragments:
         raise ValueError(
-            f"sync_every {train.sync_every} is not a multiple of sync_fragments {train.sync_fragments}; make it one, "
+            f"sync_every {every} is not a multiple of sync_fragments {fragments}; make it one, "
             "because one fragment is exchanged every sync_every / sync_fragments steps"
         )

@@ -23,6 +23,7 @@ from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.replica_mesh import ReplicaMesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.plan.plan import Plan
 from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
@@ -52,8 +53,9 @@ from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.precision import configure
 from carrywave.step.reproducible.shards import settle
+from carrywave.step.sync.averaging import Averaging
 from carrywave.step.update import StepResult, Votes
-from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, take_hold, tensors_of, trained
+from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, take_hold, tensors_of, tied_of, trained
 
 Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
 
@@ -98,6 +100,8 @@ class Trainer:
             check_optimizer(optimizer, self.model)
         self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
+        # Whoever exchanges something within a step: all workers, or those of one replica that trains on its own.
+        self.within = self.mesh if self.spec.sync == "step" or self.plan.replicas == 1 else ReplicaMesh(self.mesh)
         configure(self.spec.precision)
         if self.spec.reproducible:
             settle(self.device)
@@ -122,10 +126,11 @@ class Trainer:
         self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
         # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then captured only if that is recordable.
         scale = None if self.scaler is None else self.scaler.scale
-        self.compute = Compute(self.stage, self.mesh, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
-        self.agreement = Agreement(self.mesh, self.held.parameters, self.model)
+        self.compute = Compute(self.stage, self.within, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
+        self.agreement = Agreement(self.within, self.held.parameters, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.plan)
         self.engine = self._engine()
+        self.sync = None if self.spec.sync == "step" else Averaging(self.mesh, self.named, tied_of(self.model, self.mesh), self.spec)
         self._followed = Followed(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
@@ -352,8 +357,13 @@ class Trainer:
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Use the weights to be evaluated inside this context: NT-ASGD's average if it is active, otherwise the parameters themselves."""
-        if isinstance(self.optimizer, optimizers.NTASGD):
+        """Use the weights to be evaluated inside this context: NT-ASGD's average if it is active, those that replicas which train on their
+        own agree on, otherwise the parameters themselves.
+        """
+        if self.sync is not None:
+            with self.sync.swapped():
+                yield
+        elif isinstance(self.optimizer, optimizers.NTASGD):
             with self.optimizer.swapped():
                 yield
         else:

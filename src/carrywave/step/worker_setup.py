@@ -104,6 +104,13 @@ def trained(held: HeldStage) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in held.parameters.items() if p.requires_grad]
 
 
+def tied_of(model: Model | Whole, mesh: Mesh) -> list[Shared]:
+    """The trained parameters that several stages hold."""
+    if not isinstance(model, Model):
+        return []
+    return shared(model, mesh.plan.edges(model.units)[1:-1], share_head=mesh.plan.shares_head)
+
+
 def engine_of(
     model: Model | Whole,
     held: HeldStage,
@@ -118,9 +125,7 @@ def engine_of(
 ) -> Engine:
     """The engine that trains these parameters. Collective: every rank must call it."""
     mesh, spec = compute.mesh, compute.spec
-    tied: list[Shared] = []
-    if isinstance(model, Model):
-        tied = shared(model, mesh.plan.edges(model.units)[1:-1], share_head=mesh.plan.shares_head)
+    tied = tied_of(model, mesh)
     elsewhere = {each.name for each in tied if mesh.stage in each.stages and each.stages[0] != mesh.stage}
     # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once.
     counted = [p for name, p in named if name not in elsewhere] if mesh.replica == 0 else []

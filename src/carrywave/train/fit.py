@@ -255,7 +255,7 @@ def _train(
                 watch,
                 state,
                 checkpointer,
-                compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted else None,
+                compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted and trainer.sync is None else None,
             )
         if loop.trains:
             # The files of a finished run describe what was trained, so they stay as they are.

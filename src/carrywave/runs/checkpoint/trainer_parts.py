@@ -1,7 +1,8 @@
 """Selects the part of a trainer's state that each worker writes into a snapshot, and restores it from one.
 
 Replicas hold the same parameters and optimizer state, so each writes a share of them, about equal in bytes; what several stages hold is
-written by the first of them. Each worker writes the carry of its own layers and lanes.
+written by the first of them. Each worker writes the carry of its own layers and lanes. Of replicas that train on their own,
+`replica_parts` says what they share and what not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from carrywave.errors import RunError
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import homes
 from carrywave.model.state import State
+from carrywave.runs.checkpoint import replica_parts
 from carrywave.runs.checkpoint.atomic_files import Form, form_of
 from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged
 from carrywave.step.optim import optimizer as optimizers
@@ -27,10 +29,16 @@ from carrywave.step.worker_setup import tensors_of
 def part_of(trainer: Trainer, lanes: int) -> Groups:
     """This worker's part of a snapshot: its share of the parameters and the optimizer state, and the carry that it holds."""
     own = _owned(trainer)
-    parameters = {name: tensor for name, tensor in trainer.parameters().items() if name in own}
-    state = optimizers.state_tensors(trainer.optimizer, [(name, p) for name, p in trainer.named if name in own])
-    groups: Groups = {"parameters": parameters, "optimizer": state}
+    groups: Groups
+    if trainer.sync is None:
+        parameters = {name: tensor for name, tensor in trainer.parameters().items() if name in own}
+        state = optimizers.state_tensors(trainer.optimizer, [(name, p) for name, p in trainer.named if name in own])
+        groups = {"parameters": parameters, "optimizer": state}
+    else:
+        groups = replica_parts.shared_part(trainer, own)
     mine = _dealt(groups, trainer.mesh.replica, trainer.plan.replicas)
+    if trainer.sync is not None:
+        mine["replica"] = replica_parts.own_part(trainer, own)
     low, high = trainer.mesh.share().bounds(lanes)
     carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
     return mine | {"carry": {ranged(name, low, high): tensor for name, tensor in carry.items()}}
@@ -69,9 +77,14 @@ def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
     # Everything in the manifest is checked before any tensor is read.
     check_forms(own, stored.manifest.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys())
     state_names = _own_state_names(trainer, stored)
+    if trainer.sync is not None:
+        replica_parts.check_size(trainer, stored)
     trainer.state = own_state(stored, trainer, lanes)
     load_parameters(own, stored.read("parameters", own), "the snapshot")
-    optimizers.load_state(trainer.optimizer, trainer.named, stored.read("optimizer", state_names))
+    if trainer.sync is None:
+        optimizers.load_state(trainer.optimizer, trainer.named, stored.read("optimizer", state_names))
+    else:
+        replica_parts.load(trainer, stored, {name for name, _ in trainer.model.named_parameters()} - dict(trainer.named).keys())
 
 
 def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:
