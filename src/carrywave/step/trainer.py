@@ -23,7 +23,6 @@ from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
-from carrywave.parallel.replica_mesh import ReplicaMesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.plan.plan import Plan
 from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
@@ -53,9 +52,9 @@ from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.precision import configure
 from carrywave.step.reproducible.shards import settle
-from carrywave.step.sync.averaging import Averaging
+from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
 from carrywave.step.update import StepResult, Votes
-from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, take_hold, tensors_of, tied_of, trained
+from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, take_hold, tensors_of, trained
 
 Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
 
@@ -100,8 +99,7 @@ class Trainer:
             check_optimizer(optimizer, self.model)
         self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
-        # Whoever exchanges something within a step: all workers, or those of one replica that trains on its own.
-        self.within = self.mesh if self.spec.sync == "step" or self.plan.replicas == 1 else ReplicaMesh(self.mesh)
+        self.within = within_step(self.mesh, self.spec)
         configure(self.spec.precision)
         if self.spec.reproducible:
             settle(self.device)
@@ -111,7 +109,7 @@ class Trainer:
         self.named = trained(self.held)
         self.own_optimizer = optimizer is not None
         if optimizer is None:
-            self._optimizer = optimizers.build(self.spec, self.named, self.device)
+            self._optimizer = optimizer_of(self.spec, self.named, self.device)
         else:
             check_separable(optimizer, self.plan)
             self._optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
@@ -130,13 +128,13 @@ class Trainer:
         self.agreement = Agreement(self.within, self.held.parameters, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.plan)
         self.engine = self._engine()
-        self.sync = None if self.spec.sync == "step" else Averaging(self.mesh, self.named, tied_of(self.model, self.mesh), self.spec)
+        self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
         self._followed = Followed(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
         self._broken = False  # True if a step failed midway here, and other stages were left without its messages
         self._probed = False  # True once the user's modules were checked to be safe to split
-        known = optimizer is None and self.spec.precision != "fp64"
+        known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.links is not None and self.mesh.links.in_stream
         self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
 

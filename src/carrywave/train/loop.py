@@ -30,6 +30,7 @@ from carrywave.step.checks.arguments import uncounted
 from carrywave.step.nonfinite import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW, Seen
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings
+from carrywave.step.sync.pushing import Pushing
 from carrywave.step.trainer import Trainer
 from carrywave.step.update import StepResult
 from carrywave.tasks.task import Part, Task
@@ -255,6 +256,10 @@ class Loop:
         sync.exchange(due, met.targets)
         if self._due(train.log_every):
             self.write_row()
+            if isinstance(sync, Pushing):
+                seen = sync.staleness
+                place: Row = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
+                self.folder.write_timing(place | {"staleness": seen.mean, "most_stale": seen.most, "most_ahead": seen.ahead})
         return stop.decided(list(met.votes))
 
     def _asked(self, stop: Stop) -> Reason | None:

@@ -55,7 +55,7 @@ class Footprint:
             self.put_off,
             self.plan.recompute,
             self.share_head,
-            reduced=self.plan.replicas > 1,
+            reduced=self.plan.replicas > 1 and not self.units.outer,
         )
 
 

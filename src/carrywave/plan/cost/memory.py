@@ -17,7 +17,7 @@ class Memory:
 
     parameters: int
     gradients: int
-    optimizer: int
+    optimizer: int  # its state; and the weights that replicas agreed on, where they do not exchange at every step
     activations: int  # saved for chunks in flight and for deferred weight gradients
     carries: int
     workspace: int  # temporary memory of the running task
@@ -128,7 +128,7 @@ def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) 
 
 def _fixed(units: Units, first: int, last: int, share_head: bool, reduced: bool) -> tuple[int, int, int]:
     parameters = units.parameters(first, last, share_head=share_head) * units.parameter_bytes
-    return parameters, parameters * (2 if reduced else 1), parameters * units.states
+    return parameters, parameters * (2 if reduced else 1), parameters * (units.states + units.outer)
 
 
 def _numbers(units: Units, first: int, last: int, share_head: bool) -> tuple[int, int, int, int, int, int]:
