@@ -82,3 +82,73 @@ def test_replicas_of_stages_compute_what_the_reference_does(tmp_path: Path, tie:
     assert all(each.get("ending") == "done" for rank in told for each in rank), told
     for job in jobs:
         assert_close(parameters(tmp_path / job["run"]), reference(job["spec"], 2, STEPS))
+
+
+def rows_of(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_exchanging_after_every_step_of_sgd_is_what_step_does(tmp_path: Path) -> None:
+    """Also if replicas have different numbers of targets: the weighted mean of their steps is the step of the weighted mean gradient."""
+    sgd = {"optimizer": "sgd", "lr": 0.5, "clip": None}
+    plan = {"replicas": 2}
+    jobs = [
+        {"run": "step", "spec": spec(tmp_path, plan, **sgd)},
+        {"run": "local", "spec": spec(tmp_path, plan, **sgd, sync="local", sync_every=1)},
+        {"run": "bf16", "spec": spec(tmp_path, plan, **sgd, sync="local", sync_every=1, sync_dtype="bf16")},
+    ]
+    told = carry_out(tmp_path, 2, jobs)
+    assert all(each.get("ending") == "done" for rank in told for each in rank), told
+    wanted = parameters(tmp_path / "step")
+    assert_close(parameters(tmp_path / "local"), wanted)
+    for ours, theirs in zip(rows_of(tmp_path / "local"), rows_of(tmp_path / "step"), strict=True):
+        for key in ("epoch", "step", "steps", "targets", "loss", "lr", "waste"):  # the norm is that of each replica
+            assert ours[key] == pytest.approx(theirs[key], rel=CLOSE), key
+    for name, tensor in parameters(tmp_path / "bf16").items():
+        # Each of the changes was rounded twice, to 8 bits; together they are a fraction of the weight.
+        moved = float((tensor - wanted[name]).abs().max() / wanted[name].abs().max())
+        assert 0 < moved < 2**-7, name
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path) -> None:
+    plan = {"replicas": 2}
+    firsts = {"local": LOCAL, "diloco": DILOCO, "fragments": DILOCO | {"sync_fragments": 2, "snapshot_every": 1, "keep": 9}, "async": ASYNC}
+    jobs = [{"run": name, "spec": spec(tmp_path, plan, **(train | {"max_steps": 13}))} for name, train in firsts.items()]
+    told = carry_out(tmp_path, 2, jobs)
+    assert all(each.get("ending") == "done" for rank in told for each in rank), told
+    # Between exchanges of fragments, replicas differ: go back to such a snapshot.
+    (tmp_path / "fragments" / "snapshots" / "last").write_text("step-00000010\n")
+    more = [{"run": name, "resume": True, "spec": spec(tmp_path, {"replicas": 3}, **train)} for name, train in firsts.items()]
+    told = carry_out(tmp_path, 3, more, "more")
+    said = "RunError: the snapshot has 2 replicas, whose weights differ between exchanges of fragments, but plan.replicas=3; resume with"
+    for rank in told:
+        assert [each.get("ending") for each in rank] == ["done", "done", None, "done"], told
+        assert rank[2]["error"].startswith(said)
+    for name in ("local", "diloco", "async"):
+        assert rows_of(tmp_path / name)[-1]["step"] == STEPS
+
+
+ASYNC: dict[str, Any] = {"sync": "async", "sync_every": 5, "max_staleness": 1, "snapshot_every": 10}
+
+
+@pytest.mark.slow
+def test_asynchronous_replicas_learn_and_stay_within_the_bound(tmp_path: Path) -> None:
+    plan = {"replicas": 3}
+    jobs = [
+        {"run": "async", "spec": spec(tmp_path, plan, **(ASYNC | {"max_steps": 72, "epochs": 4}))},
+        {"run": "stages", "spec": spec(tmp_path, {"replicas": 1, "stages": 3, "chunk_steps": 3}, **ASYNC)},
+    ]
+    told = carry_out(tmp_path, 3, jobs)
+    for rank in told:
+        assert rank[0]["ending"] == "done", told
+        assert rank[1]["error"].startswith("PlanError: train.sync=async trains a whole model on each worker, but plan.stages=3; use")
+    rows = rows_of(tmp_path / "async")
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+    assert sum(row["steps"] for row in rows) == 72
+    assert {row["step"] for row in rows} <= {*range(5, 73, 5), 18, 36, 54, 72}  # meetings, and ends of epochs
+    stale = [row for row in rows_of(tmp_path / "async", "timing.jsonl") if "staleness" in row]
+    assert 0 < stale[-1]["staleness"] <= stale[-1]["most_stale"] <= 2 * 3
+    assert stale[-1]["most_ahead"] <= 1
+    assert not (tmp_path / "stages").exists()

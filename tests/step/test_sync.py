@@ -145,7 +145,10 @@ def test_stages_do_not_push() -> None:
     [
         ({"outer_lr": 0.5}, "train.outer_lr is for train.sync=diloco, not for train.sync=step; remove it"),
         ({"sync": "local", "max_staleness": 2}, "train.max_staleness is for train.sync=async, not for train.sync=local; remove it"),
-        ({"sync": "async", "sync_dtype": "bf16"}, "train.sync_dtype is for train.sync=local or diloco, not for train.sync=async; remove it"),
+        (
+            {"sync": "async", "sync_dtype": "bf16"},
+            "train.sync_dtype is for train.sync=local or diloco, not for train.sync=async",
+        ),
         ({"sync": "local", "reproducible": True}, "train.reproducible needs an exchange at every step"),
         ({"sync": "diloco", "optimizer": "ntasgd"}, "train.optimizer=ntasgd averages the weights of every step"),
         ({"sync": "local", "block_nesterov": True}, "train.block_nesterov needs block_momentum above 0"),
