@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,8 @@ def reason() -> str | None:
 def hosts(count: int, mbit: int) -> Iterator[list[list[str]]]:
     """The words to put before a command, to run it on each of the hosts."""
     switch, names = f"cw{os.getpid()}s", [f"cw{os.getpid()}h{number}" for number in range(count)]
+    # Namespaces outlive the process: a request to end it must not skip their removal.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         _do(["ip", "netns", "add", switch])
         _do(["ip", "-n", switch, "link", "add", "bridge0", "type", "bridge"])
@@ -53,6 +56,7 @@ def hosts(count: int, mbit: int) -> Iterator[list[list[str]]]:
     finally:
         for name in (switch, *names):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _do(command: Sequence[str]) -> None:
