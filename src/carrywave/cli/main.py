@@ -218,6 +218,16 @@ def bench(
     ] = None,
     whole_step: Annotated[bool, typer.Option("--whole-step", help="gpu-pipeline: time the optimizer's update too.")] = False,
     shares: Annotated[bool, typer.Option("--shares", help="plan: on shares of one GPU instead of CPU workers.")] = False,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="sync: text to train on. Default: text that ships with Python.")] = None,
+    valid: Annotated[Path | None, typer.Option(metavar="FILE", help="sync: text to evaluate on. Default: a part of --text.")] = None,
+    link: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="MBIT", help="sync: also over links of so many Mbit/s, between network namespaces (root)."),
+    ] = None,
+    curve: Annotated[bool, typer.Option("--curve", help="sync: the loss against train.sync_every, from 1 to 500.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="sync: a key of the spec, as in model.hidden=256; repeatable.")
+    ] = None,
 ) -> None:
     """Run a benchmark: carrywave and its peer side by side."""
     names = _benchmarks()
@@ -231,6 +241,11 @@ def bench(
         "trace": trace,
         "whole_step": whole_step,
         "shares": shares,
+        "text": text,
+        "valid": valid,
+        "link": link,
+        "curve": curve,
+        "settings": settings,
     }
     given["chunks"] = None if chunks is None else _numbers("--chunks", chunks)
     run = importlib.import_module(f"carrywave.benchmarks.{name.replace('-', '_')}").run

@@ -21,7 +21,7 @@ from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.shipped_profiles import LINKS, PROFILE, find_profile
 from carrywave.plan.cost.stage_costs import far_off
 from carrywave.plan.cost.units import BatchShape, Units
-from carrywave.plan.plan import Plan, resolve
+from carrywave.plan.plan import Plan, check_sync, resolve
 from carrywave.plan.search.predictor import Predictor
 from carrywave.plan.search.scaling import MOST_DEVICES, scale
 from carrywave.plan.search.search import asked_for, describe, search
@@ -157,7 +157,18 @@ def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
     found = resolve(asked, layers=units.layers, workers=workers, lanes=units.lanes if units.streams else None, pooled=units.pooled)
     if units.reproducible:
         canonical_shards.check(found)
+    check_sync(found, spec.train.sync)
     return found
+
+
+def _sync(spec: Spec) -> list[str]:
+    """What the figures mean if replicas do not exchange at every step."""
+    if spec.train.sync == "step":
+        return []
+    return [
+        f"train.sync={spec.train.sync} is another algorithm, whose result depends on the number of replicas; with plan: auto every worker "
+        "is one. Its copies of the weights are counted under optimizer; times are those of an exchange at every step."
+    ]
 
 
 def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, json_file: Path | None, *, use_all: bool) -> None:
@@ -170,7 +181,7 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
     choice = best if asked is None else asked_for(replace(asked, kernel="auto"), predictor, best)
     shown = choice.best
     balance = balance_text(predictor, shown)
-    lines = [f"for {_model(spec, units)}; on {_machines(cluster)}", "", choice.why, "", stages_text(units, shown), ""]
+    lines = [f"for {_model(spec, units)}; on {_machines(cluster)}", "", choice.why, *_sync(spec), "", stages_text(units, shown), ""]
     lines += [
         _about(units, shown.plan),
         timeline_text(shown.timeline),

@@ -56,6 +56,7 @@ class World:
     local_size: int
     device: torch.device
     backend: str  # how tensors on `device` are sent: gloo (through host memory), nccl, or "" for one process
+    group: dist.ProcessGroup | None = None  # None: the default group; otherwise these are some of its processes, and `rank` counts them
 
     @staticmethod
     def alone(device: torch.device) -> World:
@@ -204,12 +205,12 @@ def all_gather_text(world: World, text: str) -> list[str]:
         return [text]
     mine = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(lengths, torch.tensor([len(text.encode())], dtype=torch.int64))
+    dist.all_gather(lengths, torch.tensor([len(text.encode())], dtype=torch.int64), group=world.group)
     sizes = [int(length) for length in lengths]
     padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
     padded[: mine.numel()] = mine[: padded.numel()]
     texts = [torch.zeros_like(padded) for _ in range(world.size)]
-    dist.all_gather(texts, padded)
+    dist.all_gather(texts, padded, group=world.group)
     return [bytes(one[:size].tolist()).decode() for one, size in zip(texts, sizes, strict=True)]
 
 

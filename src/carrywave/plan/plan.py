@@ -105,6 +105,15 @@ def fewer(asked: PlanSpec, workers: int) -> PlanSpec:
     return asked.model_copy(update={"replicas": None, "stages": stages, "cuts": cuts})
 
 
+def check_sync(plan: Plan, sync: str) -> None:
+    """Refuse a plan under which replicas cannot exchange in the way that `train.sync` asks for."""
+    if sync == "async" and plan.stages > 1:
+        raise PlanError(
+            f"train.sync=async trains a whole model on each worker, but plan.stages={plan.stages}; "
+            "use plan.stages=1, or train.sync=local or diloco"
+        )
+
+
 def check_head(plan: Plan, *, pooled: bool) -> None:
     """Reject a shared head when the head scores whole sequences: there are no per-step scores to distribute."""
     if plan.shares_head and pooled:

@@ -20,7 +20,7 @@ from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.plan.search.partition import say
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import Spec
+from carrywave.spec.spec import Spec, TrainSpec
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.precision import HALVES, parameter_dtype
 
@@ -60,6 +60,8 @@ def summarize(
         lines.append(f"folder    {kept}")
     if spec.train.reproducible:
         lines.append(f"shards    {SHARDS} groups of lanes, computed separately and summed in a fixed order, on 1, 2, 4 or 8 replicas")
+    if spec.train.sync != "step":
+        lines.append(f"sync      {_sync(spec.train, plan)}")
     names = backends(spec, model, plan, order, device)
     if names:
         lines.append(f"kernels   {_by_layer(names)}")
@@ -171,6 +173,22 @@ def _plan(plan: Plan) -> str:
     parts += [f"chunks of {_count(plan.chunk_steps, 'step')}" if plan.chunk_steps else "one chunk"]
     parts += [_count(plan.micro_batches, "micro-batch"), RECOMPUTATION[plan.recompute]]
     return ", ".join([*parts, *(["head shared"] if plan.shares_head else [])])
+
+
+def _sync(train: TrainSpec, plan: Plan) -> str:
+    """How replicas exchange, if not at every step."""
+    many, every = _count(plan.replicas, "replica"), _count(train.sync_every, "step")
+    if train.sync == "async":
+        return (
+            f"async: {many} push gradients when they are ready, at most {_count(train.max_staleness, 'step')} apart; "
+            "the result depends on timing"
+        )
+    fragments = f" in {train.sync_fragments} fragments" if train.sync_fragments > 1 else ""
+    wire = " in bf16" if train.sync_dtype == "bf16" else ""
+    how = f"averaged{f' with block momentum {train.block_momentum:g}' if train.block_momentum else ''}"
+    if train.sync == "diloco":
+        how = f"moved by an outer step, learning rate {train.outer_lr:g}, momentum {train.outer_momentum:g}"
+    return f"{train.sync}: {many} train on their own; every {every} the weights are exchanged{fragments}{wire} and {how}"
 
 
 def _batches(count: int) -> str:

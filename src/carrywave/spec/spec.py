@@ -10,6 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from carrywave.spec.sync_keys import check_sync
+
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -224,11 +226,34 @@ class TrainSpec(Section):
         1000, description="optimizer steps between snapshots within an epoch; 0: only at the end of each epoch, where one is always taken"
     )
     keep: Positive = Field(2, description="snapshots to keep, in addition to the best one")
+    sync: Literal["step", "local", "diloco", "async"] = Field(
+        "step",
+        description="when replicas exchange: at every step, as one device would compute; or, each another algorithm for slow links, see "
+        "docs/sync.md: local averages weights every sync_every steps, diloco takes an outer step on their difference, async pushes "
+        "gradients whenever they are ready, with a result that depends on timing",
+    )
+    sync_every: Positive = Field(
+        50, description="local, diloco: optimizer steps that a replica takes on its own between exchanges; async: between meetings"
+    )
+    sync_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="local, diloco: what travels between replicas; fp32 is fp64 in fp64 runs"
+    )
+    sync_fragments: Positive = Field(
+        1, description="diloco: parts of the weights that are exchanged in turn, each every sync_every steps, so that less travels at once"
+    )
+    block_momentum: Share = Field(0.0, description="local: momentum of the averaged weights from exchange to exchange (BMUF)")
+    block_nesterov: bool = Field(False, description="local: replicas start ahead by the block momentum (Nesterov)")
+    outer_lr: Annotated[float, Field(gt=0.0)] = Field(0.7, description="diloco: learning rate of the outer step")
+    outer_momentum: Share = Field(0.9, description="diloco: Nesterov momentum of the outer step")
+    max_staleness: Annotated[int, Field(ge=0)] = Field(
+        4, description="async: optimizer steps that a replica may be ahead of the slowest before it waits"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower min_lr")
+        check_sync(dict(self), {name: field.default for name, field in TrainSpec.model_fields.items()})
         return self
 
 

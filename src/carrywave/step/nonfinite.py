@@ -160,17 +160,18 @@ class NonfiniteRecord:
         self.kept.zero_()
         self.kept[1] = in_a_row
 
-    def cause(self, seen: Seen, *, weights: bool) -> str:
+    def cause(self, seen: Seen, *, weights: bool, world: World | None = None) -> str:
         """The first non-finite number, as the subject of a sentence. Collective: every rank must call it.
 
-        `weights`: True if a bad step leaves the weights unchanged, so that any non-finite weight was there before it.
+        `weights`: True if a bad step leaves the weights unchanged, so that any non-finite weight was there before it. `world`: those who
+        have seen it, if there are more than the workers of one replica.
         """
         units, count = self.units, len(self.units.names)
         said = max(seen.said, default=0)
         found = units.words(said, seen.said.index(said)) if said else "the loss or its gradient"
         # A weight precedes its unit's output; even if no output reveals it, it precedes every gradient.
         own = self._bad_weight() if weights else ""
-        named = [(units.of[name], rank, name) for rank, name in enumerate(all_gather_text(self.world, own)) if name]
+        named = [(units.of[name], rank, name) for rank, name in enumerate(all_gather_text(world or self.world, own)) if name]
         if named:
             unit, rank, name = min(named)
             if said <= 2 * count or unit <= 3 * count - said:

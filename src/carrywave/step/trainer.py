@@ -52,6 +52,7 @@ from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
 from carrywave.step.precision import configure
 from carrywave.step.reproducible.shards import settle
+from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
 from carrywave.step.update import StepResult, Votes
 from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, pieces_of, take_hold, tensors_of, trained
 
@@ -98,6 +99,7 @@ class Trainer:
             check_optimizer(optimizer, self.model)
         self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
+        self.within = within_step(self.mesh, self.spec)
         configure(self.spec.precision)
         if self.spec.reproducible:
             settle(self.device)
@@ -108,7 +110,7 @@ class Trainer:
         self.own_optimizer = optimizer is not None
         self.pieces = pieces_of(self.mesh, self.spec)
         if optimizer is None:
-            self._optimizer = optimizers.build(self.spec, self._owned(), self.device)
+            self._optimizer = optimizer_of(self.spec, self._owned(), self.device)
         else:
             check_separable(optimizer, self.plan)
             self._optimizer = own_optimizer(optimizer, self.held) if self.plan.stages > 1 else optimizer
@@ -123,15 +125,16 @@ class Trainer:
         self.votes: Votes = (0.0, 0.0)  # this worker's, for the next step
         # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then captured only if that is recordable.
         scale = None if self.scaler is None else self.scaler.scale
-        self.compute = Compute(self.stage, self.mesh, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
-        self.agreement = Agreement(self.mesh, self.held.parameters, self.model)
+        self.compute = Compute(self.stage, self.within, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
+        self.agreement = Agreement(self.within, self.held.parameters, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.plan, in_pieces=self.pieces is not None)
         self.engine = self._engine()
+        self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step
         self._followed = Followed(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
         self._probed = False  # True once the user's modules were checked to be safe to split
-        known = optimizer is None and self.spec.precision != "fp64"
+        known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.messages_in_stream
         self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
 
@@ -359,8 +362,13 @@ class Trainer:
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Use the weights to be evaluated inside this context: NT-ASGD's average if it is active, otherwise the parameters themselves."""
-        if isinstance(self.optimizer, optimizers.NTASGD):
+        """Use the weights to be evaluated inside this context: NT-ASGD's average if it is active, those that replicas which train on their
+        own agree on, otherwise the parameters themselves.
+        """
+        if self.sync is not None:
+            with self.sync.swapped():
+                yield
+        elif isinstance(self.optimizer, optimizers.NTASGD):
             with self.optimizer.swapped() if self.pieces is None else self.pieces.averaged(self.optimizer):
                 yield
         else:

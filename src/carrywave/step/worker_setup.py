@@ -112,6 +112,13 @@ def pieces_of(mesh: Mesh, spec: TrainSpec) -> Pieces | None:
     return Pieces(mesh.replica, mesh.plan.replicas, group) if spec.shard_optimizer and group is not None else None
 
 
+def tied_of(model: Model | Whole, mesh: Mesh) -> list[Shared]:
+    """The trained parameters that several stages hold."""
+    if not isinstance(model, Model):
+        return []
+    return shared(model, mesh.plan.edges(model.units)[1:-1], share_head=mesh.plan.shares_head)
+
+
 def engine_of(
     model: Model | Whole,
     held: HeldStage,
@@ -127,9 +134,7 @@ def engine_of(
 ) -> Engine:
     """The engine that trains these parameters. Collective: every rank must call it."""
     mesh, spec = compute.mesh, compute.spec
-    tied: list[Shared] = []
-    if isinstance(model, Model):
-        tied = shared(model, mesh.plan.edges(model.units)[1:-1], share_head=mesh.plan.shares_head)
+    tied = tied_of(model, mesh)
     elsewhere = {each.name for each in tied if mesh.stage in each.stages and each.stages[0] != mesh.stage}
     nonfinite = NonfiniteRecord(model, held.stage, named, mesh.world)
     sums = partial(_all_reduce, pieces=pieces) if not spec.reproducible else _fixed_tree

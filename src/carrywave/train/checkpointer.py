@@ -74,7 +74,7 @@ class Checkpointer:
                 "metrics_sha256": metrics_sha256,
             }
             groups["extra"] = {f"loop/{name}": tensor for name, tensor in state.tensors().items()}
-            if self.trainer.scaler is not None:
+            if self.trainer.scaler is not None and self.trainer.sync is None:
                 groups["extra"] |= {f"scaler/{name}": tensor for name, tensor in self.trainer.scaler.tensors().items()}
         name = f"step-{state.step:08d}"
         best = state.best_step == state.step
@@ -114,10 +114,11 @@ class Checkpointer:
         with raise_on_all(self.world, for_all_of_us=True, patient=True), sound():
             load_state(trainer, stored, self.spec.lanes)
             extra = stored.read("extra", stored.manifest.forms("extra"))
-            if trainer.scaler is not None:
-                trainer.scaler.load(_under("scaler/", extra))
             state = LoopState.of(meta["progress"], _under("loop/", extra), trainer.device)
-            trainer.nonfinite.forget(state.in_a_row)
+            if trainer.sync is None:  # otherwise each replica has its own
+                if trainer.scaler is not None:
+                    trainer.scaler.load(_under("scaler/", extra))
+                trainer.nonfinite.forget(state.in_a_row)
             noted = meta["metrics_bytes"], meta["timing_bytes"], meta.get("metrics_sha256")  # which older snapshots lack
             self.folder.cut_back(*noted, step=state.step)
             if self.world.rank == 0:

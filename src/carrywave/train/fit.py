@@ -31,7 +31,7 @@ from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, check_agreement, join, leave, pick_device, raise_on_all
 from carrywave.plan import canonical_shards
 from carrywave.plan.cost.units import Units
-from carrywave.plan.plan import Plan
+from carrywave.plan.plan import Plan, check_sync
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights, take_weights
 from carrywave.runs.evaluation import order_for
 from carrywave.runs.run import Run
@@ -47,6 +47,7 @@ from carrywave.step.checks.arguments import check_dtype
 from carrywave.step.precision import parameter_dtype
 from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
+from carrywave.step.sync.pushing import Pushing
 from carrywave.step.trainer import Trainer
 from carrywave.tasks.doubts import worse_than_naive
 from carrywave.tasks.task import POOLED, Task
@@ -217,6 +218,7 @@ def _train(
     with raise_on_all(world):
         if spec.train.reproducible:
             canonical_shards.check(plan)
+        check_sync(plan, spec.train.sync)
         if own is not None:
             check_dtype(spec.train, model)
         model.to(parameter_dtype(spec.train.precision))
@@ -257,7 +259,7 @@ def _train(
                 watch,
                 state,
                 checkpointer,
-                compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted else None,
+                compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted and trainer.sync is None else None,
             )
         if loop.trains:
             # The files of a finished run describe what was trained, so they stay as they are.
@@ -332,6 +334,8 @@ def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
     if ending in ASKED:
         watch.end(f"{ending} at step {at.step}; resume with: {again_with}")
         return Result(loop.folder.path, ending, {}, _shown(loop.trainer.model), loop.task)
+    if isinstance(loop.trainer.sync, Pushing):
+        watch.say(loop.trainer.sync.told())
     for part, values in reached.items():
         if (verdict := worse_than_naive(values)) is not None:
             watch.say(f"{part}: {verdict}")

@@ -27,8 +27,10 @@ from carrywave.runs.run import Run, Value
 from carrywave.runs.watcher import StepInfo, Watcher
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import uncounted
-from carrywave.step.nonfinite import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW
+from carrywave.step.nonfinite import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW, Seen
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings
+from carrywave.step.sync.pushing import Pushing
 from carrywave.step.trainer import Trainer
 from carrywave.step.update import StepResult
 from carrywave.tasks.task import Part, Task
@@ -40,7 +42,6 @@ from carrywave.train.plan_check import Comparison
 from carrywave.train.run_clock import RunClock
 
 LOOK_EVERY = 8  # steps between two checks of what a GPU has computed, with several workers
-SMALLEST_SCALE = 2.0**-14  # once an fp16 loss scale has been halved to below this, gradients are non-finite at any scale
 
 Row = dict[str, Value]
 
@@ -77,6 +78,7 @@ class Loop:
         self.state, self.checkpointer = state, checkpointer
         self.compare = compare  # predicted against measured step times
         self._one_bad = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=trainer.device)
+        self.meetings = None if trainer.sync is None else Meetings(trainer)  # of replicas that do not exchange at every step
         self.clock = RunClock()
         self.stop: Stop | None = None  # what evaluations check; None: they are never left early
         # Windows of varying length make the number of windows vary by epoch; otherwise one epoch stands for all.
@@ -167,8 +169,14 @@ class Loop:
         return asked
 
     def _evaluation_due(self) -> bool:
-        every = self.spec.train.evaluate_every
-        return bool(every and self.state.step % every == 0)
+        return self._due(self.spec.train.evaluate_every)
+
+    def _due(self, every: int | None) -> bool:
+        """True every so many steps; where replicas train on their own, at their next meeting."""
+        at = self.state
+        if self.meetings is None:
+            return bool(every and at.step % every == 0)
+        return bool(every and at.met == at.step and at.step // every > at.met_before // every)
 
     def _save_if_due(self) -> None:
         if self._snapshot_due():
@@ -180,8 +188,8 @@ class Loop:
 
     def _snapshot_due(self) -> bool:
         """True every `snapshot_every` steps and after a new best evaluation, within an epoch; at its end there is a snapshot anyway."""
-        at, every = self.state, self.spec.train.snapshot_every
-        return at.batch < self.order.num_steps(at.epoch) and (at.best_step == at.step or bool(every and at.step % every == 0))
+        at = self.state
+        return at.batch < self.order.num_steps(at.epoch) and (at.best_step == at.step or self._due(self.spec.train.snapshot_every))
 
     def _groups(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:
         """Group batches by optimizer step; the last group of an epoch may be smaller, and no batch is dropped."""
@@ -212,8 +220,10 @@ class Loop:
         at.batch += len(group)
         real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
         at.cells = [at.cells[0] + real, at.cells[1] + padded]
-        self._add(result)
         self.clock.count(real)
+        if self.meetings is not None:
+            return self._on_its_own(self.meetings, result, stop)
+        self._add(result)
         alone = self.trainer.plan.workers == 1
         # Workers check at the same steps, not by their own clocks, so that all of them stop at the same one. If any of them has a GPU,
         # which runs asynchronously, none checks at every step.
@@ -225,6 +235,32 @@ class Loop:
         if at.step % train.log_every == 0:
             self.write_row()
         return stop.asked if alone else stop.decided(result.votes.tolist()) if look else None
+
+    def _on_its_own(self, meetings: Meetings, result: StepResult, stop: Stop) -> Reason | None:
+        """After a step that this replica took on its own: meet the others, if it is time; returns the reason to stop, if one was asked to.
+
+        All replicas meet at the end of an epoch and of the run too, so that what is evaluated there is what all of them have trained.
+        """
+        train, at, sync = self.spec.train, self.state, meetings.sync
+        meetings.add(result)
+        if self.clock.due():
+            self._tick(result)
+        last = at.batch >= self.order.num_steps(at.epoch) or at.step == train.max_steps
+        due = sync.due(at.step, last=last)
+        if not due:
+            return None
+        met = meetings.meet()
+        at.met_before, at.met = at.met, at.step
+        at.sums = at.sums + met.sums
+        self._heed(met.seen, scale_gone=met.scale_gone)  # before anything non-finite reaches another replica
+        sync.exchange(due, met.targets)
+        if self._due(train.log_every):
+            self.write_row()
+            if isinstance(sync, Pushing):
+                seen = sync.staleness
+                place: Row = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
+                self.folder.write_timing(place | {"staleness": seen.mean, "most_stale": seen.most, "most_ahead": seen.ahead})
+        return stop.decided(list(met.votes))
 
     def _asked(self, stop: Stop) -> Reason | None:
         """The reason to stop, if any worker was asked to. Collective: every rank must call it."""
@@ -240,12 +276,18 @@ class Loop:
 
     def check(self) -> None:
         """Check for a non-finite loss or gradient; nothing of such a step is ever saved. Collective: every rank must call it."""
+        if self.meetings is None:  # otherwise it was done when replicas met
+            scaler = self.trainer.scaler
+            self._heed(self.trainer.nonfinite.look(), scale_gone=scaler is not None and float(scaler.scale) < SMALLEST_SCALE)
+
+    def _heed(self, seen: Seen, *, scale_gone: bool) -> None:
+        """Stop, skip or go back if there were non-finite steps. Collective: every rank must call it, and with the same news."""
         at, train, trainer = self.state, self.spec.train, self.trainer
-        seen = trainer.nonfinite.look()
         at.skipped, at.in_a_row = at.skipped + seen.bad, seen.in_a_row
         if seen.ago is not None:
-            cause, step = trainer.nonfinite.cause(seen, weights=trainer.guards_weights), at.step - seen.ago
-        elif trainer.scaler is not None and float(trainer.scaler.scale) < SMALLEST_SCALE:
+            cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights, world=trainer.mesh.world)
+            step = at.step - seen.ago
+        elif scale_gone:
             cause, step = "the loss or its gradient", at.step
         else:
             return
@@ -274,6 +316,8 @@ class Loop:
             raise on_every_rank(Diverged(f"{error} (after going back {MOST_BACKS} times, down to a learning rate of {at.lr:g})"))
         # The file of the best weights stays as it is, even if it was written after the snapshot.
         self.state = replace(self.checkpointer.go_back(), backs=at.backs + 1, best=at.best)
+        if self.meetings is not None:
+            self.meetings.forget()
         fact, factor = str(error).partition(";")[0], BACK_FACTOR**self.state.backs
         self.watch.say(f"{fact}; going back to step {self.state.step}, with the learning rate multiplied by {factor:g} from there on")
 
@@ -291,7 +335,7 @@ class Loop:
         # Rows at the end of an epoch may cover fewer steps than others, so each gives their number.
         place: Row = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
         extra: Row = {"skipped": int(skipped)} if self.spec.train.on_nan == "skip" else {}
-        means: Row = {"loss": loss, "lr": at.lr, "norm": norm / steps, "waste": waste, "steps": int(steps), "targets": int(count)}
+        means: Row = {"loss": loss, "lr": at.lr, "norm": norm / steps, "waste": waste, "steps": round(steps), "targets": int(count)}
         self.folder.write_metrics(place | means | extra)
         seconds, rate = self.clock.lap()
         self.folder.write_timing(place | {"seconds": seconds, "tokens_per_second": rate})

@@ -40,6 +40,8 @@ class LoopState:
     skipped: int = 0  # steps skipped because of non-finite values
     in_a_row: int = 0  # consecutive ones, up to this step
     backs: int = 0  # times the run went back to a snapshot because of them
+    met: int = 0  # the step of the last meeting of replicas that train on their own
+    met_before: int = 0  # and of the one before
 
     @staticmethod
     def start(device: torch.device) -> LoopState:

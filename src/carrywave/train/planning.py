@@ -73,8 +73,9 @@ def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
 
 def _plan(world: World, given: PlanRequest, say: Say) -> tuple[Plan, Prediction | None, list[str]]:
     spec, workers, units = given.spec, given.workers, given.units
-    # If any number of replicas must give the same bytes there is nothing to choose: every worker is a replica.
-    auto = spec.plans_itself and not spec.train.reproducible
+    # If any number of replicas must give the same bytes there is nothing to choose: every worker is a replica. So too where replicas do
+    # not exchange at every step, because their number then changes the result.
+    auto = spec.plans_itself and not spec.train.reproducible and spec.train.sync == "step"
     if auto and given.before is not None and given.before.workers == workers:
         plan = given.before  # a resumed run continues bit for bit
     elif auto and units is not None and workers > 1:

@@ -57,7 +57,7 @@ class Footprint:
             self.put_off,
             bool(self.plan.recompute),
             self.share_head,
-            reduced=self.plan.replicas > 1,
+            reduced=self.plan.replicas > 1 and not self.units.outer,
             segment=self.plan.segment(self.chunks),
             owners=self.plan.replicas if self.units.shard_optimizer else 1,
             links=self.shared,

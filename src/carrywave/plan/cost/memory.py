@@ -18,7 +18,7 @@ class Memory:
 
     parameters: int
     gradients: int
-    optimizer: int
+    optimizer: int  # its state; and the weights that replicas agreed on, where they do not exchange at every step
     activations: int  # saved for chunks in flight and for deferred weight gradients
     carries: int
     workspace: int  # temporary memory of the running task
@@ -138,7 +138,7 @@ def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) 
 def _fixed(units: Units, first: int, last: int, split: Split) -> tuple[int, int, int]:
     # What replicas exchange of new weights, a few megabytes at a time, is not counted: no activations are held then.
     parameters = units.parameters(first, last, share_head=split.share_head) * units.parameter_bytes
-    return parameters, parameters * (2 if split.reduced else 1), -(-parameters * units.states // split.owners)
+    return parameters, parameters * (2 if split.reduced else 1), parameters * units.outer - (-parameters * units.states // split.owners)
 
 
 def _numbers(units: Units, first: int, last: int, share_head: bool) -> tuple[int, int, int, int, int, int]:

@@ -17,7 +17,7 @@ from carrywave.plan.cost.profile import Kind
 from carrywave.plan.plan import Plan
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import Spec
+from carrywave.spec.spec import Spec, TrainSpec
 
 _ACTIVATION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 _STATES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # optimizer state elements per parameter
@@ -71,6 +71,7 @@ class Units:
     streams: bool = True
     reproducible: bool = False
     shard_optimizer: bool = False  # replicas divide the optimizer state
+    outer: int = 0  # copies of the weights besides, on replicas that do not exchange at every step (`train.sync`)
 
     def __len__(self) -> int:
         return len(self.units)
@@ -204,7 +205,18 @@ class Units:
             spec.streams,
             spec.train.reproducible,
             spec.train.shard_optimizer,
+            _outer_copies(spec.train),
         )
+
+
+def _outer_copies(train: TrainSpec) -> int:
+    """Copies of the weights that replicas hold to exchange them: what they agreed on, its momentum, and what travels."""
+    if train.sync == "step":
+        return 0
+    if train.sync == "async":
+        return 4  # gradients in a row, weights that come back, in parts and in a row, and at most one more for the share
+    momentum = train.outer_momentum if train.sync == "diloco" else train.block_momentum
+    return 1 + (1 if momentum else 0) + -(-2 // train.sync_fragments)
 
 
 def _or(given: float | None, otherwise: float) -> float:

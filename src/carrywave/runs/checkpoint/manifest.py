@@ -25,7 +25,7 @@ from carrywave.runs.checkpoint.atomic_files import Form
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-GROUPS = ("parameters", "optimizer", "carry", "extra")
+GROUPS = ("parameters", "optimizer", "carry", "extra", "outer", "replica")
 REMEDY = "resume from another snapshot or start a new run"
 
 

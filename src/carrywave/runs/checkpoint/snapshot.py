@@ -31,7 +31,7 @@ NONE_YET = ".none-yet"  # exists from the start of a run to its first snapshot: 
 TEMPORARY = ".tmp-"
 
 Tensors = dict[str, Tensor]
-Groups = dict[str, Tensors]  # by kind: parameters, optimizer, carry, extra
+Groups = dict[str, Tensors]  # by kind: parameters, optimizer, carry, extra; of replicas that train on their own, outer and replica
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Snapshot:
     optimizer: Tensors = field(default_factory=dict)
     carry: Tensors = field(default_factory=dict)  # by layer name; lanes are the second dimension
     extra: Tensors = field(default_factory=dict)  # loss scale, running sums of metrics
+    outer: Tensors = field(default_factory=dict)  # what replicas that train on their own share, besides the parameters
+    replica: Tensors = field(default_factory=dict)  # and what each has of its own, by its number
     meta: dict[str, Any] = field(
         default_factory=dict
     )  # JSON: cursor, seed, learning rate, spec, fingerprint, history, log sizes; tuples come back as lists

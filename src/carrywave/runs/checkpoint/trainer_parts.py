@@ -2,7 +2,7 @@
 
 Replicas hold the same parameters and optimizer state, so each writes a share of them, about equal in bytes; what several stages hold is
 written by the first of them. If replicas divide the optimizer state (`train.shard_optimizer`), each writes its pieces. Each worker writes
-the carry of its own layers and lanes.
+the carry of its own layers and lanes. Of replicas that train on their own, `replica_parts` says what they share and what not.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from carrywave.errors import RunError
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import homes
 from carrywave.model.state import State
+from carrywave.runs.checkpoint import replica_parts
 from carrywave.runs.checkpoint.atomic_files import Form, form_of
 from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged
 from carrywave.step.optim import optimizer as optimizers
@@ -29,10 +30,16 @@ def part_of(trainer: Trainer, lanes: int) -> Groups:
     """This worker's part of a snapshot: its share of the parameters and the optimizer state, and the carry that it holds."""
     own = _owned(trainer)
     named = [(name, p) for name, p in trainer.named if name in own]
-    groups: Groups = {"parameters": {name: tensor for name, tensor in trainer.parameters().items() if name in own}, "optimizer": {}}
-    if trainer.pieces is None:
-        groups["optimizer"] = optimizers.state_tensors(trainer.optimizer, named)
+    groups: Groups
+    if trainer.sync is not None:
+        groups = replica_parts.shared_part(trainer, own)
+    else:
+        groups = {"parameters": {name: tensor for name, tensor in trainer.parameters().items() if name in own}, "optimizer": {}}
+        if trainer.pieces is None:
+            groups["optimizer"] = optimizers.state_tensors(trainer.optimizer, named)
     mine = _dealt(groups, trainer.mesh.replica, trainer.plan.replicas)
+    if trainer.sync is not None:
+        mine["replica"] = replica_parts.own_part(trainer, own)
     if trainer.pieces is not None:
         mine["optimizer"] = piece_state.saved(trainer.optimizer, [piece for _, p in named if (piece := trainer.pieces.of(p)) is not None])
     low, high = trainer.mesh.share().bounds(lanes)
@@ -73,10 +80,15 @@ def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
     # Everything in the manifest is checked before any tensor is read.
     check_forms(own, stored.manifest.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys())
     state_names = _own_state_names(trainer, stored)
+    if trainer.sync is not None:
+        replica_parts.check_size(trainer, stored)
     trainer.state = own_state(stored, trainer, lanes)
     load_parameters(own, stored.read("parameters", own), "the snapshot")
-    saved = bool(stored.manifest.forms("optimizer"))
-    load_optimizer(trainer, stored.read("optimizer", state_names), trainer.named, averages=saved)
+    if trainer.sync is None:
+        saved = bool(stored.manifest.forms("optimizer"))
+        load_optimizer(trainer, stored.read("optimizer", state_names), trainer.named, averages=saved)
+    else:
+        replica_parts.load(trainer, stored, {name for name, _ in trainer.model.named_parameters()} - dict(trainer.named).keys())
 
 
 def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:

@@ -97,7 +97,7 @@ class Agreement:
     def _gather(self, given: StepInputs) -> None:
         """Compare a row of every rank. All calls that begin with a comparison send rows of one form, so that any two of them can meet."""
         rows = [torch.zeros(len(REMEDIES), dtype=torch.int64) for _ in range(self.mesh.world.size)]
-        dist.all_gather(rows, torch.tensor([*given.numbers, 0], dtype=torch.int64))
+        dist.all_gather(rows, torch.tensor([*given.numbers, 0], dtype=torch.int64), group=self.mesh.world.group)
         self._compare(torch.stack(rows).tolist(), given, self._steps)
 
     def same_batch(self, batch: Batch | None) -> None:

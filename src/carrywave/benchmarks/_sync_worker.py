@@ -1,0 +1,45 @@
+"""`python -m carrywave.benchmarks._sync_worker JOB.json`: one of the workers of `bench sync`; trains one run after the other.
+
+Started once for each worker with a launcher's variables. Rank 0 writes what became of the runs, and the bytes that its interface sent
+meanwhile, as the kernel counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from carrywave.errors import UserError
+from carrywave.parallel.startup.interfaces import GLOO
+from carrywave.spec.load import parse
+from carrywave.train.fit import train
+
+
+def sent_bytes(interface: str) -> int:
+    """What an interface has sent since it came up."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    found = {name.strip(): numbers.split() for name, colon, numbers in (line.partition(":") for line in lines) if colon}
+    return int(found[interface][8])
+
+
+def main(path: Path) -> None:
+    """Carry out the runs of a job."""
+    job: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    told: list[dict[str, Any]] = []
+    for number, spec in enumerate(job["specs"]):
+        before = sent_bytes(os.environ[GLOO])
+        try:
+            result = train(parse(spec), run=path.parent / f"run-{number}", device="cpu")
+        except UserError as error:
+            told.append({"error": str(error)})
+            break
+        told.append({"metrics": result.metrics, "sent_bytes": sent_bytes(os.environ[GLOO]) - before})
+    if os.environ["RANK"] == "0":
+        (path.parent / "told.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

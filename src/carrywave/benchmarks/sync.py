@@ -1,0 +1,219 @@
+"""Claim: over slow links, replicas that seldom exchange train many times as fast as with an exchange at every step, and almost as well.
+
+Real workers, one thread each, train the same language model on the same text, with the same number of steps and lanes: `train.sync` step,
+local, diloco (fp32 and bf16 on the wire) and async. `tokens_per_second` is over all workers, without evaluations and without the first row;
+`sent_MB` is what one worker sent in one step, as the kernel counts it; `loss` is that of the validation part in the end, in nats a token,
+and `loss_to_step` its ratio to that of step. With `--link N` the same workers stand in network namespaces, joined by links of N Mbit/s
+(`link_Mbit`; needs root), for as many steps as it takes to time them; their loss is not looked at, because links do not change it.
+
+`--curve`: instead, the loss of local and diloco against `train.sync_every`, from 1 to 500. `--text FILE` and `--valid FILE` say what to
+train on (by default text that ships with Python), `--set KEY=VALUE` changes the spec, as in `--set model.hidden=256`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import carrywave
+from carrywave.benchmarks import _slow_links
+from carrywave.errors import RunError, UserError
+from carrywave.parallel.startup.interfaces import GLOO
+
+title = "replicas that do not exchange at every step"
+COLUMNS = (
+    "sync",
+    "sync_every",
+    "replicas",
+    "link_Mbit",
+    "steps",
+    "tokens_per_second",
+    "to_step",
+    "sent_MB",
+    "loss",
+    "loss_to_step",
+    "note",
+)
+
+REPLICAS = 4
+SPEC: dict[str, dict[str, Any]] = {
+    "data": {"tokens": "char"},
+    "model": {"hidden": 512, "layers": 2},
+    "batch": {"lanes": 16, "steps": 32},
+    "train": {"optimizer": "adam", "lr": 2e-3, "clip": 1.0, "epochs": 1000, "max_steps": 1000, "snapshot_every": 0},
+}
+QUICK: dict[str, dict[str, Any]] = {"model": {"hidden": 16, "layers": 1}, "batch": {"lanes": 8, "steps": 8}, "train": {"max_steps": 20}}
+MODES: tuple[dict[str, Any], ...] = (
+    {"sync": "step"},
+    {"sync": "local"},
+    {"sync": "diloco"},
+    {"sync": "diloco", "sync_dtype": "bf16"},
+    {"sync": "async"},
+)
+EVERY, QUICK_EVERY = 50, 5
+CURVE, QUICK_CURVE = (1, 2, 5, 10, 20, 50, 100, 200, 500), (1, 5)
+TIMED_STEPS = 12  # of step and async on a slow link, where every step takes long; the others take three rounds of `EVERY`
+LONGEST_SECONDS = 3600.0
+
+
+def run(
+    *,
+    quick: bool = False,
+    text: Path | None = None,
+    valid: Path | None = None,
+    link: int | None = None,
+    curve: bool = False,
+    settings: Sequence[str] | None = None,
+) -> list[dict[str, object]]:
+    """One row for each way of exchanging, or for each point of the curve."""
+    if valid is not None and text is None:
+        raise UserError("--valid needs --text; give both, or neither")
+    base = _merged(SPEC, QUICK if quick else {}, _given(text, valid), _set(settings or []))
+    every = QUICK_EVERY if quick else EVERY
+    if curve:
+        return _curve(base, QUICK_CURVE if quick else CURVE)
+    modes = [mode if mode["sync"] == "step" else mode | {"sync_every": every} for mode in MODES]
+    rows = _rows(modes, [_merged(base, {"train": mode}) for mode in modes], None)
+    if link is not None:
+        why = _slow_links.reason()
+        if why is not None:
+            return [*rows, {"sync": "all", "link_Mbit": link, "note": f"skipped: {why}"}]
+        timed = [_merged(base, {"train": mode}, _short(mode, every, quick=quick)) for mode in modes]
+        rows += _rows(modes, timed, link)
+    return rows
+
+
+def _short(mode: Mapping[str, Any], every: int, *, quick: bool) -> dict[str, Any]:
+    """As many steps as it takes to time a mode, in rows of equal length."""
+    each = mode["sync"] in ("step", "async")
+    many = (4 if quick else TIMED_STEPS) if each else 3 * every
+    row = many // 4 if each else every
+    own = {"sync_every": row} if mode["sync"] == "async" else {}
+    return {"train": {"max_steps": many, "log_every": row, **own}}
+
+
+def _curve(base: dict[str, Any], points: Sequence[int]) -> list[dict[str, object]]:
+    modes: list[dict[str, Any]] = [{"sync": "step"}]
+    modes += [{"sync": sync, "sync_every": every} for sync in ("local", "diloco") for every in points]
+    return _rows(modes, [_merged(base, {"train": mode}) for mode in modes], None)
+
+
+def _rows(modes: Sequence[Mapping[str, Any]], specs: Sequence[dict[str, Any]], link: int | None) -> list[dict[str, object]]:
+    found = _trained(specs, link)
+    first = found[0]
+    rows: list[dict[str, object]] = []
+    for mode, spec, told in zip(modes, specs, found, strict=True):
+        wire = ", bf16" if mode.get("sync_dtype") == "bf16" else ""
+        row: dict[str, object] = {
+            "sync": f"{mode['sync']}{wire}",
+            "sync_every": mode.get("sync_every"),
+            "replicas": REPLICAS,
+            "link_Mbit": link,
+            "steps": spec["train"]["max_steps"],
+            "tokens_per_second": round(told["tokens_per_second"]),
+            "to_step": round(told["tokens_per_second"] / first["tokens_per_second"], 2),
+            "sent_MB": round(told["sent_bytes"] / 1e6 / spec["train"]["max_steps"], 3),
+            "loss": None,
+            "loss_to_step": None,
+            "note": told["note"],
+        }
+        if link is None:
+            row |= {"loss": round(told["loss"], 4), "loss_to_step": round(told["loss"] / first["loss"], 4)}
+        rows.append(row)
+    return rows
+
+
+def _trained(specs: Sequence[dict[str, Any]], link: int | None) -> list[dict[str, Any]]:
+    """Train all of them in one crew of workers."""
+    with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps({"specs": [spec | {"plan": {"replicas": REPLICAS}} for spec in specs]}))
+        if link is None:
+            _work(folder, [[] for _ in range(REPLICAS)], "lo0" if sys.platform == "darwin" else "lo")
+        else:
+            with _slow_links.hosts(REPLICAS, link) as words:
+                _work(folder, words, _slow_links.INTERFACE)
+        told = json.loads((folder / "told.json").read_text())
+        # Loopback carries what all workers send; an interface of its own, what one does.
+        senders = REPLICAS if link is None else 1
+        return [_found(folder / f"run-{number}", one, senders) for number, one in enumerate(told)]
+
+
+def _found(folder: Path, told: Mapping[str, Any], senders: int) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
+    timed = [row for row in rows if row["split"] == "train" and "tokens_per_second" in row]
+    timed = timed[1:] or timed  # the first has the start of everything in it
+    tokens = sum(row["tokens_per_second"] * row["seconds"] for row in timed)
+    stale = [row for row in rows if "staleness" in row]
+    note = f"staleness {stale[-1]['staleness']:.1f} on average, {stale[-1]['most_stale']} at most" if stale else ""
+    return {
+        "tokens_per_second": tokens / sum(row["seconds"] for row in timed),
+        "sent_bytes": told["sent_bytes"] / senders,
+        "loss": told["metrics"]["valid"]["loss"],
+        "note": note,
+    }
+
+
+def _work(folder: Path, words: Sequence[Sequence[str]], interface: str) -> None:
+    """Start the workers and wait for them; one that fails ends all."""
+    source = str(Path(carrywave.__file__).parents[1])
+    shared = {
+        "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        GLOO: interface,
+        "CARRYWAVE_STORE": str(folder / "store"),
+        "WORLD_SIZE": str(REPLICAS),
+        "LOCAL_WORLD_SIZE": str(REPLICAS),
+    }
+    crew: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, before in enumerate(words):
+            own = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [*before, sys.executable, "-m", "carrywave.benchmarks._sync_worker", str(folder / "job.json")]
+            with (folder / f"{rank}.log").open("wb") as log:
+                crew.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=own))
+        codes = [process.wait(LONGEST_SECONDS) for process in crew]
+    finally:
+        for process in crew:
+            process.kill()
+            process.wait()
+    told = json.loads((folder / "told.json").read_text()) if (folder / "told.json").exists() else []
+    errors = [one["error"] for one in told if "error" in one]
+    logs = [(folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank, code in enumerate(codes) if code]
+    if errors or logs:
+        raise RunError(f"a worker of bench sync failed: {(errors or logs)[0]}")
+
+
+def _given(text: Path | None, valid: Path | None) -> dict[str, Any]:
+    files = {"train": text, "valid": valid}
+    return {"data": {name: str(path.absolute()) for name, path in files.items() if path is not None}}
+
+
+def _set(settings: Sequence[str]) -> dict[str, Any]:
+    """Settings such as model.hidden=256, as sections."""
+    found: dict[str, dict[str, Any]] = {}
+    for word in settings:
+        key, equals, value = word.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or not dot:
+            raise UserError(f"--set {word} is not a setting; write it as in model.hidden=256")
+        try:
+            found.setdefault(section, {})[name] = json.loads(value)
+        except ValueError:
+            found.setdefault(section, {})[name] = value
+    return found
+
+
+def _merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Specs on top of each other; later ones win."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for section, values in part.items():
+            found[section] = {**found.get(section, {}), **values}
+    return found

@@ -1,0 +1,42 @@
+"""One replica as a mesh of its own, for training in which replicas do not exchange at every step: what a step sums and compares, it sums
+and compares over the stages of this replica alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from carrywave.data.loader import Share
+from carrywave.parallel import process_groups
+from carrywave.parallel.group_sums import Summing
+from carrywave.parallel.mesh import Mesh
+
+
+class ReplicaMesh(Mesh):
+    """The replica of `whole` that this worker belongs to. Collective: every rank of `whole` must create it."""
+
+    def __init__(self, whole: Mesh) -> None:
+        plan, world = whole.plan, whole.world
+        self.whole, self.device, self.links = whole, whole.device, whole.links
+        self.plan = replace(plan, replicas=1)
+        self.replica, self.stage = 0, whole.stage
+        self._replicas, self._all, self._there = None, None, whole._there
+        self.world = replace(world, rank=whole.stage, size=plan.stages, backend=world.backend if plan.stages > 1 else "")
+        if plan.stages > 1:
+            self._all = self._own(range(plan.stages))
+            self.world = replace(self.world, group=process_groups.group(self._ranks(whole.replica, range(plan.stages)), "replica"))
+
+    def share(self, *, inputs: bool = True, targets: bool = True) -> Share:
+        return self.whole.share(inputs=inputs, targets=targets)
+
+    def replicas_of(self, stages: Sequence[int]) -> Summing | None:
+        return None if len(stages) == 1 else self._own(stages)
+
+    def _own(self, stages: Sequence[int]) -> Summing:
+        """What sums over these stages of this replica. Every worker creates the groups of every replica, in the same order."""
+        made = [self.whole._summing(self._ranks(replica, stages), "replica") for replica in range(self.whole.plan.replicas)]
+        return made[self.whole.replica]
+
+    def _ranks(self, replica: int, stages: Sequence[int]) -> list[int]:
+        return [replica * self.plan.stages + stage for stage in stages]

@@ -1,0 +1,42 @@
+"""Which keys of the train section belong to which `train.sync`, and what cannot be combined with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# The modes that read a key; any other mode would ignore it.
+READ_BY = {
+    "sync_every": ("local", "diloco", "async"),
+    "sync_dtype": ("local", "diloco"),
+    "sync_fragments": ("diloco",),
+    "block_momentum": ("local",),
+    "block_nesterov": ("local",),
+    "outer_lr": ("diloco",),
+    "outer_momentum": ("diloco",),
+    "max_staleness": ("async",),
+}
+
+
+def check_sync(train: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse keys that the mode would ignore, and settings that it cannot honour."""
+    sync, every, fragments = (train[key] for key in ("sync", "sync_every", "sync_fragments"))
+    for key, modes in READ_BY.items():
+        # A resolved spec lists every key, so one that has its default value is no mistake.
+        if sync not in modes and train[key] != defaults[key]:
+            raise ValueError(f"{key} is for train.sync={' or '.join(modes)}, not for train.sync={sync}; remove it")
+    if sync == "step":
+        return
+    if train["reproducible"]:
+        raise ValueError(f"reproducible needs an exchange at every step, which train.sync={sync} does without; remove one of them")
+    if train["shard_optimizer"]:
+        raise ValueError(f"shard_optimizer divides a state that replicas have in common, which train.sync={sync} does not; remove one of them")
+    if train["optimizer"] == "ntasgd":
+        raise ValueError(f"optimizer=ntasgd averages the weights of every step, which train.sync={sync} does not exchange; use sgd")
+    if train["block_nesterov"] and not train["block_momentum"]:
+        raise ValueError("block_nesterov needs block_momentum above 0; set it, or remove block_nesterov")
+    if every % fragments:
+        raise ValueError(
+            f"sync_every {every} is not a multiple of sync_fragments {fragments}; make it one, "
+            "because one fragment is exchanged every sync_every / sync_fragments steps"
+        )

@@ -1,0 +1,1 @@
+"""Replicas that do not exchange at every step: local averaging, DiLoCo, asynchronous training."""

@@ -1,0 +1,112 @@
+"""Meetings of replicas that train on their own: at fixed steps, one all-reduced vector tells all workers what each must know of the others.
+
+Between two meetings nothing is exchanged between replicas: neither losses, nor requests to stop, nor news of non-finite numbers. What a run
+writes (rows, weights, snapshots) it therefore writes at meetings, where all workers agree on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from carrywave.errors import WorkerError
+from carrywave.parallel.startup.rendezvous import on_every_rank
+from carrywave.step.nonfinite import Seen
+from carrywave.step.stats import Slots
+from carrywave.step.update import StepResult
+
+if TYPE_CHECKING:
+    from carrywave.step.trainer import Trainer
+
+SMALLEST_SCALE = 2.0**-14  # once an fp16 loss scale has been halved to below this, gradients are non-finite at any scale
+SUMS = 5  # loss, targets, norm, steps; non-finite steps
+
+
+@dataclass(frozen=True)
+class Met:
+    """What all workers learned at a meeting."""
+
+    sums: Tensor  # [5], over the steps of all replicas since the last meeting, on the device; norms and steps are means over replicas
+    votes: tuple[float, float]  # as in `Trainer.votes`, added up
+    targets: Tensor  # [replica, fragment] on the host: trained on since each fragment's last exchange
+    seen: Seen
+    scale_gone: bool  # a loss scale became so small that gradients are non-finite at any scale
+
+
+class Meetings:
+    """The meetings of one trainer's replicas, and what this worker brings to the next one."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        assert trainer.sync is not None
+        self.trainer, self.mesh, self.sync = trainer, trainer.mesh, trainer.sync
+        size = self.mesh.world.size
+        self.slots = Slots(
+            sums=(SUMS,),
+            votes=(2,),
+            targets=(self.mesh.plan.replicas, self.sync.fragments),
+            seen=(size, 6),  # of `Seen`, by rank: ago + 1, this rank's code, bad, longest, in a row; and whether its loss scale is gone
+            marks=(size,),  # each worker's checksum of the weights that replicas agree on
+        )
+        self._one_bad = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=self.mesh.device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the steps since the last meeting, because the run goes back to a snapshot, which is of a meeting."""
+        self.sums = torch.zeros(SUMS, dtype=torch.float64, device=self.mesh.device)
+
+    def add(self, result: StepResult) -> None:
+        """Count a step of this replica."""
+        one = torch.ones((), dtype=torch.float64, device=self.mesh.device)
+        norm = torch.where(result.norm.isfinite(), result.norm, 0.0).double()  # a step that fp16 skips has no norm
+        numbers = torch.stack([result.loss_sum, result.count, norm, one, torch.zeros_like(one)])
+        self.sums = self.sums + torch.where(result.finite, numbers, self._one_bad)
+        self.sync.add(result)
+
+    def meet(self) -> Met:
+        """Tell the others, and hear of them. Collective: every rank must call it after the same step."""
+        trainer, slots, rank = self.trainer, self.slots, self.mesh.world.rank
+        seen = trainer.nonfinite.look()
+        scaler = trainer.scaler
+        gone = scaler is not None and float(scaler.scale) < SMALLEST_SCALE
+        told = torch.zeros(slots.size, dtype=torch.float64, device=self.mesh.device)
+        replicas = self.mesh.plan.replicas
+        if self.mesh.stage == 0:  # the other stages of a replica know the same numbers
+            mean = torch.tensor([1.0, 1.0, 1.0 / replicas, 1.0 / replicas, 1.0], dtype=torch.float64, device=self.mesh.device)
+            slots.read(told, "sums").copy_(self.sums * mean)
+            slots.read(told, "targets")[self.mesh.replica] = self.sync.targets
+        slots.read(told, "votes").copy_(torch.tensor(trainer.votes, dtype=torch.float64))
+        code = seen.said[self.mesh.stage] if seen.said else 0
+        row = [0 if seen.ago is None else seen.ago + 1, code, seen.bad, seen.longest, seen.in_a_row, float(gone)]
+        slots.read(told, "seen")[rank] = torch.tensor(row, dtype=torch.float64, device=self.mesh.device)
+        slots.read(told, "marks")[rank] = self.sync.checksum()
+        found = self.mesh.sum_(told)
+        sums = slots.read(found, "sums").clone()
+        heard = found.cpu()
+        self._compare(slots.read(heard, "marks").tolist())
+        rows = [[int(number) for number in each] for each in slots.read(heard, "seen").tolist()]
+        stop, end = slots.read(heard, "votes").tolist()
+        self.forget()
+        joint = joined(rows, self.mesh.plan.stages)
+        return Met(sums, (stop, end), slots.read(heard, "targets").clone(), joint, any(each[5] for each in rows))
+
+    def _compare(self, marks: Sequence[float]) -> None:
+        stages = self.mesh.plan.stages
+        for rank, mark in enumerate(marks):
+            if mark != marks[rank % stages]:
+                fact = f"the weights that rank {rank} and rank {rank % stages} agreed on at their last exchange differ"
+                raise on_every_rank(WorkerError(f"{fact}; change weights in the same way on all workers, or not at all"))
+
+
+def joined(rows: Sequence[Sequence[int]], stages: int) -> Seen:
+    """What all replicas saw of non-finite steps, from the rows of all ranks: the first of them anywhere, all of them counted."""
+    firsts = [row[0] for row in rows]
+    in_a_row = max(row[4] for row in rows)
+    if not any(firsts):
+        return Seen(in_a_row=in_a_row)
+    first = max(firsts)  # the longest ago
+    said = tuple(row[1] if row[0] == first else 0 for row in rows)
+    return Seen(first - 1, said, sum(row[2] for row in rows[::stages]), max(row[3] for row in rows), in_a_row)

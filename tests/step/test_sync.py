@@ -1,0 +1,166 @@
+"""The arithmetic of an exchange, the bound on staleness, and what replicas tell each other; without processes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from carrywave.errors import PlanError, SpecError
+from carrywave.plan.plan import Plan, check_sync
+from carrywave.spec.load import parse
+from carrywave.spec.spec import TrainSpec
+from carrywave.step.nonfinite import Seen
+from carrywave.step.sync.clocks import Clocks, most_missed
+from carrywave.step.sync.meeting import joined
+from carrywave.step.sync.outer import OuterRule, bounds, fragments_due, weight_of
+from carrywave.step.sync.reference import simulate
+from carrywave.step.sync.wire import Wire
+
+CLOSE = 1e-12  # a dozen additions in float64
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"sync": "local"},
+        {"sync": "local", "block_momentum": 0.6},
+        {"sync": "local", "block_momentum": 0.6, "block_nesterov": True},
+        {"sync": "diloco", "outer_lr": 0.5, "outer_momentum": 0.8},
+        {"sync": "diloco", "outer_lr": 0.5, "outer_momentum": 0.0},
+    ],
+)
+def test_the_rule_is_that_of_the_reference(train: dict[str, float]) -> None:
+    spec = parse({"train": train}).train
+    rule = OuterRule.of(spec)
+    assert rule.keeps_momentum == bool(spec.block_momentum or (spec.sync == "diloco" and spec.outer_momentum))
+    counts = [3, 5]
+
+    def inner(weights: list[Tensor], replica: int, step: int) -> int:
+        weights[0] += 0.1 * draw(10 * step + replica) * weights[0]
+        return counts[replica]
+
+    wanted = simulate(
+        [draw(0)],
+        inner,
+        lambda step, place: step % 3 == 0,
+        replicas=2,
+        steps=9,
+        mode="local" if spec.sync == "local" else "diloco",
+        momentum=spec.block_momentum if spec.sync == "local" else spec.outer_momentum,
+        nesterov=spec.block_nesterov,
+        lr=spec.outer_lr,
+    )
+    outer, momentum = draw(0), torch.zeros(7, dtype=torch.float64) if rule.keeps_momentum else None
+    for exchange in range(3):
+        begun = rule.start_of(outer, momentum)
+        own = [[begun.clone()] for _ in counts]
+        for step in range(3 * exchange + 1, 3 * exchange + 4):
+            for replica, weights in enumerate(own):
+                inner(weights, replica, step)
+        changes = [(weights[0] - begun) * weight_of(count, sum(counts), 2) for weights, count in zip(own, counts, strict=True)]
+        rule.step_(outer, momentum, changes[0] + changes[1])
+    torch.testing.assert_close(outer, wanted[0], rtol=CLOSE, atol=CLOSE)
+
+
+def test_a_replica_without_targets_does_not_count() -> None:
+    assert weight_of(0, 12, 4) == 0.0
+    assert weight_of(3, 12, 4) == 0.25
+    assert weight_of(0, 0, 4) == 0.25  # nobody had any: their weights still decay alike
+
+
+def test_fragments_take_turns() -> None:
+    told = {step: due for step in range(1, 13) if (due := fragments_due(step, 6, 3, last=False))}
+    assert told == {2: (0,), 4: (1,), 6: (2,), 8: (0,), 10: (1,), 12: (2,)}
+    assert fragments_due(7, 6, 3, last=True) == (0, 1, 2)
+    assert fragments_due(6, 6, 1, last=False) == (0,)
+
+
+def test_fragments_cover_every_element_once() -> None:
+    for size in (0, 1, 5, 64):
+        cuts = [bounds(size, fragment, 3) for fragment in range(3)]
+        assert [cuts[0][0], *(high for _, high in cuts)] == [low for low, _ in cuts] + [size]
+
+
+def test_half_precision_rounds_what_travels_even_if_there_is_nobody_to_send_it_to() -> None:
+    flat = torch.tensor([1.0 + 2**-12], dtype=torch.float64)
+    assert float(Wire(None, "bf16", torch.device("cpu"), "gloo").sum(flat.clone())) == 1.0
+    assert float(Wire(None, "fp32", torch.device("cpu"), "gloo").sum(flat.clone())) == 1.0 + 2**-12
+
+
+@pytest.mark.parametrize("most_ahead", [0, 1, 3])
+def test_staleness_is_bounded_and_nobody_waits_forever(most_ahead: int) -> None:
+    replicas, order = 4, random.Random(most_ahead)
+    clocks = Clocks(replicas, most_ahead)
+    waiting: set[int] = set()
+    for _ in range(3000):
+        ready = [replica for replica in range(replicas) if replica not in waiting]
+        assert ready  # the slowest can always go on
+        replica = order.choices(ready, weights=[1 + 9 * each for each in ready])[0]  # the last is much the fastest
+        clocks.push(replica)
+        waiting.add(replica)
+        for each in list(waiting):
+            if clocks.may_go_on(each):
+                clocks.pull(each)
+                waiting.remove(each)
+        assert max(clocks.done) - min(clocks.done) <= most_ahead + 1
+    assert 0 < clocks.staleness.most <= most_missed(replicas, most_ahead)
+    assert clocks.staleness.ahead == most_ahead
+    assert clocks.staleness.pushes == 3000
+    assert 0 < clocks.staleness.mean <= clocks.staleness.most
+
+
+def test_a_skipped_step_counts_as_taken_but_not_as_an_update() -> None:
+    clocks = Clocks(2, 0)
+    clocks.push(0, skipped=True)
+    assert not clocks.may_go_on(0)
+    clocks.push(1)
+    assert clocks.may_go_on(0)
+    assert (clocks.version, clocks.staleness.pushes) == (1, 1)
+
+
+def test_news_of_non_finite_steps_are_joined() -> None:
+    # Two replicas of two stages: ago + 1, code, bad, longest, in a row, scale gone.
+    good = [0, 0, 0, 0, 0, 0]
+    assert joined([good] * 4, 2) == Seen()
+    one, other = [3, 7, 2, 1, 0, 0], [5, 4, 3, 3, 3, 0]
+    assert joined([one, one, other, other], 2) == Seen(ago=4, said=(0, 0, 4, 4), bad=5, longest=3, in_a_row=3)
+
+
+def test_stages_do_not_push() -> None:
+    check_sync(Plan(replicas=4), "async")
+    check_sync(Plan(replicas=2, stages=2), "diloco")
+    with pytest.raises(PlanError, match=r"but plan\.stages=2; use plan\.stages=1, or train\.sync=local or diloco"):
+        check_sync(Plan(replicas=2, stages=2), "async")
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"outer_lr": 0.5}, "train.outer_lr is for train.sync=diloco, not for train.sync=step; remove it"),
+        ({"sync": "local", "max_staleness": 2}, "train.max_staleness is for train.sync=async, not for train.sync=local; remove it"),
+        (
+            {"sync": "async", "sync_dtype": "bf16"},
+            "train.sync_dtype is for train.sync=local or diloco, not for train.sync=async",
+        ),
+        ({"sync": "local", "reproducible": True}, "train.reproducible needs an exchange at every step"),
+        ({"sync": "diloco", "optimizer": "ntasgd"}, "train.optimizer=ntasgd averages the weights of every step"),
+        ({"sync": "local", "block_nesterov": True}, "train.block_nesterov needs block_momentum above 0"),
+        ({"sync": "diloco", "sync_every": 10, "sync_fragments": 4}, "train.sync_every 10 is not a multiple of sync_fragments 4"),
+    ],
+)
+def test_refused_in_one_line(train: dict[str, object], said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse({"train": train})
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_resolved_spec_lists_keys_of_other_modes() -> None:
+    assert parse({"train": TrainSpec().model_dump(mode="json")}).train == TrainSpec()
