@@ -16,7 +16,7 @@ from carrywave.launch.shares import shares
 from carrywave.measure.profiles import MEASURED_BY, empty, merged, read, threads
 from carrywave.parallel import worker_pool
 from carrywave.plan.cost.profile import Overheads, Profile
-from carrywave.plan.cost.sample_requests import Ask
+from carrywave.plan.cost.sample_requests import LARGEST, Ask, lighter_ask
 from carrywave.plan.cost.shipped_profiles import LINKS
 
 HIDDEN, LANES, STEPS = (128, 256, 512, 1024, 2048), (16, 64), (8, 32, 128)
@@ -24,6 +24,7 @@ SHORT = 32  # steps: as long as this, a call is also timed as a chunk
 CHUNKS = 4  # of the window that such a chunk is part of
 OTHER_INPUTS = ((256, 1024), (1024, 256))  # (inputs, hidden) of layers whose input width differs from their own
 WIDTHS, WORDS = (256, 1024), (2_000, 10_000, 50_000)
+MODEST = {"lstm": 1024}  # the largest width of a modest grid; 10,000 for other kinds
 TOGETHER = ((256, 16, 4), (512, 16, 8), (1024, 64, 4))  # (hidden, lanes, layers in one call)
 PRECISIONS = ("bf16", "fp32", "tf32")
 OPTIMIZERS = ("adam", "sgd")
@@ -56,6 +57,18 @@ def grid(precision: str) -> Iterator[Ask]:
             yield _ask("norm", width, width, lanes, steps, precision)
 
 
+def modest_grid(kind: str, precision: str) -> list[Ask]:
+    """The calls to time where a whole grid would take too long: on a CPU fewer sizes, and large calls on fewer steps."""
+    if kind == "cuda":
+        return list(grid(precision))
+    found: dict[tuple[object, ...], Ask] = {}
+    for ask in grid(precision):
+        if ask.layers == 1 and max(ask.inputs, ask.outputs) <= MODEST.get(ask.kind, 10_000):
+            lighter = lighter_ask(ask, LARGEST[kind] / 2)
+            found.setdefault(lighter.size, lighter)
+    return list(found.values())
+
+
 def share_grid() -> Iterator[Ask]:
     """The calls to time on a share: fewer, since shares are for trying plans out."""
     for hidden in SHARE_HIDDEN:
@@ -85,7 +98,7 @@ def measure(
     found = found if before is None else replace(before, overheads=found.overheads)
     for precision in precisions if kind == "cuda" else ("fp32",):
         optimizers = OPTIMIZERS if precision == precisions[0] or kind == "cpu" else ()
-        found = _measured(found, kind, precision, list(grid(precision)), optimizers, 1, {})
+        found = measured(found, kind, precision, list(grid(precision)), optimizers, 1, {})
     if kind == "cuda":
         own = RECORDED_MESSAGE_SECONDS if shared is None else shared.overheads.recorded_message_seconds
         overheads = replace(found.overheads, message_seconds=MESSAGE_SECONDS, recorded_message_seconds=own)
@@ -107,10 +120,10 @@ def measure_shares(name: str, count: int) -> Profile:
         overheads=Overheads(),
     )
     with shares(count) as environment:
-        return _measured(found, "cuda", SHARE_PRECISION, list(share_grid()), OPTIMIZERS[:1], count, environment)
+        return measured(found, "cuda", SHARE_PRECISION, list(share_grid()), OPTIMIZERS[:1], count, environment)
 
 
-def _measured(
+def measured(
     profile: Profile,
     kind: str,
     precision: str,
@@ -119,6 +132,7 @@ def _measured(
     workers: int,
     environment: Mapping[str, str],
 ) -> Profile:
+    """The profile extended by what so many workers measured at once, in processes of their own."""
     job = {
         "device": kind,
         "precision": precision,
