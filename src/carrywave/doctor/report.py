@@ -66,4 +66,5 @@ def lines(report: Report) -> list[str]:
 
 def told(row: Finding) -> str:
     """Where a finding holds, and its sentence."""
-    return f"{row.where}: {row.sentence}" if row.where and not row.fact.startswith(row.where) else row.sentence
+    named = row.fact.startswith(tuple(f"{row.where}{end}" for end in " ;,"))
+    return f"{row.where}: {row.sentence}" if row.where and not named else row.sentence

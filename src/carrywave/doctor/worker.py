@@ -106,8 +106,8 @@ def versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         found["CUDA"] = torch.version.cuda
     if torch.cuda.is_available():
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found["cuDNN"] = str(torch.backends.cudnn.version())
     return found
 
 
