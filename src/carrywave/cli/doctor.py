@@ -52,6 +52,8 @@ def doctor(
         raise PlanError(f"--devices is {devices}; use a number >= 1")
     if not launched():
         _start(device.value, devices)
+    elif devices is not None and VERDICT not in os.environ and str(devices) != os.environ.get("WORLD_SIZE"):
+        raise PlanError(f"--devices is {devices}, but the launcher started {os.environ.get('WORLD_SIZE')} workers; remove --devices")
     with leaving_at_once():
         from carrywave.doctor.examination import Asked, examine
         from carrywave.doctor.report import Report

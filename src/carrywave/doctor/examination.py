@@ -23,7 +23,7 @@ from carrywave.doctor.finding import Finding, of_error, ranks, several, well
 from carrywave.doctor.links import Measured, check_links
 from carrywave.doctor.meeting import Guard, Meeting, behind
 from carrywave.doctor.network import LOCAL, MISLED_SECONDS, Listener, Network, Target, check_meeting, check_name, check_reach, try_all
-from carrywave.doctor.report import Report
+from carrywave.doctor.report import Report, told
 from carrywave.doctor.speed import Speed, check_speeds
 from carrywave.doctor.worker import Place, Worker
 from carrywave.errors import ContactLost, UserError, WorkerError
@@ -132,7 +132,7 @@ class _Launched:
                 listener.close()
 
     def _say_early(self, network: Network, address: str, port: str) -> list[Finding]:
-        """What keeps this host from meeting others is said before it waits for them; returns what rank 0 cannot find out itself."""
+        """What keeps this host from meeting others is said before it waits for them; returns what makes it pointless to wait."""
         if not self.leads or not self.place.several_hosts:
             return []
         found = [check_name(network, hosts=2)]
@@ -141,8 +141,8 @@ class _Launched:
             found.append(check_meeting(address, int(port), first=False, seconds=MISLED_SECONDS))
         for finding in found:
             if finding.level == "wrong":
-                self.say(f"{finding.where}: {finding.sentence}")
-        return found[1:]
+                self.say(told(finding))
+        return [finding for finding in found if finding.what == "meeting point"]
 
     def _look(self, network: Network, door: tuple[str, int]) -> Worker:
         place = os.environ.get("CARRYWAVE_PLACE", "")
@@ -218,16 +218,16 @@ class _Launched:
             self._meeting.order("try", {"doors": shown, "token": None if token is None else str(token)})
             self._try(self._meeting.hear("try", BYE_SECONDS))
             firsts = {group[0].rank: group[0] for group in worker.by_home(there).values()}
-            told = self._meeting.collect("tried", firsts, TRY_SECONDS)
+            tried = self._meeting.collect("tried", firsts, TRY_SECONDS)
         finally:
             if token is not None:
                 with contextlib.suppress(OSError):
                     token.unlink()
         hosts = {rank: first.host.host for rank, first in firsts.items()}
-        failed = {rank: {int(other): why for other, why in each["failed"].items()} for rank, each in told.items()}
+        failed = {rank: {int(other): why for other, why in each["failed"].items()} for rank, each in tried.items()}
         self.known += check_reach(hosts, doors, failed)
         if token is not None:
-            self.known.append(disk.check_shared(self.asked.run, {hosts[rank]: bool(each["sees"]) for rank, each in told.items()}))
+            self.known.append(disk.check_shared(self.asked.run, {hosts[rank]: bool(each["sees"]) for rank, each in tried.items()}))
 
     def _measured_by_all(self, there: Sequence[Worker]) -> dict[int, dict[str, Any]]:
         self._allow("the measurement", MEASURE_SECONDS)
@@ -345,8 +345,7 @@ class _Launched:
         if self.place.rank == 0:
             if self.meeting is not None and what == "the measurement":
                 late = _stuck(self.meeting.where(), self.workers, seconds)
-            told = tuple(each.to_json() for each in self.workers.values())
-            self.deliver(Report((*self.known, late), told))
+            self.deliver(Report((*self.known, late), tuple(each.to_json() for each in self.workers.values())))
         elif self.leads:
             time.sleep(1.0)  # launchers end everyone when one ends, so rank 0 goes first
             self.say(f"rank {self.place.rank}: {late.sentence}")

@@ -130,7 +130,10 @@ def check_meeting(address: str, port: int, *, first: bool | None, seconds: float
         return _check_port(spot, found[0], port, where)
     if answer == os.strerror(errno.ECONNREFUSED):
         return Finding("fine", what, f"{spot} can be reached; nothing listens there yet", where=where)
-    return Finding("wrong", what, f"{spot} cannot be reached from here ({answer})", "check the address, the firewall and that host", where)
+    # Not the fault of the meeting point: that host may only be late.
+    return Finding(
+        "wrong", "network", f"{spot} cannot be reached from here ({answer})", "check the address, the firewall and that host", where
+    )
 
 
 def _check_port(spot: str, address: str, port: int, where: str) -> Finding:
