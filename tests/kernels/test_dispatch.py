@@ -140,9 +140,9 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[int]]]
         monkeypatch.setattr(persistent, "chip_of", chip_of)
         return probed
 
-    persistent._device_refusal.cache_clear()
+    persistent.device_refusal.cache_clear()
     yield make
-    persistent._device_refusal.cache_clear()
+    persistent.device_refusal.cache_clear()
 
 
 def test_a_gpu_that_can_run_it_is_probed_and_chosen(a_gpu: Callable[..., list[int]]) -> None:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from carrywave import __version__
+from carrywave.cli import doctor as examining
 from carrywave.cli import plan as planning
 from carrywave.cli.exits import ending_in_order, leaving_at_once, with_exit_codes
 from carrywave.cli.options import (
@@ -141,6 +142,7 @@ def _train(
 
 
 app.command(cls=Command)(with_exit_codes(planning.plan))
+app.command(cls=Command)(with_exit_codes(examining.doctor))
 
 
 @app.command(cls=Command)

@@ -15,7 +15,7 @@ from pathlib import Path
 from carrywave.launch.shares import shares
 from carrywave.measure.profiles import Wanted, empty, extended, read
 from carrywave.plan.cost.profile import Overheads, Profile
-from carrywave.plan.cost.sample_requests import Ask
+from carrywave.plan.cost.sample_requests import LARGEST, Ask, lighter_ask
 from carrywave.plan.cost.shipped_profiles import LINKS
 
 HIDDEN, LANES, STEPS = (128, 256, 512, 1024, 2048), (16, 64), (8, 32, 128)
@@ -23,6 +23,7 @@ SHORT = 32  # steps: as long as this, a call is also timed as a chunk
 CHUNKS = 4  # of the window that such a chunk is part of
 OTHER_INPUTS = ((256, 1024), (1024, 256))  # (inputs, hidden) of layers whose input width differs from their own
 WIDTHS, WORDS = (256, 1024), (2_000, 10_000, 50_000)
+MODEST = {"lstm": 1024}  # the largest width of a modest grid; 10,000 for other kinds
 TOGETHER = ((256, 16, 4), (512, 16, 8), (1024, 64, 4))  # (hidden, lanes, layers in one call)
 PRECISIONS = ("bf16", "fp32", "tf32")
 OPTIMIZERS = ("adam", "sgd")
@@ -53,6 +54,18 @@ def grid(precision: str) -> Iterator[Ask]:
             yield _ask("linear", width, 24, lanes, steps, precision)
             yield _ask("dropout", width, width, lanes, steps, precision)
             yield _ask("norm", width, width, lanes, steps, precision)
+
+
+def modest_grid(kind: str, precision: str) -> list[Ask]:
+    """The calls to time where a whole grid would take too long: on a CPU fewer sizes, and large calls on fewer steps."""
+    if kind == "cuda":
+        return list(grid(precision))
+    found: dict[tuple[object, ...], Ask] = {}
+    for ask in grid(precision):
+        if ask.layers == 1 and max(ask.inputs, ask.outputs) <= MODEST.get(ask.kind, 10_000):
+            lighter = lighter_ask(ask, LARGEST[kind] / 2)
+            found.setdefault(lighter.size, lighter)
+    return list(found.values())
 
 
 def share_grid() -> Iterator[Ask]:

@@ -37,6 +37,8 @@ from carrywave.step.trainer import Trainer
 Row = dict[str, Any]
 
 UPDATES, REDUCTIONS, MESSAGES = 3, 7, 40
+LEAST_MESSAGES, WARM_MESSAGES = 7, 2
+LINK_SECONDS = 1.0  # most time for messages of one size
 ROUND_SECONDS, ROUNDS = 0.05, 12
 GPU_STEPS, GPU_UPDATES = 128, 20  # enough work for the host to stay ahead of the GPU
 SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20
@@ -82,8 +84,8 @@ def _links(world: World, asks: Sequence[Ask], precision: str) -> Iterator[Row]:
             yield from device_memory.rows_of(mesh)
             return
         transport = mesh.sums
-    yield from _reductions(world)
-    yield from _messages(world, transport)
+    yield from time_reductions(world)
+    yield from time_messages(world, transport)
 
 
 def _nothing() -> None:
@@ -157,49 +159,64 @@ def _repeated(rig: Rig, times: int) -> float:
     return time.perf_counter() - begin
 
 
-def _reductions(world: World) -> Iterator[Row]:
-    """Time all-reduces of several sizes over all workers."""
+def time_reductions(world: World, group: dist.ProcessGroup | None = None) -> Iterator[Row]:
+    """Time all-reduces of several sizes over all workers, or over those of a group."""
+    workers = dist.get_world_size(group)
     busy = torch.zeros(1 << 20)
     for num_bytes in REDUCED_BYTES:
         tensor = torch.zeros(num_bytes // 4, device=world.device)
         found = []
         for _ in range(REDUCTIONS + 2):
-            dist.barrier()
+            dist.barrier(group)
             if world.device.type == "cpu":
                 busy.add_(1.0)  # after parallel work, as after backward, the threads of every worker keep their cores busy for a while
             begin = time.perf_counter()
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=group)
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             found.append(time.perf_counter() - begin)
-        yield {"reduction": {"workers": world.size, "num_bytes": num_bytes, "seconds": statistics.median(found[2:])}}
+        yield {"reduction": {"workers": workers, "num_bytes": num_bytes, "seconds": statistics.median(found[2:])}}
 
 
-def _messages(world: World, transport: str) -> Iterator[Row]:
-    """Time messages between the first two workers: half a round trip, and the sender's own time per message."""
-    if world.rank > 1:
+def time_messages(world: World, transport: str, pair: tuple[int, int] = (0, 1)) -> Iterator[Row]:
+    """Time messages between two workers: half a round trip, and the sender's own time per message. Other workers do nothing."""
+    if world.rank not in pair:
         return
+    first, peer = world.rank == pair[0], pair[1] if world.rank == pair[0] else pair[0]
     seconds: dict[int, float] = {}
     handed: list[float] = []
     for num_bytes in (SMALL_BYTES, LARGE_BYTES):
         tensor = torch.zeros(num_bytes // 4, device=world.device)
-        found = []
-        for _ in range(MESSAGES):
+        found: list[float] = []
+        times = MESSAGES
+        while len(found) < times:
             begin = time.perf_counter()
-            if world.rank == 0:
-                handed.append(_send(tensor, 1))
-                dist.recv(tensor, 1)
+            if first:
+                handed.append(_send(tensor, peer))
+                dist.recv(tensor, peer)
             else:
-                dist.recv(tensor, 0)
-                handed.append(_send(tensor, 0))
+                dist.recv(tensor, peer)
+                handed.append(_send(tensor, peer))
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             found.append((time.perf_counter() - begin) / 2)
-        seconds[num_bytes] = statistics.median(found[2:])
+            if len(found) == WARM_MESSAGES + 1:
+                times = _agreed(first, peer, found[-1])
+        seconds[num_bytes] = statistics.median(found[WARM_MESSAGES:])
     rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
-    if world.rank == 0:
+    if first:
         yield {"link": {"latency_seconds": seconds[SMALL_BYTES], "bytes_per_second": rate, "transport": transport}}
     yield {"overheads": {"message_seconds": statistics.median(handed)}}
+
+
+def _agreed(first: bool, peer: int, seconds: float) -> int:
+    """How many messages both ends time: fewer on a slow link, where few are enough."""
+    times = torch.tensor([max(LEAST_MESSAGES, min(MESSAGES, round(LINK_SECONDS / max(1e-9, 2 * seconds))))])
+    if first:
+        dist.send(times, peer)
+    else:
+        dist.recv(times, peer)
+    return int(times)
 
 
 def _send(tensor: Tensor, peer: int) -> float:

@@ -36,7 +36,7 @@ def asked() -> str:
 
 def neighbours(world: World) -> list[Neighbour]:
     """What every rank tells. Collective: every rank must call it."""
-    told = all_gather_text(world, json.dumps(asdict(_self(world.device))))
+    told = all_gather_text(world, json.dumps(asdict(own(world.device))))
     return [Neighbour(one["host"], one["gpu"], tuple(one["reaches"])) for one in map(json.loads, told)]
 
 
@@ -48,18 +48,19 @@ def in_reach(there: Sequence[Neighbour], ranks: Sequence[int]) -> bool:
     )
 
 
-def _self(device: torch.device) -> Neighbour:
+def own(device: torch.device) -> Neighbour:
+    """What this worker tells."""
     known = identity(os.getpid())
     host = f"{known['host']} {known['boot']}"  # hosts may have one name
     if device.type != "cuda":
         return Neighbour(host, "", ())
-    own = device.index or 0
-    reaches = [_uuid(n) for n in range(torch.cuda.device_count()) if n != own and torch.cuda.can_device_access_peer(own, n)]
+    index = device.index or 0
+    reaches = [_uuid(n) for n in range(torch.cuda.device_count()) if n != index and torch.cuda.can_device_access_peer(index, n)]
     # Without MPS, workers on one GPU take turns, and one that waits on the device would hold up the one it waits for. Our launcher starts
     # MPS and allows torch to share the GPU's memory; under another launcher, whoever provides MPS sets this too.
     if shares_of_a_gpu() > 1 and os.environ.get(OVERLAPPING) == "1":
-        reaches.append(_uuid(own))
-    return Neighbour(host, _uuid(own), tuple(reaches))
+        reaches.append(_uuid(index))
+    return Neighbour(host, _uuid(index), tuple(reaches))
 
 
 def _uuid(index: int) -> str:

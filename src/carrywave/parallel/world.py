@@ -129,9 +129,9 @@ def join(device: str = "auto") -> World:
         return World(0, 1, local_rank, 1, where, "")
     start, timeout = start_seconds(), seconds_of("CARRYWAVE_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
     native_logs.hush()
-    _Joined.store = _Joined.store or find_store(rank, size, start)
+    opened = launch_store(rank, size, start)
     _Joined.times += 1
-    store = PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", _Joined.store)
+    store = PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", opened)
     there = everyone(store, rank, size, {**_self(where), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}, start)
     check_hosts(there)
     # One GPU cannot be two NCCL ranks: if workers share one, or some have none, tensors go through host memory.
@@ -161,6 +161,12 @@ def join(device: str = "auto") -> World:
     _Joined.waits = PrefixStore("waits", store)
     hosts = [one["host"] for one in there]
     return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend)
+
+
+def launch_store(rank: int, size: int, seconds: float) -> Store:
+    """The rendezvous store of this launch, opened once in a process."""
+    _Joined.store = _Joined.store or find_store(rank, size, seconds)
+    return _Joined.store
 
 
 def _self(device: torch.device) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def refusal(x_TBI: Tensor, weights: Layer) -> str:
         return "it does not support projections"
     if weights[0].w_ih.dtype not in (torch.float32, x_TBI.dtype):
         return f"its weights must be float32 or of x's dtype, got {str(weights[0].w_ih.dtype).removeprefix('torch.')}"
-    if refused := _device_refusal(x_TBI.device.index or 0):
+    if refused := device_refusal(x_TBI.device.index or 0):
         return refused
     if shape_for(_chip(x_TBI), weights[0].w_hh.shape[1], x_TBI.shape[1]) is None:
         return f"{weights[0].w_hh.shape[1]} units and {x_TBI.shape[1]} lanes do not fit"
@@ -70,7 +70,8 @@ def pays(x_TBI: Tensor, weights: Layer) -> bool:
 
 
 @cache
-def _device_refusal(device: int) -> str:
+def device_refusal(device: int) -> str:
+    """Why this backend cannot run any layer on a GPU; empty if it can."""
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "it needs a Hopper GPU (compute capability 9.0)"
     if missing := nvrtc.available():

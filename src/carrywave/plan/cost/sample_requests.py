@@ -103,7 +103,7 @@ def asks_of(units: Units, workers: int, kind: str = "cpu") -> list[Ask]:
                 if chunks > 1 and steps < LEAST_STEPS:
                     continue
                 for each in _of_units(units, lanes, steps, chunks):
-                    ask = _lighter(each, LARGEST[kind])
+                    ask = lighter_ask(each, LARGEST[kind])
                     found.setdefault(ask.size, ask)
         if kind == "cuda" and workers == 1:
             for ask in _side_by_side(units, shape):
@@ -130,7 +130,7 @@ def _of_units(units: Units, lanes: int, steps: int, chunks: int) -> Iterable[Ask
                 yield Ask(kind, width, width, lanes, steps, 0, units.precision, chunks)  # type: ignore[arg-type]
 
 
-def _lighter(ask: Ask, largest: float) -> Ask:
+def lighter_ask(ask: Ask, largest: float) -> Ask:
     """The request with fewer steps if it would take too long."""
     if ask.work <= largest:
         return ask

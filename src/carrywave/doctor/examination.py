@@ -1,0 +1,413 @@
+"""The course of an examination: each worker looks at itself, they meet, rank 0 compares, they try the network and measure together.
+
+Nothing here trusts the network before it was tried. A worker says at once what is wrong with its own host, before it waits for anybody;
+workers tell each other what they know through the rendezvous store, which needs only the way to rank 0; whether hosts reach each other is
+tried with plain connections; and only then do they join a process group to measure. The report is rank 0's, or, if a host cannot meet
+rank 0, one for each such host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from carrywave.doctor import agreement, disk, measurement, worker
+from carrywave.doctor import profile as profiles
+from carrywave.doctor.finding import Finding, of_error, ranks, several, well
+from carrywave.doctor.links import Measured, check_links
+from carrywave.doctor.meeting import Guard, Meeting, behind
+from carrywave.doctor.network import LOCAL, MISLED_SECONDS, Listener, Network, Target, check_meeting, check_name, check_reach, try_all
+from carrywave.doctor.report import Report, told
+from carrywave.doctor.speed import Speed, check_speeds
+from carrywave.doctor.worker import Place, Worker
+from carrywave.errors import ContactLost, UserError, WorkerError
+from carrywave.parallel.liveness import heartbeat, lost_contact
+from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.startup.rendezvous import number, reason, start_seconds
+from carrywave.parallel.world import World, join, launch_store, leave, pick_device
+from carrywave.plan.cost.profile import Profile, Reduction
+from carrywave.runs import output_file
+
+LOOK_SECONDS = 60.0  # for a worker to look at its own host: a disk may not answer
+TRY_SECONDS = 20.0  # for hosts to try to reach each other
+MEASURE_SECONDS = 90.0
+PROFILE_SECONDS = 900.0
+LATER_SECONDS = 10.0  # others wait so much longer than rank 0, which reports
+BYE_SECONDS = 5.0
+MOST_TRIED = 16  # other hosts that each host tries
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for."""
+
+    device: str = "auto"
+    run: str = "runs"
+    meet: tuple[str, int] | None = None  # a meeting point to try, without a launcher
+    profile: Path | None = None
+
+
+Deliver = Callable[[Report], None]
+Say = Callable[[str], None]
+
+
+def place_here() -> Place:
+    """This process's place, from the launcher's variables."""
+    if not launched():
+        return Place()
+    rank, size, local_rank = number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK")
+    if size < 1 or rank >= size:
+        raise WorkerError(f"RANK={rank} is out of range for WORLD_SIZE={size}; correct the launcher's variables")
+    return Place(rank, size, local_rank, number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else None)
+
+
+def examine(asked: Asked, deliver: Deliver, say: Say) -> int:
+    """Examine this machine, or all machines of a launch; returns the exit code. Only workers that report call `deliver`, once."""
+    place = place_here()
+    if place.size > 1:
+        heartbeat.start()
+        return _Launched(place, asked, deliver, say).examine()
+    return _alone(place, asked, deliver)
+
+
+def _alone(place: Place, asked: Asked, deliver: Deliver) -> int:
+    """Examine a machine with one worker."""
+    known: list[Finding] = []
+    guard = Guard(lambda what, seconds: deliver(Report((*known, _late(what, seconds)))))
+    guard.allow("looking at this host", LOOK_SECONDS)
+    device = pick_device(asked.device)
+    own = worker.look(place, device, Network.here(None if asked.meet is None else asked.meet[0]), asked.run)
+    known += _of_launch([own], hosts=1 if launched() else None)
+    if asked.meet is not None:
+        known.append(check_meeting(*asked.meet, first=None))
+    guard.allow("device speed", MEASURE_SECONDS)
+    row = measurement.measure(World.alone(device), [own.home], lambda what: None, sums=False)
+    if asked.profile is not None:
+        guard.allow("the profile", PROFILE_SECONDS)
+        known.append(_write_profile(asked.profile, profiles.measure(device.type, 1, lambda what: None), (), ()))
+    guard.done()
+    speeds = {0: Speed(**row["speed"])}
+    known += check_speeds(speeds, {0: own.called})
+    report = Report(tuple(known), (own.to_json(),), {0: row["speed"]})
+    deliver(report)
+    return report.code
+
+
+class _Launched:
+    """One worker's part in the examination of a launch."""
+
+    def __init__(self, place: Place, asked: Asked, deliver: Deliver, say: Say) -> None:
+        self.place, self.asked, self.deliver, self.say = place, asked, deliver, say
+        self.known: list[Finding] = []  # by this worker; of rank 0, all that will be reported
+        self.workers: dict[int, Worker] = {}  # on rank 0
+        self.meeting: Meeting | None = None
+        self.guard = Guard(self._last_word)
+
+    @property
+    def leads(self) -> bool:
+        return self.place.local_rank == 0
+
+    def examine(self) -> int:
+        """Take part from beginning to end; returns the exit code."""
+        self._allow("looking at this host", LOOK_SECONDS)
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        network = Network.here(address or None)
+        early = self._say_early(network, address, port)
+        listener = Listener(network) if self.leads and self.place.several_hosts else None
+        try:
+            own = self._look(network, ("", 0) if listener is None else (listener.address, listener.port))
+            if not self._meet(own, early):
+                return self._apart(own)
+            if self.place.rank == 0:
+                return self._conduct()
+            return self._follow()
+        finally:
+            if listener is not None:
+                listener.close()
+
+    def _say_early(self, network: Network, address: str, port: str) -> list[Finding]:
+        """What keeps this host from meeting others is said before it waits for them; returns what makes it pointless to wait."""
+        if not self.leads or not self.place.several_hosts:
+            return []
+        found = [check_name(network, hosts=2)]
+        if address and port.isdecimal() and not self.place.first_host:
+            # Rank 0 may be late; what is looked for is an address that leads to this host itself, or nowhere.
+            found.append(check_meeting(address, int(port), first=False, seconds=MISLED_SECONDS))
+        for finding in found:
+            if finding.level == "wrong":
+                self.say(told(finding))
+        return [finding for finding in found if finding.what == "meeting point"]
+
+    def _look(self, network: Network, door: tuple[str, int]) -> Worker:
+        place = os.environ.get("CARRYWAVE_PLACE", "")
+        device = pick_device(self.asked.device, int(place) if place.isdecimal() else self.place.local_rank)
+        return worker.look(self.place, device, network, self.asked.run, door)
+
+    def _meet(self, own: Worker, early: Sequence[Finding]) -> bool:
+        """Go to the meeting point and tell about this worker; False if it cannot be reached."""
+        if not well(early):
+            self.known += early
+            return False
+        seconds = start_seconds()
+        self._allow("the meeting point", 2 * seconds + LATER_SECONDS)
+        try:
+            self.meeting = Meeting(launch_store(self.place.rank, self.place.size, seconds), self.place)
+            self.meeting.tell("worker", own.to_json())
+        except UserError as error:
+            self.known.append(of_error("meeting point", error, own.host.host))
+            return False
+        except RuntimeError as error:
+            fact = f"the rendezvous store does not answer ({reason(error)})"
+            self.known.append(Finding("wrong", "meeting point", fact, "check that rank 0 runs", own.host.host))
+            return False
+        return True
+
+    def _apart(self, own: Worker) -> int:
+        """The report of a host that could not meet rank 0."""
+        self.guard.done()
+        if self.leads:
+            several_hosts = self.place.several_hosts
+            hosts = 2 if several_hosts else 1
+            found = worker.check_host(own, workers=self.place.local_size or 1, gpus=0, world=self.place.size, hosts=hosts)
+            self.deliver(Report((*self.known, *found, *worker.check_device(own)), (own.to_json(),)))
+        return 1
+
+    # Rank 0.
+
+    def _conduct(self) -> int:
+        meeting, place = self._meeting, self.place
+        seconds = start_seconds()
+        self._allow("the other workers", seconds + LATER_SECONDS)
+        self.workers = {rank: Worker.of(known) for rank, known in meeting.collect("worker", range(place.size), seconds).items()}
+        absent = [rank for rank in range(place.size) if rank not in self.workers]
+        if absent:
+            self.known.append(_absent(absent, self.workers, place, seconds))
+        there = list(self.workers.values())
+        homes = worker.by_home(there)
+        # Workers that we started ourselves say nothing of how many hosts there will be.
+        self.known += _of_launch(there, hosts=None if LOCAL in os.environ else len(homes))
+        if self.asked.meet is not None:
+            self.known.append(check_meeting(*self.asked.meet, first=None))
+        if len(homes) > 1:
+            self._try_hosts(there)
+        else:
+            meeting.order("try", None)
+        stop = absent or any(finding.level == "wrong" and finding.what in STOPS for finding in self.known)
+        meeting.order("measure", None if stop else [worker_.home for worker_ in there])
+        rows: dict[int, dict[str, Any]] = {}
+        if stop:
+            self.known.append(Finding("warning", "speed", "devices and links were not measured", "correct the rest first"))
+        else:
+            rows = self._measured_by_all(there)
+        return self._end(self._report(rows))
+
+    def _try_hosts(self, there: Sequence[Worker]) -> None:
+        """Have the hosts try to reach each other, and to see the folder of runs."""
+        self._allow("the hosts to try each other", TRY_SECONDS + LATER_SECONDS)
+        doors = worker.doors(there)
+        remote = "://" in self.asked.run
+        token = None if remote else disk.leave_token(Path(self.asked.run), uuid.uuid4().hex)
+        try:
+            shown = {str(rank): [target.host, target.rank, target.address, target.port] for rank, target in doors.items()}
+            self._meeting.order("try", {"doors": shown, "token": None if token is None else str(token)})
+            self._try(self._meeting.hear("try", BYE_SECONDS))
+            firsts = {group[0].rank: group[0] for group in worker.by_home(there).values()}
+            tried = self._meeting.collect("tried", firsts, TRY_SECONDS)
+        finally:
+            if token is not None:
+                with contextlib.suppress(OSError):
+                    token.unlink()
+        hosts = {rank: first.host.host for rank, first in firsts.items()}
+        failed = {rank: {int(other): why for other, why in each["failed"].items()} for rank, each in tried.items()}
+        self.known += check_reach(hosts, doors, failed)
+        if token is not None:
+            self.known.append(disk.check_shared(self.asked.run, {hosts[rank]: bool(each["sees"]) for rank, each in tried.items()}))
+
+    def _measured_by_all(self, there: Sequence[Worker]) -> dict[int, dict[str, Any]]:
+        self._allow("the measurement", MEASURE_SECONDS)
+        self._measure([worker_.home for worker_ in there])
+        rows: dict[int, dict[str, Any]] = self._meeting.collect("row", range(self.place.size), LATER_SECONDS)
+        errors = {rank: str(row["error"]) for rank, row in rows.items() if "error" in row}
+        if errors or len(rows) < self.place.size:
+            # A worker that failed is the cause; others have only lost contact with it.
+            first = min(errors, key=lambda rank: (lost_contact.sounds_lost(errors[rank]), rank), default=None)
+            silent = [rank for rank in range(self.place.size) if rank not in rows]
+            fact = f"{ranks(silent)} did not finish the measurement" if first is None else f"{self.workers[first].called}: {errors[first]}"
+            self.known.append(Finding("wrong", "measurement", fact, "its own output says more; correct that, and examine again"))
+        return {rank: row for rank, row in rows.items() if "error" not in row}
+
+    def _report(self, rows: dict[int, dict[str, Any]]) -> Report:
+        names = {rank: each.called for rank, each in self.workers.items()}
+        hosts = {rank: each.host.host for rank, each in self.workers.items()}
+        speeds = {rank: Speed(**row["speed"]) for rank, row in rows.items()}
+        links = [Measured(**link) for row in rows.values() for link in row["links"]]
+        clocks = {hosts[int(rank)]: (ahead, doubt) for row in rows.values() for rank, (ahead, doubt) in row["clocks"].items()}
+        self.known += [*agreement.check_clocks(clocks), *check_links(links, hosts), *check_speeds(speeds, names)]
+        if self.asked.profile is not None and rows:
+            self._allow("the profile", PROFILE_SECONDS)
+            firsts = len(worker.by_home(list(self.workers.values())))
+            sums = [Reduction(firsts, one["num_bytes"], one["seconds"], apart=True) for one in (rows[0]["sums"] if 0 in rows else [])]
+            here = [each for each in self.workers.values() if each.home == self.workers[0].home]
+            kind = self.workers[0].device.partition(":")[0]
+            try:
+                self.known.append(_write_profile(self.asked.profile, profiles.measure(kind, len(here), lambda what: None), links, sums))
+            except UserError as error:
+                self.known.append(of_error("profile", error))
+            self.known += _other_devices(list(self.workers.values()))
+        return Report(
+            tuple(self.known),
+            tuple(each.to_json() for each in self.workers.values()),
+            {rank: row["speed"] for rank, row in rows.items()},
+            tuple(link.to_json() for link in links),
+            clocks,
+        )
+
+    def _end(self, report: Report) -> int:
+        """Report, let the others go, and wait a moment for them: the store may end with this process."""
+        self.guard.done()
+        try:
+            self.deliver(report)
+        finally:
+            self._meeting.order("end", report.code)
+            self._meeting.collect("bye", [rank for rank in self.workers if rank], BYE_SECONDS)
+        return report.code
+
+    # The others.
+
+    def _follow(self) -> int:
+        seconds = start_seconds() + LATER_SECONDS
+        self._allow("rank 0", 2 * seconds + TRY_SECONDS)
+        if self.leads:
+            self._try(self._meeting.hear("try", seconds))
+        homes = self._meeting.hear("measure", seconds + TRY_SECONDS)
+        if homes is not None:
+            self._allow("the measurement", MEASURE_SECONDS + LATER_SECONDS)
+            self._measure(homes)
+        patience = MEASURE_SECONDS + (0 if self.asked.profile is None else PROFILE_SECONDS)
+        self._allow("the report of rank 0", patience + LATER_SECONDS)
+        code = self._meeting.hear("end", patience)
+        self.guard.done()
+        with contextlib.suppress(RuntimeError):
+            self._meeting.tell("bye", "")
+        if code is None and self.leads:
+            self.say(f"rank {self.place.rank}: contact with rank 0 was lost before it reported; see its own output, on its host")
+        return 1 if code is None else int(code)
+
+    def _try(self, order: Any) -> None:
+        """Try to reach other hosts, and to see the file that rank 0 left; tell what came of it."""
+        if not order:
+            return
+        doors = [Target(host, rank, address, port) for host, rank, address, port in order["doors"].values()]
+        others = [door for door in doors if door.rank != self.place.rank]
+        # In a ring from here on, so that on a large cluster every host is tried by some.
+        others.sort(key=lambda door: (door.rank < self.place.rank, door.rank))
+        failed = try_all(others[:MOST_TRIED])
+        sees = order["token"] is not None and disk.sees_token(Path(order["token"]))
+        self._meeting.tell("tried", {"failed": failed, "sees": sees})
+
+    # All of them.
+
+    def _measure(self, homes: Sequence[str]) -> None:
+        """Join the others, measure with them, and tell what came of it."""
+        world: World | None = None
+        try:
+            self._at("connecting")
+            world = join(self.asked.device)
+            row = measurement.measure(world, homes, self._at, sums=self.asked.profile is not None)
+        except (UserError, ContactLost, RuntimeError, OSError) as error:
+            row = {"error": reason(error)}
+            if isinstance(error, UserError | ContactLost):
+                row = {"error": str(error)}
+        self._meeting.tell("row", row)
+        if world is not None and "error" not in row:
+            leave(world)
+
+    def _at(self, what: str) -> None:
+        self._meeting.tell("at", what)
+
+    @property
+    def _meeting(self) -> Meeting:
+        assert self.meeting is not None
+        return self.meeting
+
+    def _allow(self, what: str, seconds: float) -> None:
+        self.guard.allow(what, seconds)
+
+    def _last_word(self, what: str, seconds: float) -> None:
+        """Report what is known when something takes too long; the process ends afterwards."""
+        late = _late(what, seconds)
+        if self.place.rank == 0:
+            if self.meeting is not None and what == "the measurement":
+                late = _stuck(self.meeting.where(), self.workers, seconds)
+            self.deliver(Report((*self.known, late), tuple(each.to_json() for each in self.workers.values())))
+        elif self.leads:
+            time.sleep(1.0)  # launchers end everyone when one ends, so rank 0 goes first
+            self.say(f"rank {self.place.rank}: {late.sentence}")
+
+
+# What keeps workers from joining each other: measuring together would hang, or fail with less to say.
+STOPS = ("host name", "network", "devices", "transport", "settings", "meeting point", "open files")
+
+
+def _of_launch(there: Sequence[Worker], *, hosts: int | None) -> list[Finding]:
+    """What follows from what the workers told. Pure."""
+    found: list[Finding] = [*agreement.check_versions(there), *agreement.check_settings(there), *agreement.check_gpus(there)]
+    if there:
+        found.append(agreement.check_transport(there))
+    for group in worker.by_home(there).values():
+        gpus = [each.gpu.uuid for each in group if each.gpu is not None]
+        found += worker.check_host(group[0], workers=len(group), gpus=len(set(gpus)), world=len(there), hosts=hosts)
+        for each in group:
+            found += worker.check_device(each, sharing=gpus.count(each.gpu.uuid) if each.gpu is not None else 1)
+    return found
+
+
+def _absent(absent: Sequence[int], there: dict[int, Worker], place: Place, seconds: float) -> Finding:
+    """Who did not come, by all that is known of them. Pure."""
+    known = ""
+    if place.local_size is not None and place.size % place.local_size == 0:
+        nodes = sorted({rank // place.local_size for rank in absent})
+        gone = [node for node in nodes if all(rank in absent for rank in range(node * place.local_size, (node + 1) * place.local_size))]
+        known = f" (host{'s' * (len(nodes) > 1)} number {several([str(node) for node in nodes])}, from 0" + (
+            ", with all workers)" if gone == nodes else ")"
+        )
+    hosts = several(list(dict.fromkeys(each.host.host for each in there.values())))
+    fact = f"{ranks(absent)} of {place.size}{known} did not show up within {seconds:g} s; workers on {hosts} did"
+    return Finding(
+        "wrong", "workers", fact, "start every worker, and see there why it cannot reach rank 0 (CARRYWAVE_START_SECONDS: to wait longer)"
+    )
+
+
+def _late(what: str, seconds: float) -> Finding:
+    return Finding("wrong", "hang", f"{what} took more than {seconds:g} s", "see whether a disk, a device or the network does not answer")
+
+
+def _stuck(at: dict[int, str], there: dict[int, Worker], seconds: float) -> Finding:
+    slow, phase = behind(at, measurement.PHASES)
+    if not slow:
+        return _late("the measurement", seconds)
+    who = several([there[rank].called if rank in there else f"rank {rank}" for rank in slow])
+    fact = f"the measurement did not end within {seconds:g} s: {who} had come no further than {phase}"
+    return Finding("wrong", "hang", fact, "see whether that device or its network does not answer (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME)")
+
+
+def _write_profile(path: Path, found: Profile, links: Sequence[Measured], sums: Sequence[Reduction]) -> Finding:
+    output_file.write(path, profiles.completed(found, profiles.name_of(path), links, sums).to_json())
+    return Finding("fine", "profile", f"written to {path}; carrywave plan --profile {path} and CARRYWAVE_PROFILE={path} use it")
+
+
+def _other_devices(there: Sequence[Worker]) -> list[Finding]:
+    """A word on workers whose devices the profile does not describe. Pure."""
+    names = [each.device.partition(":")[0] if each.gpu is None else each.gpu.name for each in there]
+    odd = [each for each, name in zip(there, names, strict=True) if name != names[0]]
+    if not odd:
+        return []
+    hosts = several(list(dict.fromkeys(each.host.host for each in odd)))
+    fact = f"the profile describes the devices of {there[0].host.host}; those of {hosts} differ"
+    return [Finding("warning", "profile", fact, "write one there too, and name both in a file for carrywave plan --cluster")]

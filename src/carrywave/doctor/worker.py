@@ -1,0 +1,173 @@
+"""What a worker knows of itself: its place among all, versions, settings, host, network, disks and device. It goes to rank 0 as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from carrywave import __version__
+from carrywave.data.files import cache
+from carrywave.doctor import disk, gpu
+from carrywave.doctor.disk import Disk
+from carrywave.doctor.finding import Finding, given
+from carrywave.doctor.gpu import Gpu
+from carrywave.doctor.host import Host, check_cores, check_files, check_load, check_memory, check_shared_memory
+from carrywave.doctor.network import Network, Target, check_name
+from carrywave.parallel import peer_access
+from carrywave.parallel.peer_access import Neighbour
+from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
+from carrywave.parallel.startup.rendezvous import identity
+
+# Settings that workers should have in common; the first must be, because it decides what carries their messages.
+SETTINGS = (TRANSPORT, SHARE_GPU, "CARRYWAVE_KERNEL", "CARRYWAVE_CAPTURE", "CARRYWAVE_TIMEOUT_SECONDS", "OMP_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in a launch."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int | None = None  # None: the launcher does not say
+
+    @property
+    def first_host(self) -> bool:
+        """True if this is the host of rank 0, as far as the ranks tell: launchers usually number one host after the other."""
+        return self.rank == self.local_rank
+
+    @property
+    def several_hosts(self) -> bool:
+        """True if there are workers on other hosts, as far as the ranks tell."""
+        return self.rank != self.local_rank or (self.local_size is not None and self.local_size < self.size)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """All that a worker tells of itself."""
+
+    rank: int
+    local_rank: int
+    home: str  # what tells hosts apart, even those of one name
+    versions: Mapping[str, str]
+    settings: Mapping[str, str]
+    host: Host
+    network: Network
+    device: str
+    neighbour: Neighbour
+    gpu: Gpu | None = None
+    disks: tuple[Disk, ...] = ()  # of the first worker of a host
+    shares: Finding | None = None  # what is to be said of shares of a GPU
+    door: tuple[str, int] = ("", 0)  # where it listens for others to try, on the first worker of a host
+
+    def to_json(self) -> dict[str, Any]:
+        """The worker as a dict that JSON can represent."""
+        return asdict(self)
+
+    @staticmethod
+    def of(known: Mapping[str, Any]) -> Worker:
+        """Build one from parsed JSON."""
+        parts: dict[str, Any] = dict(known)
+        near, shares = parts["neighbour"], parts["shares"]
+        return Worker(
+            **parts
+            | {
+                "host": Host.of(parts["host"]),
+                "network": Network.of(parts["network"]),
+                "neighbour": Neighbour(near["host"], near["gpu"], tuple(near["reaches"])),
+                "gpu": None if parts["gpu"] is None else Gpu.of(parts["gpu"]),
+                "disks": tuple(map(Disk.of, parts["disks"])),
+                "shares": None if shares is None else Finding(**shares),
+                "door": tuple(parts["door"]),
+            }
+        )
+
+    @property
+    def leads(self) -> bool:
+        """True for the first worker of a host, which speaks for it."""
+        return self.local_rank == 0
+
+    @property
+    def called(self) -> str:
+        """How to call it in a sentence."""
+        return f"rank {self.rank} on {self.host.host}"
+
+
+def versions() -> dict[str, str]:
+    """The versions that should be the same on all workers."""
+    found = {"carrywave": __version__, "torch": metadata.version("torch"), "python": platform.python_version()}
+    if torch.version.cuda is not None:
+        found["CUDA"] = torch.version.cuda
+    if torch.cuda.is_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found["cuDNN"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def look(place: Place, device: torch.device, network: Network, run: str, door: tuple[str, int] = ("", 0)) -> Worker:
+    """Look at this process's host and device. `run`: the folder of runs; one in an object store has no disk to look at."""
+    host = Host.here()
+    smi = gpu.ask_smi() if device.type == "cuda" else {}
+    known = identity(os.getpid())
+    folders: list[tuple[str, Path]] = [] if "://" in run else [("run folder", Path(run))]
+    folders.append(("cache", cache.folder(None)))
+    return Worker(
+        place.rank,
+        place.local_rank,
+        f"{known['boot']} {known['net']} {known['host']}",
+        versions(),
+        given(SETTINGS),
+        host,
+        network,
+        str(device),
+        peer_access.own(device),
+        gpu.look(device, smi) if device.type == "cuda" else None,
+        tuple(disk.look(use, folder) for use, folder in folders) if place.local_rank == 0 else (),
+        gpu.check_shares(host.host),
+        door,
+    )
+
+
+def check_host(worker: Worker, *, workers: int, gpus: int, world: int, hosts: int | None) -> list[Finding]:
+    """What is to be said of a host, by its first worker. Pure."""
+    host = worker.host
+    found = [
+        check_name(worker.network, hosts=hosts),
+        check_cores(host, workers=workers, on_gpu=gpus > 0),
+        check_load(host),
+        check_memory(host),
+        check_shared_memory(host, gpus=gpus),
+        check_files(host, world=world),
+        *disk.findings(worker.disks, host.host),
+    ]
+    return found if worker.shares is None else [*found, worker.shares]
+
+
+def check_device(worker: Worker, *, sharing: int = 1) -> list[Finding]:
+    """What is to be said of a worker's device; `sharing` workers use it. Pure."""
+    if worker.gpu is None:
+        return []
+    where = worker.called
+    held = gpu.check_memory(worker.gpu, where, workers=sharing)
+    return [held, gpu.check_health(worker.gpu, where), gpu.check_kernels(worker.gpu, where)]
+
+
+def by_home(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
+    """The workers of each host, in the order of ranks."""
+    found: dict[str, list[Worker]] = {}
+    for worker in sorted(workers, key=lambda each: each.rank):
+        found.setdefault(worker.home, []).append(worker)
+    return found
+
+
+def doors(workers: Sequence[Worker]) -> dict[int, Target]:
+    """Where the first worker of each host listens, by its rank."""
+    firsts = [group[0] for group in by_home(workers).values()]
+    return {one.rank: Target(one.host.host, one.rank, *one.door) for one in firsts if one.door[1]}

@@ -1,0 +1,281 @@
+"""`carrywave doctor` under a launcher: real processes, of which one is slow, has another version, hangs, dies, or never comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+# Times are made up, so that no verdict depends on how busy the machine is. FAULT is what is wrong with the rank in WHO.
+PROGRAM = """
+    import os, time
+    from carrywave.doctor import examination, host, measurement, worker
+    from carrywave.doctor.speed import Speed
+
+    fault = os.environ.get("FAULT", "")
+    own = os.environ.get("RANK") == os.environ.get("WHO", "")
+    versions, measure = worker.versions, measurement.measure
+
+    def time_device(device, together):
+        if own and fault == "dies":
+            os._exit(9)
+        if own and fault == "hangs":
+            time.sleep(100)
+        if own and fault == "fails":
+            raise RuntimeError("this device is on fire")
+        together()
+        return Speed(1e-3, 1e9, 2e-3) if fault != "slow" or not own else Speed(4e-3, 2e8, 6e-3)
+
+    measurement.speed.time_device = time_device
+    worker.versions = lambda: versions() | ({"torch": "1.0"} if own and fault == "version" else {})
+    host.BUSY = 1e9
+    examination.MEASURE_SECONDS = float(os.environ.get("MEASURE_SECONDS", "90"))
+    if own and fault == "clock":
+        real = time.time
+        measurement.time = type("Clock", (), {"time": staticmethod(lambda: real() + 3600)})
+
+    from carrywave.__main__ main
+    main()
+""".replace("__main__ main", "__main__ import main")
+
+
+class Launch:
+    """Starts workers as a launcher does, and waits for their ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "child.py").write_text(textwrap.dedent(PROGRAM))
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.port = server.getsockname()[1]
+
+    def start(self, rank: int, size: int, *words: str, **variables: str) -> subprocess.Popen[str]:
+        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": self.port}
+        known = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1", "CARRYWAVE_CACHE": str(self.folder)}
+        command = [sys.executable, "child.py", "doctor", "--device", "cpu", *words]
+        return subprocess.Popen(
+            command, cwd=self.folder, env=os.environ | known | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, ranks: Mapping[int, int] | range, size: int, *words: str, **variables: str) -> list[subprocess.CompletedProcess[str]]:
+        return ends([self.start(rank, size, *words, **variables) for rank in ranks])
+
+
+def ends(processes: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
+    found = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=200)
+            found.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return found
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    return Launch(tmp_path)
+
+
+def wrongs(known: dict[str, Any]) -> list[str]:
+    return [finding["fact"] for finding in known["findings"] if finding["level"] == "wrong"]
+
+
+def test_a_launch_that_is_well(launch: Launch) -> None:
+    first, second = launch.run(range(2), 2, "--json", "report.json")
+    assert (first.returncode, second.returncode) == (0, 0), (first, second)
+    assert (second.stdout, second.stderr, first.stderr) == ("", "", "")
+    assert "ok      transport" in first.stdout
+    assert first.stdout.splitlines()[-1].startswith("all is well")
+    known = json.loads((launch.folder / "report.json").read_text())
+    assert known["well"]
+    assert [worker["rank"] for worker in known["workers"]] == [0, 1]
+    assert [speed["rank"] for speed in known["speeds"]] == [0, 1]
+    [link] = known["links"]
+    assert (link["kind"], link["transport"], link["first"], link["second"]) == ("within a host", "gloo", 0, 1)
+    assert link["latency_seconds"] > 0
+    assert link["bytes_per_second"] > 0
+    assert sorted(path.name for path in launch.folder.iterdir()) == ["child.py", "report.json"]
+
+
+def test_the_slow_worker_is_found(launch: Launch) -> None:
+    found = launch.run(range(3), 3, FAULT="slow", WHO="2", **{"NO_COLOR": "1"})
+    assert [each.returncode for each in found] == [1, 1, 1]
+    [line] = [line for line in found[0].stdout.splitlines() if line.startswith("WRONG")]
+    where = f"rank 2 on {socket.gethostname()}"
+    assert f"slow worker         {where} takes 3 times as long as the other workers for an LSTM step and 4 times for a matrix" in line
+    assert found[0].stdout.splitlines()[-1].startswith("1 thing is wrong")
+
+
+def test_another_version_is_named_with_its_rank(launch: Launch) -> None:
+    found = launch.run(range(2), 2, "--json", "-", FAULT="version", WHO="1")
+    assert [each.returncode for each in found] == [1, 1]
+    known = json.loads(found[0].stdout)  # nothing else is printed there
+    [fact] = wrongs(known)
+    assert fact.startswith(f"torch is 1.0 on rank 1 ({socket.gethostname()}), but ")
+    assert not known["well"]
+
+
+def test_a_rank_that_does_not_come_is_named(launch: Launch) -> None:
+    begin = time.monotonic()
+    found = launch.run(range(2), 3, CARRYWAVE_START_SECONDS="8")
+    assert [each.returncode for each in found] == [1, 1]
+    assert "rank 2 of 3 (host number 0, from 0) did not show up within 8 s; workers on" in found[0].stdout
+    assert "devices and links were not measured" in found[0].stdout
+    assert time.monotonic() - begin < 120
+
+
+def test_a_worker_that_cannot_meet_rank_0_reports_itself(launch: Launch) -> None:
+    [found] = ends([launch.start(1, 2, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", CARRYWAVE_START_SECONDS="2", MASTER_ADDR="127.0.0.1")])
+    assert found.returncode == 1
+    # It is on another host than rank 0, by its numbers, and 127.0.0.1 can only be this one.
+    assert "127.0.0.1 is the host of rank 0, but leads to 127.0.0.1 here" in found.stdout
+    assert "this host itself" in found.stderr
+    [found] = ends([launch.start(1, 2, LOCAL_RANK="1", CARRYWAVE_START_SECONDS="2")])
+    assert (found.returncode, found.stdout) == (1, "")  # the first worker of the host speaks for it
+
+
+def test_a_port_in_use_is_told(launch: Launch) -> None:
+    with socket.create_server(("127.0.0.1", launch.port)):
+        [found] = ends([launch.start(0, 2, CARRYWAVE_START_SECONDS="3")])
+    assert found.returncode == 1
+    assert f"port {launch.port} on 127.0.0.1 is in use by another program; use a free one" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("dies", "rank 0 on {host}: contact with rank 1 on {host} was lost"), ("fails", "rank 1 on {host}: this device is on fire")],
+)
+def test_a_worker_that_fails_is_named(launch: Launch, fault: str, said: str) -> None:
+    first, second = launch.run(range(2), 2, FAULT=fault, WHO="1")
+    assert first.returncode == 1
+    assert second.returncode == (9 if fault == "dies" else 1)
+    assert said.format(host=socket.gethostname()) in first.stdout
+    assert "Traceback" not in first.stderr + second.stderr
+
+
+def test_a_worker_that_hangs_is_named(launch: Launch) -> None:
+    found = launch.run(range(2), 2, FAULT="hangs", WHO="1", MEASURE_SECONDS="6")
+    assert [each.returncode for each in found] == [1, 1]
+    assert (
+        f"the measurement did not end within 6 s: rank 1 on {socket.gethostname()} had come no further than device speed" in found[0].stdout
+    )
+    assert "ok      versions" in found[0].stdout  # all that was known before is reported
+
+
+def test_without_a_launcher_it_starts_workers_of_its_own(launch: Launch) -> None:
+    known = {"CARRYWAVE_CACHE": str(launch.folder)}
+
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "child.py", "doctor", "--device", "cpu", *words]
+        return subprocess.run(command, cwd=launch.folder, env=os.environ | known | variables, capture_output=True, text=True, timeout=200)
+
+    two = run("--devices", "2", "--meet", f"127.0.0.1:{launch.port}")
+    assert (two.returncode, two.stderr) == (0, ""), two
+    assert "link within a host" in two.stdout
+    assert f"127.0.0.1:{launch.port} is this host, and the port is free" in two.stdout
+    slow = run("--devices", "2", FAULT="slow", WHO="1")
+    assert (slow.returncode, slow.stderr) == (1, ""), slow
+    one = run("--devices", "1", "--json", "-")
+    assert one.returncode == 0
+    assert [worker["rank"] for worker in json.loads(one.stdout)["workers"]] == [0]
+
+
+ADDRESSES = ("10.77.1.1", "10.77.1.2")
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def host(launch: Launch) -> Iterator[Start]:
+    """Starts the doctor on one of two hosts: network namespaces with a wire between them, a host name and a hosts file each."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("needs root, ip and unshare, for network namespaces")
+    names = [f"dr{os.getpid()}{end}" for end in "ab"]
+    wires = [f"{name[-8:]}w" for name in names]
+    commands = [f"ip netns add {name}" for name in names]
+    commands.append(f"ip link add {wires[0]} netns {names[0]} type veth peer name {wires[1]} netns {names[1]}")
+    for name, wire, address in zip(names, wires, ADDRESSES, strict=True):
+        commands += [f"ip -n {name} addr add {address}/24 dev {wire}", f"ip -n {name} link set {wire} up", f"ip -n {name} link set lo up"]
+        commands.append(f"ip -n {name} addr add 10.99.0.1/32 dev lo")  # an address that nobody else can reach
+
+    def start(node: int, *words: str, own: tuple[str, str], **variables: str) -> subprocess.Popen[str]:
+        lines = ["127.0.0.1 localhost", f"{own[node]} node{node}", f"{ADDRESSES[1 - node]} node{1 - node}"]
+        (launch.folder / f"hosts-{node}").write_text("\n".join(lines) + "\n")
+        script = f'mount --bind {launch.folder}/hosts-{node} /etc/hosts && hostname node{node} && exec "$@"'
+        command = ["ip", "netns", "exec", names[node], "unshare", "-mu", "sh", "-c", script, "sh", sys.executable, "child.py", "doctor"]
+        place = {"RANK": node, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": launch.port}
+        known = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "node0", "CARRYWAVE_CACHE": str(launch.folder)}
+        return subprocess.Popen(
+            [*command, "--device", "cpu", *words],
+            cwd=launch.folder,
+            env=os.environ | known | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    try:
+        for command in commands:
+            made = subprocess.run(command.split(), capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"network namespaces cannot be made here: {command}: {made.stderr.strip()}")
+        yield start
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def on_both(host: Start, *words: str, **how: Any) -> list[subprocess.CompletedProcess[str]]:
+    return ends([host(node, *words, **how) for node in range(2)])
+
+
+def test_two_hosts_that_reach_each_other(host: Start, launch: Launch) -> None:
+    first, second = on_both(host, "--json", "report.json", own=ADDRESSES, FAULT="clock", WHO="1")
+    assert (first.returncode, second.returncode) == (0, 0), (first, second)
+    known = json.loads((launch.folder / "report.json").read_text())
+    [link] = known["links"]
+    assert (link["kind"], link["transport"]) == ("between hosts", "gloo")
+    assert "2 hosts can connect to each other" in first.stdout
+    assert "runs is shared by all hosts" in first.stdout
+    assert "the clock of node1 is 3.6e+03 s ahead of that of rank 0" in first.stdout
+    assert second.stdout == ""
+
+
+def test_names_that_lead_home(host: Start) -> None:
+    first, second = on_both(host, own=("127.0.1.1", "127.0.1.1"))
+    assert (first.returncode, second.returncode) == (1, 1), (first, second)
+    for node, each in enumerate((first, second)):
+        assert f"carrywave: node{node} resolves its own name to 127.0.1.1, so that other hosts cannot reach its workers" in each.stderr
+    assert first.stdout.count("a rendezvous would hang; set GLOO_SOCKET_IFNAME=") == 2
+    assert "were not measured" in first.stdout
+
+
+def test_what_is_wrong_with_a_name_is_said_before_anybody_is_waited_for(host: Start) -> None:
+    """Rank 0 never comes, and would be waited for longer than this test may take."""
+    process = host(1, own=(ADDRESSES[0], "127.0.1.1"), CARRYWAVE_START_SECONDS="1000")
+    try:
+        assert process.stderr is not None
+        assert "node1 resolves its own name to 127.0.1.1" in process.stderr.readline()
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_an_address_that_others_cannot_reach_is_told(host: Start) -> None:
+    first, second = on_both(host, own=(ADDRESSES[0], "10.99.0.1"))
+    assert (first.returncode, second.returncode) == (1, 1), (first, second)
+    assert "node0 cannot connect to node1 at 10.99.0.1 (" in first.stdout
+    assert "node1 cannot connect to node0" not in first.stdout
