@@ -326,6 +326,7 @@ TWICE = """
 """
 
 
+@pytest.mark.slow  # as quick as it can be; tests/faults/test_kills.py has a quick run with kills
 def test_a_killed_worker_does_not_change_the_answer(folder: Path, write: Write) -> None:
     """In the same processes, for the time's sake: so the second attempt finds the first of its two runs done."""
     said: list[str] = []

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from carrywave.launch.launcher import start
 sys.path.insert(0, str(Path(__file__).parent))
 from _own_loop import train
 
+Told = Callable[[str, Sequence[str]], list[list[dict[str, Any]]]]
 WORKER = Path(__file__).with_name("_own_loop.py")
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 replicas": (2, {}),
@@ -49,6 +53,9 @@ DIFFERENT = {
 ALIKE_IN_STAGES = ("other weights", "another buffer")  # rank 1 holds other ones there
 
 
+HALFWAY = ("raises", "raises in an evaluation", "own hook raises", "raises beside others", "plain")
+
+
 def told_by_workers(plan: str, cases: list[str], folder: Path, device: str = "cpu") -> list[list[dict[str, Any]]]:
     workers, keys = PLANS[plan]
     (folder / "jobs").write_text(json.dumps([{"case": case, "plan": keys, "device": device} for case in cases]))
@@ -57,36 +64,53 @@ def told_by_workers(plan: str, cases: list[str], folder: Path, device: str = "cp
     return [json.loads((folder / f"jobs.{rank}.out").read_text()) for rank in range(workers)]
 
 
+def different_in(plan: str) -> list[str]:
+    return [case for case in DIFFERENT if plan == "2 replicas" or case not in ALIKE_IN_STAGES]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What each worker told of the cases, by rank. Workers of a plan are started once for all of its cases, which takes longest."""
+
+    @cache
+    def all_of(plan: str) -> dict[tuple[str, ...], list[list[dict[str, Any]]]]:
+        groups = [SAME, tuple(different_in(plan)), *([HALFWAY] if plan == "2 stages" else [])]
+        answers = told_by_workers(plan, [case for group in groups for case in group], tmp_path_factory.mktemp("own-loop"))
+        ends = list(accumulate(map(len, groups)))
+        return {group: [of_rank[end - len(group) : end] for of_rank in answers] for group, end in zip(groups, ends, strict=True)}
+
+    return lambda plan, cases: all_of(plan)[tuple(cases)]
+
+
 @pytest.mark.parametrize("plan", ["2 replicas", "2 stages", pytest.param("2 x 2", marks=pytest.mark.slow)])
-def test_an_own_loop_computes_what_one_device_does(plan: str, tmp_path: Path) -> None:
+def test_an_own_loop_computes_what_one_device_does(plan: str, told: Told, tmp_path: Path) -> None:
     """Also where layers are frozen in between, where a module is used in some steps only, and where the loop stops and goes on."""
-    told = told_by_workers(plan, list(SAME), tmp_path)
+    found = told(plan, SAME)
     for number, case in enumerate(SAME):
         alone = train(case, {}, 0, tmp_path)
-        for rank, answers in enumerate(told):
+        for rank, answers in enumerate(found):
             assert "error" not in answers[number], (case, rank, answers[number])
             assert answers[number]["losses"] == pytest.approx(alone["losses"], rel=1e-10), (case, rank)  # float64
-        weights = told[0][number]["weights"]
+        weights = found[0][number]["weights"]
         assert weights.keys() == alone["weights"].keys()
         for name, values in alone["weights"].items():
             # float64, summed in another order; Adam divides by the root of small squares.
             torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(values), rtol=1e-8, atol=1e-10, msg=f"{case} {name}")
 
 
-@pytest.mark.parametrize("plan", ["2 replicas", pytest.param("2 x 2", marks=pytest.mark.slow)])
-def test_workers_that_are_not_given_the_same_say_so(plan: str, tmp_path: Path) -> None:
-    cases = [case for case in DIFFERENT if plan == "2 replicas" or case not in ALIKE_IN_STAGES]
-    told = told_by_workers(plan, cases, tmp_path)
-    for number, case in enumerate(cases):
-        for answers in told:
-            assert answers[number].get("error", "no error").startswith(f"WorkerError: {DIFFERENT[case]}"), (case, answers[number])
-            assert "(step 3 of the trainer); " in answers[number]["error"]
+@pytest.mark.parametrize("plan", ["2 replicas", "2 stages", pytest.param("2 x 2", marks=pytest.mark.slow)])
+def test_workers_that_are_not_given_the_same_say_so(plan: str, told: Told) -> None:
+    """Stages do before they wait for each other."""
+    cases = different_in(plan)
+    for answers in told(plan, cases):
+        for case, answer in zip(cases, answers, strict=True):
+            assert answer.get("error", "no error").startswith(f"WorkerError: {DIFFERENT[case]}"), (case, answer)
+            assert "(step 3 of the trainer); " in answer["error"]
 
 
-def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(tmp_path: Path) -> None:
+def test_a_stage_whose_step_ended_halfway_leaves_nobody_waiting(told: Told, tmp_path: Path) -> None:
     """The others lose contact at once; trainers over the same connections are refused, and new ones of all workers go on."""
-    cases = ["raises", "raises in an evaluation", "own hook raises", "raises beside others", "plain"]
-    first, second = told_by_workers("2 stages", cases, tmp_path)
+    first, second = told("2 stages", HALFWAY)
     assert second[0]["error"].startswith("ValueError: mine")
     assert first[0]["error"].startswith("ContactLost: contact with rank 1")
     halfway = "WorkerError: rank 1 got nothing (its last step ended halfway), but rank 0 got"
@@ -120,11 +144,3 @@ def test_one_that_freezes_alone_says_so(write: Any, python: Any, tmp_path: Path)
     ended = python("-m", "torch.distributed.run", "--nproc-per-node", "2", program, CARRYWAVE_START_SECONDS="8", OMP_NUM_THREADS="1")
     assert ended.returncode
     assert "requires_grad of lstm.weight_ih_l0 changed on rank 1, but other workers did not report the same change" in ended.stderr
-
-
-def test_stages_that_are_not_given_the_same_say_so_before_they_wait_for_each_other(tmp_path: Path) -> None:
-    cases = [case for case in DIFFERENT if case not in ALIKE_IN_STAGES]
-    told = told_by_workers("2 stages", cases, tmp_path)
-    for number, case in enumerate(cases):
-        for answers in told:
-            assert answers[number].get("error", "no error").startswith(f"WorkerError: {DIFFERENT[case]}"), (case, answers[number])

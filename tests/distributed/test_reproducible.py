@@ -258,9 +258,3 @@ def test_a_run_goes_on_with_any_number_to_the_byte(carrywave: Carrywave, tmp_pat
         carrywave("language.yaml", *stages, "--devices", str(first), "--run", name, "train.max_steps=10")
         carrywave("language.yaml", *stages, "--devices", str(second), "--run", name, "--resume")
         assert tensors(tmp_path / "through") == tensors(tmp_path / name)
-
-
-def test_three_replicas_are_refused_in_one_line(carrywave: Carrywave) -> None:
-    said = carrywave("language.yaml", "--devices", "3", "--run", "three", "plan.replicas=3", code=2).stderr
-    assert said.count("\n") == 1
-    assert "train.reproducible=true divides the lanes into 8 shards, which 3 replicas cannot share evenly; use 1, 2, 4 or 8" in said

@@ -48,7 +48,7 @@ def classification(folder: Path, plan: dict[str, Any] | None = None, **model: An
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
-    (folder / "text.txt").write_text("the carry is passed along, and work moves as a wave. " * 12)
+    (folder / "text.txt").write_text("the carry is passed along, and work moves as a wave. " * 8)
     draw = np.random.default_rng(3)
     for name, rows in (("train", 40), ("test", 11)):
         steps = [draw.normal(size=(int(draw.integers(1, 10)), 2)).round(3) for _ in range(rows)]
@@ -151,14 +151,65 @@ def test_a_run_goes_on_with_another_plan(folder: Path) -> None:
     assert all(torch.equal(same[name], tensor) for name, tensor in through.items())
 
 
-def test_evaluation_and_prediction_on_several_workers(folder: Path) -> None:
-    jobs = [
-        {"evaluate": "language"},
-        {"evaluate": "classification"},
-        {"predict": "classification", "data": "test.jsonl"},
-        {"predict": "language", "data": "text.txt"},
+EVALUATED = [
+    {"evaluate": "language"},
+    {"evaluate": "classification"},
+    {"predict": "classification", "data": "test.jsonl"},
+    {"predict": "language", "data": "text.txt"},
+]
+
+
+def mistakes(folder: Path) -> list[tuple[dict[str, Any], str]]:
+    """What is wrong with each, and how it is said."""
+    aliens = "start every worker with the same command, files and versions"
+    return [
+        (
+            {"run": "bad", "spec": language(folder, {"stages": 7})},
+            "PlanError: plan.stages=7, but the model has 5 units (encoder, 3 layers, head); use plan.stages <= 5",
+        ),
+        ({"run": "bad", "spec": language(folder, {"replicas": 1})}, "PlanError: plan.replicas=1 x plan.stages=1 needs 1 worker, got 3"),
+        (
+            {"run": "bad", "spec": language(folder, {"replicas": 3, "micro_batches": 2})},
+            "PlanError: batch.lanes=5 cannot be divided among plan.replicas=3 x plan.micro_batches=2; use batch.lanes >= 6",
+        ),
+        (
+            {"run": "bad", "spec": language(folder, {"replicas": 3}, reproducible=True)},
+            "PlanError: train.reproducible=true divides the lanes into 8 shards, which 3 replicas cannot share evenly; use 1, 2, 4 or 8",
+        ),
+        (
+            {"run": "bad", "spec": classification(folder, {"stages": 3, "share_head": True})},
+            "PlanError: plan.share_head=true needs a head that scores single steps, but the head of this model scores whole sequences",
+        ),
+        ({"run": "bad", "spec": language(folder) | {"data": {"train": str(folder / "nothing.txt")}}}, "DataError: data.train"),
+        ({"run": "language", "spec": language(folder)}, f"RunError: {folder / 'language'} already exists and is not empty"),
+        (
+            {"run": "bad", "spec": language(folder), "alien": 2},
+            f"WorkerError: rank 2 has train.lr 0.125, but rank 0 has 0.02; {aliens}",
+        ),
+        (
+            {"lanes": "own"},
+            "WorkerError: rank 1 got a different batch than rank 0 (step 1 of the trainer); pass the same whole batch to every worker",
+        ),
+        (
+            {"mixing": 1, "plan": {"replicas": 3}},
+            "PlanError: encoder (Mixing) gives different results for a lane depending on the other lanes in its input; make it work lane",
+        ),
+        (
+            {"mixing": 0, "plan": {"stages": 3, "chunk_steps": 2}},
+            "PlanError: encoder (Mixing) gives different results for a step depending on the other steps in its input; make it work step",
+        ),
+        ({"run": "bad", "spec": language(folder, lr=1e308, optimizer="sgd", clip=None)}, "Diverged: "),
     ]
-    told = carry_out(folder, 3, jobs, "evaluate")
+
+
+@pytest.fixture(scope="module")
+def told_by_three(folder: Path) -> list[list[dict[str, Any]]]:
+    """Of evaluations, of mistakes, and of what goes well after them. Three workers are started once, which takes longest."""
+    return carry_out(folder, 3, [*EVALUATED, *(job for job, _ in mistakes(folder)), {"lanes": "shared"}], "three")
+
+
+def test_evaluation_and_prediction_on_several_workers(folder: Path, told_by_three: list[list[dict[str, Any]]]) -> None:
+    told = told_by_three
     alone = [evaluate_run(folder / name, device="cpu") for name in ("language", "classification")]
     for number, wanted in enumerate(alone):
         for each in told:
@@ -172,38 +223,10 @@ def test_evaluation_and_prediction_on_several_workers(folder: Path) -> None:
     assert all("continued token by token, on one device; start one worker instead of 3" in each[3]["error"] for each in told)
 
 
-def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
-    jobs = [
-        {"run": "bad", "spec": language(folder, {"stages": 7})},
-        {"run": "bad", "spec": language(folder, {"replicas": 1})},
-        {"run": "bad", "spec": language(folder, {"replicas": 3, "micro_batches": 2})},
-        {"run": "bad", "spec": classification(folder, {"stages": 3, "share_head": True})},
-        {"run": "bad", "spec": language(folder) | {"data": {"train": str(folder / "nothing.txt")}}},
-        {"run": "language", "spec": language(folder)},
-        {"run": "bad", "spec": language(folder), "alien": 2},
-        {"lanes": "own"},
-        {"mixing": 1, "plan": {"replicas": 3}},
-        {"mixing": 0, "plan": {"stages": 3, "chunk_steps": 2}},
-        {"run": "bad", "spec": language(folder, lr=1e308, optimizer="sgd", clip=None)},
-    ]
-    told = carry_out(folder, 3, [*jobs, {"lanes": "shared"}], "mistakes")
-    assert [each[-1] for each in told] == [{}] * 3
-    expected = [
-        "PlanError: plan.stages=7, but the model has 5 units (encoder, 3 layers, head); use plan.stages <= 5",
-        "PlanError: plan.replicas=1 x plan.stages=1 needs 1 worker, got 3",
-        "PlanError: batch.lanes=5 cannot be divided among plan.replicas=3 x plan.micro_batches=2; use batch.lanes >= 6",
-        "PlanError: plan.share_head=true needs a head that scores single steps, but the head of this model scores whole sequences; remove",
-        "DataError: data.train",
-        "RunError: ",
-        "WorkerError: rank 2 has train.lr 0.125, but rank 0 has 0.02; start every worker with the same command, files and versions",
-        "WorkerError: rank 1 got a different batch than rank 0 (step 1 of the trainer); pass the same whole batch to every worker",
-        "PlanError: encoder (Mixing) gives different results for a lane depending on the other lanes in its input; make it work lane by",
-        "PlanError: encoder (Mixing) gives different results for a step depending on the other steps in its input; make it work step by",
-        "Diverged: ",
-    ]
-    for number, start_of in enumerate(expected):
-        messages = {each[number]["error"] for each in told}
+def test_mistakes_are_met_by_all_workers_at_once(folder: Path, told_by_three: list[list[dict[str, Any]]]) -> None:
+    for number, (job, start_of) in enumerate(mistakes(folder), start=len(EVALUATED)):
+        messages = {each[number]["error"] for each in told_by_three}
         assert len(messages) == 1, messages  # all of them say the same
-        assert messages.pop().startswith(start_of), (start_of, told[0][number])
-    assert "already exists and is not empty" in told[0][5]["error"]
+        assert messages.pop().startswith(start_of), (job, told_by_three[0][number])
+    assert [each[-1] for each in told_by_three] == [{}] * 3
     assert not (folder / "bad" / "weights.safetensors").exists()

@@ -88,7 +88,7 @@ def test_a_run_says_it_once_and_keeps_it(evaluate_every: int | None, tmp_path: P
     (tmp_path / "text.txt").write_text("the carry is passed along. " * 400)
     watch = Lines()
     data = {"train": str(tmp_path / "text.txt"), "valid": str(tmp_path / "text.txt"), "tokens": "char"}
-    train = {"max_steps": 120, "epochs": 9, "evaluate_every": evaluate_every}
+    train = {"max_steps": 60, "epochs": 9, "evaluate_every": evaluate_every}
     cw.fit({"hidden": 8}, None, data=data, batch={"lanes": 4, "steps": 8}, train=train, run=tmp_path / "run", watch=watch, device="cpu")
     found = [line for line in watch.said if line.startswith("a step takes")]
     rows = [json.loads(line) for line in (tmp_path / "run" / "timing.jsonl").read_text().splitlines()]
