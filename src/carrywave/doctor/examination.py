@@ -19,7 +19,7 @@ from typing import Any
 
 from carrywave.doctor import agreement, disk, measurement, verdicts, worker
 from carrywave.doctor import profile as profiles
-from carrywave.doctor.finding import Finding, of_error, ranks, well
+from carrywave.doctor.finding import Finding, of_error, well
 from carrywave.doctor.links import Measured, check_links
 from carrywave.doctor.meeting import Guard, Meeting
 from carrywave.doctor.network import LOCAL, MISLED_SECONDS, Listener, Network, Target, check_meeting, check_name, check_reach, try_all
