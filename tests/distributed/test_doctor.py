@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from carrywave.plan.cost.profile import Profile
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Times are made up, so that no verdict depends on how busy the machine is. FAULT is what is wrong with the rank in WHO.
@@ -45,6 +47,13 @@ PROGRAM = """
     if own and fault == "clock":
         real = time.time
         measurement.time = type("Clock", (), {"time": staticmethod(lambda: real() + 3600)})
+
+    if "SMALL" in os.environ:  # few sizes, so that a profile takes seconds
+        from carrywave.doctor import profile
+        from carrywave.plan.cost.sample_requests import Ask
+
+        kinds = (("lstm", 8, 8), ("embedding", 20, 8), ("softmax", 8, 20), ("dropout", 8, 8))
+        profile.modest_grid = lambda kind, precision: [Ask(name, inputs, outputs, 4, 8) for name, inputs, outputs in kinds]
 
     from carrywave.__main__ main
     main()
@@ -191,6 +200,21 @@ def test_without_a_launcher_it_starts_workers_of_its_own(launch: Launch) -> None
     one = run("--devices", "1", "--json", "-")
     assert one.returncode == 0
     assert [worker["rank"] for worker in json.loads(one.stdout)["workers"]] == [0]
+
+
+def test_the_planner_uses_the_profile(launch: Launch) -> None:
+    first, second = launch.run(range(2), 2, "--profile", "ours.json", SMALL="1")
+    assert (first.returncode, second.returncode) == (0, 0), (first, second)
+    assert "written to ours.json; carrywave plan --profile ours.json" in first.stdout
+    found = Profile.read(launch.folder / "ours.json")
+    assert (found.name, found.devices_per_host, found.within.transport) == ("ours", 2, "gloo")
+    assert {sample.workers for sample in found.samples} == {1, 2}
+    assert [reduction.workers for reduction in found.reductions] == [2] * 4
+    words = ["plan", "model.hidden=8", "batch.lanes=4", "batch.steps=8", "--facts", "vocabulary=20", "--profile", "ours.json"]
+    command = [sys.executable, "-m", "carrywave", *words, "--devices", "2"]
+    planned = subprocess.run(command, cwd=launch.folder, capture_output=True, text=True, timeout=100)
+    assert planned.returncode == 0, planned
+    assert "devices of ours (measured)" in planned.stdout
 
 
 ADDRESSES = ("10.77.1.1", "10.77.1.2")

@@ -12,7 +12,6 @@ import pytest
 
 from carrywave.doctor import agreement, disk, gpu, host, network, worker
 from carrywave.doctor.disk import Disk
-from carrywave.doctor.examination import _absent, _of_launch, _other_devices, _stuck
 from carrywave.doctor.finding import Finding, duration, merged, ranks, several, size, well
 from carrywave.doctor.gpu import Gpu
 from carrywave.doctor.host import Host
@@ -21,6 +20,7 @@ from carrywave.doctor.meeting import behind
 from carrywave.doctor.network import Network, Target
 from carrywave.doctor.report import Report, lines
 from carrywave.doctor.speed import Speed, check_speeds
+from carrywave.doctor.verdicts import failed, of_launch, other_devices, stayed_away, stuck
 from carrywave.doctor.worker import Place, Worker
 from carrywave.parallel.peer_access import Neighbour
 
@@ -336,22 +336,33 @@ def test_a_slow_link_is_named() -> None:
 
 def test_whoever_stays_away_is_named_by_all_that_is_known() -> None:
     there = {rank: make(rank) for rank in (0, 1)}
-    found = _absent([2, 3], there, Place(0, 4, 0, 2), 60)
+    found = stayed_away([2, 3], there, Place(0, 4, 0, 2), 60)
     assert found.fact == "ranks 2 and 3 of 4 (host number 1, from 0, with all workers) did not show up within 60 s; workers on a did"
-    assert "(host number 1, from 0)" in _absent([3], there, Place(0, 4, 0, 2), 60).fact
-    assert _absent([1], there, Place(0, 2, 0, None), 9).fact == "rank 1 of 2 did not show up within 9 s; workers on a did"
+    assert "(host number 1, from 0)" in stayed_away([3], there, Place(0, 4, 0, 2), 60).fact
+    assert stayed_away([1], there, Place(0, 2, 0, None), 9).fact == "rank 1 of 2 did not show up within 9 s; workers on a did"
 
 
 def test_whoever_hangs_is_named() -> None:
     assert behind({0: "links", 1: "clocks", 2: "links"}, ("clocks", "links")) == ([1], "clocks")
-    found = _stuck({0: "links", 1: "device speed"}, {0: make(0), 1: make(1)}, 90)
+    found = stuck({0: "links", 1: "device speed"}, {0: make(0), 1: make(1)}, 90)
     assert "rank 1 on a had come no further than device speed" in found.fact
-    assert level_of(_stuck({}, {}, 90)) == "wrong"
+    found = stuck({0: "waiting for the others", 1: "failed: no memory"}, {0: make(0), 1: make(1)}, 90)
+    assert found.fact == "rank 1 on a: no memory"
+    assert level_of(stuck({}, {}, 90)) == "wrong"
+
+
+def test_of_several_that_fail_the_cause_is_named() -> None:
+    there = {0: make(0), 1: make(1)}
+    lost = {"error": "contact with rank 1 was lost; its own message says why", "lost": True}
+    assert failed({0: lost}, [1], there).fact == "rank 0 on a: contact with rank 1 was lost"
+    found = failed({0: lost, 1: {"error": "no memory; use less", "lost": False}}, [], there)
+    assert (found.fact, found.remedy) == ("rank 1 on a: no memory", "use less")
+    assert failed({}, [1], there).fact == "rank 1 did not finish the measurement"
 
 
 def test_devices_that_the_profile_does_not_describe_are_told() -> None:
-    assert _other_devices([make(0), make(1)]) == []
-    [found] = _other_devices([make(0, on=GPU), make(1, name="b", on=replace(GPU, name="A100"))])
+    assert other_devices([make(0), make(1)]) == []
+    [found] = other_devices([make(0, on=GPU), make(1, name="b", on=replace(GPU, name="A100"))])
     assert (level_of(found), found.fact) == ("warning", "the profile describes the devices of a; those of b differ")
 
 
@@ -362,10 +373,10 @@ def test_a_worker_survives_the_wire() -> None:
 
 
 def test_a_launch_is_well_where_all_is() -> None:
-    found = _of_launch(on_gpus(4, 2), hosts=2)
+    found = of_launch(on_gpus(4, 2), hosts=2)
     assert well(found)
     assert {"versions", "transport", "host name", "cores", "GPU", "kernels"} <= {each.what for each in found}
-    assert not well(_of_launch([replace(each, network=HOME) for each in on_gpus(4, 2)], hosts=2))
+    assert not well(of_launch([replace(each, network=HOME) for each in on_gpus(4, 2)], hosts=2))
 
 
 def test_a_report_says_the_same_of_several_hosts_once() -> None:

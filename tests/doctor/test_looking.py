@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from carrywave.doctor import disk, network, worker
+from carrywave.doctor import disk, network, profile, worker
 from carrywave.doctor.disk import Disk
 from carrywave.doctor.examination import place_here
 from carrywave.doctor.host import Host
@@ -23,8 +23,10 @@ from carrywave.doctor.network import Listener, Network, Target
 from carrywave.doctor.profile import completed, name_of
 from carrywave.doctor.worker import Place
 from carrywave.errors import WorkerError
+from carrywave.measure import profiles
 from carrywave.measure.grid import modest_grid
 from carrywave.measure.profiles import empty
+from carrywave.parallel import worker_pool
 from carrywave.plan.cost.profile import Profile, Reduction
 from carrywave.plan.cost.sample_requests import LARGEST
 
@@ -175,6 +177,31 @@ def test_the_profile_has_the_slowest_links_that_were_measured(tmp_path: Path) ->
     assert again.between.bytes_per_second == 1e8
     assert again.reductions[-1].apart
     assert completed(empty("cpu"), "x", (), ()).between == empty("cpu").between
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "started"),
+    [
+        ("cpu", 1, [("fp32", 1, True)]),
+        ("cpu", 2, [("fp32", 1, True), ("fp32", 2, True)]),
+        ("cuda", 4, [("bf16", 1, True), ("fp32", 1, True), ("tf32", 1, True), ("fp32", 4, False)]),  # GPUs do not share caches
+    ],
+)
+def test_what_is_measured_for_a_profile(
+    kind: str, workers: int, started: list[tuple[str, int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[tuple[str, int, bool]] = []
+
+    def start(module: str, job: dict[str, Any], workers: int, **how: Any) -> list[list[dict[str, Any]]]:
+        jobs.append((job["precision"], workers, bool(job["asks"])))
+        return [[{"overheads": {"task_seconds": 1e-4}}]] * workers
+
+    monkeypatch.setattr(worker_pool, "start", start)
+    monkeypatch.setattr(profiles, "gpus", lambda: ["H200"] * workers if kind == "cuda" else [])
+    found = profile.measure(kind, workers, lambda what: None)
+    assert jobs == started
+    assert found.devices_per_host == workers
+    assert found.overheads.task_seconds == 1e-4
 
 
 def test_a_modest_grid_takes_a_modest_time() -> None:

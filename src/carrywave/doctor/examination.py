@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from carrywave.doctor import agreement, disk, measurement, worker
+from carrywave.doctor import agreement, disk, measurement, verdicts, worker
 from carrywave.doctor import profile as profiles
-from carrywave.doctor.finding import Finding, of_error, ranks, several, well
+from carrywave.doctor.finding import Finding, of_error, well
 from carrywave.doctor.links import Measured, check_links
-from carrywave.doctor.meeting import Guard, Meeting, behind
+from carrywave.doctor.meeting import Guard, Meeting
 from carrywave.doctor.network import LOCAL, MISLED_SECONDS, Listener, Network, Target, check_meeting, check_name, check_reach, try_all
 from carrywave.doctor.report import Report, told
 from carrywave.doctor.speed import Speed, check_speeds
@@ -79,11 +79,11 @@ def examine(asked: Asked, deliver: Deliver, say: Say) -> int:
 def _alone(place: Place, asked: Asked, deliver: Deliver) -> int:
     """Examine a machine with one worker."""
     known: list[Finding] = []
-    guard = Guard(lambda what, seconds: deliver(Report((*known, _late(what, seconds)))))
+    guard = Guard(lambda what, seconds: deliver(Report((*known, verdicts.too_long(what, seconds)))))
     guard.allow("looking at this host", LOOK_SECONDS)
     device = pick_device(asked.device)
     own = worker.look(place, device, Network.here(None if asked.meet is None else asked.meet[0]), asked.run)
-    known += _of_launch([own], hosts=1 if launched() else None)
+    known += verdicts.of_launch([own], hosts=1 if launched() else None)
     if asked.meet is not None:
         known.append(check_meeting(*asked.meet, first=None))
     guard.allow("device speed", MEASURE_SECONDS)
@@ -187,18 +187,18 @@ class _Launched:
         self.workers = {rank: Worker.of(known) for rank, known in meeting.collect("worker", range(place.size), seconds).items()}
         absent = [rank for rank in range(place.size) if rank not in self.workers]
         if absent:
-            self.known.append(_absent(absent, self.workers, place, seconds))
+            self.known.append(verdicts.stayed_away(absent, self.workers, place, seconds))
         there = list(self.workers.values())
         homes = worker.by_home(there)
         # Workers that we started ourselves say nothing of how many hosts there will be.
-        self.known += _of_launch(there, hosts=None if LOCAL in os.environ else len(homes))
+        self.known += verdicts.of_launch(there, hosts=None if LOCAL in os.environ else len(homes))
         if self.asked.meet is not None:
             self.known.append(check_meeting(*self.asked.meet, first=None))
         if len(homes) > 1:
             self._try_hosts(there)
         else:
             meeting.order("try", None)
-        stop = absent or any(finding.level == "wrong" and finding.what in STOPS for finding in self.known)
+        stop = absent or any(finding.level == "wrong" and finding.what in verdicts.STOPS for finding in self.known)
         meeting.order("measure", None if stop else [worker_.home for worker_ in there])
         rows: dict[int, dict[str, Any]] = {}
         if stop:
@@ -233,13 +233,9 @@ class _Launched:
         self._allow("the measurement", MEASURE_SECONDS)
         self._measure([worker_.home for worker_ in there])
         rows: dict[int, dict[str, Any]] = self._meeting.collect("row", range(self.place.size), LATER_SECONDS)
-        errors = {rank: str(row["error"]) for rank, row in rows.items() if "error" in row}
+        errors = {rank: row for rank, row in rows.items() if "error" in row}
         if errors or len(rows) < self.place.size:
-            # A worker that failed is the cause; others have only lost contact with it.
-            first = min(errors, key=lambda rank: (lost_contact.sounds_lost(errors[rank]), rank), default=None)
-            silent = [rank for rank in range(self.place.size) if rank not in rows]
-            fact = f"{ranks(silent)} did not finish the measurement" if first is None else f"{self.workers[first].called}: {errors[first]}"
-            self.known.append(Finding("wrong", "measurement", fact, "its own output says more; correct that, and examine again"))
+            self.known.append(verdicts.failed(errors, [rank for rank in range(self.place.size) if rank not in rows], self.workers))
         return {rank: row for rank, row in rows.items() if "error" not in row}
 
     def _report(self, rows: dict[int, dict[str, Any]]) -> Report:
@@ -259,7 +255,7 @@ class _Launched:
                 self.known.append(_write_profile(self.asked.profile, profiles.measure(kind, len(here), lambda what: None), links, sums))
             except UserError as error:
                 self.known.append(of_error("profile", error))
-            self.known += _other_devices(list(self.workers.values()))
+            self.known += verdicts.other_devices(list(self.workers.values()))
         return Report(
             tuple(self.known),
             tuple(each.to_json() for each in self.workers.values()),
@@ -320,13 +316,15 @@ class _Launched:
             self._at("connecting")
             world = join(self.asked.device)
             row = measurement.measure(world, homes, self._at, sums=self.asked.profile is not None)
-        except (UserError, ContactLost, RuntimeError, OSError) as error:
-            row = {"error": reason(error)}
-            if isinstance(error, UserError | ContactLost):
-                row = {"error": str(error)}
+        except (UserError, ContactLost) as error:
+            row = {"error": str(error), "lost": isinstance(error, ContactLost)}
+        except (RuntimeError, OSError) as error:
+            row = {"error": reason(error), "lost": lost_contact.lost(error)}
         self._meeting.tell("row", row)
-        if world is not None and "error" not in row:
-            leave(world)
+        if "error" in row:
+            self._at(f"{verdicts.FAILED}{row['error']}")
+        if world is not None:
+            leave(world)  # also after a failure: others see the connection close, and do not wait for this worker
 
     def _at(self, what: str) -> None:
         self._meeting.tell("at", what)
@@ -341,73 +339,16 @@ class _Launched:
 
     def _last_word(self, what: str, seconds: float) -> None:
         """Report what is known when something takes too long; the process ends afterwards."""
-        late = _late(what, seconds)
+        late = verdicts.too_long(what, seconds)
         if self.place.rank == 0:
             if self.meeting is not None and what == "the measurement":
-                late = _stuck(self.meeting.where(), self.workers, seconds)
+                late = verdicts.stuck(self.meeting.where(), self.workers, seconds)
             self.deliver(Report((*self.known, late), tuple(each.to_json() for each in self.workers.values())))
         elif self.leads:
             time.sleep(1.0)  # launchers end everyone when one ends, so rank 0 goes first
             self.say(f"rank {self.place.rank}: {late.sentence}")
 
 
-# What keeps workers from joining each other: measuring together would hang, or fail with less to say.
-STOPS = ("host name", "network", "devices", "transport", "settings", "meeting point", "open files")
-
-
-def _of_launch(there: Sequence[Worker], *, hosts: int | None) -> list[Finding]:
-    """What follows from what the workers told. Pure."""
-    found: list[Finding] = [*agreement.check_versions(there), *agreement.check_settings(there), *agreement.check_gpus(there)]
-    if there:
-        found.append(agreement.check_transport(there))
-    for group in worker.by_home(there).values():
-        gpus = [each.gpu.uuid for each in group if each.gpu is not None]
-        found += worker.check_host(group[0], workers=len(group), gpus=len(set(gpus)), world=len(there), hosts=hosts)
-        for each in group:
-            found += worker.check_device(each, sharing=gpus.count(each.gpu.uuid) if each.gpu is not None else 1)
-    return found
-
-
-def _absent(absent: Sequence[int], there: dict[int, Worker], place: Place, seconds: float) -> Finding:
-    """Who did not come, by all that is known of them. Pure."""
-    known = ""
-    if place.local_size is not None and place.size % place.local_size == 0:
-        nodes = sorted({rank // place.local_size for rank in absent})
-        gone = [node for node in nodes if all(rank in absent for rank in range(node * place.local_size, (node + 1) * place.local_size))]
-        known = f" (host{'s' * (len(nodes) > 1)} number {several([str(node) for node in nodes])}, from 0" + (
-            ", with all workers)" if gone == nodes else ")"
-        )
-    hosts = several(list(dict.fromkeys(each.host.host for each in there.values())))
-    fact = f"{ranks(absent)} of {place.size}{known} did not show up within {seconds:g} s; workers on {hosts} did"
-    return Finding(
-        "wrong", "workers", fact, "start every worker, and see there why it cannot reach rank 0 (CARRYWAVE_START_SECONDS: to wait longer)"
-    )
-
-
-def _late(what: str, seconds: float) -> Finding:
-    return Finding("wrong", "hang", f"{what} took more than {seconds:g} s", "see whether a disk, a device or the network does not answer")
-
-
-def _stuck(at: dict[int, str], there: dict[int, Worker], seconds: float) -> Finding:
-    slow, phase = behind(at, measurement.PHASES)
-    if not slow:
-        return _late("the measurement", seconds)
-    who = several([there[rank].called if rank in there else f"rank {rank}" for rank in slow])
-    fact = f"the measurement did not end within {seconds:g} s: {who} had come no further than {phase}"
-    return Finding("wrong", "hang", fact, "see whether that device or its network does not answer (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME)")
-
-
 def _write_profile(path: Path, found: Profile, links: Sequence[Measured], sums: Sequence[Reduction]) -> Finding:
     output_file.write(path, profiles.completed(found, profiles.name_of(path), links, sums).to_json())
     return Finding("fine", "profile", f"written to {path}; carrywave plan --profile {path} and CARRYWAVE_PROFILE={path} use it")
-
-
-def _other_devices(there: Sequence[Worker]) -> list[Finding]:
-    """A word on workers whose devices the profile does not describe. Pure."""
-    names = [each.device.partition(":")[0] if each.gpu is None else each.gpu.name for each in there]
-    odd = [each for each, name in zip(there, names, strict=True) if name != names[0]]
-    if not odd:
-        return []
-    hosts = several(list(dict.fromkeys(each.host.host for each in odd)))
-    fact = f"the profile describes the devices of {there[0].host.host}; those of {hosts} differ"
-    return [Finding("warning", "profile", fact, "write one there too, and name both in a file for carrywave plan --cluster")]

@@ -20,7 +20,7 @@ from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 
 Row = dict[str, Any]
-PHASES = ("connecting", "device speed", "clocks", "links", "sums between hosts", "done")
+PHASES = ("connecting", "device speed", "waiting for the others", "clocks", "links", "sums between hosts", "done")
 CLOCK_ROUNDS = 8
 
 
@@ -32,7 +32,7 @@ def measure(world: World, homes: Sequence[str], at: Callable[[str], None], *, su
     """
     firsts = [homes.index(home) for home in dict.fromkeys(homes)]
     at("device speed")
-    found: Row = {"speed": speed.time_device(world.device, _together(world)).to_json(), "links": [], "clocks": {}, "sums": []}
+    found: Row = {"speed": speed.time_device(world.device, _together(world, at)).to_json(), "links": [], "clocks": {}, "sums": []}
     if world.size > 1:
         at("clocks")
         found["clocks"] = _clocks(world, firsts)
@@ -48,8 +48,16 @@ def measure(world: World, homes: Sequence[str], at: Callable[[str], None], *, su
     return found
 
 
-def _together(world: World) -> Callable[[], None]:
-    return dist.barrier if world.size > 1 else lambda: None
+def _together(world: World, at: Callable[[str], None]) -> Callable[[], None]:
+    """A barrier that tells who waits in it, so that whoever is waited for can be named."""
+
+    def wait() -> None:
+        if world.size > 1:
+            at("waiting for the others")
+            dist.barrier()
+            at("device speed")
+
+    return wait
 
 
 def _links(world: World, rounds: Sequence[Sequence[Pair]]) -> list[Measured]:

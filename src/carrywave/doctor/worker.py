@@ -107,7 +107,7 @@ def versions() -> dict[str, str]:
         found["CUDA"] = torch.version.cuda
     if torch.cuda.is_available():
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        found["cuDNN"] = str(torch.backends.cudnn.version())
+        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     return found
 
 
