@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ class Server:
         return process.returncode, out
 
     def put(self, name: str, data: bytes) -> None:
-        urllib.request.urlopen(urllib.request.Request(f"{self.address}/bucket/{name}", data=data, method="PUT")).close()
+        kind = {"Content-Type": "application/octet-stream"}
+        urllib.request.urlopen(urllib.request.Request(f"{self.address}/bucket/{name}", data=data, headers=kind, method="PUT")).close()
 
     def get(self, name: str) -> bytes | None:
         try:
