@@ -151,7 +151,7 @@ def test_only_the_last_to_claim_a_run_uploads(tmp_path: Path) -> None:
     began(run)
     advance(run, 1)
     run.push()
-    opened(tmp_path / "b", resume=True)
+    opened(tmp_path / "b", resume=True).push()
     advance(run, 2)
     before = Store(ADDRESS).names()
     with pytest.raises(RunError, match=r"is being trained by process \d+ on .* since then, so nothing more is uploaded"):

@@ -28,9 +28,10 @@ def test_the_same_content_under_other_names_is_the_same() -> None:
     ],
 )
 def test_a_difference_names_the_file_the_ranks_and_the_hosts(others: list[str], who: str) -> None:
+    verb = "has" if len(others) == 1 else "have"
     said = difference([seen("a", ONE), *(seen(host, TWO) for host in others), seen("a", ONE)])
     assert said == (
-        f"data.train=train.txt is not the same file everywhere: {who} has SHA-256 222222222222…, rank 0 on a has 111111111111…; "
+        f"data.train=train.txt is not the same file everywhere: {who} {verb} SHA-256 222222222222…, rank 0 on a has 111111111111…; "
         "copy one of them to every host"
     )
 

@@ -58,7 +58,10 @@ class RemoteRun:
     # Before training
 
     def prepare(self, *, resume: bool, restarted: bool, hold: Callable[[str], None] | None) -> None:
-        """Make the folder on this host what the store has, or check that there is nothing yet. With `hold` None, nothing is claimed."""
+        """Make the folder on this host what the store has, or check that there is nothing yet. The store is not changed.
+
+        `hold` is told what this waits for; with None, the run is only inspected.
+        """
         self._there = self.store.names()
         run = self._there - {TOKEN}
         if not resume and not restarted and run:
@@ -79,8 +82,6 @@ class RemoteRun:
                 claim.release()
         with suppress(OSError):
             self.folder.rmdir()  # a new run creates it itself
-        if hold is not None:
-            self._claim()
 
     def _refuse(self) -> None:
         if f"{SNAPSHOTS}/{POINTER}" in self._there:
@@ -100,7 +101,7 @@ class RemoteRun:
         return bool(ours) and ours == theirs and (self.folder / SNAPSHOTS / POINTER).is_file()
 
     def _claim(self) -> None:
-        """Become the one who uploads."""
+        """Become the one who uploads, before anything else is uploaded."""
         self._token = secrets.token_hex(8)
         said = json.dumps({"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}).encode()
         self.store.write(said, TOKEN)
@@ -136,7 +137,7 @@ class RemoteRun:
 
     def push(self) -> None:
         """Upload what is new, so that the store has a run that can be resumed at any instant; can be called from any thread."""
-        self._check()
+        self._claim() if not self._token else self._check()
         folders = self._snapshots()
         for folder in folders:
             self._push_snapshot(folder)
@@ -157,6 +158,8 @@ class RemoteRun:
     def withdraw(self) -> None:
         """Remove everything, because the run failed before it had anything to resume from."""
         with suppress(RunError):
+            if not self._token:
+                return  # nothing was uploaded
             self._check()
             self.store.remove(sorted(self.store.names()))
 

@@ -67,8 +67,9 @@ def difference(seen: Sequence[Seen]) -> str | None:
         differ = [rank for rank, other in enumerate(seen) if other.files.get(key, ("", ""))[1] != digest]
         if differ:
             theirs = seen[differ[0]].files.get(key, ("", "nothing"))[1]
+            have = "has" if len(differ) == 1 else "have"
             return (
-                f"{key}={name} is not the same file everywhere: {_who(differ, seen)} has SHA-256 {theirs[:12]}…, "
+                f"{key}={name} is not the same file everywhere: {_who(differ, seen)} {have} SHA-256 {theirs[:12]}…, "
                 f"rank 0 on {first.host} has {digest[:12]}…; copy one of them to every host"
             )
     return None

@@ -48,8 +48,8 @@ class Reach:
             return f"{folder}: all {workers} workers see it, and each writes its part of a snapshot"
         others = f"{self.hosts[0]} does" if len(self.hosts) == 1 else f"{', '.join(self.hosts)} do"
         return (
-            f"{folder} on {self.host}; {others} not share it, so the parts of {len(self.apart)} of {workers} workers go there over the network; "
-            "logs of other hosts stay with them"
+            f"{folder} on {self.host}; {others} not share it, so the parts of {len(self.apart)} of {workers} workers go there over the "
+            "network; logs of other hosts stay with them"
         )
 
 
