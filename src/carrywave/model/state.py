@@ -24,6 +24,14 @@ class State(NamedTuple):
         """The same values without history: where back-propagation through time is truncated."""
         return self.map(Tensor.detach)
 
+    def leaves(self) -> State:
+        """The same values, whose gradients are collected: cut off from the graph of the chunk before, and passed back explicitly."""
+        return self.map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
+
+    def compact(self) -> State:
+        """The same values in memory of their own: a carry may be a view of all outputs of its chunk."""
+        return self.map(lambda tensor: tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> State:
         """Apply a function to every tensor."""
         carries = tuple(type(carry)(change(carry.h), change(carry.c)) for carry in self.carries)

@@ -263,13 +263,13 @@ class _Run:
             first, end = self._span(task)
             x = self.batches[task.micro_batch].inputs[first:end]
         if self.backward and task.chunk > 0:
-            entered = _leaves(entered)
+            entered = entered.leaves()
         with torch.set_grad_enabled(self.backward and not self.plan.recompute), self._cast(task):
             y, left, root, sums = self._compute(task, x, entered)
         if sums is not None:
             self.sums[self.owner[task.micro_batch]] += sums
-        # A carry may be a view of all outputs of the chunk, which must not stay in memory with it.
-        self.states[task.micro_batch] = left.detach().map(_compact) if self.plan.recompute else left.detach()
+        # The outputs of the chunk must not stay in memory with its carry.
+        self.states[task.micro_batch] = left.detach().compact() if self.plan.recompute else left.detach()
         self.forwards[task.micro_batch] += 1
         if not self.last_stage or self.share_head:
             self._hand_on(task, y.detach().contiguous())
@@ -363,7 +363,7 @@ class _Run:
             before = self.kept[chunk, task.micro_batch]
             with self._cast(task):
                 _, raw, left = self.stage(before.x, cast(State, before.entered), self._chunk(task._replace(chunk=chunk)))
-            entered = _leaves(self._with_tail(task, raw, left).map(_compact))
+            entered = self._with_tail(task, raw, left).compact().leaves()
             if chunk + 1 < task.chunk:
                 self.kept[chunk + 1, task.micro_batch].entered = entered
         return entered
@@ -421,13 +421,3 @@ class _Run:
         out = self.stage.output(y, left, chunk)
         observe(out, targets)
         return (None, count) if targets is None or idle else self.stage.score(out, y, left, targets, chunk)
-
-
-def _leaves(state: State) -> State:
-    """The state, cut off from the graph of the chunk before; its gradient is passed back explicitly."""
-    return state.map(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """The tensor in memory of its own, if it is part of something larger."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
