@@ -15,7 +15,7 @@ def test_settings_come_last_and_are_typed() -> None:
     found = sync._merged(sync.SPEC, sync.QUICK, sync._given(Path("/text"), None), sync._set(["model.hidden=64", "data.tokens=word"]))
     assert found["model"] == {"hidden": 64, "layers": 1}
     assert found["data"] == {"tokens": "word", "train": "/text"}
-    with pytest.raises(UserError, match="--set hidden=3 is not a setting; write it as in model.hidden=256"):
+    with pytest.raises(UserError, match=r"--set hidden=3 is not a setting; write it as in model\.hidden=256"):
         sync._set(["hidden=3"])
 
 

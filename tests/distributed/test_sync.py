@@ -18,7 +18,7 @@ from carrywave.runs.checkpoint import snapshot
 
 WORKER = Path(__file__).with_name("_train.py")
 CLOSE = 1e-10  # sums in another order, in float64, over two dozen steps at a rate where training is stable
-STEPS = 22  # an epoch has 18, so that one ends in between
+STEPS = 22  # an epoch has 17, so that one ends in between
 
 
 def spec(folder: Path, plan: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
@@ -137,17 +137,17 @@ ASYNC: dict[str, Any] = {"sync": "async", "sync_every": 5, "max_staleness": 1, "
 def test_asynchronous_replicas_learn_and_stay_within_the_bound(tmp_path: Path) -> None:
     plan = {"replicas": 3}
     jobs = [
-        {"run": "async", "spec": spec(tmp_path, plan, **(ASYNC | {"max_steps": 72, "epochs": 4}))},
+        {"run": "async", "spec": spec(tmp_path, plan, **(ASYNC | {"max_steps": 60}))},
         {"run": "stages", "spec": spec(tmp_path, {"replicas": 1, "stages": 3, "chunk_steps": 3}, **ASYNC)},
     ]
     told = carry_out(tmp_path, 3, jobs)
     for rank in told:
         assert rank[0]["ending"] == "done", told
         assert rank[1]["error"].startswith("PlanError: train.sync=async trains a whole model on each worker, but plan.stages=3; use")
-    rows = rows_of(tmp_path / "async")
+    rows = [row for row in rows_of(tmp_path / "async") if row["split"] == "train"]
     assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
-    assert sum(row["steps"] for row in rows) == 72
-    assert {row["step"] for row in rows} <= {*range(5, 73, 5), 18, 36, 54, 72}  # meetings, and ends of epochs
+    assert sum(row["steps"] for row in rows) == 60
+    assert {row["step"] for row in rows} <= {*range(5, 61, 5), 17, 34, 51}  # meetings, and ends of epochs
     stale = [row for row in rows_of(tmp_path / "async", "timing.jsonl") if "staleness" in row]
     assert 0 < stale[-1]["staleness"] <= stale[-1]["most_stale"] <= 2 * 3
     assert stale[-1]["most_ahead"] <= 1

@@ -10,14 +10,14 @@ from carrywave.benchmarks import _faults
 from carrywave.benchmarks._faults import Case
 
 # A snapshot is due every 8 steps, and written at the next exchange.
-LOCAL = Case("local", 2, ("train.sync=local", "train.sync_every=5", "train.block_momentum=0.5", "train.block_nesterov=true"), steps=60)
-FRAGMENTS = Case("fragments", 2, ("train.sync=diloco", "train.sync_every=6", "train.sync_fragments=3"), steps=60)
+LOCAL = Case("local", 2, ("train.sync=local", "train.sync_every=5", "train.block_momentum=0.5", "train.block_nesterov=true"), steps=50)
+FRAGMENTS = Case("fragments", 2, ("train.sync=diloco", "train.sync_every=6", "train.sync_fragments=3"), steps=50)
 STAGES = Case("stages", 4, ("train.sync=diloco", "train.sync_every=4", "plan.stages=2", "plan.chunk_steps=2"), steps=40)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("case", "kills", "stages"), [(LOCAL, 3, 1), (FRAGMENTS, 3, 1), (STAGES, 2, 2)], ids=lambda each: str(each)[:20])
+@pytest.mark.parametrize(("case", "kills", "stages"), [(LOCAL, 2, 1), (FRAGMENTS, 2, 1), (STAGES, 2, 2)], ids=lambda each: str(each)[:20])
 def test_kills_do_not_change_the_answer(case: Case, kills: int, stages: int, tmp_path: Path) -> None:
     _faults.write_data(tmp_path)
     calm = _faults.calm(tmp_path, case)

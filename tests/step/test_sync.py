@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import PlanError, SpecError
+from carrywave.plan.cost.footprint import largest_stage
+from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync
+from carrywave.runs.summary import _sync
+from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
 from carrywave.spec.spec import TrainSpec
 from carrywave.step.nonfinite import Seen
@@ -164,3 +168,32 @@ def test_refused_in_one_line(train: dict[str, object], said: str) -> None:
 
 def test_a_resolved_spec_lists_keys_of_other_modes() -> None:
     assert parse({"train": TrainSpec().model_dump(mode="json")}).train == TrainSpec()
+
+
+@pytest.mark.parametrize(
+    ("train", "copies"),
+    [
+        ({"sync": "local"}, 3),  # outer weights; differences, one by one and in a row
+        ({"sync": "local", "block_momentum": 0.5}, 4),
+        ({"sync": "diloco"}, 4),
+        ({"sync": "diloco", "sync_fragments": 2}, 3),
+        ({"sync": "async"}, 4),
+    ],
+)
+def test_the_plan_counts_the_copies(train: dict[str, object], copies: int) -> None:
+    facts = DataFacts(steps=10_000, vocabulary=50)
+    plan = Plan(replicas=2)
+    own, usual = (largest_stage(Units.of(parse({"train": each}), facts), plan) for each in (train, {}))
+    assert own.optimizer - usual.optimizer == copies * own.parameters
+    assert usual.gradients - own.gradients == own.parameters  # nothing is summed in buffers of its own
+    assert own.activations == usual.activations
+
+
+def test_the_summary_says_what_replicas_exchange() -> None:
+    told = _sync(parse({"train": {"sync": "diloco", "sync_fragments": 5, "sync_dtype": "bf16"}}).train, Plan(replicas=4))
+    assert told == (
+        "diloco: 4 replicas train on their own; every 50 steps the weights are exchanged in 5 fragments in bf16 and moved by an outer "
+        "step, learning rate 0.7, momentum 0.9"
+    )
+    told = _sync(parse({"train": {"sync": "async", "max_staleness": 1}}).train, Plan(replicas=2))
+    assert told == "async: 2 replicas push gradients when they are ready, at most 1 step apart; the result depends on timing"
