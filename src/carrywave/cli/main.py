@@ -31,9 +31,12 @@ from carrywave.cli.workers import (
     DevicesOption,
     Elastic,
     FewDevicesOption,
+    HostIndexOption,
+    HostsOption,
     MinDevicesOption,
     RestartsOption,
     agreed,
+    around,
     devices_that_pay,
     start_workers,
 )
@@ -88,6 +91,8 @@ def train(
     devices: DevicesOption = None,
     restarts: RestartsOption = None,
     min_devices: MinDevicesOption = None,
+    hosts: HostsOption = None,
+    host_index: HostIndexOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Train a model; without a SPEC, a small character model on text that ships with Python."""
@@ -99,9 +104,11 @@ def train(
     with agreed(device.value):
         resolved = load(path, overrides)
         output_file.check(json_file)
+    where = around(hosts, host_index)
     if devices is None and min_devices is None:
-        devices = devices_that_pay(resolved, device.value, run if resume else None)
-    workers = start_workers(devices, device.value, resolved.plan_spec, elastic=Elastic(restarts, min_devices), dry_run=dry_run)
+        devices = devices_that_pay(resolved, device.value, run if resume else None, where)
+    elastic = Elastic(restarts, min_devices)
+    workers = start_workers(devices, device.value, resolved.plan_spec, where=where, elastic=elastic, dry_run=dry_run)
     if dry_run and is_first():
         typer.echo(dump(resolved), nl=False)
     with ending_in_order():

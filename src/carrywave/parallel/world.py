@@ -257,6 +257,8 @@ def _wait_for_all(world: World) -> None:
 
 def _attempt() -> str:
     """The key under which restarted workers rendezvous, so that they do not read what the dead ones left behind."""
+    if "CARRYWAVE_ATTEMPT" in os.environ:
+        return os.environ["CARRYWAVE_ATTEMPT"]  # our own launchers agree on it, and keep their store
     # A store that torchrun reopens on each restart holds nothing old, and the agents of several hosts need not agree on the restart count.
     fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
     return "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
