@@ -91,6 +91,12 @@ def test_messages_in_shared_memory_on_any_plan(workers: int, mapped: Crew) -> No
     check_drawn(workers, 8, mapped)
 
 
+def test_ranks_dealt_out_over_hosts_give_the_answer_of_one_device(crew: Crew) -> None:
+    """Ranks 0 and 2 are on one host, 1 and 3 on another, as Slurm may deal them out: each host has a replica of two stages."""
+    plan = a_plan(replicas=2, stages=2, cuts=[2], share_head=True)
+    check(a_case(plan=plan, hosts=["a", "b", "a", "b"]), crew)
+
+
 def test_a_stage_without_parameters_sends_what_the_others_send(crew: Crew) -> None:
     """Numbers need no encoder: the first stage has nothing to sum over replicas, and takes part in the sums of the step all the same."""
     plan = a_plan(replicas=2, stages=2, cuts=[1])

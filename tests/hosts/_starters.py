@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from _namespaces import ADDRESSES, NAMES, Cluster, OnHost
 
 TRAIN = ["-m", "carrywave", "train", "--device", "cpu"]
 SPEC = ["model.hidden=8", "model.layers=2", "model.dropout=0.2", "batch.lanes=4", "batch.steps=8", "train.optimizer=adam", "train.lr=0.001"]
-SPEC += ["train.epochs=1", "train.precision=fp64", "train.log_every=10", "train.snapshot_every=10"]
+SPEC += [
+    "data.train=train.txt",
+    "data.valid=valid.txt",
+    "train.epochs=1000",
+    "train.precision=fp64",
+    "train.log_every=10",
+    "train.snapshot_every=10",
+]
 
 
 class Starter(NamedTuple):
@@ -61,6 +69,13 @@ STARTERS = {
 }
 
 
+def write_data(folder: Path) -> None:
+    """The text that SPEC reads: short, so that the evaluation at the end is."""
+    text = "the carry is passed along, and work moves through layers and time as a wave. "
+    (folder / "train.txt").write_text(text * 12)
+    (folder / "valid.txt").write_text(text)
+
+
 def start(cluster: Cluster, how: str, run: str, port: int, *words: str, **variables: str) -> tuple[OnHost, OnHost]:
     """Start a training on both hosts, in this way."""
     first, second = (start_on(cluster, node, how, run, port, *words, **variables) for node in range(2))
@@ -69,6 +84,7 @@ def start(cluster: Cluster, how: str, run: str, port: int, *words: str, **variab
 
 def start_on(cluster: Cluster, node: int, how: str, run: str, port: int, *words: str, **variables: str) -> OnHost:
     """Start a training on one of the hosts, in this way."""
+    write_data(cluster.folder)
     starter = STARTERS[how]
     command = TRAIN if starter.instead is None else starter.instead(node, port)
     return cluster.start(

@@ -34,9 +34,7 @@ RestartsOption = Annotated[
 ]
 MinDevicesOption = Annotated[
     int | None,
-    typer.Option(
-        metavar="M", help="Continue with fewer workers, but at least M on all hosts, if one keeps dying or a host is gone."
-    ),
+    typer.Option(metavar="M", help="Continue with fewer workers, but at least M on all hosts, if one keeps dying or a host is gone."),
 ]
 HostsOption = Annotated[
     str | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -17,6 +18,7 @@ from carrywave.plan.cost.footprint import largest_stage
 from carrywave.plan.cost.profile import Transport
 from carrywave.plan.cost.units import Units
 from carrywave.plan.cost.ways import Ways
+from carrywave.plan.placement import Seat, describe
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.plan.search.partition import say
@@ -37,9 +39,10 @@ def summarize(
     device: str,
     units: Units | None = None,
     ways: Ways | None = None,
+    seated: Sequence[Seat] = (),
 ) -> str:
     """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules. `ways` is how workers
-    reach each other; None if they do not exist.
+    reach each other, and `seated` where they sit; nothing if they do not exist.
     """
     parameters = sum(p.numel() for p in model.parameters())
     widest = _longest(order)
@@ -55,6 +58,9 @@ def summarize(
     ]
     if str(ways or ""):
         lines.append(f"transport {ways}")
+    if len({seat.host for seat in seated}) > 1:
+        named = describe(seated)
+        lines += [f"hosts     {named[0]}", *(f"          {line}" for line in named[1:])]
     if spec.train.reproducible:
         lines.append(f"shards    {SHARDS} groups of lanes, computed separately and summed in a fixed order, on 1, 2, 4 or 8 replicas")
     names = backends(spec, model, plan, order, device)
