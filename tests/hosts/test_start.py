@@ -49,14 +49,8 @@ def torchrun(cluster: Cluster, workers: int, port: int, variables: Callable[[int
     write(cluster, "say.py", SAY)
 
     def words(node: int) -> list[str]:
-        where = [
-            "--nnodes=2",
-            f"--node-rank={node}",
-            f"--nproc-per-node={workers}",
-            f"--master-addr={ADDRESSES[0]}",
-            f"--master-port={port}",
-        ]
-        return ["-m", "torch.distributed.run", *where, "say.py"]
+        where = ["--nnodes=2", f"--node-rank={node}", f"--master-addr={ADDRESSES[0]}", f"--master-port={port}"]
+        return ["-m", "torch.distributed.run", *where, f"--nproc-per-node={workers}", "say.py"]
 
     return cluster.both(words, variables)
 
@@ -90,10 +84,8 @@ def test_a_host_that_stays_away_is_named(homely: Cluster) -> None:
     program, port = write(homely, "start.py", START), next(PORTS)
     host = homely.start(0, [program, "1"], CARRYWAVE_START_SECONDS="1", **tf_config(0, port))
     assert host.wait() == 2
-    assert (
-        host.err
-        == f"worker 0 (10.77.0.2:{port}) did not show up within 1 s; start it there too (to wait longer, set CARRYWAVE_START_SECONDS)\n"
-    )
+    remedy = "start it there too (to wait longer, set CARRYWAVE_START_SECONDS)"
+    assert host.err == f"worker 0 (10.77.0.2:{port}) did not show up within 1 s; {remedy}\n"
 
 
 def test_a_failure_ends_both_hosts(homely: Cluster) -> None:

@@ -211,6 +211,19 @@ def test_the_run_goes_on_without_a_host_where_that_is_allowed() -> None:
     assert scene.end(0, {0: 0, 1: 0}).ended == Ended(0)
 
 
+def test_a_host_that_came_back_late_takes_part_after_the_next_restart() -> None:
+    scene = Scene(least=2)
+    scene.begin()
+    scene.fall_silent(1)
+    scene.end(0, {})
+    scene.look(61)
+    scene.begin()
+    scene.come_back(1)
+    scene.end(0, {0: -9, 1: 0})
+    orders = scene.look()
+    assert (orders.attempt, orders.members, orders.fewer) == (2, (Member(0, 1, (0, 1)), Member(1, 2, (0,))), False)
+
+
 def test_too_few_workers_are_not_allowed() -> None:
     scene = Scene(least=3)
     scene.begin()

@@ -60,6 +60,7 @@ class Council:
         if asked is not None:
             self._finish(Ended(128 + asked))
             return
+        self._take_back(seen)
         wanted = [node for node in range(len(self._hosts.names)) if node not in self._without]
         there = [node for node in wanted if node in seen and seen[node].state.ready and not self._is_silent(seen[node])]
         if there == wanted:
@@ -89,6 +90,14 @@ class Council:
         self._without |= set(missing)
         self._say(said)
         self._begin(there)
+
+    def _take_back(self, seen: Mapping[int, Seen]) -> None:
+        """Count on hosts again that the run went on without, if they have come back by now."""
+        for node in sorted(self._without):
+            if node in seen and seen[node].state.ready and not self._is_silent(seen[node]):
+                self._without.remove(node)
+                if self._policy is not None:
+                    self._policy.take_back(Place(node, device) for device in range(seen[node].state.devices))
 
     def _count(self, there: Mapping[int, Seen]) -> str:
         return f"{len(there)} of {len(self._hosts.names)} hosts"

@@ -23,7 +23,7 @@ from carrywave.launch.host_board import HostBoard
 from carrywave.launch.host_states import HostState, Member, Orders, Seen
 from carrywave.launch.hosts import Hosts
 from carrywave.launch.interfaces_of_hosts import address_towards, interface_of
-from carrywave.launch.supervisor import GRACE_SECONDS, POLL_SECONDS, Signals, WorkerGroup, supervise
+from carrywave.launch.supervisor import POLL_SECONDS, Signals, WorkerGroup, supervise
 from carrywave.launch.worker_ends import asked_to_stop, with_logs
 from carrywave.launch.worker_environment import of_workers
 from carrywave.parallel.liveness import heartbeat
@@ -102,7 +102,7 @@ class HostLauncher:
             begun = orders.attempt > self.state.attempt and orders.over_seconds is None
             if begun and orders.member(self.hosts.node, self.board.join) is not None:
                 return orders
-            if begun and not self.waits:
+            if begun and not self.waits and all(member.node != self.hosts.node for member in orders.members):
                 self.waits = True
                 self._say("the run goes on without this host, which waits for its next restart")
             if signals.noted:
@@ -182,7 +182,7 @@ class HostLauncher:
     def _tell_all(self) -> None:
         """Before this launcher leaves: on the first host, which holds the store, wait until the others have read how it ended."""
         self._put(replace(self.state, read=True))
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + self.job.start_seconds
         while time.monotonic() < deadline and not self._first_is_silent():
             waiting = [each for each in self.board.seen.values() if not each.state.read and each.silent_seconds < self.silent_seconds]
             if self.hosts.node or not waiting:

@@ -49,10 +49,15 @@ class RestartPolicy:
         return len(self.places) < self.devices
 
     def keep(self, places: Iterable[Place]) -> None:
-        """Continue with these devices only; those that are left out do not come back."""
+        """Continue with these devices only."""
         self.places = list(places)
         self._used = 0
         self._at_start.clear()
+
+    def take_back(self, places: Iterable[Place]) -> None:
+        """Continue with these devices too, in their order."""
+        self.places = sorted({*self.places, *places})
+        self.devices = max(self.devices, len(self.places))
 
     def after(self, ended: Ended, steps: int, step: int | None) -> str | None:
         """The line to print before the next attempt; None if there is no next attempt.

@@ -24,7 +24,7 @@ class Engine(NamedTuple):
     read: Callable[[Mapping[str, str]], Hosts | None]
 
 
-ENGINES = (
+ENGINES = (  # an engine that starts a process on each host: its file, here; nothing else
     Engine("TF_CONFIG", tf_config.read),
     Engine("Kubeflow (PET_ variables)", kubeflow.read),
     Engine("SkyPilot", skypilot.read),
