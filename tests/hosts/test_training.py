@@ -16,7 +16,7 @@ from _starters import SPEC, STARTERS, TRAIN, start, start_on, write_data
 
 from carrywave.benchmarks import _faults
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PORTS = itertools.count(29800)
 STEPS = ["train.max_steps=120"]

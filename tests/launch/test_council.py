@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from carrywave.launch.council import Council
+from carrywave.launch.cluster.council import Council
+from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
 from carrywave.launch.exit_reports import Cause, Ended, WorkerEnds
-from carrywave.launch.host_states import HostState, Member, Orders, Seen
 from carrywave.launch.hosts import Hosts
 
 HOSTS = Hosts(("a:1", "b:1"), ("worker 0", "worker 1"), 0)

@@ -1,7 +1,7 @@
 """Starts one worker per device of this host, restarts them when one dies, and reports one exit code and one cause.
 
 Workers of a single host rendezvous through a file and communicate over loopback: nothing listens where another machine could reach it. With
-several hosts they rendezvous at the address the user gave, and `host_launcher` starts them in step with the other hosts.
+several hosts they rendezvous at the address the user gave, and `cluster.host_launcher` starts them in step with the other hosts.
 
 A worker that dies (killed, crashed, stopped, lost) ends the attempt; the next attempt resumes from the last snapshot by itself. User errors
 and orderly exits are final. So are repeated deaths: `restart_policy` counts them.
@@ -103,7 +103,7 @@ def _on_hosts(
     say: Callable[[str], None],
 ) -> Callable[[Path, Signals, Mapping[str, str]], Ended]:
     """Meet the other hosts; returns what runs the workers of this one, together with those of the others, until the end."""
-    from carrywave.launch.host_launcher import HostJob, HostLauncher
+    from carrywave.launch.cluster.host_launcher import HostJob, HostLauncher
     from carrywave.parallel.startup.rendezvous import start_seconds
 
     launcher = HostLauncher(HostJob(command, devices, hosts, environment, restarts, least, start_seconds(), name), say)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended, WorkerEnds, together
-from carrywave.launch.host_states import HostState, Member, Orders, Seen
 from carrywave.launch.hosts import Hosts
 from carrywave.launch.restart_policy import Place, RestartPolicy, where_from
 from carrywave.launch.supervisor import DEATH_SECONDS, FAULT_SECONDS, GRACE_SECONDS

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from carrywave.launch.host_states import HostState, Orders, Seen
+from carrywave.launch.cluster.states import HostState, Orders, Seen
 from carrywave.launch.hosts import Hosts
 from carrywave.parallel.startup import native_logs
 from carrywave.parallel.startup.rendezvous import open_store
