@@ -12,6 +12,7 @@ from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
 from carrywave.launch.exit_reports import Cause, Ended, WorkerEnds
 from carrywave.launch.hosts import Hosts
 
+LIMITS = {"start_seconds": 60.0, "silent_seconds": 10.0, "now": 0.0}
 HOSTS = Hosts(("a:1", "b:1"), ("worker 0", "worker 1"), 0)
 
 
@@ -19,8 +20,9 @@ class Scene:
     """Two hosts, whose launchers do what they are ordered."""
 
     def __init__(self, *, devices: tuple[int, int] = (2, 1), restarts: int = 3, least: int | None = None) -> None:
-        self.council = Council(HOSTS, "launch", restarts=restarts, least=least, start_seconds=60, silent_seconds=10, now=0.0)
+        self.council = Council(HOSTS, "launch", restarts=restarts, least=least, **LIMITS, newest_step=lambda: self.step)
         self.now = 0.0
+        self.step: int | None = None  # of the newest snapshot
         self.seen = {node: Seen(1, HostState(count)) for node, count in enumerate(devices)}
 
     @property
@@ -98,7 +100,7 @@ def test_a_death_on_one_host_ends_the_attempt_on_all_and_all_restart() -> None:
     orders = scene.end(1, {2: -9})
     assert orders.over_seconds == pytest.approx(0.2)  # nobody has anything to add
     assert (orders.attempt, orders.ended) == (0, None)
-    scene.council.step = 40
+    scene.step = 40
     orders = scene.end(0, {})  # called off
     assert orders.lines == ("worker 2 of 3 was killed (signal 9, SIGKILL); restarting from step 40 (restart 1 of 3)",)
     orders = scene.begin()
@@ -164,7 +166,7 @@ def test_a_launcher_that_is_gone_ends_the_attempt_and_may_come_back(codes: dict[
     """Workers without a launcher stop in order, with the others; or the others are called off first."""
     scene = Scene()
     scene.begin()
-    scene.council.step = 8
+    scene.step = 8
     scene.fall_silent(1)
     orders = scene.end(0, codes)
     again = "restarting from step 8 (restart 1 of 3), as soon as worker 1 (b:1) is back, within 60 s"
@@ -200,7 +202,7 @@ def test_the_run_goes_on_without_a_host_where_that_is_allowed() -> None:
     scene = Scene(least=2)
     scene.begin()
     scene.fall_silent(1)
-    scene.council.step = 16
+    scene.step = 16
     scene.end(0, {})
     orders = scene.look(61)
     assert orders.lines[-1] == ("worker 1 (b:1) did not come back within 60 s; continuing with 2 of 3 workers on 1 of 2 hosts from step 16")

@@ -8,7 +8,7 @@ workers may be missing. Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
@@ -31,9 +31,10 @@ class Council:
         start_seconds: float,
         silent_seconds: float,
         now: float,
+        newest_step: Callable[[], int | None],
     ) -> None:
         self.orders = Orders(launch)
-        self.step: int | None = None  # of the run's newest snapshot; whoever asks keeps it up to date
+        self._newest_step = newest_step  # of the run's snapshots, if there is one
         self._hosts, self._restarts, self._least = hosts, restarts, least
         self._start_seconds, self._silent_seconds = start_seconds, silent_seconds
         self._deadline = now + start_seconds
@@ -86,7 +87,7 @@ class Council:
                 self._finish(Ended(FAULT, f"{named} did not come back {within}; {remedy}", died=True))
                 return
             workers = f"{len(left)} of {policy.devices} workers on {self._count(there)}"
-            said = f"{named} did not come back {within}; continuing with {workers} {where_from(self.step)}"
+            said = f"{named} did not come back {within}; continuing with {workers} {where_from(self._newest_step())}"
         self._without |= set(missing)
         self._say(said)
         self._begin(there)
@@ -170,7 +171,7 @@ class Council:
             self._finish(ended)
             return
         steps = max((state.steps for state in self._ends.values()), default=0)
-        again = policy.after(ended, steps, self.step)
+        again = policy.after(ended, steps, self._newest_step())
         if again is None:
             advice = self._advice(ended) if ended.lost or self._lost else ""
             self._finish(replace(ended, message=ended.message.partition(";")[0] + advice if advice else ended.message + policy.given_up))

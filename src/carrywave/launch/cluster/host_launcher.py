@@ -66,8 +66,9 @@ class HostLauncher:
                 start_seconds=job.start_seconds,
                 silent_seconds=self.silent_seconds,
                 now=time.monotonic(),
+                newest_step=lambda: launch_record.last_step(self._known_run()),
             )
-        self.said = 0  # lines of the orders that were printed or are not for this launcher
+        self.said: int | None = None  # lines of the orders that were printed; None: those of the first ones are not for this launcher
         self.run: Path | None = None
         self.waits = False  # said that the run goes on without this host
 
@@ -83,7 +84,8 @@ class HostLauncher:
                 return replace(orders.ended, logs=logs)
             member = orders.member(self.hosts.node, self.board.join)
             assert member is not None
-            self._put(replace(self.state, attempt=orders.attempt, ends=None, steps=0, launch=orders.launch, before=orders.attempt))
+            number, launch = orders.attempt, orders.launch
+            self._put(replace(self.state, attempt=number, ends=None, steps=0, launch=launch, before=number, asked=None))
             place = folder / f"attempt-{orders.attempt}-{self.board.join}"
             outcome = supervise(self._crew(orders, member, environment), place, signals, partial(self._elsewhere, orders.attempt))
             self.run = outcome.run or self.run
@@ -94,13 +96,18 @@ class HostLauncher:
         """Wait for orders that concern this launcher: an attempt to start, or the end. An end of its own if the first host is gone."""
         while True:
             orders = self._look()
-            for line in orders.lines[self.said :]:
-                self._say(line)
-            self.said = len(orders.lines)
+            if orders.launch:
+                for line in orders.lines[len(orders.lines) if self.said is None else self.said :]:
+                    self._say(line)
+                self.said = len(orders.lines)
             if orders.ended is not None:
                 return orders
             begun = orders.attempt > self.state.attempt and orders.over_seconds is None
             if begun and orders.member(self.hosts.node, self.board.join) is not None:
+                if signals.asked is not None:
+                    # The attempt began before the first host knew: the workers are to be told.
+                    signals.noted.insert(0, signals.asked)
+                    signals.asked = None
                 return orders
             if begun and not self.waits and all(member.node != self.hosts.node for member in orders.members):
                 self.waits = True
@@ -120,7 +127,6 @@ class HostLauncher:
     def _look(self) -> Orders:
         """The orders; on the first host, after a look at all hosts."""
         if self.council is not None:
-            self.council.step = launch_record.last_step(self._known_run())
             before = self.council.orders
             orders = self.council.look(self.board.seen | {0: Seen(self.board.join, self.state)}, time.monotonic())
             if orders.ended is not None and before.ended is None:
@@ -164,17 +170,9 @@ class HostLauncher:
             except (WorkerError, RuntimeError):
                 time.sleep(POLL_SECONDS)
                 continue
-            self.state, self.said, self.waits = fresh, 0, False
-            self._skip_lines()
+            self.state, self.said, self.waits = fresh, None, False
             return None
         return replace(gone, message=f"{who} could not be reached for {seconds:g} s{look_at(self.hosts, [0])}")
-
-    def _skip_lines(self) -> None:
-        """What was printed before this launcher joined is not for it."""
-        deadline = time.monotonic() + self.silent_seconds
-        while self.board.orders == Orders() and self.board.silent_seconds() < self.silent_seconds and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        self.said = len(self.board.orders.lines)
 
     def _put(self, state: HostState) -> None:
         self.state = self.board.state = state
