@@ -14,6 +14,7 @@ from carrywave.cli.exits import with_exit_codes
 from carrywave.cli.workers import Elastic, start_workers
 from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
 from carrywave.launch.exit_reports import Ended
+from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel import world
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.spec.spec import PlanSpec, Spec
@@ -152,7 +153,7 @@ def test_a_dry_run_counts_shares(machine: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_all_shares_are_used_without_asking_whether_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "gpus", lambda: ["1/2 of Fake"] * 2)
     monkeypatch.setenv("CARRYWAVE_SHARE_GPU", "2")
-    assert workers.devices_that_pay(Spec(), "auto", None) is None
+    assert workers.devices_that_pay(Spec(), "auto", None, Surroundings()) is None
 
 
 def test_a_number_of_shares_that_cannot_be(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class Worker:
             backend = "gloo"
         self.rank, self.backend = rank, backend
         self.meeting = ""
-        self.meshes: dict[tuple[int, int, bool], Mesh] = {}
+        self.meshes: dict[tuple[int, int, bool, tuple[str, ...]], Mesh] = {}
 
     def run(self, line: dict[str, Any]) -> Run:
         case = line["case"]
@@ -71,7 +71,7 @@ class Worker:
             self._meet(line["meeting"], plan.workers)
         options = {} if case.get("bucket_bytes") is None else {"bucket_bytes": case["bucket_bytes"]}
         with broken(case.get("broken"), self.rank), mock.patch.object(worker_setup, "AllReduce", functools.partial(AllReduce, **options)):
-            return train(case, self._mesh(plan))
+            return train(case, self._mesh(plan, tuple(case.get("hosts", ()))))
 
     def _meet(self, path: str, size: int) -> None:
         if dist.is_initialized():
@@ -84,11 +84,12 @@ class Worker:
         backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
         dist.init_process_group(backend, store=FileStore(path, size), rank=self.rank, world_size=size, timeout=timedelta(seconds=60))
 
-    def _mesh(self, plan: Plan) -> Mesh:
+    def _mesh(self, plan: Plan, hosts: tuple[str, ...]) -> Mesh:
         """Process groups follow from replicas, stages and who scores: plans that agree in them share them, which saves most of the time."""
-        shape = plan.replicas, plan.stages, plan.shares_head
+        shape = plan.replicas, plan.stages, plan.shares_head, hosts
         if shape not in self.meshes:
-            made = self.meshes[shape] = Mesh(World(self.rank, self.size, self.rank, self.size, self.device, self.backend), plan)
+            world = World(self.rank, self.size, self.rank, self.size, self.device, self.backend, hosts)
+            made = self.meshes[shape] = Mesh(world, plan)
             if (asked := os.environ.get("CARRYWAVE_TRANSPORT")) is not None and made.links is not None:
                 assert type(made.links).__module__.endswith(f".{TRANSPORTS[asked]}"), f"asked for {asked}, got {type(made.links)}"
         mesh = copy.copy(self.meshes[shape])

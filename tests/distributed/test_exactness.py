@@ -98,6 +98,12 @@ def test_replicas_that_divide_the_optimizer_state(kind: str, crew: Crew, mapped:
     check(a_case(plan=PLANS["both"], train__shard_optimizer=True, **wide), crew if kind == "gloo" else mapped)
 
 
+def test_ranks_dealt_out_over_hosts_give_the_answer_of_one_device(crew: Crew) -> None:
+    """Ranks 0 and 2 are on one host, 1 and 3 on another, as Slurm may deal them out: each host has a replica of two stages."""
+    plan = a_plan(replicas=2, stages=2, cuts=[2], share_head=True)
+    check(a_case(plan=plan, hosts=["a", "b", "a", "b"]), crew)
+
+
 def test_a_stage_without_parameters_sends_what_the_others_send(crew: Crew) -> None:
     """Numbers need no encoder: the first stage has nothing to sum over replicas, and takes part in the sums of the step all the same."""
     plan = a_plan(replicas=2, stages=2, cuts=[1])

@@ -18,7 +18,7 @@ from rich.table import Table
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, note, plain
 from carrywave.errors import PlanError, UserError
-from carrywave.launch import tf_config
+from carrywave.launch import surroundings
 from carrywave.launch.hardware import cores, gpus
 from carrywave.launch.launcher import start
 from carrywave.launch.script_workers import script_command
@@ -66,9 +66,9 @@ def doctor(
 
 def _start(device: str, devices: int | None) -> None:
     """Start workers and exit with their verdict; return if this process is to do the work alone."""
-    hosts = tf_config.read(os.environ)
-    shares = shares_of_a_gpu()
-    count = devices or (0 if device == "cpu" else len(gpus())) or min(ON_A_CPU, cores())
+    where = surroundings.find(os.environ)
+    hosts, shares = where.hosts, shares_of_a_gpu()
+    count = devices or where.workers or (0 if device == "cpu" else len(gpus())) or min(ON_A_CPU, cores())
     if count == 1 and hosts is None:
         return
     with tempfile.TemporaryDirectory(prefix="carrywave-doctor-") as folder:

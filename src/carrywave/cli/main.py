@@ -32,9 +32,12 @@ from carrywave.cli.workers import (
     DevicesOption,
     Elastic,
     FewDevicesOption,
+    HostIndexOption,
+    HostsOption,
     MinDevicesOption,
     RestartsOption,
     agreed,
+    around,
     devices_that_pay,
     keeps_the_run,
     start_workers,
@@ -44,6 +47,7 @@ from carrywave.data.files.remote import Store, fetch, is_address
 from carrywave.errors import RunError, UserError
 from carrywave.launch import launch_record
 from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
+from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
 from carrywave.runs.watcher import Silent, printable
@@ -94,19 +98,23 @@ def train(
     devices: DevicesOption = None,
     restarts: RestartsOption = None,
     min_devices: MinDevicesOption = None,
+    hosts: HostsOption = None,
+    host_index: HostIndexOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Train a model; without a SPEC, a small character model on text that ships with Python."""
     path, overrides = spec_and_overrides(spec or [])
     if resume and init is not None:
         raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
+    where = around(hosts, host_index)
     with agreed(device.value) as of_rank_0:
-        resolved = with_overrides(of_rank_0(lambda: _spec_of(run)), overrides) if resume and path is None else load(path, overrides)
+        resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides) if resume and path is None else load(path, overrides)
         output_file.check(json_file)
     if devices is None and min_devices is None:
         before = Path(run) if resume and run is not None and not is_address(run) else None
-        devices = devices_that_pay(resolved, device.value, before)
-    workers = start_workers(devices, device.value, resolved.plan_spec, elastic=Elastic(restarts, min_devices), dry_run=dry_run)
+        devices = devices_that_pay(resolved, device.value, before, where)
+    elastic = Elastic(restarts, min_devices)
+    workers = start_workers(devices, device.value, resolved.plan_spec, where=where, elastic=elastic, dry_run=dry_run)
     if dry_run and is_first():
         typer.echo(dump(resolved), nl=False)
     with ending_in_order():
@@ -293,7 +301,7 @@ def _benchmarks() -> list[str]:
     return sorted(name.replace("_", "-") for name in found)
 
 
-def _spec_of(run: str | None) -> dict[str, Any]:
+def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:
     """The values of the spec of a run that is resumed; none where another host keeps it, and its workers will read them."""
     if run is None:
         raise RunError("--resume needs a run folder; pass --run DIR")
@@ -304,7 +312,7 @@ def _spec_of(run: str | None) -> dict[str, Any]:
         return dict(parse_yaml(text.decode(errors="replace"), f"{run}/spec.yaml") or {})
     path = Path(run) / "spec.yaml"
     if not path.is_file():
-        if not keeps_the_run():
+        if not keeps_the_run(where):
             return {}
         raise RunError(f"{run} has no run to resume (no spec.yaml); remove --resume to start a new one")
     return read_values(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from carrywave.cli.options import Device, DeviceOption, note, plain, spec_and_ov
 from carrywave.errors import DataError, PlanError
 from carrywave.launch.hardware import cores, gpus
 from carrywave.measure.profiles import CROWDED, profile_for
-from carrywave.plan import canonical_shards
+from carrywave.plan import canonical_shards, placement
 from carrywave.plan.cost.cluster import Cluster
 from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.shipped_profiles import LINKS, PROFILE, find_profile
@@ -198,6 +198,9 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
         *([f"- {balance}"] if balance else []),
         "",
     ]
+    seated = _seats(cluster, shown.plan)
+    if len({seat.host for seat in seated}) > 1:
+        lines += ["who sits where", *placement.describe(seated), ""]
     lines += [
         f"in the spec, for {shown.plan.workers} device{'s' if shown.plan.workers > 1 else ''}:",
         yaml_line(replace(shown.plan, kernel=spec.plan_spec.kernel), units),
@@ -208,7 +211,15 @@ def _show_choice(spec: Spec, units: Units, cluster: Cluster, svg: Path | None, j
         drawn = [shown] if shown.plan == best.best.plan else [shown, best.best]
         panels = [Panel(f"{describe(each.plan)}: {each.speed}", each.timeline, stage_names(each, len(units))) for each in drawn]
         output_file.write(svg, draw(panels, _model(spec, units)))
-    _write(json_file, choice_object(units, choice, tried) | {"asked": asked is not None})
+    told = {"asked": asked is not None, "workers": [asdict(seat) for seat in seated]}
+    _write(json_file, choice_object(units, choice, tried) | told)
+
+
+def _seats(cluster: Cluster, plan: Plan) -> list[placement.Seat]:
+    """Where the workers of a plan sit if ranks fill the hosts in order."""
+    filled = [(f"host {number}", device) for number, host in enumerate(cluster.hosts) for device in range(host.devices)]
+    used = filled[: plan.workers]
+    return placement.seats([host for host, _ in used], [device for _, device in used], plan)
 
 
 def _show_scale(units: Units, cluster: Cluster, most: int, json_file: Path | None) -> None:

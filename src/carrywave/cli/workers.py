@@ -15,10 +15,11 @@ import typer
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import note
 from carrywave.errors import PlanError, UserError
-from carrywave.launch import tf_config
+from carrywave.launch import surroundings
 from carrywave.launch.hardware import gpus
 from carrywave.launch.launcher import RESTARTS, is_worker, start
 from carrywave.launch.script_workers import script_command
+from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.environment import may_share_gpu, shares_of_a_gpu
 from carrywave.parallel.startup.launcher_env import launched
@@ -33,8 +34,14 @@ RestartsOption = Annotated[
     typer.Option(metavar="N", help="Restart the workers when one dies, up to N times without progress. Default: 3, or 0 with one worker."),
 ]
 MinDevicesOption = Annotated[
-    int | None, typer.Option(metavar="M", help="Continue with fewer workers, but at least M, if one dies at every start.")
+    int | None,
+    typer.Option(metavar="M", help="Continue with fewer workers, but at least M on all hosts, if one keeps dying or a host is gone."),
 ]
+HostsOption = Annotated[
+    str | None,
+    typer.Option(metavar="HOST[:PORT],HOST", help="Train on these hosts: start this command on each of them. The first is the rendezvous."),
+]
+HostIndexOption = Annotated[int | None, typer.Option(metavar="N", help="Which of --hosts this one is, from 0.")]
 
 
 Read = Callable[[], dict[str, Any]]
@@ -70,15 +77,19 @@ def agreed(device: str) -> Iterator[Callable[[Read], dict[str, Any]]]:
         raise
 
 
-def keeps_the_run() -> bool:
+def around(hosts: str | None = None, host_index: int | None = None) -> Surroundings:
+    """Where this process is, by its environment and what the user says."""
+    return surroundings.find(os.environ, hosts, host_index)
+
+
+def keeps_the_run(where: Surroundings) -> bool:
     """False on a host that starts workers for a run that another host keeps."""
-    hosts = None if launched() else tf_config.read(os.environ)
-    return hosts is None or hosts.node == 0
+    return where.hosts is None or where.hosts.node == 0
 
 
-def devices_that_pay(spec: Spec, device: str, before: Path | None) -> int | None:
-    """How many of several GPUs are worth training on when the user has not said; None leaves the default."""
-    if device == "cpu" or launched() or len(gpus()) < 2 or shares_of_a_gpu() > 1:
+def devices_that_pay(spec: Spec, device: str, before: Path | None, where: Surroundings) -> int | None:
+    """How many of several GPUs are worth training on when neither the user nor an engine has said; None leaves the default."""
+    if device == "cpu" or where != Surroundings() or len(gpus()) < 2 or shares_of_a_gpu() > 1:
         return None  # shares are for trying out as many as were asked for
     with leaving_at_once():
         from carrywave.train.planning import best_number
@@ -94,13 +105,20 @@ class Elastic:
 
 
 def start_workers(
-    devices: int | None, device: str, plan: PlanSpec | None = None, *, elastic: Elastic | None = None, dry_run: bool = False
+    devices: int | None,
+    device: str,
+    plan: PlanSpec | None = None,
+    *,
+    where: Surroundings | None = None,
+    elastic: Elastic | None = None,
+    dry_run: bool = False,
 ) -> int | None:
     """Start workers if several are needed and exit with their result; return only in a process that does the work itself.
 
     In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default. If
     GPUs are divided into shares, each worker has one, even a single worker; a command without a plan, only if `devices` is given.
-    Without `elastic` dead workers are not restarted: such commands are short, and the user can run them again.
+    Without `elastic` dead workers are not restarted: such commands are short, and the user can run them again. Without `where` they run on
+    this host alone, even if it is one of several.
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
@@ -111,8 +129,8 @@ def start_workers(
                 f"--devices is {devices}, but the launcher started {size} worker{'s' * (size != '1')} (WORLD_SIZE); remove --devices"
             )
         return None
-    # Only training follows TF_CONFIG to several hosts; evaluation and prediction run on one.
-    hosts = tf_config.read(os.environ) if plan is not None else None
+    where = where or Surroundings()
+    hosts, devices = where.hosts, devices or where.workers
     shares = shares_of_a_gpu() if devices is not None or plan is not None else 1
     gpus = _gpus(device, needed=shares > 1 or (devices is None and plan is not None))
     count = devices or (gpus * shares if plan is not None else 0) or 1
@@ -122,7 +140,7 @@ def start_workers(
     if dry_run:
         total = count * (1 if hosts is None else len(hosts.addresses))
         return None if total == 1 else total
-    _check_elastic(elastic or Elastic(), count)
+    _check_elastic(elastic or Elastic(), count, one_host=hosts is None)
     # A single worker runs under a supervising process only if restarts were asked for.
     watched = elastic is not None and bool(elastic.restarts)
     if count == 1 and hosts is None and not watched and shares == 1:
@@ -144,10 +162,13 @@ def _check_shared(count: int, gpus: int) -> None:
     note(f"{count} workers share {gpus} GPU{'s' * (gpus > 1)}: they communicate through host memory")
 
 
-def _check_elastic(elastic: Elastic, count: int) -> None:
+def _check_elastic(elastic: Elastic, count: int, *, one_host: bool) -> None:
     if elastic.restarts is not None and elastic.restarts < 0:
         raise PlanError(f"--restarts is {elastic.restarts}; use a number >= 0, where 0 ends the run when a worker dies")
-    if elastic.min_devices is not None and not 1 <= elastic.min_devices <= count:
+    if elastic.min_devices is not None and elastic.min_devices < 1 and not one_host:
+        raise PlanError(f"--min-devices {elastic.min_devices} is less than 1; use a number of workers on all hosts")
+    # The workers of all hosts are counted when they have met.
+    if elastic.min_devices is not None and not 1 <= elastic.min_devices <= count and one_host:
         raise PlanError(f"--min-devices {elastic.min_devices} is not between 1 and {count}, the number of devices; change one of them")
 
 

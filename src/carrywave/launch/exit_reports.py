@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from carrywave import errors
 from carrywave.errors import UserError
@@ -25,12 +26,14 @@ __all__ = [
     "Cause",
     "Ended",
     "Kind",
+    "WorkerEnds",
     "ended",
     "folder",
     "leave",
     "read",
     "run_of",
     "tell_run",
+    "together",
 ]
 
 RUN = "run"  # the file beside the failures that holds the path of the run
@@ -62,6 +65,44 @@ class Ended:
             more = "" if self.logs is None else f"; full logs: {self.logs}"
             said = self.message or f"the workers exited with code {self.code} and did not report why"
             raise RuntimeError(f"{said}{more}\n{self.trace}".rstrip())
+
+
+@dataclass(frozen=True)
+class WorkerEnds:
+    """How each of the workers of one host, or of several, ended; those that were terminated because of others are left out."""
+
+    codes: Mapping[int, int]  # exit codes by rank
+    causes: Mapping[int, Cause]  # what they left
+    asked: int | None = None  # the signal that was forwarded to them
+    killed: frozenset[int] = frozenset()  # those that their launcher terminated
+    silent: Mapping[int, str] = field(default_factory=dict)  # what to report of those that lost their heartbeat or hung
+
+    def ended(self, size: int) -> Ended:
+        """Reduce the ends to one."""
+        return ended(self.codes, self.causes, size=size, asked=self.asked, killed=self.killed, silent=self.silent)
+
+    def to_json(self) -> dict[str, Any]:
+        """A form that JSON can hold."""
+        lists = {"codes": list(self.codes.items()), "killed": sorted(self.killed), "silent": list(self.silent.items())}
+        return {**lists, "causes": [asdict(cause) for cause in self.causes.values()], "asked": self.asked}
+
+    @staticmethod
+    def of_json(known: Mapping[str, Any]) -> WorkerEnds:
+        """The ends that `to_json` describes."""
+        causes = {cause["rank"]: Cause(**cause) for cause in known["causes"]}
+        return WorkerEnds(dict(known["codes"]), causes, known["asked"], frozenset(known["killed"]), dict(known["silent"]))
+
+
+def together(parts: Iterable[WorkerEnds]) -> WorkerEnds:
+    """The ends of the workers of several hosts as those of one."""
+    parts = list(parts)
+    return WorkerEnds(
+        {rank: code for part in parts for rank, code in part.codes.items()},
+        {rank: cause for part in parts for rank, cause in part.causes.items()},
+        next((part.asked for part in parts if part.asked is not None), None),
+        frozenset(rank for part in parts for rank in part.killed),
+        {rank: what for part in parts for rank, what in part.silent.items()},
+    )
 
 
 def tell_run(path: Path) -> None:

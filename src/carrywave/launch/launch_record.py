@@ -15,7 +15,9 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-LAUNCH = "CARRYWAVE_LAUNCH"  # the name of the launch, set in workers that `launcher.start` started
+from carrywave.launch import surroundings
+from carrywave.parallel.startup.launcher_env import LAUNCH
+
 ATTEMPT = "CARRYWAVE_ATTEMPT"  # the number of this attempt, from 0
 FEWER = "CARRYWAVE_FEWER"  # set if this attempt has fewer workers than the launch started with
 NOTE = "launch.json"
@@ -94,7 +96,7 @@ def names() -> list[str]:
         found.append(f"torchrun {given}" if given not in ("", "none") else f"agent {socket.gethostname()} {os.getppid()}")
     if "SLURM_JOB_ID" in os.environ:
         found.append(f"slurm {os.environ['SLURM_JOB_ID']}")
-    return found
+    return found + surroundings.jobs(os.environ)
 
 
 def note(run: Path) -> None:
@@ -107,8 +109,8 @@ def find(run: Path | None, task: str) -> Path | None:
     """The folder that an earlier attempt of this launch created for this call: `run`, or if that is None one of runs/TASK-NUMBER."""
     if run is not None:
         return run if _is_ours(run, names()) else None
-    # One Slurm job may contain several launches, so its id alone does not identify a run.
-    own = [name for name in names() if not name.startswith("slurm ")]
+    # One job of an engine may contain several launches, so its id alone does not identify a run.
+    own = [name for name in names() if not name.startswith(("slurm ", "skypilot "))]
     folders = sorted(Path("runs").glob(f"{task}-*"))
     return next((folder for folder in folders if _is_ours(folder, own)), None)
 

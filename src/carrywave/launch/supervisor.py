@@ -12,14 +12,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
 from carrywave.launch import exit_reports
-from carrywave.launch.exit_reports import INTERRUPTED, MISTAKE, STOPPED, Ended
+from carrywave.launch.exit_reports import INTERRUPTED, MISTAKE, STOPPED, Ended, WorkerEnds
 from carrywave.launch.signals import ECHO_SECONDS, let_go_of_terminal, wanted
 from carrywave.launch.worker_logs import Outputs
 from carrywave.parallel.liveness import heartbeat
@@ -76,10 +76,22 @@ class AttemptOutcome:
     steps: int  # by which training advanced
     run: Path | None  # the run's folder, if a worker reported it
     outputs: Outputs
+    ends: WorkerEnds  # what `ended` sums up
 
 
-def supervise(crew: WorkerGroup, folder: Path, signals: Signals) -> AttemptOutcome:
-    """Start the workers and wait for them to end. `folder` is created for the files of this attempt."""
+def nothing_elsewhere() -> float | None:
+    """All workers are on this host."""
+    return None
+
+
+def supervise(
+    crew: WorkerGroup, folder: Path, signals: Signals, elsewhere: Callable[[], float | None] = nothing_elsewhere
+) -> AttemptOutcome:
+    """Start the workers and wait for them to end. `folder` is created for the files of this attempt.
+
+    `elsewhere` is asked again and again: once the attempt has failed on another host, it returns the seconds in which the workers of this
+    one may still end by themselves, with what they know.
+    """
     told, beats = folder / "causes", folder / "beats"
     for made in (told, beats):
         made.mkdir(parents=True)
@@ -91,29 +103,38 @@ def supervise(crew: WorkerGroup, folder: Path, signals: Signals) -> AttemptOutco
             out, err = outputs.of(rank)
             # In a process group of its own, so that Ctrl-C reaches this process alone, which forwards it once.
             workers[rank] = subprocess.Popen(crew.command, env={**os.environ, **shared, **own}, process_group=0, stdout=out, stderr=err)
-        watch = _Watch(workers, signals, told, outputs, heartbeat.Listener(beats, _pids(workers), time.monotonic()))
+        watch = _Watch(workers, signals, told, outputs, heartbeat.Listener(beats, _pids(workers), time.monotonic()), elsewhere)
         watch.until_all_have_ended()
     finally:
         _kill(workers)
         outputs.pass_on()
-    codes = {rank: worker.returncode for rank, worker in workers.items()}
+    codes = {rank: worker.returncode for rank, worker in workers.items() if rank not in watch.called_off}
     found = exit_reports.read(told)
     for cause in found.values():
         outputs.add(cause.rank, cause.trace or cause.message)
-    ended = exit_reports.ended(codes, found, size=crew.size, asked=signals.asked, killed=watch.killed, silent=watch.silent)
-    return AttemptOutcome(ended, watch.listener.steps, exit_reports.run_of(told), outputs)
+    ends = WorkerEnds(codes, found, signals.asked, frozenset(watch.killed), watch.silent)
+    return AttemptOutcome(ends.ended(crew.size), watch.listener.steps, exit_reports.run_of(told), outputs, ends)
 
 
 class _Watch:
     """Watches running workers until all have ended."""
 
     def __init__(
-        self, workers: Mapping[int, subprocess.Popen[bytes]], signals: Signals, told: Path, outputs: Outputs, listener: heartbeat.Listener
+        self,
+        workers: Mapping[int, subprocess.Popen[bytes]],
+        signals: Signals,
+        told: Path,
+        outputs: Outputs,
+        listener: heartbeat.Listener,
+        elsewhere: Callable[[], float | None],
     ) -> None:
         self.workers, self.signals, self.told, self.outputs, self.listener = workers, signals, told, outputs, listener
-        self.killed: set[int] = set()  # ranks terminated from here
+        self.elsewhere = elsewhere
+        self.killed: set[int] = set()  # ranks terminated from here, for a cause on this host
+        self.called_off: set[int] = set()  # ranks terminated because the attempt failed on another host
         self.silent: dict[int, str] = {}  # ranks without a heartbeat, or hung, and what to report
         self._deadline: float | None = None
+        self._called_off_at: float | None = None
         self._harder = signal.SIGKILL
 
     def until_all_have_ended(self) -> None:
@@ -128,6 +149,11 @@ class _Watch:
                 self._end(running)
             elif self._deadline is None and (grace_seconds := self._since_a_failure()) is not None:
                 self._deadline = now + grace_seconds
+            elif (grace_seconds := self.elsewhere()) is not None and self._deadline is None and self._called_off_at is None:
+                self._called_off_at = now + grace_seconds
+            elif self._deadline is None and self._called_off_at is not None and now > self._called_off_at:
+                self.called_off |= set(running)
+                _kill(running)
             elif self._deadline is not None and now > self._deadline:
                 for worker in running.values():
                     worker.send_signal(self._harder)

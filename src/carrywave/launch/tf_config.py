@@ -7,31 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from carrywave.errors import WorkerError
+from carrywave.launch.hosts import Hosts, host_and_port
 
 EXAMPLE = '{"cluster": {"worker": ["hostA:2222", "hostB:2222"]}, "task": {"type": "worker", "index": 0}}'
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The hosts of a cluster, in the same order on all of them, and the index of this one. They rendezvous at the first one's address."""
-
-    addresses: tuple[str, ...]
-    names: tuple[str, ...]  # for messages: worker 1, chief 0
-    node: int
-
-    @property
-    def meeting(self) -> tuple[str, int]:
-        """Host and port of node 0, where all hosts rendezvous."""
-        return _host_and_port(self.addresses[0])
-
-    @property
-    def own_host(self) -> str:
-        """The name or address by which the other hosts know this one."""
-        return _host_and_port(self.addresses[self.node])[0]
 
 
 def read(environment: Mapping[str, str]) -> Hosts | None:
@@ -56,7 +37,7 @@ def read(environment: Mapping[str, str]) -> Hosts | None:
         if not isinstance(tasks, list) or not all(isinstance(address, str) for address in tasks):
             raise WorkerError(f'TF_CONFIG: cluster.{role} is not a list of "host:port"; write it like {EXAMPLE}')
         for index, address in enumerate(tasks):
-            _host_and_port(address)
+            host_and_port(address, "TF_CONFIG")
             addresses.append(address)
             names.append(f"{role} {index}")
     if len(set(addresses)) != len(addresses):
@@ -87,10 +68,3 @@ def _remedy(role: str) -> str:
     if role == "evaluator":
         return "workers evaluate during training; remove them from the cluster, or run carrywave evaluate RUN there"
     return "only chief and worker are supported; remove the others"
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise WorkerError(f"TF_CONFIG: {address!r} is not host:port; write it like hostA:2222")
-    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -61,13 +61,16 @@ class Outputs:
         if rank > 0 and path.is_file():
             _write_all(ERR, path.read_bytes()[-SHOWN_BYTES:])
 
-    def publish(self, run: Path | None) -> Path | None:
-        """Copy the logs that are not empty into an existing run; returns the folder, or None if nothing was copied."""
+    def publish(self, run: Path | None, host: str = "") -> Path | None:
+        """Copy the logs that are not empty into an existing run; returns the folder, or None if nothing was copied.
+
+        `host` is part of the folder's name: hosts that share the run's folder copy at the same time.
+        """
         found = [path for path in sorted(self.folder.iterdir()) if path.stat().st_size]
         if run is None or not run.is_dir() or not found:
             return None
         logs = run / "logs"
-        target = next(free for number in count() if not (free := logs / f"attempt-{number}").exists())
+        target = next(free for number in count() if not (free := logs / f"attempt-{number}{host}").exists())
         try:
             target.mkdir(parents=True)
             for path in found:

@@ -1,7 +1,8 @@
 """A `Mesh` is replicas × stages: this worker's position, and the process groups over which it communicates.
 
-Ranks number the stages of a replica consecutively, so neighbouring stages are neighbouring ranks, usually on one host. With a single worker
-there are no groups and nothing is sent; one device runs the same code.
+Which rank takes which position is up to `plan.placement`: the stages of a replica are on one host where they can be, and usually their
+ranks are consecutive. Ask `rank_at`; do not compute a rank from replica and stage. With a single worker there are no groups and nothing is
+sent; one device runs the same code.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from carrywave.parallel.transport import GroupLinks, Links, PeerLink
 from carrywave.parallel.world import World, all_gather_text
 from carrywave.plan.cost.profile import Transport
 from carrywave.plan.cost.ways import BY_BACKEND, DEVICE_MEMORY
+from carrywave.plan.placement import Seat, arrange, seats
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Pair, lines, pairs_of
 
@@ -44,7 +46,8 @@ class Mesh:
                 f"got {world.size}; start {plan.workers}, or set plan.replicas and plan.stages so that their product is {world.size}"
             )
         self.world, self.plan, self.device = world, plan, world.device
-        self.replica, self.stage = divmod(world.rank, plan.stages)
+        self.ranks = arrange(world.hosts or ("",) * world.size, plan.stages)  # by position: replica by replica, stage by stage
+        self.replica, self.stage = divmod(self.ranks.index(world.rank), plan.stages)
         self.links: Links | None = None
         self._replicas: Summing | None = None
         self._all: Summing | None = None
@@ -56,6 +59,15 @@ class Mesh:
     def alone(device: torch.device, plan: Plan | None = None) -> Mesh:
         """A mesh of one worker."""
         return Mesh(World.alone(device), plan or Plan.serial())
+
+    def rank_at(self, replica: int, stage: int) -> int:
+        """The rank of the worker with this stage of this replica."""
+        return self.ranks[replica * self.plan.stages + stage]
+
+    def seats(self) -> list[Seat]:
+        """Where every worker sits, by rank."""
+        world = self.world
+        return seats(world.hosts or ("this host",) * world.size, world.local_ranks or range(world.size), self.plan)
 
     def span(self, units: int) -> tuple[int, int]:
         """The half-open range of units of this worker's stage."""
@@ -101,7 +113,7 @@ class Mesh:
         """
         if len(stages) == 1:
             return self._replicas
-        ranks = [replica * self.plan.stages + stage for replica in range(self.plan.replicas) for stage in stages]
+        ranks = sorted(self.rank_at(replica, stage) for replica in range(self.plan.replicas) for stage in stages)
         return self._summing(ranks, "replicas")
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -131,16 +143,16 @@ class Mesh:
         self._all = self._summing(range(world.size), ALL)
         if plan.replicas > 1:
             for stage in range(plan.stages):
-                summing = self._summing(range(stage, world.size, plan.stages), "replicas")
+                summing = self._summing(sorted(self.ranks[stage :: plan.stages]), "replicas")
                 self._replicas = summing if stage == self.stage else self._replicas
         if plan.stages == 1:
             return
-        pipelines = [range(first, first + plan.stages) for first in range(0, world.size, plan.stages)]
+        pipelines = [self.ranks[first : first + plan.stages] for first in range(0, world.size, plan.stages)]
         if all(self._in_device_memory(ranks) for ranks in pipelines):
             self.links = self._device_links()
             return
         if pair_links.takes_order(world.backend):
-            self.links = pair_links.connect(world, plan)
+            self.links = pair_links.connect(world, plan, self.ranks)
             return
         known = lines(plan.stages, share_head=plan.shares_head)
         channels: dict[Channel, PeerLink] = {}
@@ -149,7 +161,7 @@ class Mesh:
         # Every worker creates every group, in the same order; the two ends of a channel then connect, along the chain of stages.
         for replica in range(plan.replicas):
             for line in known:
-                sender, receiver = (replica * plan.stages + stage for stage in (line.sender, line.receiver))
+                sender, receiver = (self.rank_at(replica, stage) for stage in (line.sender, line.receiver))
                 group = process_groups.group(sorted((sender, receiver)), f"{line.phase} {sender}>{receiver}")
                 if world.rank in (sender, receiver):
                     sends = world.rank == sender
@@ -183,12 +195,11 @@ class Mesh:
 
     def _device_links(self) -> DeviceLinks:
         lost_contact.use_device_memory()
-        stages, first = self.plan.stages, self.replica * self.plan.stages
-        pairs = pairs_of(lines(stages, share_head=self.plan.shares_head))
+        pairs = pairs_of(lines(self.plan.stages, share_head=self.plan.shares_head))
         groups: dict[Pair, dist.ProcessGroup] = {}
-        for begin in range(0, self.world.size, stages):  # every worker creates every group, in the same order
+        for replica in range(self.plan.replicas):  # every worker creates every group, in the same order
             for low, high in pairs:
-                group = process_groups.group([begin + low, begin + high], "device")
-                if begin == first:
+                group = process_groups.group([self.rank_at(replica, low), self.rank_at(replica, high)], "device")
+                if replica == self.replica:
                     groups[low, high] = group
         return DeviceLinks(self.stage, lambda pair, size: symmetric_memory(groups[pair], size, self.device))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,8 +34,11 @@ def takes_order(backend: str) -> bool:
     return backend == "nccl"
 
 
-def connect(world: World, plan: Plan) -> PairLinks:
-    """This worker's links to the other stages of its replica. Collective: every worker of the world calls it."""
+def connect(world: World, plan: Plan, ranks_by_position: Sequence[int] | None = None) -> PairLinks:
+    """This worker's links to the other stages of its replica. Collective: every worker of the world calls it.
+
+    Without the rank at each position, ranks are positions.
+    """
     if world.backend == "nccl":
         # A posted NCCL receive occupies multiprocessors until its message arrives, which may be after a persistent kernel that waits
         # for these multiprocessors.
@@ -44,14 +47,14 @@ def connect(world: World, plan: Plan) -> PairLinks:
         # last free multiprocessors, and wait for a stage that waits for the earlier one.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     own: dict[int, PeerLink] = {}
+    at = range(world.size) if ranks_by_position is None else ranks_by_position
     # Every worker creates every group, in the same order.
     for first in range(0, world.size, plan.stages):
         for low, high in pairs_of(lines(plan.stages, share_head=plan.shares_head)):
-            ranks = first + low, first + high
+            ranks = at[first + low], at[first + high]
             group = process_groups.group(ranks, "messages")
             if world.rank in ranks:
-                peer = sum(ranks) - world.rank
-                own[peer - first] = PeerLink(group, peer)
+                own[low if world.rank == ranks[1] else high] = PeerLink(group, sum(ranks) - world.rank)
     links = PairLinks(own, world.device)
     links.greet()
     return links

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from carrywave.data.loader import Share
 from carrywave.parallel import process_groups
 from carrywave.parallel.group_sums import Summing
@@ -22,10 +24,15 @@ class ReplicaMesh(Mesh):
         self.plan = replace(plan, replicas=1)
         self.replica, self.stage = 0, whole.stage
         self._replicas, self._all, self._there = None, None, whole._there
-        self.world = replace(world, rank=whole.stage, size=plan.stages, backend=world.backend if plan.stages > 1 else "")
+        ranks = self._ranks(whole.replica, range(plan.stages))  # in the whole world
+        own = [sorted(ranks).index(rank) for rank in ranks]  # as torch counts them in a group
+        self.ranks = tuple(own)
+        hosts, local_ranks = (tuple(each[rank] for rank in sorted(ranks)) if each else () for each in (world.hosts, world.local_ranks))
+        backend = world.backend if plan.stages > 1 else ""
+        self.world = replace(world, rank=own[whole.stage], size=plan.stages, backend=backend, hosts=hosts, local_ranks=local_ranks)
         if plan.stages > 1:
             self._all = self._own(range(plan.stages))
-            self.world = replace(self.world, group=process_groups.group(self._ranks(whole.replica, range(plan.stages)), "replica"))
+            self.world = replace(self.world, group=self._groups()[whole.replica])
 
     def share(self, *, inputs: bool = True, targets: bool = True) -> Share:
         return self.whole.share(inputs=inputs, targets=targets)
@@ -35,8 +42,13 @@ class ReplicaMesh(Mesh):
 
     def _own(self, stages: Sequence[int]) -> Summing:
         """What sums over these stages of this replica. Every worker creates the groups of every replica, in the same order."""
-        made = [self.whole._summing(self._ranks(replica, stages), "replica") for replica in range(self.whole.plan.replicas)]
+        made = [self.whole._summing(sorted(self._ranks(replica, stages)), "replica") for replica in range(self.whole.plan.replicas)]
         return made[self.whole.replica]
 
     def _ranks(self, replica: int, stages: Sequence[int]) -> list[int]:
-        return [replica * self.plan.stages + stage for stage in stages]
+        return [self.whole.rank_at(replica, stage) for stage in stages]
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """The group of each replica, the others' too: every rank must ask for every group, in the same order."""
+        stages = range(self.plan.stages)
+        return [process_groups.group(sorted(self._ranks(replica, stages)), "replica") for replica in range(self.whole.plan.replicas)]

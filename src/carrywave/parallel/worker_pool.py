@@ -24,7 +24,7 @@ from carrywave.errors import RunError
 Row = dict[str, Any]
 
 POLL_SECONDS = 0.05
-LAUNCHERS = ("CARRYWAVE_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "SLURM_", "TF_CONFIG")
+LAUNCHERS = ("CARRYWAVE_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "SLURM_")
 KEPT = tuple(f"CARRYWAVE_{name}" for name in ("CACHE", "KERNEL", "CAPTURE", "SHARE_GPU", "START_SECONDS", "TIMEOUT_SECONDS"))
 
 

@@ -56,6 +56,8 @@ class World:
     local_size: int
     device: torch.device
     backend: str  # how tensors on `device` are sent: gloo (through host memory), nccl, or "" for one process
+    hosts: tuple[str, ...] = ()  # the host of each rank, by a name that no other host has; empty if all are on one
+    local_ranks: tuple[int, ...] = ()  # of each rank; empty if they are the ranks
     group: dist.ProcessGroup | None = None  # None: the default group; otherwise these are some of its processes, and `rank` counts them
 
     @staticmethod
@@ -132,7 +134,9 @@ def join(device: str = "auto") -> World:
     opened = launch_store(rank, size, start)
     _Joined.times += 1
     store = PrefixStore(f"carrywave/{_attempt()}/{_Joined.times}", opened)
-    there = everyone(store, rank, size, {**_self(where), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}, start)
+    there = everyone(
+        store, rank, size, {**_self(where, local_rank), "fault": unreachable(on_gpu=where.type == "cuda"), "home": leads_home()}, start
+    )
     check_hosts(there)
     # One GPU cannot be two NCCL ranks: if workers share one, or some have none, tensors go through host memory.
     gpus = [one["gpu"] for one in there]
@@ -159,8 +163,9 @@ def join(device: str = "auto") -> World:
         ) from error
     _Joined.made_group = True
     _Joined.waits = PrefixStore("waits", store)
-    hosts = [one["host"] for one in there]
-    return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend)
+    hosts = host_names(there)
+    local_ranks = tuple(int(one["local"]) for one in there)
+    return World(rank, size, local_rank, local_size or hosts.count(hosts[rank]), where, backend, hosts, local_ranks)
 
 
 def launch_store(rank: int, size: int, seconds: float) -> Store:
@@ -169,10 +174,20 @@ def launch_store(rank: int, size: int, seconds: float) -> Store:
     return _Joined.store
 
 
-def _self(device: torch.device) -> dict[str, Any]:
+def _self(device: torch.device, local_rank: int) -> dict[str, Any]:
     """What this worker tells the others about itself."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return {**identity(os.getpid()), "gpu": gpu}
+    return {**identity(os.getpid()), "gpu": gpu, "local": local_rank}
+
+
+def host_names(there: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The host of each worker: its name, with a number if several hosts have the same name."""
+    known: dict[tuple[str, str, str], str] = {}
+    for one in there:
+        key = (one["host"], one["boot"], one["net"])
+        alike = sum(name == one["host"] for name, _, _ in known) + 1
+        known.setdefault(key, one["host"] if alike == 1 else f"{one['host']} ({alike})")
+    return tuple(known[one["host"], one["boot"], one["net"]] for one in there)
 
 
 def check_gpus(there: Sequence[Mapping[str, Any]]) -> None:
@@ -264,6 +279,8 @@ def _wait_for_all(world: World) -> None:
 
 def _attempt() -> str:
     """The key under which restarted workers rendezvous, so that they do not read what the dead ones left behind."""
+    if "CARRYWAVE_ATTEMPT" in os.environ:
+        return os.environ["CARRYWAVE_ATTEMPT"]  # our own launchers agree on it, and keep their store
     # A store that torchrun reopens on each restart holds nothing old, and the agents of several hosts need not agree on the restart count.
     fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
     return "0" if fresh else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -328,7 +345,7 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
     world = World(rank, size, local_rank, local_size, where, "")
     if size == 1:
         return world
-    there = [json.loads(text) for text in all_gather_text(world, json.dumps(_self(where)))]
+    there = [json.loads(text) for text in all_gather_text(world, json.dumps(_self(where, local_rank)))]
     lost_contact.remember(there)
     gpus = [bool(one["gpu"]) for one in there]
     if any(gpus) and not all(gpus) and "cuda:nccl" in config:
@@ -338,7 +355,8 @@ def _of_group(device: str, local_rank: int, local_size: int) -> World:
                 'create it with init_process_group("gloo")'
             )
         )
-    return replace(world, backend="nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo")
+    backend = "nccl" if where.type == "cuda" and "cuda:nccl" in config else "gloo"
+    return replace(world, backend=backend, hosts=host_names(there), local_ranks=tuple(int(one["local"]) for one in there))
 
 
 def _taken(device: torch.device) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -16,6 +17,7 @@ from carrywave.plan.canonical_shards import SHARDS
 from carrywave.plan.cost.footprint import largest_stage
 from carrywave.plan.cost.units import Units
 from carrywave.plan.cost.ways import Ways
+from carrywave.plan.placement import Seat, describe
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.plan.search.partition import say
@@ -37,10 +39,11 @@ def summarize(
     device: str,
     units: Units | None = None,
     ways: Ways | None = None,
+    seated: Sequence[Seat] = (),
     kept: str = "",
 ) -> str:
     """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules. `ways` is how workers
-    reach each other; None if they do not exist. `kept` says where several workers keep the run.
+    reach each other, and `seated` where they sit; nothing if they do not exist. `kept` says where several workers keep the run.
     """
     parameters = sum(p.numel() for p in model.parameters())
     widest = _longest(order)
@@ -56,6 +59,9 @@ def summarize(
     ]
     if str(ways or ""):
         lines.append(f"transport {ways}")
+    if len({seat.host for seat in seated}) > 1:
+        named = describe(seated)
+        lines += [f"hosts     {named[0]}", *(f"          {line}" for line in named[1:])]
     if kept:
         lines.append(f"folder    {kept}")
     if spec.train.reproducible:

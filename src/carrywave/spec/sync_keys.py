@@ -30,7 +30,7 @@ def check_sync(train: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     if train["reproducible"]:
         raise ValueError(f"reproducible needs an exchange at every step, which train.sync={sync} does without; remove one of them")
     if train["shard_optimizer"]:
-        raise ValueError(f"shard_optimizer divides a state that replicas have in common, which train.sync={sync} does not; remove one of them")
+        raise ValueError(f"shard_optimizer divides what replicas have in common, but with train.sync={sync} each has its own; remove one")
     if train["optimizer"] == "ntasgd":
         raise ValueError(f"optimizer=ntasgd averages the weights of every step, which train.sync={sync} does not exchange; use sgd")
     if train["block_nesterov"] and not train["block_momentum"]:

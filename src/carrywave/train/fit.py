@@ -231,7 +231,8 @@ def _train(
         mesh = None if dry_run else Mesh(world, plan)
     ways = None if mesh is None else ways_of_run(mesh, model, spec)
     kept = start.reach.line(folder.path, world.size)
-    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways, kept))
+    seated = [] if mesh is None else mesh.seats()
+    watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways, seated, kept))
     for line in noted(spec, order, model, planned.said, prepared, parts):
         watch.say(line)
     if mesh is None:
@@ -265,10 +266,9 @@ def _train(
             # The files of a finished run describe what was trained, so they stay as they are.
             with raise_on_all(world):
                 folder.write_spec(spec)
-                folder.write_json(
-                    "plan.json",
-                    asdict(plan) | {"backends": backends(spec, model, plan, order, str(world.device)), "transport": str(ways or "")},
-                )
+                named = backends(spec, model, plan, order, str(world.device))
+                told = {"backends": named, "transport": str(ways or ""), "workers": [asdict(seat) for seat in seated]}
+                folder.write_json("plan.json", asdict(plan) | told)
                 folder.write_json("codec.json", json.loads(prepared.codec.to_json()))
                 origin = {"scale": task.scale.to_json(), "own_model": own is not None, "given_codec": start.codec is not None}
                 folder.write_json("facts.json", asdict(prepared.facts) | origin)

@@ -68,7 +68,9 @@ class Comparison:
         spent: list[Spent] = []
         if clock is not None:
             total, work, wait = clock.now() - self.begun, clock.seconds(*TASKS), clock.seconds("wait")
-            spent = _gather(self.trainer.mesh.world, Spent(work, wait, max(0.0, total - work - wait)))
+            mesh = self.trainer.mesh
+            told = _gather(mesh.world, Spent(work, wait, max(0.0, total - work - wait)))
+            spent = [told[rank] for rank in mesh.ranks]  # replica by replica, stage by stage
         if self.prediction is None:
             return {"step_seconds": self.seconds}
         self.say(line(self.prediction, self.seconds, spent))

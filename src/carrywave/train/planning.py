@@ -158,7 +158,7 @@ def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int |
     `before` is the folder of a run to be resumed, which keeps its number.
     """
     count = 0 if device == "cpu" else len(gpus())
-    if count < 2 or not spec.plans_itself or spec.data.train is None or launched() or "TF_CONFIG" in os.environ:
+    if count < 2 or not spec.plans_itself or spec.data.train is None or launched():
         return None
     if before is not None:
         kept = plan_before(Run.open(before, events=False))

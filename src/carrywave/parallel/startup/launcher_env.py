@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+LAUNCH = "CARRYWAVE_LAUNCH"  # the name of the launch, set in workers that carrywave itself started
 
 
-def launched() -> bool:
+def launched(environment: Mapping[str, str] | None = None) -> bool:
     """True if a launcher started this process as one of several workers, as RANK or WORLD_SIZE shows."""
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    given = os.environ if environment is None else environment
+    return "RANK" in given or "WORLD_SIZE" in given
 
 
 def is_first() -> bool:

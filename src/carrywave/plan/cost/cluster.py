@@ -1,7 +1,8 @@
 """A `Cluster` is a set of hosts with devices and the links between them; `place` assigns the workers of a plan to devices.
 
-Ranks fill the hosts in order, stages first, as in the runtime, so neighbouring stages are on neighbouring devices. The replicas of a
-stage may be on different kinds of devices; they wait for each other at every step, so a stage is as fast as its slowest device.
+Ranks fill the hosts in order, and `plan.placement` says which of them does what, as in the runtime: the stages of a replica are on one
+host where they can be. (If all hosts are alike, the order of the ranks is as good as any.) The replicas of a stage may be on different
+kinds of devices; they wait for each other at every step, so a stage is as fast as its slowest device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from carrywave.errors import PlanError
 from carrywave.plan.cost.profile import Link, Profile, check_keys, link_of
+from carrywave.plan.placement import arrange
 
 MOST_DEVICES = 1 << 16
 
@@ -135,9 +137,14 @@ class Cluster:
             return _equal(replicas, stages, size, first)
         return self._count(replicas, stages)
 
+    def homes(self, replicas: int, stages: int) -> list[int]:
+        """The host of each worker, replica by replica, stage by stage."""
+        filled = [number for number, host in enumerate(self.hosts) for _ in range(host.devices)][: replicas * stages]
+        return [filled[rank] for rank in arrange(filled, stages)]
+
     def _count(self, replicas: int, stages: int) -> Placed:
         """Place workers one by one, for hosts that differ."""
-        home = [number for number, host in enumerate(self.hosts) for _ in range(host.devices)][: replicas * stages]
+        home = self.homes(replicas, stages)
         profiles: list[tuple[Profile, ...]] = []
         for stage in range(stages):
             kinds: list[Profile] = []
@@ -150,7 +157,7 @@ class Cluster:
             tuple(profiles),
             tuple(any(home[rank + stage] != home[rank + stage + 1] for rank in ranks) for stage in range(stages - 1)),
             any(len(set(home[stage::stages])) > 1 for stage in range(stages)),
-            home[-1] + 1,
+            max(home) + 1,
             max(home.count(host) for host in set(home)),
         )
 

@@ -142,11 +142,11 @@ class Agreement:
         self._compare(rows.read(), given, self._steps - 2)
 
     def _compare(self, rows: Sequence[Sequence[float]], given: StepInputs | None, step: int) -> None:
-        stages = self.mesh.plan.stages
+        at = self.mesh.ranks
         for column, remedy in enumerate(REMEDIES.values()):
             for rank, row in enumerate(rows):
                 # Stages hold different weights; replicas of a stage hold the same.
-                first = rank % stages if column == WEIGHTS else 0
+                first = at[at.index(rank) % self.mesh.plan.stages] if column == WEIGHTS else 0
                 if row[column] != rows[first][column]:
                     raise on_every_rank(
                         WorkerError(f"{self._difference(column, rank, first, given)} (step {step + 1} of the trainer); {remedy}")

@@ -43,7 +43,7 @@ def pairs_of(mesh: Mesh) -> list[dist.ProcessGroup]:
             for replica in range(plan.replicas):
                 partner = partners(replica, plan.replicas)[level]
                 if replica < partner:
-                    ranks = [at * plan.stages + stage for at in (replica, partner)]
+                    ranks = sorted(mesh.rank_at(at, stage) for at in (replica, partner))
                     group = process_groups.group(ranks, "pairs")
                     if mesh.world.rank in ranks:
                         own[level] = group
@@ -54,7 +54,7 @@ def group_of(mesh: Mesh, stages: Sequence[int]) -> dist.ProcessGroup | None:
     """The group of these stages in this worker's replica; None if it is not among them. Collective: all ranks call it in the same order."""
     own: dist.ProcessGroup | None = None
     for replica in range(mesh.plan.replicas):
-        ranks = [replica * mesh.plan.stages + stage for stage in stages]
+        ranks = [mesh.rank_at(replica, stage) for stage in stages]
         group = process_groups.group(ranks, "stages")
         own = group if mesh.world.rank in ranks else own
     return own

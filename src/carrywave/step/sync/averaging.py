@@ -145,7 +145,7 @@ def _parties(mesh: Mesh, names: Sequence[str], tied: Sequence[Shared], dtype: st
     replicas, several = range(plan.replicas), {each.name for each in tied}
 
     def wire(stages: Sequence[int]) -> Wire:
-        ranks = [replica * plan.stages + stage for replica in replicas for stage in stages]
+        ranks = sorted(mesh.rank_at(replica, stage) for replica in replicas for stage in stages)
         group: dist.ProcessGroup | None = process_groups.group(ranks, "sync") if len(ranks) > 1 else None
         return Wire(group, dtype, mesh.device, world.backend)
 

@@ -1,0 +1,219 @@
+"""Decides for the launchers of several hosts, on the first one: when an attempt begins, with whom, when it has failed, what follows.
+
+A `Council` sees the states of all hosts and answers with orders. It has no clock, no connection and no process: all of these are given to
+it. Between attempts it waits until every host is there and none of its workers is running. A host whose launcher falls silent or was
+started again ends the attempt as a dead worker does; it has a limited time to come back, after which the run goes on without it if so many
+workers may be missing. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from carrywave.launch.cluster.states import HostState, Member, Orders, Seen
+from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended, WorkerEnds, together
+from carrywave.launch.hosts import Hosts
+from carrywave.launch.restart_policy import Place, RestartPolicy, where_from
+from carrywave.launch.supervisor import DEATH_SECONDS, FAULT_SECONDS, GRACE_SECONDS
+
+
+class Council:
+    """The first host's view of a launch on several hosts."""
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        launch: str,
+        *,
+        restarts: int,
+        least: int | None,
+        start_seconds: float,
+        silent_seconds: float,
+        now: float,
+        newest_step: Callable[[], int | None],
+    ) -> None:
+        self.orders = Orders(launch)
+        self._newest_step = newest_step  # of the run's snapshots, if there is one
+        self._hosts, self._restarts, self._least = hosts, restarts, least
+        self._start_seconds, self._silent_seconds = start_seconds, silent_seconds
+        self._deadline = now + start_seconds
+        self._policy: RestartPolicy | None = None  # from the first attempt on
+        self._without: set[int] = set()  # hosts that the run goes on without
+        self._running = False
+        self._ends: dict[int, HostState] = {}  # of the current attempt's hosts: those whose workers have ended,
+        self._lost: dict[int, str] = {}  # and those whose launcher is gone, with what is known about it
+
+    def look(self, seen: Mapping[int, Seen], now: float) -> Orders:
+        """The orders, after a look at the hosts that have shown up."""
+        if self.orders.ended is None:
+            if self._running:
+                self._watch(seen)
+                if all(member.node in self._ends or member.node in self._lost for member in self.orders.members):
+                    self._judge(now)
+            else:
+                self._gather(seen, now)
+        return self.orders
+
+    def _gather(self, seen: Mapping[int, Seen], now: float) -> None:
+        """Begin the next attempt once everybody is there, or whoever is still missing has had time enough."""
+        asked = next((each.state.asked for each in seen.values() if each.state.asked is not None), None)
+        if asked is not None:
+            self._finish(Ended(128 + asked))
+            return
+        self._take_back(seen)
+        wanted = [node for node in range(len(self._hosts.names)) if node not in self._without]
+        there = [node for node in wanted if node in seen and seen[node].state.ready and not self._is_silent(seen[node])]
+        if there == wanted:
+            self._begin({node: seen[node] for node in there})
+        elif now > self._deadline:
+            self._go_on_without({node: seen[node] for node in there}, [node for node in wanted if node not in there])
+
+    def _go_on_without(self, there: dict[int, Seen], missing: list[int]) -> None:
+        named = ", ".join(self._hosts.who(node) for node in missing)
+        within = f"within {self._start_seconds:g} s"
+        longer = "to wait longer, set CARRYWAVE_START_SECONDS"
+        policy = self._policy
+        if policy is None:
+            count = sum(each.state.devices for each in there.values())
+            if self._least is None or count < self._least:
+                self._finish(Ended(MISTAKE, f"{named} did not show up {within}; start it there too ({longer})", "WorkerError"))
+                return
+            said = f"{named} did not show up {within}; continuing with {count} worker{'s' * (count != 1)} on {self._count(there)}"
+        else:
+            left = [place for place in policy.places if place.node in there]
+            if len(left) < policy.least or not left:
+                remedy = f"start every host again with --resume ({longer}; to go on with fewer workers, set --min-devices)"
+                self._finish(Ended(FAULT, f"{named} did not come back {within}; {remedy}", died=True))
+                return
+            workers = f"{len(left)} of {policy.devices} workers on {self._count(there)}"
+            said = f"{named} did not come back {within}; continuing with {workers} {where_from(self._newest_step())}"
+        self._without |= set(missing)
+        self._say(said)
+        self._begin(there)
+
+    def _take_back(self, seen: Mapping[int, Seen]) -> None:
+        """Count on hosts again that the run went on without, if they have come back by now."""
+        for node in sorted(self._without):
+            if node in seen and seen[node].state.ready and not self._is_silent(seen[node]):
+                self._without.remove(node)
+                if self._policy is not None:
+                    self._policy.take_back(Place(node, device) for device in range(seen[node].state.devices))
+
+    def _count(self, there: Mapping[int, Seen]) -> str:
+        return f"{len(there)} of {len(self._hosts.names)} hosts"
+
+    def _begin(self, there: Mapping[int, Seen]) -> None:
+        if self._policy is None:
+            places = [Place(node, device) for node, each in there.items() for device in range(each.state.devices)]
+            if self._least is not None and self._least > len(places):
+                said = f"--min-devices {self._least} is more than the {len(places)} workers of all hosts; use at most {len(places)}"
+                self._finish(Ended(MISTAKE, said, "PlanError"))
+                return
+            self._policy = RestartPolicy(places, self._restarts, self._least)
+            self._continue_earlier(there)
+        policy = self._policy
+        # A host may come back with fewer devices than it had.
+        left = [place for place in policy.places if place.node in there and place.device < there[place.node].state.devices]
+        if len(left) < max(policy.least, 1):
+            count = f"{len(left)} of {policy.devices}"
+            remedy = "start every host again with --resume, or set --min-devices to go on with fewer"
+            self._finish(Ended(FAULT, f"the hosts have only {count} workers left; {remedy}", died=True))
+            return
+        if len(left) < len(policy.places):
+            policy.keep(left)
+        nodes = dict.fromkeys(place.node for place in left)
+        members = tuple(Member(node, there[node].join, tuple(place.device for place in left if place.node == node)) for node in nodes)
+        self.orders = replace(self.orders, attempt=self.orders.attempt + 1, members=members, fewer=policy.fewer, over_seconds=None)
+        self._ends, self._lost, self._running = {}, {}, True
+
+    def _continue_earlier(self, there: Mapping[int, Seen]) -> None:
+        """Take up the launch of hosts that were already running, if this host's launcher is the one that was started again."""
+        earlier = [each.state for each in there.values() if each.state.launch]
+        if earlier:
+            newest = max(earlier, key=lambda state: state.before)
+            self.orders = replace(self.orders, launch=newest.launch, attempt=newest.before)
+
+    def _watch(self, seen: Mapping[int, Seen]) -> None:
+        """Note which hosts have ended the attempt, and call it off everywhere if it has failed on one."""
+        for node, join, _ in self.orders.members:
+            if node in self._ends or node in self._lost:
+                continue
+            there = seen.get(node)
+            if there is None or there.join != join:
+                self._lost[node] = "was started again"
+            elif there.state.attempt == self.orders.attempt and there.state.ends is not None:
+                self._ends[node] = there.state
+            elif self._is_silent(there):
+                self._lost[node] = f"gave no sign of life for {there.silent_seconds:.0f} s"
+        graces = [grace for state in self._ends.values() if state.ends is not None and (grace := _grace(state.ends)) is not None]
+        if self._lost:
+            graces.append(DEATH_SECONDS)
+        if graces and (self.orders.over_seconds is None or min(graces) < self.orders.over_seconds):
+            self.orders = replace(self.orders, over_seconds=min(graces))
+
+    def _judge(self, now: float) -> None:
+        """Decide what follows an attempt that has ended everywhere."""
+        policy = self._policy
+        assert policy is not None
+        self._running = False
+        all_ends = together(state.ends for state in self._ends.values() if state.ends is not None)
+        ended = all_ends.ended(self.orders.size)
+        # Workers whose launcher is gone stop in order, and the others with them; but nobody has asked for that. Others may have been
+        # called off before they could tell anything. If all that are left have finished, so has the run.
+        left = sum(len(member.devices) for member in self.orders.members if member.node not in self._lost)
+        finished = ended.code == 0 and left == len(all_ends.codes) > 0
+        unasked = ended.code in (0, STOPPED) and all_ends.asked is None
+        if self._lost and not finished and (unasked or ended.lost):
+            node, what = next(iter(self._lost.items()))
+            ended = Ended(FAULT, f"{self._hosts.who(node)} {what}", died=True, rank=None)
+        if not ended.died or all_ends.asked is not None:
+            self._finish(ended)
+            return
+        steps = max((state.steps for state in self._ends.values()), default=0)
+        again = policy.after(ended, steps, self._newest_step())
+        if again is None:
+            advice = self._advice(ended) if ended.lost or self._lost else ""
+            self._finish(replace(ended, message=ended.message.partition(";")[0] + advice if advice else ended.message + policy.given_up))
+            return
+        if self._lost:
+            named = ", ".join(self._hosts.who(node) for node in self._lost)
+            again += f", as soon as {named} is back, within {self._start_seconds:g} s"
+        self._say(again)
+        # Workers that are still there are of no use to the next attempt.
+        self.orders = replace(self.orders, over_seconds=0.0)
+        self._deadline = now + self._start_seconds
+
+    def _advice(self, ended: Ended) -> str:
+        nodes = list(self._lost) or ([self.orders.node_of(ended.peer)] if ended.peer is not None else range(1, len(self._hosts.names)))
+        return look_at(self._hosts, list(nodes))
+
+    def _is_silent(self, host: Seen) -> bool:
+        return host.silent_seconds > self._silent_seconds
+
+    def _say(self, line: str) -> None:
+        self.orders = replace(self.orders, lines=(*self.orders.lines, line))
+
+    def _finish(self, ended: Ended) -> None:
+        self.orders = replace(self.orders, ended=ended, over_seconds=0.0)
+
+
+def look_at(hosts: Hosts, nodes: list[int]) -> str:
+    """What to do when contact with hosts was lost for good."""
+    named = ", ".join(hosts.who(node) for node in nodes)
+    return (
+        f"; check {named}: if it has ended, its output says why; if not, make sure that the hosts can reach each other; "
+        "then start every host again with --resume"
+    )
+
+
+def _grace(ends: WorkerEnds) -> float | None:
+    """How long the workers of other hosts may take to end by themselves; None if nothing has failed: others may still be saving."""
+    codes = {rank: code for rank, code in ends.codes.items() if code not in (0, STOPPED, INTERRUPTED) or rank in ends.causes}
+    if ends.asked is not None and codes:
+        return GRACE_SECONDS
+    if ends.silent or any(code < 0 and rank not in ends.causes for rank, code in codes.items()):
+        return DEATH_SECONDS
+    if any(cause.kind == "user" for cause in ends.causes.values()) or MISTAKE in codes.values():
+        return GRACE_SECONDS
+    return FAULT_SECONDS if codes else None

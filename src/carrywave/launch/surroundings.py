@@ -1,0 +1,72 @@
+"""Where this process is: alone, a worker that a launcher started, or on one of several hosts that an engine or the user names.
+
+The only module that asks the engines; nothing outside of their files knows their variables. A worker (RANK or WORLD_SIZE is set, as by
+torchrun or by ourselves) is a worker whatever else is set: torchrun may itself run under Kubeflow or SkyPilot. Otherwise at most one
+engine may name hosts. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from carrywave.errors import WorkerError
+from carrywave.launch import kubeflow, named_hosts, skypilot, tf_config
+from carrywave.launch.hosts import Hosts
+from carrywave.parallel.startup.launcher_env import LAUNCH, launched
+
+
+class Engine(NamedTuple):
+    """An engine that starts one process on each host, or names the workers of one host."""
+
+    name: str
+    read: Callable[[Mapping[str, str]], Hosts | None]
+
+
+ENGINES = (  # an engine that starts a process on each host: its file, here; nothing else
+    Engine("TF_CONFIG", tf_config.read),
+    Engine("Kubeflow (PET_ variables)", kubeflow.read),
+    Engine("SkyPilot", skypilot.read),
+)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What this process finds around it."""
+
+    engine: str = ""  # in words; empty for a process that was started by hand, alone
+    hosts: Hosts | None = None  # several hosts, each of which starts workers of its own
+    workers: int | None = None  # to start on this host, if the engine says so
+    is_worker: bool = False  # a launcher has started this process as a worker
+
+
+def find(environment: Mapping[str, str], names: str | None = None, index: int | None = None) -> Surroundings:
+    """Where this process is. `names` and `index` are the user's `--hosts` and `--host-index`."""
+    by_hand = named_hosts.read(names, index, environment)
+    if launched(environment):
+        # Our own workers get the command of the process that started them, `--hosts` included.
+        if by_hand is not None and not is_own_worker(environment):
+            raise WorkerError("--hosts names hosts, but a launcher has already started this worker (RANK is set); remove --hosts")
+        return Surroundings("launcher", is_worker=True)
+    found = [(engine.name, hosts) for engine in ENGINES if (hosts := engine.read(environment)) is not None]
+    if by_hand is not None:
+        found.append(("--hosts", by_hand))
+    if len(found) > 1:
+        one, other = found[0][0], found[1][0]
+        raise WorkerError(f"{one} and {other} both say which hosts train together; keep one, and unset or remove the other")
+    if not found:
+        return Surroundings()
+    engine, hosts = found[0]
+    return Surroundings(engine, hosts if len(hosts.addresses) > 1 else None, hosts.workers)
+
+
+def is_own_worker(environment: Mapping[str, str]) -> bool:
+    """True if `launcher.start` started this process."""
+    return LAUNCH in environment
+
+
+def jobs(environment: Mapping[str, str]) -> list[str]:
+    """The names of the engine's job that this process belongs to, which stay the same when the engine starts it again."""
+    task = skypilot.job(environment)
+    return [] if task is None else [f"skypilot {task}"]
