@@ -194,6 +194,6 @@ def test_a_link_that_fails_is_told_on_both_hosts(cluster: Cluster) -> None:
         assert text.count("\n") == 1, text
         assert re.search(r"^carrywave: .* gave no sign of life for \d+ s, since \d\d:\d\d:\d\d \(stopped or unreachable\?\); ", text)
         name = ("worker 0", "chief 0")[node]
-        assert f"; check {ADDRESSES[1 - node]}:29756 ({name} in TF_CONFIG): if it has ended, its output says why; " in text
+        assert f"; check {ADDRESSES[1 - node]}:29756 ({name}): if it has ended, its output says why; " in text
         assert "then start every host again with --resume" in text
     assert "carrywave: rank 1 on node1 gave no sign of life" in said[0]

@@ -14,7 +14,7 @@ import typer
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import note
 from carrywave.errors import PlanError, UserError
-from carrywave.launch import tf_config
+from carrywave.launch import slurm, tf_config
 from carrywave.launch.hardware import gpus
 from carrywave.launch.launcher import RESTARTS, is_worker, start
 from carrywave.launch.script_workers import script_command
@@ -39,6 +39,7 @@ MinDevicesOption = Annotated[
 @contextmanager
 def agreed(device: str) -> Iterator[None]:
     """Make a user error raised in this block a single error on all workers, reported once. Collective under a launcher."""
+    take_place(trains=True)
     if not launched():
         yield
         return
@@ -53,6 +54,15 @@ def agreed(device: str) -> Iterator[None]:
     except UserError:
         leave(world)
         raise
+
+
+def take_place(*, trains: bool) -> None:
+    """Under srun, take this task's place among the workers: from here on it looks as if torchrun had started it.
+
+    A task that is a host of a training run is none of them: it starts workers, which are.
+    """
+    if not launched() and not (trains and slurm.read(os.environ)):
+        os.environ.update(slurm.worker(os.environ))
 
 
 def devices_that_pay(spec: Spec, device: str, before: Path | None) -> int | None:
@@ -83,6 +93,7 @@ def start_workers(
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
+    take_place(trains=plan is not None)
     if launched():
         size = os.environ.get("WORLD_SIZE")
         if devices is not None and str(devices) != size and not is_worker():
@@ -91,7 +102,9 @@ def start_workers(
             )
         return None
     # Only training follows TF_CONFIG to several hosts; evaluation and prediction run on one.
-    hosts = tf_config.read(os.environ) if plan is not None else None
+    hosts = slurm.read(os.environ) or tf_config.read(os.environ) if plan is not None else None
+    if plan is not None and (said := slurm.doubt(os.environ)) is not None:
+        note(said)
     shares = shares_of_a_gpu() if devices is not None or plan is not None else 1
     gpus = _gpus(device, needed=shares > 1 or (devices is None and plan is not None))
     count = devices or (gpus * shares if plan is not None else 0) or 1

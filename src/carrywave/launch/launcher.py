@@ -224,7 +224,7 @@ class _Meeting:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store already exists, so rank 0 need not open it
         }
-        interface = _interface_of(hosts.own_host)
+        interface = interface_of(hosts.own_host)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             self.environment["GLOO_SOCKET_IFNAME"] = interface
 
@@ -233,14 +233,14 @@ class _Meeting:
         hosts = self._hosts
         # Without a rank it was the first host, which holds the store; seen from the first host, it may be any other.
         nodes = [self._node_of[rank]] if rank is not None else [0] if hosts.node else range(1, len(hosts.names))
-        named = ", ".join(f"{hosts.addresses[node]} ({hosts.names[node]} in TF_CONFIG)" for node in nodes)
+        named = ", ".join(f"{hosts.addresses[node]} ({hosts.names[node]})" for node in nodes)
         return (
             f"; check {named}: if it has ended, its output says why; if not, make sure that the hosts can reach each other; "
             "then start every host again with --resume"
         )
 
 
-def _interface_of(host: str) -> str | None:
+def interface_of(host: str) -> str | None:
     """The network interface with the address by which the others know this host: its own name often resolves to loopback only."""
     try:
         import fcntl
