@@ -52,7 +52,9 @@ def test_lists_of_nodes(listed: str, names: list[str]) -> None:
     assert expand(listed) == names
 
 
-@pytest.mark.parametrize("listed", ["", ",", "n[1-", "n]1", "n[a-b]", "n[3-1]", "n[]", "n[1-2[3]]", "n[0-99999]", "n[1-400]m[1-400]", "n[1-²]"])
+@pytest.mark.parametrize(
+    "listed", ["", ",", "n[1-", "n]1", "n[a-b]", "n[3-1]", "n[]", "n[1-2[3]]", "n[0-99999]", "n[1-400]m[1-400]", "n[1-²]"]
+)
 def test_what_is_no_list_of_nodes(listed: str) -> None:
     with pytest.raises(WorkerError, match=r"is not a list of Slurm nodes such as n\[1-3,7\]; start the workers with srun"):
         expand(listed)
@@ -167,7 +169,9 @@ def test_a_node_whose_name_is_not_in_the_network(monkeypatch: pytest.MonkeyPatch
 
 def test_a_job_of_which_one_node_is_used_is_told() -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "8"}
-    assert doubt(batch) == "this Slurm job has 2 nodes, but this command runs once, on the first node; put srun in front of it to use them all"
+    assert (
+        doubt(batch) == "this Slurm job has 2 nodes, but this command runs once, on the first node; put srun in front of it to use them all"
+    )
     assert "has 8 tasks" in str(doubt(batch | {"SLURM_JOB_NUM_NODES": "1"}))
     assert doubt(batch | {"SLURM_STEP_ID": "0"}) is None
     assert doubt({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}) is None

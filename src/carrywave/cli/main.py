@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from carrywave import __version__
+from carrywave.cli import launch as launching
 from carrywave.cli import plan as planning
 from carrywave.cli.exits import ending_in_order, leaving_at_once, with_exit_codes
 from carrywave.cli.options import (
@@ -32,9 +33,11 @@ from carrywave.cli.workers import (
     Elastic,
     FewDevicesOption,
     MinDevicesOption,
+    OnOption,
     RestartsOption,
     agreed,
     devices_that_pay,
+    start_on_ray,
     start_workers,
 )
 from carrywave.errors import RunError, UserError
@@ -82,23 +85,31 @@ def train(
     spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="Spec file and overrides, all optional.")] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder. Default: runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run where it stopped.")] = False,
+    or_start: Annotated[
+        bool,
+        typer.Option("--continue", help="Like --resume if there is a run in --run, else start it: for clusters that repeat a command."),
+    ] = False,
     init: Annotated[str | None, typer.Option(metavar="RUN|FILE", help="Start from these weights.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, the summary and the plan, then exit.")] = False,
     device: DeviceOption = Device.auto,
     devices: DevicesOption = None,
+    on: OnOption = None,
     restarts: RestartsOption = None,
     min_devices: MinDevicesOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Train a model; without a SPEC, a small character model on text that ships with Python."""
     path, overrides = spec_and_overrides(spec or [])
+    resume = resume or (or_start and _is_there(run))
     if resume:
         path = path or _spec_of(run)
-        if init is not None:
+        if init is not None and not or_start:
             raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
     with agreed(device.value):
         resolved = load(path, overrides)
         output_file.check(json_file)
+    if on is not None and not dry_run:
+        start_on_ray(devices, device.value, resolved.plan_spec, Elastic(restarts, min_devices))
     if devices is None and min_devices is None:
         devices = devices_that_pay(resolved, device.value, run if resume else None)
     workers = start_workers(devices, device.value, resolved.plan_spec, elastic=Elastic(restarts, min_devices), dry_run=dry_run)
@@ -135,6 +146,7 @@ def _train(
 
 
 app.command(cls=Command)(with_exit_codes(planning.plan))
+app.command(cls=Command)(with_exit_codes(launching.launch))
 
 
 @app.command(cls=Command)
@@ -276,6 +288,13 @@ def _spec_of(run: Path | None) -> Path:
     if not path.is_file():
         raise RunError(f"{run} has no run to resume (no spec.yaml); remove --resume to start a new one")
     return path
+
+
+def _is_there(run: Path | None) -> bool:
+    """True if there is a run to continue."""
+    if run is None:
+        raise RunError("--continue needs a run folder; pass --run DIR")
+    return (run / "spec.yaml").is_file()
 
 
 def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:

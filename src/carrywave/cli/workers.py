@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +18,10 @@ from carrywave.errors import PlanError, UserError
 from carrywave.launch import slurm, tf_config
 from carrywave.launch.hardware import gpus
 from carrywave.launch.launcher import RESTARTS, is_worker, start
+from carrywave.launch.ray_cluster import connected
 from carrywave.launch.script_workers import script_command
 from carrywave.parallel.liveness import heartbeat
-from carrywave.parallel.startup.environment import may_share_gpu, shares_of_a_gpu
+from carrywave.parallel.startup.environment import SHARE_GPU, may_share_gpu, shares_of_a_gpu
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.spec.spec import PlanSpec, Spec
 
@@ -31,6 +33,15 @@ RestartsOption = Annotated[
     int | None,
     typer.Option(metavar="N", help="Restart the workers when one dies, up to N times without progress. Default: 3, or 0 with one worker."),
 ]
+
+
+class On(StrEnum):
+    """Where workers may be started, other than on this machine."""
+
+    ray = "ray"
+
+
+OnOption = Annotated[On | None, typer.Option("--on", help="Start the workers on a Ray cluster instead of this machine.")]
 MinDevicesOption = Annotated[
     int | None, typer.Option(metavar="M", help="Continue with fewer workers, but at least M, if one dies at every start.")
 ]
@@ -125,6 +136,30 @@ def start_workers(
     restarts = 0 if elastic is None else RESTARTS if elastic.restarts is None else elastic.restarts
     least = None if elastic is None else elastic.min_devices
     end_as(start(script_command(), count, hosts=hosts, restarts=restarts, min_devices=least, shares=shares, say=note))
+    raise typer.Exit
+
+
+def start_on_ray(devices: int | None, device: str, plan: PlanSpec, elastic: Elastic) -> None:
+    """Start workers on a Ray cluster and exit with their result; return only in one of those workers."""
+    if launched():
+        if not is_worker():
+            raise PlanError("--on ray starts the workers, but a launcher has started this one already (RANK is set); use only one of them")
+        return
+    if devices is not None and devices < 1:
+        raise PlanError(f"--devices is {devices}; use a number >= 1")
+    if shares_of_a_gpu() > 1:
+        raise PlanError(f"{SHARE_GPU} divides the GPUs of one machine, but Ray deals them out whole; unset it, or remove --on ray")
+    with connected(device) as cluster:
+        count = devices or (cluster.gpus if device != "cpu" else 0)
+        if not count:
+            raise PlanError(
+                "--on ray takes all GPUs of the cluster, and it has none to take; say how many CPU workers to start with --devices N"
+            )
+        _check_plan(plan, count)
+        _check_elastic(elastic, count)
+        restarts = RESTARTS if elastic.restarts is None else elastic.restarts
+        ended = start(script_command(), count, restarts=restarts, min_devices=elastic.min_devices, say=note, attend=cluster.supervise)
+    end_as(ended)
     raise typer.Exit
 
 

@@ -55,12 +55,13 @@ def start(
     min_devices: int | None = None,
     shares: int = 1,
     say: Callable[[str], None] | None = None,
+    attend: Callable[[WorkerGroup, Path, Signals], AttemptOutcome] = supervise,
 ) -> Ended:
     """Run `command` in `devices` workers on this host and wait for them to end. They learn their rank from the environment.
 
     If one dies, all are restarted, up to `restarts` times without progress; with `min_devices` below `devices`, also with fewer workers.
     With several hosts, a death ends all of them, and whoever started the hosts has to restart them. With `shares` above 1 each GPU is
-    divided among so many workers.
+    divided among so many workers. `attend` runs one attempt, if not on this host then elsewhere.
     """
     if shares > 1:
         (say or _say)(_of_shares(devices, shares))
@@ -74,7 +75,7 @@ def start(
             shared = launch | {launch_record.ATTEMPT: str(number)} | ({launch_record.FEWER: "1"} if len(decide.places) < devices else {})
             folder = Path(name) / f"attempt-{number}"
             crew = _crew(command, decide.places, shared, folder, meeting)
-            outcome = supervise(crew, folder, signals)
+            outcome = attend(crew, folder, signals)
             # A worker that dies early has not reported its run; the previous attempt did.
             outcome = replace(outcome, run=outcome.run or run)
             run = outcome.run

@@ -205,7 +205,12 @@ def _address_of(name: str) -> str:
         pass
     try:
         asked = subprocess.run(
-            ["scontrol", "show", "node", name], capture_output=True, text=True, check=False, timeout=SCONTROL_SECONDS, stdin=subprocess.DEVNULL
+            ["scontrol", "show", "node", name],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SCONTROL_SECONDS,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired):
         return name  # whoever connects says that the host was not found
