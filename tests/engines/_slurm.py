@@ -113,10 +113,10 @@ class Slurm:
         return kept | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}:/usr/sbin"}
 
     def _daemon(self, name: str, *words: str) -> None:
-        log = (self.folder / f"{name}{len(self._daemons)}.out").open("wb")
         tool = _tool(name)
         assert tool is not None
-        self._daemons.append(subprocess.Popen([tool, *words], env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+        with (self.folder / f"{name}{len(self._daemons)}.out").open("wb") as log:
+            self._daemons.append(subprocess.Popen([tool, *words], env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
 
     def run(self, *command: str, cwd: Path | None = None, seconds: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

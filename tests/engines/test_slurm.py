@@ -1,0 +1,134 @@
+"""A real Slurm: srun with one task a worker and one a node, a batch script that is queued again, and a worker that is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import _slurm
+import _small
+import pytest
+from _slurm import Slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    folder = tmp_path_factory.mktemp("slurm")
+    with _slurm.running(folder) as found:
+        yield found
+
+
+def srun(slurm: Slurm, folder: Path, *options: str, words: tuple[str, ...] = (), run: str = "run") -> subprocess.CompletedProcess[str]:
+    command = ["srun", *options, *_small.command(*words, run=run)]
+    return slurm.run(*command, cwd=folder, seconds=_small.WAIT_SECONDS, **_small.environment())
+
+
+def test_one_task_a_worker_on_one_node(slurm: Slurm, folder: Path, reference: Path) -> None:
+    ended = srun(slurm, folder, "-N1", "-n2", words=tuple(_small.TWO))
+    assert ended.returncode == 0, ended.stderr
+    assert _small.files(folder / "run") == _small.files(reference / "two")
+
+
+def test_one_task_a_worker_on_two_nodes(slurm: Slurm, folder: Path, reference: Path) -> None:
+    """Dealt out in turns, so that neighbouring tasks are on different nodes; two stages by two replicas."""
+    ended = srun(slurm, folder, "-N2", "-n4", "--distribution=cyclic", words=("plan.stages=2",))
+    assert ended.returncode == 0, ended.stderr
+    assert _small.losses(folder / "run") == pytest.approx(_small.losses(reference / "one"), rel=1e-9)  # float64, another order of sums
+
+
+def test_one_task_a_node(slurm: Slurm, folder: Path, reference: Path) -> None:
+    ended = srun(slurm, folder, "-N2", "-n2", words=("--devices", "1", *_small.TWO))
+    assert ended.returncode == 0, ended.stderr
+    assert _small.files(folder / "run") == _small.files(reference / "two")
+    assert _small.losses(folder / "run") == pytest.approx(_small.losses(reference / "one"), rel=1e-9)  # float64, another order of sums
+
+
+def test_a_mistake_is_said_once(slurm: Slurm, folder: Path) -> None:
+    ended = srun(slurm, folder, "-N2", "-n2", "--ntasks-per-node=1", words=("--devices", "1", "model.hiden=3"))
+    assert ended.returncode == 2
+    said = [line for line in ended.stderr.splitlines() if line.startswith("carrywave: ")]
+    assert set(said) == {"carrywave: unknown key model.hiden; did you mean model.hidden?"}
+    ended = srun(slurm, folder, "-N1", "-n2", words=("model.hiden=3",))
+    assert [line for line in ended.stderr.splitlines() if line.startswith("carrywave: ")] == said[:1]
+    assert not (folder / "run").exists()
+
+
+def test_a_signal_to_all_tasks_writes_a_snapshot(slurm: Slurm, folder: Path, reference: Path) -> None:
+    """As of sbatch --signal=USR1@60, without B: it goes to the tasks, not to the script."""
+    command = ["srun", "-N1", "-n2", *_small.command(*_small.TWO, run="run")]
+    step = subprocess.Popen(command, cwd=folder, env=slurm.environment | _small.environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        _small.wait_until(lambda: _small.last_step(folder / "run") > 0 or step.poll() is not None, "there is a snapshot")
+        job = slurm.run("squeue", "-h", "-o", "%A").stdout.split()[0]
+        slurm.run("scancel", "--signal=USR1", f"{job}.0")
+        assert step.wait(timeout=_small.WAIT_SECONDS) == 75
+    finally:
+        step.kill()
+        step.wait()
+        assert step.stderr is not None
+        step.stderr.close()
+    assert _small.files(reference / "two")[0].startswith((folder / "run" / "metrics.jsonl").read_bytes())
+    ended = srun(slurm, folder, "-N1", "-n2", words=(*_small.TWO, "--resume"))
+    assert ended.returncode == 0, ended.stderr
+    assert _small.files(folder / "run") == _small.files(reference / "two")
+
+
+def submit(slurm: Slurm, folder: Path, run: str) -> str:
+    """Have `carrywave launch` write the batch script, and submit it; returns the job."""
+    (folder / "carrywave").write_text(f'#!/bin/sh\nexec {sys.executable} -m carrywave "$@"\n')
+    (folder / "carrywave").chmod(0o755)
+    where = ["--nodes", "2", "--devices", "1", "--device", "cpu", "--cpus", "1", "--time", "1h", "--run", run]
+    words = [sys.executable, "-m", "carrywave", "launch", "--to", "slurm", "small.yaml", *_small.TWO, *where, "-o", "job.sh"]
+    made = subprocess.run(words, cwd=folder, env=_small.environment(), capture_output=True, text=True)
+    assert made.stderr == "carrywave: wrote job.sh; start it with: sbatch job.sh\n"
+    variables = slurm.environment | _small.environment()
+    submitted = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder, **(variables | {"PATH": f"{folder}:{slurm.environment['PATH']}"}))
+    assert submitted.returncode == 0, submitted.stderr
+    return submitted.stdout.strip()
+
+
+def log(folder: Path, job: str) -> str:
+    return (folder / f"small-{job}.log").read_text()
+
+
+def finished(slurm: Slurm, job: str) -> bool:
+    return slurm.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def test_a_job_that_is_queued_again_goes_on(slurm: Slurm, folder: Path, reference: Path) -> None:
+    job = submit(slurm, folder, "queued-run")
+    _small.wait_until(lambda: _small.last_step(folder / "queued-run") > 0, "there is a snapshot")
+    # What Slurm does before the time limit, because of --signal=B:USR1@120.
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    _small.wait_until(lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", job).stdout, "the job is queued again")
+    reached = _small.last_step(folder / "queued-run")
+    assert not finished(slurm, job)
+
+    def started() -> bool:
+        # A job that was queued again waits for two minutes; this is the way past that.
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return slurm.state(job) not in ("PENDING", "COMPLETING")
+
+    _small.wait_until(started, "the job runs again")
+    _small.wait_until(lambda: finished(slurm, job), "the job has ended")
+    assert slurm.state(job) == "COMPLETED", log(folder, job)
+    assert reached > 0
+    assert _small.files(folder / "queued-run") == _small.files(reference / "two")
+
+
+def test_a_job_with_a_killed_worker_goes_on(slurm: Slurm, folder: Path, reference: Path) -> None:
+    job = submit(slurm, folder, "killed-run")
+    _small.wait_until(lambda: _small.last_step(folder / "killed-run") > 0, "there is a snapshot")
+    os.kill(_small.workers("killed-run")[1], signal.SIGKILL)
+    _small.wait_until(lambda: finished(slurm, job), "the job has ended")
+    said = log(folder, job)
+    assert slurm.state(job) == "COMPLETED", said
+    assert re.search(r"worker 1 of 2 was killed \(signal 9, SIGKILL\)", said)
+    assert _small.files(folder / "killed-run") == _small.files(reference / "two")
