@@ -213,7 +213,9 @@ class _Watch:
     def _outcome(self, reference: Any, rank: int) -> Outcome:
         try:
             outcome: Outcome = self._ray.get(reference)
-        except self._ray.exceptions.RayActorError:
+        except self._ray.exceptions.RayTaskError:
+            raise  # a fault of the seat itself
+        except self._ray.exceptions.RayError:
             where = self._places[rank]
             what = f"worker {rank} of {len(self._seats)} was lost with its Ray actor on {where.host} ({where.address})"
             return Outcome(Ended(FAULT, f"{what}; check that this node is still there", rank=rank, died=True))

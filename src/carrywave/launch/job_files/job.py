@@ -53,7 +53,7 @@ class Job:
     def check_plan(self, plan: PlanSpec) -> None:
         """Refuse a plan that these nodes cannot carry out."""
         workers = self.nodes * self.devices
-        have = f"{workers} workers (--nodes {self.nodes} x --devices {self.devices})"
+        have = f"{workers} worker{'s' * (workers > 1)} (--nodes {self.nodes} x --devices {self.devices})"
         if plan.replicas is not None and plan.replicas * plan.stages != workers:
             needed = plan.replicas * plan.stages
             raise PlanError(
