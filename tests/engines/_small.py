@@ -6,10 +6,12 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SPEC = """\
@@ -35,11 +37,8 @@ def environment(**variables: str) -> dict[str, str]:
     """That of this process without what belongs to a launcher, with one thread a worker: the reference has one too."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RAY_", "PYTEST"))}
     source = Path(__file__).parents[2] / "src"
-    return (
-        kept
-        | {"OMP_NUM_THREADS": "1", "CARRYWAVE_START_SECONDS": "240", "PYTHONPATH": f"{source}:{kept.get('PYTHONPATH', '')}"}
-        | variables
-    )
+    waits = {"CARRYWAVE_START_SECONDS": "240", "CARRYWAVE_HEARTBEAT_SECONDS": "0"}  # a busy machine, and workers that are held
+    return kept | waits | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{source}:{kept.get('PYTHONPATH', '')}"} | variables
 
 
 def command(*words: str, run: str) -> list[str]:
@@ -75,8 +74,8 @@ def wait_until(true: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
-def workers(run: str) -> dict[int, int]:
-    """The processes that train this run, by rank: those with a RANK in their environment and the run in their command."""
+def workers(run: str, by: str = "RANK") -> dict[int, int]:
+    """The processes that train this run, by rank: those that were started with this variable, and with the run in their command."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -85,6 +84,27 @@ def workers(run: str) -> dict[int, int]:
                 variables = dict(each.partition(b"=")[::2] for each in (entry / "environ").read_bytes().split(b"\0"))
             except OSError:
                 continue  # it has ended
-            if run.encode() in words and b"RANK" in variables and b"CARRYWAVE_CAUSES" in variables:
-                found[int(variables[b"RANK"])] = int(entry.name)
+            if run.encode() in words and by.encode() in variables:
+                found[int(variables[by.encode()])] = int(entry.name)
     return found
+
+
+@contextmanager
+def held(run: str, until: signal.Signals, by: str = "RANK") -> Iterator[None]:
+    """Hold the workers of a run until a signal has reached each of them, by however slow a way: the run must not end before."""
+    pids = list(workers(run, by).values())
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+        wait_until(lambda: all(_pending(pid, until) for pid in pids), "the signal has come")
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def _pending(pid: int, number: int) -> bool:
+    """True if this signal waits for a stopped process to go on."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("ShdPnd:")[2].split()[0], 16) >> (number - 1) & 1)

@@ -60,7 +60,8 @@ def test_a_signal_stops_the_run_and_it_is_continued(with_ray: dict[str, str], fo
     run = folder / "stopped-run"
     with started(with_ray, folder, "--devices", "2", *_small.TWO, "--continue", run="stopped-run") as process:
         _small.wait_until(lambda: _small.last_step(run) > 0 or process.poll() is not None, "there is a snapshot")
-        process.send_signal(signal.SIGUSR1)
+        with _small.held("stopped-run", signal.SIGUSR1):
+            process.send_signal(signal.SIGUSR1)
         _, err = process.communicate(timeout=_small.WAIT_SECONDS)
     assert process.returncode == 75, err
     assert _small.last_step(run) > 0

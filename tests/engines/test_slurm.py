@@ -62,22 +62,23 @@ def test_a_mistake_is_said_once(slurm: Slurm, folder: Path) -> None:
 
 def test_a_signal_to_all_tasks_writes_a_snapshot(slurm: Slurm, folder: Path, reference: Path) -> None:
     """As of sbatch --signal=USR1@60, without B: it goes to the tasks, not to the script."""
-    command = ["srun", "-N1", "-n2", *_small.command(*_small.TWO, run="run")]
+    command = ["srun", "-N1", "-n2", *_small.command(*_small.TWO, run="signalled-run")]
     step = subprocess.Popen(command, cwd=folder, env=slurm.environment | _small.environment(), stderr=subprocess.PIPE, text=True)
     try:
-        _small.wait_until(lambda: _small.last_step(folder / "run") > 0 or step.poll() is not None, "there is a snapshot")
-        job = slurm.run("squeue", "-h", "-o", "%A").stdout.split()[0]
-        slurm.run("scancel", "--signal=USR1", f"{job}.0")
+        _small.wait_until(lambda: _small.last_step(folder / "signalled-run") > 0 or step.poll() is not None, "there is a snapshot")
+        with _small.held("signalled-run", signal.SIGUSR1, by="SLURM_PROCID"):
+            job = slurm.run("squeue", "-h", "-o", "%A").stdout.split()[0]
+            slurm.run("scancel", "--signal=USR1", f"{job}.0")
         assert step.wait(timeout=_small.WAIT_SECONDS) == 75
     finally:
         step.kill()
         step.wait()
         assert step.stderr is not None
         step.stderr.close()
-    assert _small.files(reference / "two")[0].startswith((folder / "run" / "metrics.jsonl").read_bytes())
-    ended = srun(slurm, folder, "-N1", "-n2", words=(*_small.TWO, "--resume"))
+    assert _small.files(reference / "two")[0].startswith((folder / "signalled-run" / "metrics.jsonl").read_bytes())
+    ended = srun(slurm, folder, "-N1", "-n2", words=(*_small.TWO, "--resume"), run="signalled-run")
     assert ended.returncode == 0, ended.stderr
-    assert _small.files(folder / "run") == _small.files(reference / "two")
+    assert _small.files(folder / "signalled-run") == _small.files(reference / "two")
 
 
 def submit(slurm: Slurm, folder: Path, run: str) -> str:
@@ -106,7 +107,8 @@ def test_a_job_that_is_queued_again_goes_on(slurm: Slurm, folder: Path, referenc
     job = submit(slurm, folder, "queued-run")
     _small.wait_until(lambda: _small.last_step(folder / "queued-run") > 0, "there is a snapshot")
     # What Slurm does before the time limit, because of --signal=B:USR1@120.
-    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    with _small.held("queued-run", signal.SIGUSR1):
+        slurm.run("scancel", "--batch", "--signal=USR1", job)
     _small.wait_until(lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", job).stdout, "the job is queued again")
     reached = _small.last_step(folder / "queued-run")
     assert not finished(slurm, job)
