@@ -64,8 +64,7 @@ def test_a_signal_stops_the_run_and_it_is_continued(with_ray: dict[str, str], fo
             process.send_signal(signal.SIGUSR1)
         _, err = process.communicate(timeout=_small.WAIT_SECONDS)
     assert process.returncode == 75, err
-    assert _small.last_step(run) > 0
-    assert _small.files(reference / "two")[0].startswith((run / "metrics.jsonl").read_bytes())
+    assert 0 < _small.last_step(run) < _small.last_step(reference / "two")
     _small.train(folder, "--devices", "2", *_small.TWO, "--continue", run="stopped-run")  # elsewhere
     assert _small.files(run) == _small.files(reference / "two")
 
