@@ -230,6 +230,23 @@ def test_a_dry_run_prints_the_resolved_spec(install: Install) -> None:
     assert out.startswith(dump(load(None, ["model.hidden=8"])))
 
 
+def test_continue_resumes_what_is_there(install: Install, tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def train(spec: Spec, **options: Any) -> SimpleNamespace:
+        seen.append(options["resume"])
+        return SimpleNamespace(ending="done")
+
+    install("carrywave.train.fit", train=train)
+    words = ["train", "model.hidden=7", "--continue", "--run", str(tmp_path / "run"), "--init", "w", "--device", "cpu"]
+    assert call(*words)[0] == 0
+    (tmp_path / "run").mkdir()
+    assert call(*words)[0] == 0
+    (tmp_path / "run" / "spec.yaml").write_text(dump(Spec()))
+    assert call(*words)[0] == 0
+    assert seen == [False, False, True]
+
+
 def test_resume_takes_the_spec_of_the_run(install: Install, tmp_path: Path) -> None:
     seen: list[Spec] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -248,3 +249,43 @@ def test_a_fault_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: py
     code, text = said(ValueError("oops"), capsys)
     assert code == 1
     assert text.startswith("carrywave: rank 1: ValueError: oops\nTraceback")
+
+
+def under_srun(monkeypatch: pytest.MonkeyPatch, tasks: str, size: int) -> None:
+    variables = {"JOB_ID": 9, "STEP_ID": 0, "PROCID": 1, "STEP_NUM_TASKS": size, "STEP_NODELIST": "localhost,n2", "NODEID": 0, "LOCALID": 0}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that what the command sets is undone
+        monkeypatch.delenv(name)
+
+
+def test_one_task_a_worker_is_a_worker(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = machine(2)
+    under_srun(monkeypatch, "2(x2)", 4)
+    assert start_workers(None, "auto", PlanSpec()) is None
+    assert started == []
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]) == ("0", "4", "localhost")
+    with pytest.raises(PlanError, match="--devices is 2, but the launcher started 4 workers"):
+        start_workers(2, "auto", PlanSpec())
+
+
+def test_one_task_a_node_starts_workers(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = machine(2)
+    under_srun(monkeypatch, "1(x2)", 2)
+    with pytest.raises(typer.Exit):
+        start_workers(None, "auto", PlanSpec())
+    assert started == [(2, 0)]
+    assert "RANK" not in os.environ
+    # To evaluate, one process a node is enough, and they share the work.
+    assert start_workers(None, "auto") is None
+    assert os.environ["WORLD_SIZE"] == "2"
+
+
+def test_a_batch_script_that_forgets_srun(machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    machine(0)
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert start_workers(None, "cpu", PlanSpec()) is None
+    assert "has 2 nodes, but this command runs once, on the first node; put srun in front" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from carrywave import __version__
 from carrywave.cli import doctor as examining
+from carrywave.cli import launch as launching
 from carrywave.cli import plan as planning
 from carrywave.cli.exits import ending_in_order, leaving_at_once, with_exit_codes
 from carrywave.cli.options import (
@@ -35,11 +36,13 @@ from carrywave.cli.workers import (
     HostIndexOption,
     HostsOption,
     MinDevicesOption,
+    OnOption,
     RestartsOption,
     agreed,
     around,
     devices_that_pay,
     keeps_the_run,
+    start_on_ray,
     start_workers,
 )
 from carrywave.data.files import cache
@@ -92,10 +95,15 @@ def train(
         str | None, typer.Option(metavar="DIR", help="Run folder, or its address in an object store. Default: runs/NAME.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run where it stopped.")] = False,
+    or_start: Annotated[
+        bool,
+        typer.Option("--continue", help="Like --resume if there is a run in --run, else start it: for clusters that repeat a command."),
+    ] = False,
     init: Annotated[str | None, typer.Option(metavar="RUN|FILE", help="Start from these weights.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, the summary and the plan, then exit.")] = False,
     device: DeviceOption = Device.auto,
     devices: DevicesOption = None,
+    on: OnOption = None,
     restarts: RestartsOption = None,
     min_devices: MinDevicesOption = None,
     hosts: HostsOption = None,
@@ -104,12 +112,15 @@ def train(
 ) -> None:
     """Train a model; without a SPEC, a small character model on text that ships with Python."""
     path, overrides = spec_and_overrides(spec or [])
-    if resume and init is not None:
-        raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
     where = around(hosts, host_index)
     with agreed(device.value) as of_rank_0:
+        resume = resume or (or_start and bool(of_rank_0(lambda: {"there": _is_there(run)})["there"]))
+        if resume and init is not None and not or_start:
+            raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
         resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides) if resume and path is None else load(path, overrides)
         output_file.check(json_file)
+    if on is not None and not dry_run:
+        start_on_ray(devices, device.value, resolved.plan_spec, Elastic(restarts, min_devices))
     if devices is None and min_devices is None:
         before = Path(run) if resume and run is not None and not is_address(run) else None
         devices = devices_that_pay(resolved, device.value, before, where)
@@ -151,6 +162,7 @@ def _train(
 
 app.command(cls=Command)(with_exit_codes(planning.plan))
 app.command(cls=Command)(with_exit_codes(examining.doctor))
+app.command(cls=Command)(with_exit_codes(launching.launch))
 
 
 @app.command(cls=Command)
@@ -326,6 +338,13 @@ def _place(run: str) -> Path | str:
 def _file(name: str) -> Path:
     """A data file that a command is given; one in an object store is fetched."""
     return fetch(name, cache.folder(None)) if is_address(name) else Path(name)
+
+
+def _is_there(run: str | None) -> bool:
+    """True if there is a run to continue."""
+    if run is None:
+        raise RunError("--continue needs a run folder; pass --run DIR")
+    return Store(run, RunError).read("spec.yaml") is not None if is_address(run) else (Path(run) / "spec.yaml").is_file()
 
 
 def _write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +16,14 @@ import typer
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import note
 from carrywave.errors import PlanError, UserError
-from carrywave.launch import surroundings
+from carrywave.launch import slurm, surroundings
 from carrywave.launch.hardware import gpus
 from carrywave.launch.launcher import RESTARTS, is_worker, start
+from carrywave.launch.ray_cluster import connected
 from carrywave.launch.script_workers import script_command
 from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.liveness import heartbeat
-from carrywave.parallel.startup.environment import may_share_gpu, shares_of_a_gpu
+from carrywave.parallel.startup.environment import SHARE_GPU, may_share_gpu, shares_of_a_gpu
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.spec.spec import PlanSpec, Spec
 
@@ -33,6 +35,15 @@ RestartsOption = Annotated[
     int | None,
     typer.Option(metavar="N", help="Restart the workers when one dies, up to N times without progress. Default: 3, or 0 with one worker."),
 ]
+
+
+class On(StrEnum):
+    """Where workers may be started, other than on this machine."""
+
+    ray = "ray"
+
+
+OnOption = Annotated[On | None, typer.Option("--on", help="Start the workers on a Ray cluster instead of this machine.")]
 MinDevicesOption = Annotated[
     int | None,
     typer.Option(metavar="M", help="Continue with fewer workers, but at least M on all hosts, if one keeps dying or a host is gone."),
@@ -53,6 +64,7 @@ def agreed(device: str) -> Iterator[Callable[[Read], dict[str, Any]]]:
 
     Yields a function that has rank 0 read plain values, which other hosts may not have, and returns them on every worker.
     """
+    take_place(trains=True)
     if not launched():
         yield lambda read: read()
         return
@@ -77,8 +89,18 @@ def agreed(device: str) -> Iterator[Callable[[Read], dict[str, Any]]]:
         raise
 
 
+def take_place(*, trains: bool) -> None:
+    """Under srun, take this task's place among the workers: from here on it looks as if torchrun had started it.
+
+    A task that is a host of a training run is none of them: it starts workers, which are.
+    """
+    if not launched() and not (trains and slurm.read(os.environ)):
+        os.environ.update(slurm.worker(os.environ))
+
+
 def around(hosts: str | None = None, host_index: int | None = None) -> Surroundings:
     """Where this process is, by its environment and what the user says."""
+    take_place(trains=True)
     return surroundings.find(os.environ, hosts, host_index)
 
 
@@ -122,6 +144,7 @@ def start_workers(
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
+    take_place(trains=plan is not None)
     if launched():
         size = os.environ.get("WORLD_SIZE")
         if devices is not None and str(devices) != size and not is_worker():
@@ -131,6 +154,8 @@ def start_workers(
         return None
     where = where or Surroundings()
     hosts, devices = where.hosts, devices or where.workers
+    if plan is not None and (said := slurm.doubt(os.environ)) is not None:
+        note(said)
     shares = shares_of_a_gpu() if devices is not None or plan is not None else 1
     gpus = _gpus(device, needed=shares > 1 or (devices is None and plan is not None))
     count = devices or (gpus * shares if plan is not None else 0) or 1
@@ -151,6 +176,30 @@ def start_workers(
     restarts = 0 if elastic is None else RESTARTS if elastic.restarts is None else elastic.restarts
     least = None if elastic is None else elastic.min_devices
     end_as(start(script_command(), count, hosts=hosts, restarts=restarts, min_devices=least, shares=shares, say=note))
+    raise typer.Exit
+
+
+def start_on_ray(devices: int | None, device: str, plan: PlanSpec, elastic: Elastic) -> None:
+    """Start workers on a Ray cluster and exit with their result; return only in one of those workers."""
+    if launched():
+        if not is_worker():
+            raise PlanError("--on ray starts the workers, but a launcher has started this one already (RANK is set); use only one of them")
+        return
+    if devices is not None and devices < 1:
+        raise PlanError(f"--devices is {devices}; use a number >= 1")
+    if shares_of_a_gpu() > 1:
+        raise PlanError(f"{SHARE_GPU} divides the GPUs of one machine, but Ray deals them out whole; unset it, or remove --on ray")
+    with connected(device) as cluster:
+        count = devices or (cluster.gpus if device != "cpu" else 0)
+        if not count:
+            raise PlanError(
+                "--on ray takes all GPUs of the cluster, and it has none to take; say how many CPU workers to start with --devices N"
+            )
+        _check_plan(plan, count)
+        _check_elastic(elastic, count)
+        restarts = RESTARTS if elastic.restarts is None else elastic.restarts
+        ended = start(script_command(), count, restarts=restarts, min_devices=elastic.min_devices, say=note, attend=cluster.supervise)
+    end_as(ended)
     raise typer.Exit
 
 

@@ -29,7 +29,7 @@ from carrywave.launch.hardware import visible
 from carrywave.launch.hosts import Hosts
 from carrywave.launch.restart_policy import RESTARTS, Place, RestartPolicy
 from carrywave.launch.shares import Shares
-from carrywave.launch.supervisor import Signals, WorkerGroup, supervise
+from carrywave.launch.supervisor import AttemptOutcome, Signals, WorkerGroup, supervise
 from carrywave.launch.worker_ends import asked_to_stop, with_logs
 from carrywave.launch.worker_environment import of_workers
 from carrywave.parallel.startup.environment import SHARE_GPU
@@ -53,12 +53,13 @@ def start(
     min_devices: int | None = None,
     shares: int = 1,
     say: Callable[[str], None] | None = None,
+    attend: Callable[[WorkerGroup, Path, Signals], AttemptOutcome] = supervise,
 ) -> Ended:
     """Run `command` in `devices` workers on this host and wait for them to end. They learn their rank from the environment.
 
     If one dies, all are restarted, up to `restarts` times without progress; with `min_devices` below `devices`, also with fewer workers.
     With several hosts, those of all hosts are, and `min_devices` counts the workers of all of them. With `shares` above 1 each GPU is
-    divided among so many workers.
+    divided among so many workers. `attend` runs one attempt, if not on this host then elsewhere.
     """
     say = say or _say
     if shares > 1:
@@ -79,7 +80,7 @@ def start(
             shared = launch | {launch_record.ATTEMPT: str(number)} | ({launch_record.FEWER: "1"} if policy.fewer else {})
             folder = Path(place) / f"attempt-{number}"
             crew = _crew(command, [each.device for each in policy.places], shared, folder)
-            outcome = supervise(crew, folder, signals)
+            outcome = attend(crew, folder, signals)
             # A worker that dies early has not reported its run; the previous attempt did.
             outcome = replace(outcome, run=outcome.run or run)
             run = outcome.run

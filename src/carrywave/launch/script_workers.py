@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from carrywave.errors import UserError, WorkerError
-from carrywave.launch import exit_reports
+from carrywave.launch import exit_reports, slurm
 from carrywave.launch.exit_reports import FAULT, INTERRUPTED, MISTAKE, STOPPED, Ended
 from carrywave.launch.launcher import RESTARTS, start
 from carrywave.parallel.liveness import device_faults, heartbeat
 from carrywave.parallel.startup import environment
-from carrywave.parallel.startup.launcher_env import is_first
+from carrywave.parallel.startup.launcher_env import is_first, launched
 
 CALL = "CARRYWAVE_FIT"  # in a worker: the index of the call to carry out, from 0
 EARLIER = "CARRYWAVE_FIT_EARLIER"  # in a worker: the file with the results of earlier calls
@@ -42,6 +42,8 @@ def begin() -> Told | None:
     Returns the call's result if the process that started this one already has it (or raises its error); None: do the work.
     """
     environment.check()
+    if not launched():
+        os.environ.update(slurm.worker(os.environ))  # a script starts no workers on other hosts, so every task of srun is one
     _results.append(None)
     heartbeat.start()
     if CALL not in os.environ:

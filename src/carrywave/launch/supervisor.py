@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -76,7 +76,7 @@ class AttemptOutcome:
     steps: int  # by which training advanced
     run: Path | None  # the run's folder, if a worker reported it
     outputs: Outputs
-    ends: WorkerEnds  # what `ended` sums up
+    ends: WorkerEnds = field(default_factory=lambda: WorkerEnds({}, {}))  # what `ended` sums up, where several hosts need it
 
 
 def nothing_elsewhere() -> float | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from carrywave.errors import WorkerError
-from carrywave.launch import kubeflow, named_hosts, skypilot, tf_config
+from carrywave.launch import kubeflow, named_hosts, skypilot, slurm, tf_config
 from carrywave.launch.hosts import Hosts
 from carrywave.parallel.startup.launcher_env import LAUNCH, launched
 
@@ -25,6 +25,7 @@ class Engine(NamedTuple):
 
 
 ENGINES = (  # an engine that starts a process on each host: its file, here; nothing else
+    Engine("Slurm", slurm.read),
     Engine("TF_CONFIG", tf_config.read),
     Engine("Kubeflow (PET_ variables)", kubeflow.read),
     Engine("SkyPilot", skypilot.read),

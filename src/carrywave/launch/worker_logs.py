@@ -48,7 +48,7 @@ class Outputs:
         """Forward the output written since the last call."""
         for to, file in self._shown:
             while data := file.read(1 << 16):
-                _write_all(to, data)
+                show(to, data)
 
     def add(self, rank: int, text: str) -> None:
         """Append what a worker reported to its log."""
@@ -59,7 +59,7 @@ class Outputs:
         """Show the end of a worker's stderr, when nothing else says why it ended; that of rank 0 has been forwarded already."""
         path = self.folder / f"rank-{rank}.log"
         if rank > 0 and path.is_file():
-            _write_all(ERR, path.read_bytes()[-SHOWN_BYTES:])
+            show(ERR, path.read_bytes()[-SHOWN_BYTES:])
 
     def publish(self, run: Path | None, host: str = "") -> Path | None:
         """Copy the logs that are not empty into an existing run; returns the folder, or None if nothing was copied.
@@ -103,7 +103,8 @@ def keep_trace(run: Path | None, attempt: str, rank: str, error: BaseException) 
     return path
 
 
-def _write_all(to: int, data: bytes) -> None:
+def show(to: int, data: bytes) -> None:
+    """Write what a worker has printed to this process's own stdout or stderr, given by descriptor."""
     stream = sys.stdout if to == OUT else sys.stderr
     if stream is None:  # closed at startup: the descriptor may belong to another file by now
         return
