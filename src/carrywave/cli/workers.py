@@ -196,7 +196,7 @@ def start_on_ray(devices: int | None, device: str, plan: PlanSpec, elastic: Elas
                 "--on ray takes all GPUs of the cluster, and it has none to take; say how many CPU workers to start with --devices N"
             )
         _check_plan(plan, count)
-        _check_elastic(elastic, count)
+        _check_elastic(elastic, count, one_host=True)
         restarts = RESTARTS if elastic.restarts is None else elastic.restarts
         ended = start(script_command(), count, restarts=restarts, min_devices=elastic.min_devices, say=note, attend=cluster.supervise)
     end_as(ended)

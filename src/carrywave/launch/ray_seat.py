@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from carrywave.launch.cluster.interfaces import interface_of
 from carrywave.launch.exit_reports import MISTAKE, Ended
-from carrywave.launch.launcher import interface_of
 from carrywave.launch.supervisor import Signals, WorkerGroup, supervise
 from carrywave.launch.worker_logs import ERR, OUT
 

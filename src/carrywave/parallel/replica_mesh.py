@@ -27,7 +27,8 @@ class ReplicaMesh(Mesh):
         ranks = self._ranks(whole.replica, range(plan.stages))  # in the whole world
         own = [sorted(ranks).index(rank) for rank in ranks]  # as torch counts them in a group
         self.ranks = tuple(own)
-        hosts, local_ranks = (tuple(each[rank] for rank in sorted(ranks)) if each else () for each in (world.hosts, world.local_ranks))
+        hosts = tuple(world.hosts[rank] for rank in sorted(ranks)) if world.hosts else ()
+        local_ranks = tuple(world.local_ranks[rank] for rank in sorted(ranks)) if world.local_ranks else ()
         backend = world.backend if plan.stages > 1 else ""
         self.world = replace(world, rank=own[whole.stage], size=plan.stages, backend=backend, hosts=hosts, local_ranks=local_ranks)
         if plan.stages > 1:
