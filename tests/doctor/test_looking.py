@@ -78,6 +78,13 @@ def test_addresses_of_this_host_are_known() -> None:
     assert loopback == [here.way]
 
 
+def test_a_name_that_leads_to_another_host_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_resolve", lambda name: ("192.0.2.77",))  # of a range that belongs to nobody
+    assert Network.here().foreign
+    monkeypatch.setattr(network, "_resolve", lambda name: ("127.0.0.1",))
+    assert not Network.here().foreign
+
+
 def test_the_meeting_point_is_free_taken_or_misleading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -230,6 +230,8 @@ class _Launched:
         hosts = {rank: first.host.host for rank, first in firsts.items()}
         failed = {rank: {int(other): why for other, why in each["failed"].items()} for rank, each in tried.items()}
         self.known += check_reach(hosts, doors, failed)
+        if silent := [rank for rank in hosts if rank not in tried]:
+            self.known.append(verdicts.fell_silent(silent, self.workers, TRY_SECONDS))
         if token is not None:
             self.known.append(disk.check_shared(self.asked.run, {hosts[rank]: bool(each["sees"]) for rank, each in tried.items()}))
 
