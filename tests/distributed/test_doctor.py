@@ -240,7 +240,8 @@ def host(launch: Launch) -> Iterator[Start]:
         script = f'mount --bind {launch.folder}/hosts-{node} /etc/hosts && hostname node{node} && exec "$@"'
         command = ["ip", "netns", "exec", names[node], "unshare", "-mu", "sh", "-c", script, "sh", sys.executable, "child.py", "doctor"]
         place = {"RANK": node, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": launch.port}
-        known = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "node0", "CARRYWAVE_CACHE": str(launch.folder)}
+        known = {} if "TF_CONFIG" in variables else {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "node0"}
+        known["CARRYWAVE_CACHE"] = str(launch.folder)
         return subprocess.Popen(
             [*command, "--device", "cpu", *words],
             cwd=launch.folder,
@@ -303,3 +304,17 @@ def test_an_address_that_others_cannot_reach_is_told(host: Start) -> None:
     assert (first.returncode, second.returncode) == (1, 1), (first, second)
     assert "node0 cannot connect to node1 at 10.99.0.1 (" in first.stdout
     assert "node1 cannot connect to node0" not in first.stdout
+
+
+def test_hosts_of_a_tensorflow_cluster(host: Start, launch: Launch) -> None:
+    """Each host starts its workers; the address in TF_CONFIG says which interface others reach, whatever the host's name leads to."""
+    config = {"cluster": {"worker": [f"{address}:{launch.port}" for address in ADDRESSES]}}
+    own = ("127.0.1.1", "127.0.1.1")
+    hosts = [
+        host(node, "--devices", "1", own=own, TF_CONFIG=json.dumps(config | {"task": {"type": "worker", "index": node}}))
+        for node in range(2)
+    ]
+    first, second = ends(hosts)
+    assert (first.returncode, second.returncode) == (0, 0), (first, second)
+    assert "link between hosts" in first.stdout
+    assert second.stdout == ""

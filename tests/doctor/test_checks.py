@@ -20,7 +20,7 @@ from carrywave.doctor.meeting import behind
 from carrywave.doctor.network import Network, Target
 from carrywave.doctor.report import Report, lines
 from carrywave.doctor.speed import Speed, check_speeds
-from carrywave.doctor.verdicts import failed, of_launch, other_devices, stayed_away, stuck
+from carrywave.doctor.verdicts import failed, fell_silent, of_launch, other_devices, stayed_away, stuck
 from carrywave.doctor.worker import Place, Worker
 from carrywave.parallel.peer_access import Neighbour
 
@@ -60,6 +60,9 @@ def level_of(found: Finding) -> str:
         (NETWORK, 2, "fine", "a resolves to 10.0.0.1"),
         (HOME, 2, "wrong", "a resolves its own name to 127.0.1.1, so that other hosts cannot reach its workers: a rendezvous would hang"),
         (HOME, 1, "fine", "enough on one machine"),
+        (replace(NETWORK, foreign=True), 2, "wrong", "a resolves its own name to 10.0.0.1, which is not an address of this host"),
+        (replace(NETWORK, foreign=True), None, "warning", "not an address of this host"),
+        (replace(NETWORK, foreign=True), 1, "fine", "a resolves to 10.0.0.1"),
         (HOME, None, "warning", "with several, a rendezvous at that name hangs"),
         (replace(HOME, resolved=()), 2, "wrong", "resolves its own name to nothing"),
         (replace(HOME, named="eth0"), 2, "fine", "through eth0 (10.0.0.1)"),
@@ -340,6 +343,11 @@ def test_whoever_stays_away_is_named_by_all_that_is_known() -> None:
     assert found.fact == "ranks 2 and 3 of 4 (host number 1, from 0, with all workers) did not show up within 60 s; workers on a did"
     assert "(host number 1, from 0)" in stayed_away([3], there, Place(0, 4, 0, 2), 60).fact
     assert stayed_away([1], there, Place(0, 2, 0, None), 9).fact == "rank 1 of 2 did not show up within 9 s; workers on a did"
+
+
+def test_whoever_falls_silent_is_named() -> None:
+    found = fell_silent([1], {0: make(0), 1: make(1, name="b")}, 20)
+    assert (level_of(found), found.fact) == ("wrong", "rank 1 on b did not say within 20 s whether other hosts can be reached")
 
 
 def test_whoever_hangs_is_named() -> None:

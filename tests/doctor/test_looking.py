@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from carrywave.doctor import disk, network, profile, worker
+from carrywave.doctor import disk, gpu, network, profile, worker
 from carrywave.doctor.disk import Disk
 from carrywave.doctor.examination import place_here
 from carrywave.doctor.host import Host
@@ -78,6 +78,13 @@ def test_addresses_of_this_host_are_known() -> None:
     assert loopback == [here.way]
 
 
+def test_a_name_that_leads_to_another_host_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_resolve", lambda name: ("192.0.2.77",))  # of a range that belongs to nobody
+    assert Network.here().foreign
+    monkeypatch.setattr(network, "_resolve", lambda name: ("127.0.0.1",))
+    assert not Network.here().foreign
+
+
 def test_the_meeting_point_is_free_taken_or_misleading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -116,12 +123,38 @@ def test_a_launchers_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_looks_at_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CARRYWAVE_CACHE", str(tmp_path))
     monkeypatch.setattr(disk, "TRIAL_BYTES", 1 << 16)
-    own = worker.look(Place(), torch.device("cpu"), Network.here(), str(tmp_path / "runs"))
+    own = worker.look(Place(), "cpu", Network.here(), str(tmp_path / "runs"))
     assert own.versions["torch"]
     assert [each.use for each in own.disks] == ["run folder", "cache"]
     assert own.host.cores == Host.here().cores
-    stored = worker.look(Place(), torch.device("cpu"), Network.here(), "s3://bucket/runs")
+    stored = worker.look(Place(), "cpu", Network.here(), "s3://bucket/runs")
     assert [each.use for each in stored.disks] == ["cache"]  # an object store has no disk to look at
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown", "built", "said"),
+    [
+        ("auto", 0, None, ""),
+        ("auto", 2, None, "nvidia-smi shows 2 GPUs, but this torch is built for CPUs; install one for CUDA"),
+        ("auto", 2, "13.0", "torch cannot use the GPU (The NVIDIA driver is too old. Update it); see whether the driver fits"),
+        ("cpu", 2, "13.0", ""),
+        ("cuda", 0, None, "device cuda was requested, but no GPU is available"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_told(asked: str, shown: int, built: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver is too old. Update it.\nMore follows.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(gpu, "visible", lambda: list(range(shown)))
+    device, why = gpu.choose(asked, 0)
+    assert device == torch.device("cpu")
+    assert why.startswith(said) if said else not why
+    found = gpu.check_usable(why, "rank 0 on a")
+    assert [each.level for each in found] == (["wrong"] if said else [])
+    assert all(each.remedy for each in found)
 
 
 def test_a_meeting_waits_for_everyone_but_not_for_ever(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from carrywave.doctor import agreement, disk, measurement, verdicts, worker
 from carrywave.doctor import profile as profiles
 from carrywave.doctor.finding import Finding, of_error, well
@@ -30,7 +32,7 @@ from carrywave.errors import ContactLost, UserError, WorkerError
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.startup.rendezvous import number, reason, start_seconds
-from carrywave.parallel.world import World, join, launch_store, leave, pick_device
+from carrywave.parallel.world import World, join, launch_store, leave
 from carrywave.plan.cost.profile import Profile, Reduction
 from carrywave.runs import output_file
 
@@ -81,20 +83,26 @@ def _alone(place: Place, asked: Asked, deliver: Deliver) -> int:
     known: list[Finding] = []
     guard = Guard(lambda what, seconds: deliver(Report((*known, verdicts.too_long(what, seconds)))))
     guard.allow("looking at this host", LOOK_SECONDS)
-    device = pick_device(asked.device)
-    own = worker.look(place, device, Network.here(None if asked.meet is None else asked.meet[0]), asked.run)
+    own = worker.look(place, asked.device, Network.here(None if asked.meet is None else asked.meet[0]), asked.run)
+    device = torch.device(own.device)
     known += verdicts.of_launch([own], hosts=1 if launched() else None)
     if asked.meet is not None:
         known.append(check_meeting(*asked.meet, first=None))
     guard.allow("device speed", MEASURE_SECONDS)
-    row = measurement.measure(World.alone(device), [own.home], lambda what: None, sums=False)
-    if asked.profile is not None:
-        guard.allow("the profile", PROFILE_SECONDS)
-        known.append(_write_profile(asked.profile, profiles.measure(device.type, 1, lambda what: None), (), ()))
+    speeds: dict[int, Speed] = {}
+    try:
+        row = measurement.measure(World.alone(device), [own.home], lambda what: None, sums=False)
+        speeds[0] = Speed(**row["speed"])
+        if asked.profile is not None:
+            guard.allow("the profile", PROFILE_SECONDS)
+            known.append(_write_profile(asked.profile, profiles.measure(device.type, 1, lambda what: None), (), ()))
+    except UserError as error:
+        known.append(of_error("profile", error))
+    except RuntimeError as error:
+        known.append(verdicts.failed({0: {"error": reason(error), "lost": False}}, [], {0: own}))
     guard.done()
-    speeds = {0: Speed(**row["speed"])}
     known += check_speeds(speeds, {0: own.called})
-    report = Report(tuple(known), (own.to_json(),), {0: row["speed"]})
+    report = Report(tuple(known), (own.to_json(),), {rank: speed.to_json() for rank, speed in speeds.items()})
     deliver(report)
     return report.code
 
@@ -121,7 +129,8 @@ class _Launched:
         early = self._say_early(network, address, port)
         listener = Listener(network) if self.leads and self.place.several_hosts else None
         try:
-            own = self._look(network, ("", 0) if listener is None else (listener.address, listener.port))
+            door = ("", 0) if listener is None else (listener.address, listener.port)
+            own = worker.look(self.place, self.asked.device, network, self.asked.run, door)
             if not self._meet(own, early):
                 return self._apart(own)
             if self.place.rank == 0:
@@ -143,11 +152,6 @@ class _Launched:
             if finding.level == "wrong":
                 self.say(told(finding))
         return [finding for finding in found if finding.what == "meeting point"]
-
-    def _look(self, network: Network, door: tuple[str, int]) -> Worker:
-        place = os.environ.get("CARRYWAVE_PLACE", "")
-        device = pick_device(self.asked.device, int(place) if place.isdecimal() else self.place.local_rank)
-        return worker.look(self.place, device, network, self.asked.run, door)
 
     def _meet(self, own: Worker, early: Sequence[Finding]) -> bool:
         """Go to the meeting point and tell about this worker; False if it cannot be reached."""
@@ -226,6 +230,8 @@ class _Launched:
         hosts = {rank: first.host.host for rank, first in firsts.items()}
         failed = {rank: {int(other): why for other, why in each["failed"].items()} for rank, each in tried.items()}
         self.known += check_reach(hosts, doors, failed)
+        if silent := [rank for rank in hosts if rank not in tried]:
+            self.known.append(verdicts.fell_silent(silent, self.workers, TRY_SECONDS))
         if token is not None:
             self.known.append(disk.check_shared(self.asked.run, {hosts[rank]: bool(each["sees"]) for rank, each in tried.items()}))
 

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 
 from carrywave.doctor.finding import Finding, size
+from carrywave.errors import UserError
 from carrywave.kernels.hopper import persistent
-from carrywave.launch.hardware import nvidia_smi
+from carrywave.launch.hardware import nvidia_smi, visible
 from carrywave.launch.shares import PIPES, TOOL
 from carrywave.parallel.startup.environment import SHARE_GPU
+from carrywave.parallel.startup.rendezvous import reason
+from carrywave.parallel.world import pick_device
 
 HELD_BYTES = 1 << 30  # of memory that others may hold before it is worth a word: about what a context takes
 HOT_CELSIUS = 85
@@ -44,6 +47,27 @@ class Gpu:
     def of(known: Mapping[str, Any]) -> Gpu:
         """Build one from parsed JSON."""
         return Gpu(**known)
+
+
+def choose(asked: str, local_rank: int | None = None) -> tuple[torch.device, str]:
+    """The device that a worker would use, and why it is not the GPU that it should be, as fact and remedy; empty if it is."""
+    cpu = torch.device("cpu")
+    try:
+        device = pick_device(asked, local_rank)
+        if device.type == "cuda":
+            torch.cuda.get_device_properties(device)
+            return device, ""
+        if asked == "cpu" or not (there := len(visible())):
+            return device, ""
+        if torch.version.cuda is None:
+            return cpu, f"nvidia-smi shows {there} GPU{'s' * (there > 1)}, but this torch is built for CPUs; install one for CUDA"
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # raises with the reason
+        why = "it does not see them"
+    except UserError as error:
+        return cpu, str(error)
+    except RuntimeError as error:
+        why = reason(error)
+    return cpu, f"torch cannot use the GPU ({why}); see whether the driver fits (nvidia-smi), and whether this user may use it"
 
 
 def look(device: torch.device, rows: Mapping[str, Mapping[str, str]]) -> Gpu:
@@ -89,6 +113,12 @@ def _number(text: str | None) -> int | None:
         return None if text is None else int(text, 0)
     except ValueError:
         return None  # [N/A], [Not Supported]
+
+
+def check_usable(why: str, where: str) -> list[Finding]:
+    """What `choose` said of a worker that does not get its GPU."""
+    fact, _, remedy = why.partition("; ")
+    return [Finding("wrong", "devices", fact, remedy, where)] if why else []
 
 
 def check_memory(gpu: Gpu, where: str, *, workers: int = 1) -> Finding:

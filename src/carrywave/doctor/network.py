@@ -37,6 +37,7 @@ class Network:
     interfaces: Mapping[str, tuple[str, ...]]  # addresses by name
     named: str = ""  # the interfaces in GLOO_SOCKET_IFNAME
     way: str = ""  # the interface that leads to the meeting point; empty: unknown
+    foreign: bool = False  # the host's own name resolves to an address that is not this host's
 
     @staticmethod
     def here(meeting: str | None = None) -> Network:
@@ -47,13 +48,14 @@ class Network:
             named = ""  # our own launcher's choice for workers of one host
         toward = None if meeting is None else _local_end(meeting)
         way = next((name for name, addresses in interfaces.items() if toward in addresses), "")
-        return Network(socket.gethostname(), _resolve(socket.gethostname()), interfaces, named, way)
+        resolved = _resolve(socket.gethostname())
+        return Network(socket.gethostname(), resolved, interfaces, named, way, bool(resolved) and not _is_own(resolved[0]))
 
     @staticmethod
     def of(known: Mapping[str, Any]) -> Network:
         """Build one from parsed JSON."""
         interfaces = {name: tuple(addresses) for name, addresses in known["interfaces"].items()}
-        return Network(known["host"], tuple(known["resolved"]), interfaces, known["named"], known["way"])
+        return Network(known["host"], tuple(known["resolved"]), interfaces, known["named"], known["way"], known["foreign"])
 
     @property
     def address(self) -> str:
@@ -95,6 +97,9 @@ def check_name(network: Network, *, hosts: int | None) -> Finding:
         return Finding("fine", what, f"{host}; workers are reached through {network.named} ({network.address})", where=host)
     leads = ", ".join(dict.fromkeys(network.resolved)) or "nothing"
     if not network.leads_home:
+        if network.foreign and hosts != 1:
+            fact = f"{host} resolves its own name to {leads}, which is not an address of this host: nobody can reach its workers there"
+            return Finding("warning" if hosts is None else "wrong", what, fact, _use(network), host)
         return Finding("fine", what, f"{host} resolves to {leads}", where=host)
     fact = f"{host} resolves its own name to {leads}"
     if hosts == 1 or not network.outward:
@@ -235,6 +240,14 @@ def _resolve(name: str) -> tuple[str, ...]:
     except (OSError, UnicodeError):
         return ()
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _is_own(address: str) -> bool:
+    """True if this host can listen at an address."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
+        trial.bind((address, 0))
+        return True
+    return False
 
 
 def _local_end(address: str) -> str:

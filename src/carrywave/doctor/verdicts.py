@@ -43,6 +43,12 @@ def stayed_away(absent: Sequence[int], there: Mapping[int, Worker], place: Place
     return Finding("wrong", "workers", fact, remedy)
 
 
+def fell_silent(silent: Sequence[int], there: Mapping[int, Worker], seconds: float) -> Finding:
+    """Workers that came, and then did not answer any more."""
+    fact = f"{several([there[rank].called for rank in silent])} did not say within {seconds:g} s whether other hosts can be reached"
+    return Finding("wrong", "network", fact, OWN_OUTPUT)
+
+
 def too_long(what: str, seconds: float) -> Finding:
     """Something took longer than it may."""
     return Finding("wrong", "hang", f"{what} took more than {seconds:g} s", "see whether a disk, a device or the network does not answer")

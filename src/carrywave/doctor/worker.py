@@ -63,6 +63,7 @@ class Worker:
     device: str
     neighbour: Neighbour
     gpu: Gpu | None = None
+    unusable: str = ""  # why it does not have the GPU that it should have
     disks: tuple[Disk, ...] = ()  # of the first worker of a host
     shares: Finding | None = None  # what is to be said of shares of a GPU
     door: tuple[str, int] = ("", 0)  # where it listens for others to try, on the first worker of a host
@@ -111,10 +112,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def look(place: Place, device: torch.device, network: Network, run: str, door: tuple[str, int] = ("", 0)) -> Worker:
+def look(place: Place, asked: str, network: Network, run: str, door: tuple[str, int] = ("", 0)) -> Worker:
     """Look at this process's host and device. `run`: the folder of runs; one in an object store has no disk to look at."""
+    smi = gpu.ask_smi() if asked != "cpu" else {}  # before this process uses a GPU itself
+    number = os.environ.get("CARRYWAVE_PLACE", "")
+    at = None if place.size == 1 else int(number) if number.isdecimal() else place.local_rank
+    device, unusable = gpu.choose(asked, at)
     host = Host.here()
-    smi = gpu.ask_smi() if device.type == "cuda" else {}
     known = identity(os.getpid())
     folders: list[tuple[str, Path]] = [] if "://" in run else [("run folder", Path(run))]
     folders.append(("cache", cache.folder(None)))
@@ -129,6 +133,7 @@ def look(place: Place, device: torch.device, network: Network, run: str, door: t
         str(device),
         peer_access.own(device),
         gpu.look(device, smi) if device.type == "cuda" else None,
+        unusable,
         tuple(disk.look(use, folder) for use, folder in folders) if place.local_rank == 0 else (),
         gpu.check_shares(host.host),
         door,
@@ -152,9 +157,9 @@ def check_host(worker: Worker, *, workers: int, gpus: int, world: int, hosts: in
 
 def check_device(worker: Worker, *, sharing: int = 1) -> list[Finding]:
     """What is to be said of a worker's device; `sharing` workers use it. Pure."""
-    if worker.gpu is None:
-        return []
     where = worker.called
+    if worker.gpu is None:
+        return gpu.check_usable(worker.unusable, where)
     held = gpu.check_memory(worker.gpu, where, workers=sharing)
     return [held, gpu.check_health(worker.gpu, where), gpu.check_kernels(worker.gpu, where)]
 
