@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PORTS = itertools.count(29800)
 STEPS = ["train.max_steps=120"]
 LIMITS = {"CARRYWAVE_START_SECONDS": "40"}  # enough for a busy machine to start Python and torch
+PATIENT = {"CARRYWAVE_START_SECONDS": "300"}  # of those that wait for somebody who comes back
 MANY = ["train.max_steps=1000000", "train.epochs=1000000"]
 
 
@@ -79,12 +80,12 @@ def test_a_worker_killed_on_one_host_does_not_change_the_answer(how: str, cluste
 
 def test_a_launcher_that_is_killed_and_started_again_comes_back(cluster: Cluster, calm: Path) -> None:
     port = next(PORTS)
-    hosts = start(cluster, "by hand", "run", port, *STEPS)
+    hosts = start(cluster, "by hand", "run", port, *STEPS, **PATIENT)
     run = cluster.folder / "run"
     await_(lambda: step_of(run) >= 20, "two snapshots", *hosts)
     hosts[1].process.kill()  # its worker notices, and stops in order
     hosts[1].wait()
-    again = start_on(cluster, 1, "by hand", "run", port, *STEPS)
+    again = start_on(cluster, 1, "by hand", "run", port, *STEPS, **PATIENT)
     assert [host.wait() for host in (hosts[0], again)] == [0, 0], [host.err for host in (hosts[0], again)]
     same_bytes(run, calm)
     assert "carrywave: host 1 (node1:29500) " in hosts[0].err
@@ -94,17 +95,17 @@ def test_a_launcher_that_is_killed_and_started_again_comes_back(cluster: Cluster
 def test_the_first_launcher_too(cluster: Cluster, calm: Path) -> None:
     """The one that holds the store: the others keep the name of the launch, and the run goes on."""
     port = next(PORTS)
-    hosts = start(cluster, "by hand", "run", port, *STEPS)
+    hosts = start(cluster, "by hand", "run", port, *STEPS, **PATIENT)
     run = cluster.folder / "run"
     await_(lambda: step_of(run) >= 20, "two snapshots", *hosts)
     left = hosts[0].await_workers()
     hosts[0].process.kill()
     hosts[0].wait()
     await_(lambda: not any(_alive(pid) for pid in left.values()), "its worker has ended")
-    again = start_on(cluster, 0, "by hand", "run", port, *STEPS)
+    again = start_on(cluster, 0, "by hand", "run", port, *STEPS, **PATIENT)
     assert [host.wait() for host in (again, hosts[1])] == [0, 0], [host.err for host in (again, hosts[1])]
     same_bytes(run, calm)
-    assert f"carrywave: contact with host 0 (node0:{port}) was lost; trying to reach it again for up to 60 s\n" in hosts[1].err
+    assert f"carrywave: contact with host 0 (node0:{port}) was lost; trying to reach it again for up to 300 s\n" in hosts[1].err
 
 
 def _alive(pid: int) -> bool:
@@ -148,7 +149,7 @@ def test_a_pulled_cable_ends_both_hosts(cluster: Cluster) -> None:
 
 
 def test_a_cable_that_is_plugged_in_again_in_time(cluster: Cluster, calm: Path) -> None:
-    hosts = start(cluster, "kubeflow", "run", next(PORTS), *STEPS)
+    hosts = start(cluster, "kubeflow", "run", next(PORTS), *STEPS, **PATIENT)
     run = cluster.folder / "run"
     await_(lambda: step_of(run) >= 20, "two snapshots", *hosts)
     cluster.unplug()

@@ -139,8 +139,8 @@ def start_workers(
 
     In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default. If
     GPUs are divided into shares, each worker has one, even a single worker; a command without a plan, only if `devices` is given.
-    Without `elastic` dead workers are not restarted: such commands are short, and the user can run them again. Without `where` they run on
-    this host alone, even if it is one of several.
+    Without `elastic` dead workers are not restarted: such commands are short, and the user can run them again. Without `where` it is
+    found out, if there is a plan.
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
@@ -152,7 +152,8 @@ def start_workers(
                 f"--devices is {devices}, but the launcher started {size} worker{'s' * (size != '1')} (WORLD_SIZE); remove --devices"
             )
         return None
-    where = where or Surroundings()
+    # Only training follows an engine to several hosts; evaluation and prediction run on one.
+    where = where or (around() if plan is not None else Surroundings())
     hosts, devices = where.hosts, devices or where.workers
     if plan is not None and (said := slurm.doubt(os.environ)) is not None:
         note(said)
