@@ -26,6 +26,8 @@ from carrywave.benchmarks import _faults
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RUN = "s3://bucket/runs/words"
+# The server does not verify signatures, but private objects are not for somebody without any.
+SIGNED = {"Authorization": "AWS key:signature"}
 
 
 @dataclass
@@ -59,13 +61,12 @@ class Server:
         return process.returncode, out
 
     def put(self, name: str, data: bytes) -> None:
-        kind = {"Content-Type": "application/octet-stream"}
-        urllib.request.urlopen(urllib.request.Request(f"{self.address}/bucket/{name}", data=data, headers=kind, method="PUT")).close()
+        headers = SIGNED | {"Content-Type": "application/octet-stream"}
+        urllib.request.urlopen(urllib.request.Request(f"{self.address}/bucket/{name}", data=data, headers=headers, method="PUT")).close()
 
     def get(self, name: str) -> bytes | None:
         try:
-            # The server does not verify signatures, but private objects are not given to somebody without any.
-            asked = urllib.request.Request(f"{self.address}/bucket/{name}", headers={"Authorization": "AWS key:signature"})
+            asked = urllib.request.Request(f"{self.address}/bucket/{name}", headers=SIGNED)
             with urllib.request.urlopen(asked) as answer:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
