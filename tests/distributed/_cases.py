@@ -28,6 +28,7 @@ from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
+from carrywave.step import row_parts
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.trainer import Trainer
 
@@ -176,7 +177,7 @@ def train(case: Case, mesh: Mesh) -> Run:
     run.weights = {name: tensor.clone() for name, tensor in trainer.gathered().items()}
     run.replays = 0 if trainer.capture is None else trainer.capture.replays["step"]
     run.scale = None if trainer.scaler is None else float(trainer.scaler.scale)
-    held = trainer.parameters() | optimizers.state_tensors(trainer.optimizer, trainer.named)
+    held = row_parts.named(trainer.parameters() | optimizers.state_tensors(trainer.optimizer, trainer.named), trainer.held.rows)
     run.digests = {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in held.items()}
     return run
 
@@ -184,8 +185,8 @@ def train(case: Case, mesh: Mesh) -> Run:
 def _gathered(trainer: Trainer) -> dict[str, Tensor]:
     """The gradients of the whole model, by name, on rank 0. One that is not there is zero."""
     own = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trainer.named}
-    found = collect(trainer.mesh.world, own if trainer.mesh.replica == 0 else {})
-    return {name: tensor.cpu() for part in found for name, tensor in part.items()}
+    found = collect(trainer.mesh.world, row_parts.named(own, trainer.held.rows, others=trainer.mesh.replica == 0))
+    return {name: tensor.cpu() for name, tensor in row_parts.joined(found).items()}
 
 
 def serial(case: Case, device: str = "cpu") -> Run:

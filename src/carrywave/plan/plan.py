@@ -29,6 +29,7 @@ class Plan:
     recompute: bool = False
     kernel: str = "auto"
     share_head: bool = False  # distribute the head's work over all stages instead of leaving it to the last one
+    split_vocabulary: bool = False  # each replica holds some rows of embedding and softmax instead of all
 
     @staticmethod
     def serial() -> Plan:
@@ -44,6 +45,11 @@ class Plan:
     def shares_head(self) -> bool:
         """True if several stages share the head's work; a single stage has none to share it with."""
         return self.share_head and self.stages > 1
+
+    @property
+    def splits_vocabulary(self) -> bool:
+        """True if several replicas share the vocabulary; a single one has nobody to share it with."""
+        return self.split_vocabulary and self.replicas > 1
 
     def chunks(self, steps: int) -> int:
         """Number of chunks in a window of `steps` steps."""
@@ -84,9 +90,20 @@ def resolve(asked: PlanSpec, *, layers: int, workers: int, lanes: int | None, po
     if chunk_steps is None and asked.stages > 1 and asked.micro_batches == 1:
         chunk_steps = CHUNK_STEPS
     cuts = asked.cuts if asked.cuts is not None else even_cuts(units, asked.stages)
-    plan = Plan(replicas, asked.stages, tuple(cuts), chunk_steps, asked.micro_batches, asked.recompute, asked.kernel, asked.share_head)
+    plan = Plan(
+        replicas,
+        asked.stages,
+        tuple(cuts),
+        chunk_steps,
+        asked.micro_batches,
+        asked.recompute,
+        asked.kernel,
+        asked.share_head,
+        asked.split_vocabulary,
+    )
     plan.edges(units)
     check_head(plan, pooled=pooled)
+    check_replicas(plan)
     return plan
 
 
@@ -103,6 +120,15 @@ def check_head(plan: Plan, *, pooled: bool) -> None:
         raise PlanError(
             "plan.share_head=true needs a head that scores single steps, but the head of this model scores whole sequences; "
             "remove plan.share_head"
+        )
+
+
+def check_replicas(plan: Plan) -> None:
+    """Reject a split vocabulary in a pipeline: the rows are split over replicas, which meet at every chunk."""
+    if plan.split_vocabulary and plan.stages > 1:
+        raise PlanError(
+            f"plan.split_vocabulary=true splits the vocabulary over replicas, which cannot have plan.stages={plan.stages} stages; "
+            "use plan.stages=1, or plan.share_head instead"
         )
 
 

@@ -42,7 +42,7 @@ from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoin
 from carrywave.plan.schedule.schedule import Phase, Schedule, StageTask, wavefront
 from carrywave.step.chunks import Chunks
 from carrywave.step.gradients import Gradients
-from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, split_lanes, split_state
+from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, most_lanes, split_lanes, split_state
 from carrywave.step.precision import HALVES, autocast
 from carrywave.step.task_clock import Arrived, TaskClock
 
@@ -181,7 +181,14 @@ class _Run:
         # The last stage starts its backward as soon as it has scored and finishes before the others, so it can defer the head's weight
         # gradients. The other stages score while they wait and finish later, so they compute these gradients right after scoring.
         self.deferred_head = Deferred()
-        self.chunks = Chunks(self.batches, program.schedule.chunks, plan.chunk_steps, self.deferred, reads_lengths=stage.has_head)
+        self.chunks = Chunks(
+            self.batches,
+            program.schedule.chunks,
+            plan.chunk_steps,
+            self.deferred,
+            reads_lengths=stage.has_head,
+            most=[most for job in jobs for most in most_lanes(plan, job.batch)] if plan.splits_vocabulary else None,
+        )
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
         # Where messages are read in place, the sender must learn when their buffers are free.
         self.in_place = links if isinstance(links, DeviceLinks) else None
@@ -393,7 +400,8 @@ class _Run:
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
                 root, count = self._observed(job.observe, y, left, targets, chunk, count, idle=batch.idle)
-            elif targets is not None and not batch.idle:
+            elif targets is not None and (not batch.idle or self.plan.splits_vocabulary):
+                # A replica without lanes still has rows of a split vocabulary, which the others need.
                 root, count = self.stage.loss(y, left, targets, chunk)
             if root is not None:
                 loss_sum = root.detach()

@@ -123,7 +123,7 @@ class Trainer:
         # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then captured only if that is recordable.
         scale = None if self.scaler is None else self.scaler.scale
         self.compute = Compute(self.stage, self.mesh, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
-        self.agreement = Agreement(self.mesh, self.held.parameters, self.model)
+        self.agreement = Agreement(self.mesh, self.held.replicated, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.plan)
         self.engine = self._engine()
         self._followed = Followed(self.model, self.mesh.world)

@@ -18,6 +18,7 @@ from carrywave.model.state import State
 from carrywave.parallel.gather import broadcast, collect
 from carrywave.parallel.nested import pack, plain, unpack
 from carrywave.parallel.world import all_gather_text, raise_on_all
+from carrywave.step import row_parts
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import optimizer_state
 from carrywave.step.worker_setup import tensors_of
@@ -31,9 +32,13 @@ _GROUPS = ("weights", "optimizer", "carry", "scaler")
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """On rank 0, the weights of the whole model, each once; empty on other ranks. Collective: every rank must call it."""
-    own = trainer.parameters() if trainer.mesh.replica == 0 else {}
-    found = [part for part in collect(trainer.mesh.world, own) if part]
-    return {name: part[name] for name in tensors_of(trainer.model) for part in found[::-1] if name in part}
+    found = row_parts.joined(collect(trainer.mesh.world, _own_part(trainer, trainer.parameters())))
+    return {name: found[name] for name in tensors_of(trainer.model) if name in found}
+
+
+def _own_part(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this worker adds to the state of the whole model: all that it holds, if it is in the first replica, or its rows."""
+    return row_parts.named(tensors, trainer.held.rows, others=trainer.mesh.replica == 0)
 
 
 def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -52,8 +57,8 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
     weights = whole_weights(trainer)
     own = _own_optimizer(trainer) if trainer.own_optimizer else None
     state: dict[str, Tensor] = {}
-    if trainer.mesh.replica == 0 and not trainer.own_optimizer:
-        state = optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items())
+    if not trainer.own_optimizer:
+        state = _own_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
     own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
     low = trainer.mesh.share().bounds(trainer.lanes or 0)[0]
     states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in own_carry.items()})
@@ -62,7 +67,7 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "weights": _on_host(weights),
-        "optimizer": _on_host({name: tensor for part in reversed(states) for name, tensor in part.items()}),
+        "optimizer": _on_host(row_parts.joined(states)),
         "groups": [_settings(group) for group in trainer.optimizer.param_groups] if own is None else [],
         "own_optimizer": own,
         "carry": _on_host(_joined(carries)),
@@ -81,6 +86,8 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
             told, tensors = pack(given)
     told = all_gather_text(world, told)[0]
     state = unpack(told, broadcast(world, tensors))
+    rows = trainer.held.rows
+    state["weights"], state["optimizer"] = (row_parts.cut(state[part], rows) for part in ("weights", "optimizer"))
     with raise_on_all(world):
         # Anything that can be refused comes before the weights change.
         _check_weights(trainer, state["weights"])
@@ -94,7 +101,9 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
             trainer.scaler.check(state["scaler"])
     with raise_on_all(world):
         if trainer.own_optimizer:
-            optimizer_state.load(trainer.optimizer, trainer.held.parameters, state["own_optimizer"])
+            held_rows = {name: (own.low, own.high) for name, own in rows.items()}
+            own_state = optimizer_state.with_rows(state["own_optimizer"], held_rows)
+            optimizer_state.load(trainer.optimizer, trainer.held.parameters, own_state)
         else:
             _take_optimizer(trainer, state["optimizer"], state["groups"])
     with raise_on_all(world):
@@ -143,14 +152,14 @@ def _check(given: Mapping[str, Any], *, own_optimizer: bool) -> None:
 
 def _own_optimizer(trainer: Trainer) -> optimizer_state.Saved | None:
     """The state of the user's optimizer; None except on rank 0."""
-    world, has_part = trainer.mesh.world, trainer.mesh.replica == 0
+    world, has_part = trainer.mesh.world, trainer.mesh.replica == 0 or bool(trainer.held.rows)
     with raise_on_all(world):
         text, tensors = pack(optimizer_state.saved(trainer.optimizer, trainer.held.parameters) if has_part else None)
     texts, found = all_gather_text(world, text), collect(world, tensors)
     if world.rank:
         return None
     parts = [part for part in map(unpack, texts, found) if part is not None]
-    return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()])
+    return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()], trainer.held.rows.keys())
 
 
 def _check_weights(trainer: Trainer, given: Mapping[str, Tensor]) -> None:
