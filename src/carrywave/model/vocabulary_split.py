@@ -6,11 +6,13 @@ The vocabulary is that of the `Embedding` that encodes tokens. Its matrix is spl
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from carrywave.errors import PlanError, UserError
 from carrywave.model.encoders import Embedding
@@ -35,19 +37,23 @@ def split_rows(model: nn.Module) -> dict[str, Rows]:
     return found
 
 
-def whole_shape(name: str, shape: torch.Size, rows: dict[str, Rows]) -> tuple[int, ...]:
+def whole_shape(name: str, shape: torch.Size, rows: Mapping[str, Rows]) -> tuple[int, ...]:
     """The shape that a tensor of this shape has in the whole model."""
     return (rows[name].vocabulary, *shape[1:]) if name in rows else tuple(shape)
 
 
-def check_vocabulary(model: nn.Module, replicas: int) -> None:
-    """Refuse a model whose vocabulary cannot be split over this many replicas."""
+def count_parameters(model: nn.Module) -> int:
+    """The number of parameters of the whole model, whoever holds them."""
+    rows = split_rows(model)
+    return sum(math.prod(whole_shape(name, parameter.shape, rows)) for name, parameter in model.named_parameters())
+
+
+def check_modules(model: nn.Module) -> int:
+    """Refuse a model whose modules cannot do with some rows of its vocabulary; returns the size of the vocabulary."""
     encoder = model.encoder if isinstance(model, Model) else None
     if not isinstance(model, Model) or type(encoder) is not Embedding:
         kind = type(model if encoder is None else encoder).__name__
         raise PlanError(f"plan.split_vocabulary=true needs carrywave's Embedding as the encoder, but this model has a {kind}; {_REMEDY}")
-    if encoder.vocabulary < replicas:
-        raise PlanError(f"a vocabulary of {encoder.vocabulary} cannot be split over {replicas} replicas; {_REMEDY}")
     places = [encoder, model.head] if _has_vocabulary(model) else [encoder]
     for path, module in model.named_modules():
         if not any(module is place for place in places) and any(tensor is encoder.weight for tensor in module._parameters.values()):
@@ -55,6 +61,7 @@ def check_vocabulary(model: nn.Module, replicas: int) -> None:
                 f"{path} ({type(module).__name__}) reads the embedding's whole matrix, which plan.split_vocabulary=true splits; "
                 f"use carrywave's Softmax without class weights, or {_REMEDY}"
             )
+    return encoder.vocabulary
 
 
 @torch.no_grad()
@@ -75,6 +82,18 @@ def split_vocabulary(model: Model, exchange: Exchange) -> None:
     for tensor in tensors:
         # A copy, so that the other rows are freed; in the same parameter, which a user's optimizer may hold.
         tensor.data = tensor.data[own.low : own.high].clone()
+
+
+@torch.no_grad()
+def join_vocabulary(model: Model, whole: Mapping[str, Tensor]) -> None:
+    """Give a model that has some rows of its vocabulary all of them again, from whole tensors by name."""
+    tensors = dict(model.named_parameters())
+    for name in split_rows(model):
+        tensors[name].data = whole[name].to(tensors[name].device, tensors[name].dtype)
+        tensors[name].grad = None
+    for module in (model.encoder, model.head):
+        if isinstance(module, Embedding | Softmax):
+            module.rows = None
 
 
 def _refuse_rows(module: Embedding | Softmax, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -132,6 +132,18 @@ def check_replicas(plan: Plan) -> None:
         )
 
 
+def check_vocabulary(plan: Plan, vocabulary: int) -> None:
+    """Reject a split of a vocabulary that is not there, or has fewer rows than there are replicas."""
+    if not plan.splits_vocabulary:
+        return
+    if not vocabulary:
+        raise PlanError("plan.split_vocabulary=true, but the data is numeric, so there is no vocabulary; remove plan.split_vocabulary")
+    if vocabulary < plan.replicas:
+        raise PlanError(
+            f"a vocabulary of {vocabulary} cannot be split over {plan.replicas} replicas; remove plan.split_vocabulary, or use fewer"
+        )
+
+
 def even_cuts(units: int, stages: int) -> tuple[int, ...]:
     """Cuts that divide the layers as evenly as possible; any surplus goes to the earlier stages, because the last also has the head.
 

@@ -6,7 +6,7 @@ A tensor of which a worker holds rows [low, high) is called NAME/low-high; one o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -56,9 +56,19 @@ def joined(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def cut(tensors: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> dict[str, Tensor]:
-    """This worker's rows of whole tensors."""
+    """This worker's rows of whole tensors; views of them."""
     found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         own = rows_of(key, tensor, rows)
         found[key] = tensor if own is None else tensor[own.low : own.high]
     return found
+
+
+def cutter(rows: Mapping[str, Rows]) -> Callable[[str, Tensor], Tensor]:
+    """What a worker keeps of a whole tensor that it received: all of it, or a copy of its own rows."""
+
+    def keep(name: str, tensor: Tensor) -> Tensor:
+        own = rows_of(name, tensor, rows)
+        return tensor if own is None else tensor[own.low : own.high].clone()
+
+    return keep

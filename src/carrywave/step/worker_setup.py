@@ -16,13 +16,13 @@ from carrywave.model.opaque_model import Whole
 from carrywave.model.parameter_placement import Shared, hold, shared
 from carrywave.model.stage import Stage
 from carrywave.model.vocabulary_rows import Rows
-from carrywave.model.vocabulary_split import check_vocabulary, split_rows, split_vocabulary
+from carrywave.model.vocabulary_split import check_modules, split_rows, split_vocabulary
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, check_agreement, join, raise_on_all
 from carrywave.plan import canonical_shards
-from carrywave.plan.plan import Plan, check_head, check_replicas, resolve
+from carrywave.plan.plan import Plan, check_head, check_replicas, check_vocabulary, resolve
 from carrywave.spec.load import parse
 from carrywave.spec.spec import PlanSpec, TrainSpec
 from carrywave.step.all_reduce import AllReduce, Reduced
@@ -213,7 +213,7 @@ def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
     if spec.reproducible:
         canonical_shards.check(plan)
     if plan.splits_vocabulary:
-        check_vocabulary(model, plan.replicas)
+        check_vocabulary(plan, check_modules(model))
     if isinstance(model, Whole):
         if plan.stages > 1:
             raise PlanError(

@@ -1,11 +1,12 @@
 """Selects the part of a trainer's state that each worker writes into a snapshot, and restores it from one.
 
 Replicas hold the same parameters and optimizer state, so each writes a share of them, about equal in bytes; what several stages hold is
-written by the first of them. Each worker writes the carry of its own layers and lanes.
+written by the first of them. Each worker writes its own rows of a split vocabulary, and the carry of its own layers and lanes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -16,9 +17,12 @@ from carrywave.errors import RunError
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import homes
 from carrywave.model.state import State
+from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.vocabulary_split import split_rows, whole_shape
 from carrywave.runs.checkpoint.atomic_files import Form, form_of
 from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.row_parts import cut, named, rows_of
 from carrywave.step.trainer import Trainer
 from carrywave.step.trainer_state import carry_state, carry_tensors
 from carrywave.step.worker_setup import tensors_of
@@ -29,8 +33,13 @@ def part_of(trainer: Trainer, lanes: int) -> Groups:
     own = _owned(trainer)
     parameters = {name: tensor for name, tensor in trainer.parameters().items() if name in own}
     state = optimizers.state_tensors(trainer.optimizer, [(name, p) for name, p in trainer.named if name in own])
-    groups: Groups = {"parameters": parameters, "optimizer": state}
+    groups: Groups = {}
+    split: Groups = {}
+    for group, tensors in {"parameters": parameters, "optimizer": state}.items():
+        groups[group] = {name: t for name, t in tensors.items() if rows_of(name, t, trainer.held.rows) is None}
+        split[group] = named({name: t for name, t in tensors.items() if name not in groups[group]}, trainer.held.rows)
     mine = _dealt(groups, trainer.mesh.replica, trainer.plan.replicas)
+    mine = {group: tensors | split[group] for group, tensors in mine.items()}
     low, high = trainer.mesh.share().bounds(lanes)
     carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
     return mine | {"carry": {ranged(name, low, high): tensor for name, tensor in carry.items()}}
@@ -65,21 +74,28 @@ def _dealt(groups: Groups, index: int, of: int) -> Groups:
 
 def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
     """Load a trainer's part of a snapshot: the parameters, the optimizer state and the carry that it holds."""
-    own = trainer.parameters()
+    own, rows = trainer.parameters(), trainer.held.rows
     # Everything in the manifest is checked before any tensor is read.
-    check_forms(own, stored.manifest.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys())
-    state_names = _own_state_names(trainer, stored)
+    check_forms(own, stored.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys(), rows=rows)
+    state_rows = _own_state_rows(trainer, stored)
     trainer.state = own_state(stored, trainer, lanes)
-    load_parameters(own, stored.read("parameters", own), "the snapshot")
-    optimizers.load_state(trainer.optimizer, trainer.named, stored.read("optimizer", state_names))
+    load_parameters(own, stored.tensors("parameters", {name: _range(rows.get(name)) for name in own}), "the snapshot")
+    optimizers.load_state(trainer.optimizer, trainer.named, stored.tensors("optimizer", state_rows))
 
 
-def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:
-    """The optimizer tensors that this worker loads: all but those of parameters on other workers. Refuses any that is too large."""
-    held = {name: p.numel() for name, p in trainer.named}
+def _range(rows: Rows | None) -> tuple[int, int] | None:
+    return None if rows is None else (rows.low, rows.high)
+
+
+def _own_state_rows(trainer: Trainer, stored: Stored) -> dict[str, tuple[int, int] | None]:
+    """The optimizer tensors that this worker loads, or their rows: all but those of parameters on other workers. Refuses any that is too
+    large.
+    """
+    rows = trainer.held.rows
+    held = {name: math.prod(whole_shape(name, p.shape, rows)) for name, p in trainer.named}
     elsewhere = {name for name, _ in trainer.model.named_parameters()} - held.keys()
-    found: list[str] = []
-    for name, (_, shape) in stored.manifest.forms("optimizer").items():
+    found: dict[str, tuple[int, int] | None] = {}
+    for name, (_, shape) in stored.forms("optimizer").items():
         parameter = name.partition("/")[2]
         if parameter in elsewhere:
             continue
@@ -88,7 +104,7 @@ def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:
                 f"the snapshot's optimizer state {name} has shape {list(shape)}, which matches no parameter of this run; "
                 "resume with the train.optimizer, train.precision and model it was made with"
             )
-        found.append(name)
+        found[name] = _range(rows.get(parameter)) if shape else None
     return found
 
 
@@ -112,13 +128,18 @@ def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
     return carry_state({name: stored.lanes(name, low, high) for name in wanted}, trainer.device, trainer.stage.layers)
 
 
-def check_forms(own: Mapping[str, Tensor], given: Mapping[str, Form], where: str, *, whole: Collection[str]) -> None:
-    """Refuse tensors whose names, shapes or dtypes are not the model's. `whole`: the names in the whole model, of which `own` is a part."""
+def check_forms(
+    own: Mapping[str, Tensor], given: Mapping[str, Form], where: str, *, whole: Collection[str], rows: Mapping[str, Rows] | None = None
+) -> None:
+    """Refuse tensors whose names, shapes or dtypes are not the model's. `whole`: the names in the whole model, of which `own` is a part;
+    `rows`: those of which it has only some rows.
+    """
     for name, tensor in own.items():
         if name not in given:
             raise RunError(f"{where} is from another model: it has no {name}; use the spec it was made with")
-        if given[name] != form_of(tensor):
-            there, here = (f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (given[name], form_of(tensor)))
+        expected = tensor.dtype, whole_shape(name, tensor.shape, rows or {})
+        if given[name] != expected:
+            there, here = (f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (given[name], expected))
             raise RunError(f"{where} has {name} as {there}, expected {here}; use the spec it was made with")
     if extra := sorted(given.keys() - set(whole)):
         raise RunError(f"{where} has {extra[0]}, which the model does not have; use the spec it was made with")
@@ -133,12 +154,13 @@ def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str
 
 
 def take_weights(model: nn.Module, path: Path, where: str, *, ignored: str | None = None) -> None:
-    """Load a weights file into a model; the tensor `ignored` keeps its value."""
+    """Load a weights file into a model, or its rows of what is split; the tensor `ignored` keeps its value."""
     own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
-    load_parameters(own, read_weights(model, path, ignored=ignored), where)
+    load_parameters(own, cut(read_weights(model, path, ignored=ignored), split_rows(model)), where)
 
 
 def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None) -> dict[str, Tensor]:
     """The tensors of a weights file, checked against the whole model, including what other workers hold."""
     own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
-    return load_weights(path, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}, ignored)
+    rows = split_rows(model)
+    return load_weights(path, {name: (whole_shape(name, tensor.shape, rows), tensor.dtype) for name, tensor in own.items()}, ignored)
