@@ -159,9 +159,9 @@ def test_a_run_goes_on_with_another_plan(folder: Path) -> None:
         assert all(torch.equal(same[name], tensor) for name, tensor in through.items())
     alone = evaluate_run(folder / "through split", device="cpu")
     assert told[0][-1]["row"]["loss"] == pytest.approx(alone["loss"], rel=CLOSE)
-    assert predict(folder / "through split", folder / "text.txt", device="cpu", tokens=5) == predict(
-        folder / "through split", folder / "text.txt", device="cpu", tokens=5
-    )
+    # Continued token by token with random numbers, which the last bits of the weights do not change.
+    texts = [predict(folder / run, folder / "text.txt", device="cpu", tokens=5) for run in ("through split", "language")]
+    assert texts[0] == texts[1]
 
 
 def test_evaluation_and_prediction_on_several_workers(folder: Path) -> None:

@@ -22,6 +22,7 @@ from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.row_exchange import RowExchange
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint import snapshot
@@ -30,6 +31,7 @@ from carrywave.runs.checkpoint.snapshot import Groups, open_stored, publish, wri
 from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
 from carrywave.spec.load import parse
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.row_parts import rows_of
 from carrywave.step.trainer import Trainer
 from carrywave.step.trainer_state import carry_tensors
 
@@ -48,6 +50,9 @@ class Place(Mesh):
 
     def replicas_of(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         return None
+
+    def row_exchange(self) -> RowExchange:
+        return RowExchange(None, self.replica, self.plan.replicas, "gloo")  # type: ignore[arg-type]
 
 
 def worker(plan: Plan, rank: int, optimizer: str = "adam", *, tie: bool = False, hidden: int = HIDDEN) -> Trainer:
@@ -95,7 +100,9 @@ def fill(trainer: Trainer, lanes: int) -> None:
     groups = held(trainer, lanes)
     for group in ("parameters", "optimizer"):
         for name, tensor in groups[group].items():
-            tensor.copy_(drawn(name, tensor.shape, tensor.dtype))
+            rows = rows_of(name, tensor, trainer.held.rows)
+            shape = tensor.shape if rows is None else (rows.vocabulary, *tensor.shape[1:])
+            tensor.copy_(drawn(name, shape, tensor.dtype)[... if rows is None else slice(rows.low, rows.high)])
 
 
 def write(folder: Path, crew: Sequence[Trainer], lanes: int) -> Path:
@@ -114,7 +121,7 @@ def plans(draw: st.DrawFn) -> Plan:
     stages = draw(st.integers(1, UNITS))
     cuts = sorted(draw(st.permutations(range(1, UNITS)))[: stages - 1])
     plan = Plan(replicas=draw(st.integers(1, 4)), stages=stages, cuts=tuple(cuts), chunk_steps=2)
-    return replace(plan, share_head=stages > 1 and draw(st.booleans()))
+    return replace(plan, share_head=stages > 1 and draw(st.booleans()), split_vocabulary=stages == 1 and draw(st.booleans()))
 
 
 @settings(max_examples=25, deadline=None)

@@ -28,8 +28,7 @@ from torch.nn import functional
 
 from carrywave.errors import UserError
 from carrywave.kernels import deferred_gradients
-
-BLOCK_ELEMENTS = 1 << 24  # logits that exist at once: 64 MiB in float32
+from carrywave.plan.plan import LOGITS_AT_ONCE
 
 
 class Exchange(Protocol):
@@ -237,7 +236,7 @@ def _tops(y_NW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, target_N: Tens
 
 def _blocks(y_NW: Tensor, weight_VW: Tensor, bias_V: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """The logits of this worker's rows, in float32 or wider, for some targets at a time."""
-    size = max(1, BLOCK_ELEMENTS // weight_VW.shape[0])
+    size = max(1, LOGITS_AT_ONCE // weight_VW.shape[0])
     wide = torch.promote_types(y_NW.dtype, torch.float32)
     for low in range(0, y_NW.shape[0], size):
         part = slice(low, low + size)

@@ -12,6 +12,8 @@ from carrywave.spec.spec import PlanSpec
 
 CHUNK_STEPS = 16  # default steps per chunk when there are several stages; shorter chunks cost more than they gain
 
+LOGITS_AT_ONCE = 1 << 24  # of a split vocabulary, on each replica: 64 MiB in float32
+
 
 @dataclass(frozen=True)
 class Plan:

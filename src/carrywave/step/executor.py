@@ -400,9 +400,11 @@ class _Run:
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
                 root, count = self._observed(job.observe, y, left, targets, chunk, count, idle=batch.idle)
-            elif targets is not None and (not batch.idle or self.plan.splits_vocabulary):
+            elif targets is not None and (not batch.idle or self._has_rows(self.stage.head)):
                 # A replica without lanes still has rows of a split vocabulary, which the others need.
                 root, count = self.stage.loss(y, left, targets, chunk)
+            elif targets is not None and self._has_rows(self.stage.encoder):
+                root = 0.0 * y.sum()  # nothing to score, but the rows of the encoder have gradients from others
             if root is not None:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
@@ -412,6 +414,10 @@ class _Run:
             root = extra if root is None else root + extra
         y = y.to(self.dtype) if self.share_head else y
         return y, left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()])
+
+    def _has_rows(self, module: object) -> bool:
+        """True if a module has some rows of a vocabulary that replicas share, and must run whenever theirs do."""
+        return self.plan.splits_vocabulary and getattr(module, "rows", None) is not None
 
     def _observed(
         self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, *, idle: bool

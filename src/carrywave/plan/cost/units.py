@@ -14,7 +14,7 @@ from typing import Literal
 from carrywave.errors import PlanError
 from carrywave.plan.canonical_shards import REPLICAS, SHARDS
 from carrywave.plan.cost.profile import Kind
-from carrywave.plan.plan import Plan
+from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
@@ -39,6 +39,7 @@ class Unit:
     deferred: int = 0  # elements per lane and step held from backward until deferred weight gradients are computed
     carry: int = 0  # elements per lane
     work: int = 0  # elements per lane and step of temporary memory while it runs
+    most_work: int = 0  # the most of it, however many lanes and steps there are; 0: no limit
     projection: int = 0
     directions: int = 1
     dropout: int = 0  # width of the dropout applied to its output; 0 for none
@@ -70,6 +71,7 @@ class Units:
     whole: bool = False  # layers are bidirectional, so time cannot be cut into chunks
     streams: bool = True
     reproducible: bool = False
+    rows: int = 0  # parameters of a split vocabulary that one replica holds alone
 
     def __len__(self) -> int:
         return len(self.units)
@@ -154,6 +156,43 @@ class Units:
         parts = SHARDS // plan.replicas if self.reproducible and plan.replicas in REPLICAS else plan.micro_batches
         parts = min(parts, lanes)
         return [lanes * (part + 1) // parts - lanes * part // parts for part in range(parts)]
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """True if the encoder has rows that replicas can split."""
+        return self.units[0].kind == "embedding"
+
+    @property
+    def scores_vocabulary(self) -> bool:
+        """True if the head has the same rows, and is split with the encoder."""
+        head = self.units[-1]
+        return self.has_vocabulary and not self.pooled and head.kind == "softmax" and head.outputs == self.units[0].inputs
+
+    def split_over(self, replicas: int) -> Units:
+        """With the rows of the vocabulary split over this many replicas. Each reads the tokens and outputs of all of them, and keeps no
+        logits.
+        """
+        if replicas == 1 or not self.has_vocabulary:
+            return self
+        encoder, head = self.units[0], self.units[-1]
+        encoder = replace(
+            encoder,
+            parameters=-(-encoder.parameters // replicas),
+            kept=encoder.kept + 2 * replicas,
+            deferred=replicas * encoder.deferred,
+            work=2 * replicas * encoder.work,
+        )
+        if self.scores_vocabulary:
+            head = replace(
+                head,
+                parameters=-(-head.parameters // replicas),
+                kept=replicas * (head.width_in + 2),
+                deferred=0,
+                most_work=2 * LOGITS_AT_ONCE,
+            )
+        tied = -(-self.tied // replicas)
+        rows = encoder.parameters + tied + (head.parameters if self.scores_vocabulary else 0)
+        return replace(self, units=(encoder, *self.units[1:-1], head), tied=tied, rows=rows)
 
     @staticmethod
     def of(spec: Spec, facts: DataFacts) -> Units:

@@ -73,6 +73,15 @@ class Space:
         steps = {-(-longest // chunks) for chunks in CHUNKS}
         return [None, *sorted((each for each in steps if LEAST_CHUNK_STEPS <= each < longest), reverse=True)]
 
+    def splits_vocabulary(self, plan: Plan) -> bool:
+        """True if the replicas of this plan can split a vocabulary: only in a single stage, and not where sums must keep their order."""
+        return (
+            self.units.has_vocabulary
+            and plan.stages == 1
+            and 1 < plan.replicas <= self.units.units[0].inputs
+            and not self.units.reproducible
+        )
+
     def plans(self, group: Plan) -> Iterator[Plan]:
         """All plans to try with the group's replicas and stages; cuts and recomputation are added later, as needed."""
         if group.stages == 1:
@@ -84,7 +93,8 @@ class Space:
                     yield replace(group, chunk_steps=steps, micro_batches=micro_batches, share_head=share_head)
 
     def leaner(self, plan: Plan) -> Iterator[Plan]:
-        """Variants that need less memory than a plan that does not fit: recomputation, more micro-batches, and on one stage also chunks.
+        """Variants that need less memory than a plan that does not fit: recomputation, more micro-batches, and on one stage also chunks and
+        a split vocabulary.
 
         On one stage, micro-batches and chunks have no other benefit.
         """
@@ -95,12 +105,14 @@ class Space:
                     yield replace(plan, micro_batches=micro_batches)
                     yield replace(plan, micro_batches=micro_batches, recompute=True)
         elif plan == Plan(plan.replicas):
-            for micro_batches in self.micro_batches(plan.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES):
-                if micro_batches > 1:
-                    yield replace(plan, micro_batches=micro_batches)
-                for steps in self.chunk_steps():
-                    if steps is not None:
-                        yield replace(plan, micro_batches=micro_batches, chunk_steps=steps, recompute=True)
+            for split in (False, True) if self.splits_vocabulary(plan) else (False,):
+                each = replace(plan, split_vocabulary=split)
+                for micro_batches in self.micro_batches(plan.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES):
+                    if micro_batches > 1 or split:
+                        yield replace(each, micro_batches=micro_batches)
+                    for steps in self.chunk_steps():
+                        if steps is not None:
+                            yield replace(each, micro_batches=micro_batches, chunk_steps=steps, recompute=True)
 
     def leanest(self) -> Iterator[Plan]:
         """For each number of stages, the plain plan, then those that need the least memory."""
@@ -108,11 +120,12 @@ class Space:
         for stages in self.stages():
             replicas = self.replicas(stages)
             for number in sorted({*replicas[:1], *replicas[-1:]}):
-                yield Plan(number, stages)
                 micro_batches = self.micro_batches(number, MICRO_BATCHES + MORE_MICRO_BATCHES)
-                for parts in sorted({1, micro_batches[-1]}):
-                    for each in {steps[0]: None, steps[-1]: None}:
-                        yield Plan(number, stages, (), each, parts, recompute=True)
+                for split in (False, True) if self.splits_vocabulary(Plan(number, stages)) else (False,):
+                    yield Plan(number, stages, split_vocabulary=split)
+                    for parts in sorted({1, micro_batches[-1]}):
+                        for each in {steps[0]: None, steps[-1]: None}:
+                            yield Plan(number, stages, (), each, parts, recompute=True, split_vocabulary=split)
 
 
 def _thinned(numbers: list[int]) -> list[int]:
