@@ -191,6 +191,8 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         {"run": "bad", "spec": language(folder, {"replicas": 1})},
         {"run": "bad", "spec": language(folder, {"replicas": 3, "micro_batches": 2})},
         {"run": "bad", "spec": classification(folder, {"stages": 3, "share_head": True})},
+        {"run": "bad", "spec": language(folder, {"stages": 3, "split_vocabulary": True})},
+        {"run": "bad", "spec": classification(folder, {"replicas": 3, "split_vocabulary": True})},
         {"run": "bad", "spec": language(folder) | {"data": {"train": str(folder / "nothing.txt")}}},
         {"run": "language", "spec": language(folder)},
         {"run": "bad", "spec": language(folder), "alien": 2},
@@ -206,6 +208,8 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         "PlanError: plan.replicas=1 x plan.stages=1 needs 1 worker, got 3",
         "PlanError: batch.lanes=5 cannot be divided among plan.replicas=3 x plan.micro_batches=2; use batch.lanes >= 6",
         "PlanError: plan.share_head=true needs a head that scores single steps, but the head of this model scores whole sequences; remove",
+        "PlanError: plan.split_vocabulary=true splits the vocabulary over replicas, which cannot have plan.stages=3 stages; use",
+        "PlanError: plan.split_vocabulary=true, but the data is numeric, so there is no vocabulary; remove plan.split_vocabulary",
         "DataError: data.train",
         "RunError: ",
         "WorkerError: rank 2 has train.lr 0.125, but rank 0 has 0.02; start every worker with the same command, files and versions",
@@ -218,5 +222,5 @@ def test_mistakes_are_met_by_all_workers_at_once(folder: Path) -> None:
         messages = {each[number]["error"] for each in told}
         assert len(messages) == 1, messages  # all of them say the same
         assert messages.pop().startswith(start_of), (start_of, told[0][number])
-    assert "already exists and is not empty" in told[0][5]["error"]
+    assert "already exists and is not empty" in told[0][7]["error"]
     assert not (folder / "bad" / "weights.safetensors").exists()

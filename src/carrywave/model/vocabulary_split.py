@@ -52,8 +52,9 @@ def check_modules(model: nn.Module) -> int:
     """Refuse a model whose modules cannot do with some rows of its vocabulary; returns the size of the vocabulary."""
     encoder = model.encoder if isinstance(model, Model) else None
     if not isinstance(model, Model) or type(encoder) is not Embedding:
-        kind = type(model if encoder is None else encoder).__name__
-        raise PlanError(f"plan.split_vocabulary=true needs carrywave's Embedding as the encoder, but this model has a {kind}; {_REMEDY}")
+        kind = type(model if encoder is None else encoder)
+        told = f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
+        raise PlanError(f"plan.split_vocabulary=true needs carrywave's Embedding as the encoder, but this model has {told}; {_REMEDY}")
     places = [encoder, model.head] if _has_vocabulary(model) else [encoder]
     for path, module in model.named_modules():
         if not any(module is place for place in places) and any(tensor is encoder.weight for tensor in module._parameters.values()):
