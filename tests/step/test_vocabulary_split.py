@@ -89,11 +89,10 @@ def test_a_worker_holds_its_share_of_weights_gradients_and_optimizer_state(rank:
 
 def test_the_planner_counts_what_a_worker_holds() -> None:
     units = Units.of(parse(SPEC), DataFacts(vocabulary=WORDS))
-    split, whole = largest_stage(units, SPLIT), largest_stage(units, Plan(REPLICAS))
+    split = largest_stage(units, SPLIT)
     trainer = Trainer(a_model(), parse(SPEC).train, mesh=Place(SPLIT, 0))
     # The planner divides numbers, not rows.
     assert split.parameters == pytest.approx(sum(tensor.nbytes for tensor in trainer.parameters().values()), abs=4 * 2 * (WIDTH + 1))
-    assert split.total < 0.3 * whole.total
     million = Units.of(parse(SPEC | {"model": {"hidden": 512, "layers": 2}}), DataFacts(vocabulary=1_000_000))
     quarter = largest_stage(million, Plan.serial()).total / 4
     assert largest_stage(million, SPLIT).total < 1.3 * quarter

@@ -18,7 +18,7 @@ from carrywave.model.heads import Forecast, Pooled, Softmax
 from carrywave.model.lstm import LSTM
 
 INITS = ("torch", "orthogonal", "xavier")
-BLOCK_ELEMENTS = 1 << 22  # of a vocabulary's matrix, drawn at once
+BLOCK_ELEMENTS = 1 << 18  # of a vocabulary's matrix, drawn at once
 
 
 def initialize(
