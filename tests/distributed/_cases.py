@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from carrywave.benchmarks.pipeline import SCHEDULERS
 from carrywave.data.batch import Batch
+from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
@@ -90,6 +91,8 @@ def model_of(case: Case) -> Model:
     match task:
         case "language":
             head = Softmax(width, VOCABULARY, tied=encoder.weight if asked["tie"] else None)  # type: ignore[arg-type]
+            if asked.get("adaptive"):
+                head = AdaptiveSoftmax(width, VOCABULARY, [3])
         case "tagging":
             head = Softmax(width, CLASSES, weights=weights)
         case "classification":

@@ -192,6 +192,16 @@ def test_a_split_vocabulary_gives_the_answer_of_one_device(case: Case, crew: Cre
     check(changed(case, plan__split_vocabulary=True), crew)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [SHARED["head shared by replicas"], a_plan(replicas=3, chunk_steps=2, split_vocabulary=True)],
+    ids=["head shared", "vocabulary split"],
+)
+def test_an_adaptive_softmax_gives_the_answer_of_one_device(plan: dict[str, Any], crew: Crew) -> None:
+    """Clusters that some chunks need on some workers, and others do not."""
+    check(a_case(plan=plan, model__tie=False, model__adaptive=True), crew)
+
+
 @pytest.mark.parametrize(("precision", "limit"), [("bf16", 2.0**-6), ("fp16", 2.0**-9)])
 def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, limit: float, crew: Crew) -> None:
     """As those of other plans do, below."""

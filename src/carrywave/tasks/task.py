@@ -14,6 +14,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.view import View
 from carrywave.errors import SpecError
+from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
@@ -147,10 +148,12 @@ class Task:
 
     def _head(
         self, width: int, encoder: Embedding | Numbers, train: Sequences | None
-    ) -> Softmax | PooledSoftmax | PooledNumbers | Forecast:
+    ) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Forecast:
         spec, facts = self.spec, self.facts
         match spec.task:
             case "language":
+                if spec.model.softmax == "adaptive":
+                    return AdaptiveSoftmax(width, facts.vocabulary, spec.model.cutoffs_of(facts.vocabulary))
                 tied = encoder.weight if spec.model.tie and isinstance(encoder, Embedding) else None
                 return Softmax(width, facts.vocabulary, tied=tied, rows=encoder.rows if isinstance(encoder, Embedding) else None)
             case "tagging":

@@ -71,6 +71,7 @@ class Units:
     whole: bool = False  # layers are bidirectional, so time cannot be cut into chunks
     streams: bool = True
     reproducible: bool = False
+    picks_rows: bool = False  # the head's work depends on the targets, so that nothing is recorded
     rows: int = 0  # parameters of a split vocabulary that one replica holds alone
 
     def __len__(self) -> int:
@@ -166,7 +167,8 @@ class Units:
     def scores_vocabulary(self) -> bool:
         """True if the head has the same rows, and is split with the encoder."""
         head = self.units[-1]
-        return self.has_vocabulary and not self.pooled and head.kind == "softmax" and head.outputs == self.units[0].inputs
+        whole = not self.pooled and not self.picks_rows
+        return self.has_vocabulary and whole and head.kind == "softmax" and head.outputs == self.units[0].inputs
 
     def split_over(self, replicas: int) -> Units:
         """With the rows of the vocabulary split over this many replicas. Each reads the tokens and outputs of all of them, and keeps no
@@ -229,6 +231,8 @@ class Units:
         )
         if tied:
             units[0] = replace(encoder, parameters=0)
+        if model.softmax == "adaptive":
+            units[-1] = _adaptive(units[-1], width, model.cutoffs_of(facts.vocabulary), facts.vocabulary)
         return Units(
             tuple(units),
             _shapes(spec, facts),
@@ -241,6 +245,7 @@ class Units:
             model.bidirectional,
             spec.streams,
             spec.train.reproducible,
+            picks_rows=model.softmax == "adaptive",
         )
 
 
@@ -318,6 +323,16 @@ def _head(spec: Spec, facts: DataFacts) -> tuple[Kind, int]:
             f"the data has nothing for {spec.task} to predict (vocabulary, labels or outputs); pass the data's facts, or the data itself"
         )
     return "softmax" if kind == "softmax" else "linear", outputs
+
+
+def _adaptive(head: Unit, width: int, cutoffs: tuple[int, ...], vocabulary: int) -> Unit:
+    """The head as an adaptive softmax. Which clusters a step needs depends on its target: a quarter of the steps is taken to need each."""
+    sizes = [high - low for low, high in pairwise((*cutoffs, vocabulary))]
+    narrow = [width // 4 ** (number + 1) for number in range(len(sizes))]
+    first = cutoffs[0] + len(cutoffs)
+    scored = first + sum(sizes) // 4
+    parameters = first * width + sum(each * (width + size) for each, size in zip(narrow, sizes, strict=True))
+    return replace(head, outputs=scored, parameters=parameters, kept=scored, deferred=scored, work=scored, tensors=1 + 2 * len(sizes))
 
 
 def _shapes(spec: Spec, facts: DataFacts) -> tuple[BatchShape, ...]:
