@@ -15,6 +15,7 @@ from carrywave.data.batch import Batch
 from carrywave.kernels import random
 from carrywave.model import heads
 from carrywave.model.lstm import LSTM
+from carrywave.parallel.row_exchange import RowExchange
 from carrywave.step import executor, trainer, worker_setup
 from carrywave.step.trainer import Trainer
 
@@ -150,6 +151,21 @@ def _summed_twice(rank: int) -> Any:
     return mock.patch.object(worker_setup.AllReduce, "reduce", wrong)
 
 
+def _rows_summed(rank: int) -> Any:
+    """Gradients of rows that one replica alone holds are added to those of other rows."""
+    held = worker_setup._all_reduce
+
+    def wrong(mesh: Any, named: Any, stage: Any, *others: Any) -> Any:
+        return held(mesh, named, replace(stage, rows={}), *others)
+
+    return mock.patch.object(worker_setup, "_all_reduce", wrong)
+
+
+def _local_vocabulary(rank: int) -> Any:
+    """Every replica takes the softmax over the rows that it has itself."""
+    return mock.patch.object(RowExchange, "_reduced", lambda self, tensor, how: tensor)
+
+
 MISTAKES: dict[str, Callable[[int], Any]] = {
     "mean of means": _mean_of_means,
     "last padded step": _last_padded_step,
@@ -163,4 +179,6 @@ MISTAKES: dict[str, Callable[[int], Any]] = {
     "head not summed": _head_not_summed,
     "score not returned": _score_not_returned,
     "summed twice": _summed_twice,
+    "rows summed": _rows_summed,
+    "local vocabulary": _local_vocabulary,
 }

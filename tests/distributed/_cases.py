@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from carrywave.benchmarks.pipeline import SCHEDULERS
 from carrywave.data.batch import Batch
+from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
@@ -28,6 +29,7 @@ from carrywave.model.model import Model
 from carrywave.parallel.gather import collect
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.plan import Plan
+from carrywave.step import row_parts
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import piece_state
 from carrywave.step.trainer import Trainer
@@ -90,6 +92,8 @@ def model_of(case: Case) -> Model:
     match task:
         case "language":
             head = Softmax(width, VOCABULARY, tied=encoder.weight if asked["tie"] else None)  # type: ignore[arg-type]
+            if asked.get("adaptive"):
+                head = AdaptiveSoftmax(width, VOCABULARY, [3])
         case "tagging":
             head = Softmax(width, CLASSES, weights=weights)
         case "classification":
@@ -177,10 +181,10 @@ def train(case: Case, mesh: Mesh) -> Run:
     run.weights = {name: tensor.clone() for name, tensor in trainer.gathered().items()}
     run.replays = 0 if trainer.capture is None else trainer.capture.replays["step"]
     run.scale = None if trainer.scaler is None else float(trainer.scaler.scale)
-    if trainer.pieces is None:
-        held = trainer.parameters() | optimizers.state_tensors(trainer.optimizer, trainer.named)
-    else:
-        held = trainer.parameters() | piece_state.saved(trainer.optimizer, trainer.pieces.owned)
+    state = optimizers.state_tensors(trainer.optimizer, trainer.named) if trainer.pieces is None else {}
+    held = row_parts.named(trainer.parameters() | state, trainer.held.rows)
+    if trainer.pieces is not None:
+        held |= piece_state.saved(trainer.optimizer, trainer.pieces.owned)
     run.digests = {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in held.items()}
     return run
 
@@ -190,8 +194,8 @@ def _gathered(trainer: Trainer) -> dict[str, Tensor]:
     if trainer.engine.gradients.scattered:
         return _pieced(trainer)
     own = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trainer.named}
-    found = collect(trainer.mesh.world, own if trainer.mesh.replica == 0 else {})
-    return {name: tensor.cpu() for part in found for name, tensor in part.items()}
+    found = collect(trainer.mesh.world, row_parts.named(own, trainer.held.rows, others=trainer.mesh.replica == 0))
+    return {name: tensor.cpu() for name, tensor in row_parts.joined(found).items()}
 
 
 def _pieced(trainer: Trainer) -> dict[str, Tensor]:

@@ -158,6 +158,8 @@ WRONG: list[tuple[str, Case]] = [
     ("head not summed", a_case(plan=SHARED["head shared by replicas"])),
     ("score not returned", a_case(plan=SHARED["head shared by three"])),
     ("summed twice", a_case(train__clip=None)),
+    ("rows summed", a_case(plan=a_plan(replicas=3, split_vocabulary=True))),
+    ("local vocabulary", a_case(plan=a_plan(replicas=3, chunk_steps=2, split_vocabulary=True))),
 ]
 
 
@@ -189,6 +191,38 @@ def test_a_shared_head_gives_the_answer_of_one_device(case: Case, plan: str, cre
     check(changed(case, plan=asked), crew)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        a_case(plan=a_plan(replicas=2, chunk_steps=3, micro_batches=2)),
+        a_case(plan=a_plan(replicas=4, recompute=True, chunk_steps=2), model__tie=False),
+        sequences(task="tagging", model__numbers=False, plan=a_plan(replicas=2)),
+        sequences(model__numbers=False, plan=a_plan(replicas=4, micro_batches=2)),
+    ],
+    ids=["tied", "recomputed", "tags", "few lanes"],
+)
+def test_a_split_vocabulary_gives_the_answer_of_one_device(case: Case, crew: Crew) -> None:
+    check(changed(case, plan__split_vocabulary=True), crew)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [SHARED["head shared by replicas"], a_plan(replicas=3, chunk_steps=2, split_vocabulary=True)],
+    ids=["head shared", "vocabulary split"],
+)
+def test_an_adaptive_softmax_gives_the_answer_of_one_device(plan: dict[str, Any], crew: Crew) -> None:
+    """Clusters that some chunks need on some workers, and others do not."""
+    check(a_case(plan=plan, model__tie=False, model__adaptive=True), crew)
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("bf16", 2.0**-6), ("fp16", 2.0**-9)])
+def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, limit: float, crew: Crew) -> None:
+    """As those of other plans do, below."""
+    plan = a_plan(replicas=2, split_vocabulary=True)
+    case = a_case(plan=plan, train__precision=precision, train__optimizer="sgd", train__lr=0.1, model__layer_norm=False)
+    check(case, crew, limit=limit, floor=0.05)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "case",
@@ -212,7 +246,9 @@ def test_what_stands_in_padding_changes_no_bit(case: Case, plan: str, crew: Crew
 
 @pytest.mark.parametrize("bucket_bytes", [None, 64])
 @pytest.mark.parametrize(
-    "plan", [a_plan(replicas=4), PLANS["both"], SHARED["head shared by replicas"]], ids=["replicas", "both", "head shared"]
+    "plan",
+    [a_plan(replicas=4), PLANS["both"], SHARED["head shared by replicas"], a_plan(replicas=4, split_vocabulary=True)],
+    ids=["replicas", "both", "head shared", "vocabulary split"],
 )
 def test_bits_repeat(plan: dict[str, Any], bucket_bytes: int | None, crew: Crew) -> None:
     """With four workers: with two, a sum in another order has the same bits."""

@@ -38,6 +38,13 @@ KILLS = [
         pytest.param(case, kills, 2 if case is faults.STAGES else 1, id=case.name, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
         for case, kills in faults.KILLS.items()
     ),
+    pytest.param(
+        replace(faults.REPLICAS, words=(*faults.REPLICAS.words, "plan.split_vocabulary=true")),
+        3,
+        1,
+        id="vocabulary split",
+        marks=[pytest.mark.slow, pytest.mark.timeout(900)],
+    ),
 ]
 
 

@@ -58,11 +58,27 @@ def test_what_would_make_it_fit_does() -> None:
 
 
 def test_a_unit_that_no_device_holds_is_named_and_more_devices_are_not_offered() -> None:
-    said = refusal(units_of(200_000), 4, 1.0)
+    # Sums that must keep their order rule out splitting the vocabulary.
+    said = refusal(units_of(200_000, train={"reproducible": True}), 4, 1.0)
     assert "the encoder alone exceeds" in said or "the head alone exceeds" in said
     assert "of the largest device" in said
     assert "such devices" not in said
     assert said.endswith(" more memory on each device")
+
+
+def test_a_vocabulary_that_no_device_holds_is_split() -> None:
+    units = units_of(200_000)
+    assert "it fits with 24 such devices" in refusal(units, 4, 1.0)
+    small = machine(memory_bytes=GIB)
+    found = search(units, Cluster.uniform(small, 24))
+    plan = found.best.plan
+    assert plan.splits_vocabulary
+    assert "split vocabulary" in found.why
+    assert all(stage.memory.total <= stage.limit_bytes for stage in found.best.stages)
+    # One worker's rows of both matrices, their biases, and four layers; all-reduced are the layers alone.
+    rows, layers = 2 * 200_000 * 1024 + 200_000, 4 * (4 * 1024 * (2 * 1024 + 2))
+    assert found.best.stages[0].memory.parameters == pytest.approx(4 * (rows / plan.replicas + layers), rel=1e-5)
+    assert found.best.reduced_bytes == 4 * layers
 
 
 def test_batches_that_must_be_smaller_are_told_how_much() -> None:

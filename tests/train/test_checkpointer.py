@@ -24,6 +24,7 @@ from carrywave.model.model import Model
 from carrywave.model.state import State
 from carrywave.parallel.group_sums import GroupSum, Summing
 from carrywave.parallel.mesh import Mesh
+from carrywave.parallel.row_exchange import RowExchange
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint import snapshot
@@ -32,6 +33,7 @@ from carrywave.runs.checkpoint.snapshot import Groups, open_stored, publish, wri
 from carrywave.runs.checkpoint.trainer_parts import load_state, part_of
 from carrywave.spec.load import parse
 from carrywave.step.optim import optimizer as optimizers
+from carrywave.step.row_parts import rows_of
 from carrywave.step.trainer import Trainer
 from carrywave.step.trainer_state import carry_tensors
 
@@ -50,6 +52,9 @@ class Place(Mesh):
 
     def replicas_of(self, stages: Sequence[int]) -> Summing | None:
         return GroupSum(cast(dist.ProcessGroup, None)) if self.plan.replicas > 1 and len(stages) == 1 else None
+
+    def row_exchange(self) -> RowExchange:
+        return RowExchange(None, self.replica, self.plan.replicas, "gloo")  # type: ignore[arg-type]
 
 
 def worker(plan: Plan, rank: int, optimizer: str = "adam", *, tie: bool = False, hidden: int = HIDDEN, in_pieces: bool = False) -> Trainer:
@@ -108,10 +113,15 @@ def fill(trainer: Trainer, lanes: int) -> None:
     groups = held(trainer, lanes)
     for group in ("parameters", "optimizer"):
         for name, tensor in groups[group].items():
+            rows = rows_of(name, tensor, trainer.held.rows)
             name, _, span = name.partition("[")
             if span and tensor.dim():  # a piece of what belongs to the name
                 first, last = (int(number) for number in span.removesuffix("]").split(":"))
                 tensor.copy_(drawn(name, (1000,), tensor.dtype)[first:last])
+            elif rows is not None:
+                shape = (rows.vocabulary, *tensor.shape[1:])
+                count = math.prod(shape)
+                tensor.copy_(drawn(name, (1000,), tensor.dtype)[:count].view(shape)[rows.low : rows.high])
             else:
                 tensor.copy_(drawn(name, (1000,), tensor.dtype)[: tensor.numel()].view(tensor.shape))
 
@@ -132,7 +142,7 @@ def plans(draw: st.DrawFn) -> Plan:
     stages = draw(st.integers(1, UNITS))
     cuts = sorted(draw(st.permutations(range(1, UNITS)))[: stages - 1])
     plan = Plan(replicas=draw(st.integers(1, 4)), stages=stages, cuts=tuple(cuts), chunk_steps=2)
-    return replace(plan, share_head=stages > 1 and draw(st.booleans()))
+    return replace(plan, share_head=stages > 1 and draw(st.booleans()), split_vocabulary=stages == 1 and draw(st.booleans()))
 
 
 @settings(max_examples=25, deadline=None)

@@ -157,7 +157,7 @@ def _asked(spec: Spec, units: Units, devices: int) -> Plan | None:
     found = resolve(asked, layers=units.layers, workers=workers, lanes=units.lanes if units.streams else None, pooled=units.pooled)
     if units.reproducible:
         canonical_shards.check(found)
-    check_sync(found, spec.train.sync)
+    check_sync(found, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
     return found
 
 

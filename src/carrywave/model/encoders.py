@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels import random
 from carrywave.kernels.deferred_gradients import embedding
+from carrywave.model import vocabulary_rows
+from carrywave.model.vocabulary_rows import Rows
 
 
 class Embedding(nn.Module):
-    """Embeds tokens [T, B] as vectors [T, B, E]. `dropout_words` drops a word at all of its occurrences in a batch."""
+    """Embeds tokens [T, B] as vectors [T, B, E]. `dropout_words` drops a word at all of its occurrences in a batch.
+
+    `rows`: this worker holds only these rows of the matrix, and others hold the rest.
+    """
 
     def __init__(
         self,
@@ -22,6 +27,7 @@ class Embedding(nn.Module):
         width: int,
         dropout_words: float = 0.0,
         *,
+        rows: Rows | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -34,10 +40,13 @@ class Embedding(nn.Module):
         self.width = width
         self.dropout_words = dropout_words
         self.path = "encoder"  # prefix of the name of its random site
-        self.weight = nn.Parameter(torch.empty(vocabulary, width, device=device, dtype=dtype).uniform_(-0.1, 0.1))
+        self.rows = rows
+        held = vocabulary if rows is None else rows.count
+        self.weight = nn.Parameter(torch.empty(held, width, device=device, dtype=dtype).uniform_(-0.1, 0.1))
 
     def forward(self, tokens_TB: Tensor) -> Tensor:
-        x_TBE = embedding(tokens_TB, self.weight)
+        rows, weight = self.rows, self.weight
+        x_TBE = embedding(tokens_TB, weight) if rows is None else vocabulary_rows.embedded(tokens_TB, weight, rows)
         if not self.training or not self.dropout_words:
             return x_TBE
         scope = random.current_scope()

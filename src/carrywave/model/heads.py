@@ -23,6 +23,8 @@ from carrywave.errors import UserError
 from carrywave.kernels import cross_entropy
 from carrywave.kernels.deferred_gradients import linear
 from carrywave.kernels.lengths import last_real, real_steps
+from carrywave.model import vocabulary_rows
+from carrywave.model.vocabulary_rows import Rows
 
 IGNORED = -100  # an integer target that does not count
 
@@ -68,27 +70,41 @@ def class_weights(weights: Tensor | None, classes: int) -> Tensor | None:
 
 
 class Softmax(nn.Module):
-    """Cross entropy over classes at every step. `tied` is the embedding's matrix, which is then shared."""
+    """Cross entropy over classes at every step. `tied` is the embedding's matrix, which is then shared.
+
+    `rows`: this worker holds only these classes, and others hold the rest; the class weights must then be left out.
+    """
 
     pooled = False
 
     def __init__(
-        self, width: int, classes: int, tied: nn.Parameter | None = None, bias: bool = True, weights: Tensor | None = None
+        self,
+        width: int,
+        classes: int,
+        tied: nn.Parameter | None = None,
+        bias: bool = True,
+        weights: Tensor | None = None,
+        *,
+        rows: Rows | None = None,
     ) -> None:
         super().__init__()
-        if tied is not None and tied.shape != (classes, width):
+        held = classes if rows is None else rows.count
+        if tied is not None and tied.shape != (held, width):
             raise UserError(
-                f"a tied matrix of shape {list(tied.shape)} does not match {classes} classes x width {width}; use one of that shape"
+                f"a tied matrix of shape {list(tied.shape)} does not match {held} classes x width {width}; use one of that shape"
             )
+        self.rows = rows
         self.width = width
         self.classes = classes
-        self.weight = nn.Parameter(torch.empty(classes, width).uniform_(-0.1, 0.1)) if tied is None else tied
-        self.bias = nn.Parameter(torch.zeros(classes)) if bias else None
+        self.weight = nn.Parameter(torch.empty(held, width).uniform_(-0.1, 0.1)) if tied is None else tied
+        self.bias = nn.Parameter(torch.zeros(held)) if bias else None
         self.weights: Tensor | None
         self.register_buffer("weights", class_weights(weights, classes))
 
     def forward(self, y_TBW: Tensor) -> Tensor:
         """Logits [T, B, V]."""
+        if self.rows is not None:
+            return vocabulary_rows.logits(y_TBW, self.weight, self.bias, self.rows)
         return linear(y_TBW, self.weight, self.bias)
 
     def score(self, logits_TBV: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,6 +113,8 @@ class Softmax(nn.Module):
 
     def loss(self, y_TBW: Tensor, target_TB: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and count, from the last layer's output."""
+        if self.rows is not None:
+            return vocabulary_rows.summed_cross_entropy(y_TBW, self.weight, self.bias, target_TB, IGNORED, self.rows)
         return self.score(self(y_TBW), target_TB)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,7 @@
 """Initial weights keyed by (seed, parameter name) and by row and column: the same on every worker and in any order of initialisation.
 
-Generated in float64 on the CPU, then cast and copied, so that device and dtype affect only rounding.
+Generated in float64 on the CPU, then cast and copied, so that device and dtype affect only rounding. A worker that holds some rows of a
+vocabulary draws those rows alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from carrywave.model.heads import Forecast, Pooled, Softmax
 from carrywave.model.lstm import LSTM
 
 INITS = ("torch", "orthogonal", "xavier")
+BLOCK_ELEMENTS = 1 << 18  # of a vocabulary's matrix, drawn at once
 
 
 def initialize(
@@ -48,16 +50,15 @@ def _value(
     shape = tuple(parameter.shape)
     if isinstance(module, LSTM):
         return _lstm(module, name, shape, key, init, forget_bias)
-    if isinstance(module, Embedding):
-        return _uniform(key, shape, embedding_scale)
+    if isinstance(module, Embedding) or (isinstance(module, Softmax) and name == "weight"):
+        return _rows(key, parameter, embedding_scale, 0 if module.rows is None else module.rows.low)
     if isinstance(module, nn.Embedding):
         value = _grid(random.normal, key, shape)
         if module.padding_idx is not None:
             value[module.padding_idx] = 0.0
         return value
     if isinstance(module, (Softmax, Forecast, Pooled)):
-        bound = embedding_scale if isinstance(module, Softmax) else 1.0 / math.sqrt(shape[-1])
-        return torch.zeros(shape) if name == "bias" else _uniform(key, shape, bound)
+        return torch.zeros(shape) if name == "bias" else _uniform(key, shape, 1.0 / math.sqrt(shape[-1]))
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
         return torch.ones(shape) if name == "weight" else torch.zeros(shape)
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
@@ -90,13 +91,23 @@ def _orthogonal(block: Tensor) -> Tensor:
     return signed
 
 
-def _uniform(key: Tensor, shape: tuple[int, ...], bound: float) -> Tensor:
-    return _grid(random.uniform, key, shape).mul_(2.0 * bound).sub_(bound)
+def _rows(key: Tensor, parameter: Tensor, bound: float, first: int) -> Tensor:
+    """Rows of a large matrix from `first` on, drawn some at a time: all of it in float64 would take several times its own memory."""
+    rows, columns = parameter.shape
+    size = max(1, BLOCK_ELEMENTS // columns)
+    found = torch.empty(rows, columns, dtype=parameter.dtype)
+    for low in range(0, rows, size):
+        found[low : low + size] = _uniform(key, (min(size, rows - low), columns), bound, first + low)
+    return found
 
 
-def _grid(draw: random.Draw, key: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Float64 numbers keyed by (row, column); further dimensions are flattened into columns."""
-    rows = torch.arange(shape[0])
+def _uniform(key: Tensor, shape: tuple[int, ...], bound: float, first: int = 0) -> Tensor:
+    return _grid(random.uniform, key, shape, first).mul_(2.0 * bound).sub_(bound)
+
+
+def _grid(draw: random.Draw, key: Tensor, shape: tuple[int, ...], first: int = 0) -> Tensor:
+    """Float64 numbers keyed by (row, column), in rows from `first` on; further dimensions are flattened into columns."""
+    rows = torch.arange(first, first + shape[0])
     if len(shape) == 1:
         return draw(key, rows, dtype=torch.float64)
     return draw(key, rows[:, None], torch.arange(math.prod(shape[1:])), dtype=torch.float64).view(shape)

@@ -20,6 +20,7 @@ from carrywave.kernels.lengths import real_steps
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.lstm import LSTM
 from carrywave.model.state import Chunk, State
+from carrywave.model.vocabulary_rows import sharing
 
 __all__ = ["Chunk", "Stage", "State", "regularize"]
 
@@ -77,7 +78,7 @@ class Stage(nn.Module):
         """Run one chunk: return the input of the next stage or the head, the same before output dropout, and the new state."""
         if self.lstm.bidirectional and chunk.start:
             raise PlanError(f"bidirectional layers need whole sequences, got a chunk from step {chunk.start}; remove plan.chunk_steps")
-        with random.scope(chunk.key, chunk.lanes, chunk.start):
+        with random.scope(chunk.key, chunk.lanes, chunk.start), sharing(chunk.most):
             raw = x if self.encoder is None else self.encoder(self._in_own_dtype(x))
             raw = raw if self.dropout_in is None else self.dropout_in(raw)
             carries = state.carries
@@ -107,7 +108,7 @@ class Stage(nn.Module):
 
     def loss(self, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:
         """Loss sum and count of the chunk; for a pooled head, of whole sequences, called once after the last chunk."""
-        with self.scope(chunk):
+        with self.scope(chunk), sharing(chunk.most):
             score = self.head.loss(state.acc if self.pooled else y, self._in_own_dtype(target))
         scored = checked_score(score, f"loss of the head {type(self.head).__name__}")
         if self.audit is not None:
@@ -117,7 +118,7 @@ class Stage(nn.Module):
 
     def output(self, y: Tensor, state: State, chunk: Chunk) -> Any:
         """The head's result: per step, or per lane from the accumulator if the head is pooled."""
-        with self.scope(chunk):
+        with self.scope(chunk), sharing(chunk.most):
             return self.head(state.acc if self.pooled else y)
 
     def score(self, out: Any, y: Tensor, state: State, target: Tensor, chunk: Chunk) -> Score:

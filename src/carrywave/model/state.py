@@ -50,3 +50,4 @@ class Chunk:
     key: Tensor | None = None  # the batch's key, int32[2] on the device; None if nothing is random
     full: bool = False  # True if the host knows that every step is real
     window: WindowChunk | None = None  # if kernels may keep buffers and carries from chunk to chunk
+    most: int | None = None  # lanes of the replica that has the most, if replicas share a vocabulary

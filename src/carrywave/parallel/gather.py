@@ -6,7 +6,7 @@ A JSON header describes the tensors, which follow one by one. Nothing is unpickl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -39,20 +39,29 @@ def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
 
 
 @lost_contact.kept
-def broadcast(world: World, tensors: Named | None) -> dict[str, Tensor]:
-    """The tensors of rank 0, on every rank, in host memory (on rank 0 unchanged). Collective."""
+def broadcast(world: World, tensors: Named | None, keep: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of rank 0, on every rank, in host memory (on rank 0 unchanged). Collective.
+
+    `keep`: what is kept of each, so that no rank but 0 ever has more than one whole tensor.
+    """
+    keep = keep or _all_of_it
     if world.size == 1:
-        return dict(tensors or {})
+        return {name: keep(name, tensor) for name, tensor in (tensors or {}).items()}
     header = json.loads(all_gather_text(world, _header(tensors or {}) if world.rank == 0 else "")[0])
     found: dict[str, Tensor] = {}
     for name, shape, dtype in header:
         if world.rank == 0 and tensors is not None:
             dist.broadcast(tensors[name].detach().cpu().contiguous(), 0)
-            found[name] = tensors[name]
+            found[name] = keep(name, tensors[name])
         else:
-            found[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            dist.broadcast(found[name], 0)
+            whole = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(whole, 0)
+            found[name] = keep(name, whole)
     return found
+
+
+def _all_of_it(name: str, tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _header(tensors: Named) -> str:

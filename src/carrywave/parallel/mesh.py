@@ -22,6 +22,7 @@ from carrywave.parallel.device_sums import DeviceSum
 from carrywave.parallel.group_sums import GroupSum, Summing
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.peer_access import Neighbour
+from carrywave.parallel.row_exchange import RowExchange
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.symmetric import symmetric_memory
@@ -115,6 +116,14 @@ class Mesh:
             return self._replicas
         ranks = sorted(self.rank_at(replica, stage) for replica in range(self.plan.replicas) for stage in stages)
         return self._summing(ranks, "replicas")
+
+    def row_exchange(self) -> RowExchange:
+        """What the replicas of this stage exchange if they share a vocabulary. Collective: every rank must call it."""
+        plan, found = self.plan, dict[int, dist.ProcessGroup]()
+        for stage in range(plan.stages):
+            # Not the group of the gradients' sums: those are in flight while backward goes on with these.
+            found[stage] = process_groups.group(range(stage, self.world.size, plan.stages), "vocabulary")
+        return RowExchange(found[self.stage], self.replica, plan.replicas, self.world.backend)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce in place over all workers; gives the same bits on each."""

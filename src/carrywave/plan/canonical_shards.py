@@ -33,6 +33,11 @@ def check(plan: Plan) -> None:
             f"train.reproducible=true divides the lanes into {SHARDS} shards, which plan.micro_batches={plan.micro_batches} would divide "
             "again; remove plan.micro_batches"
         )
+    if plan.splits_vocabulary:
+        raise PlanError(
+            "train.reproducible=true needs sums in one order on any number of replicas, but plan.split_vocabulary=true sums over them in "
+            "its own; remove one of them"
+        )
 
 
 def bounds(lanes: int, shard: int) -> tuple[int, int]:

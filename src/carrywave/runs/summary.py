@@ -12,6 +12,7 @@ from carrywave.data.order import Cursor, Order, SequenceOrder
 from carrywave.kernels.dispatch import in_use
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
+from carrywave.model.vocabulary_split import count_parameters
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS
 from carrywave.plan.cost.footprint import largest_stage
@@ -45,7 +46,7 @@ def summarize(
     """A few lines of plain text. `units` is the planner's description of the model; None for the user's own modules. `ways` is how workers
     reach each other, and `seated` where they sit; nothing if they do not exist. `kept` says where several workers keep the run.
     """
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = count_parameters(model)
     widest = _longest(order)
     per_epoch = order.num_steps(0)
     steps = -(-per_epoch // spec.train.accumulate)
@@ -178,7 +179,7 @@ def _plan(plan: Plan) -> str:
     parts = [f"{_count(plan.replicas, 'replica')} x {_count(plan.stages, 'stage')}"]
     parts += [f"chunks of {_count(plan.chunk_steps, 'step')}" if plan.chunk_steps else "one chunk"]
     parts += [_count(plan.micro_batches, "micro-batch"), RECOMPUTATION[plan.recompute]]
-    return ", ".join([*parts, *(["head shared"] if plan.shares_head else [])])
+    return ", ".join([*parts, *["head shared"] * plan.shares_head, *["vocabulary split"] * plan.splits_vocabulary])
 
 
 def _sync(train: TrainSpec, plan: Plan) -> str:

@@ -20,9 +20,11 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.parameter_placement import hold
 from carrywave.model.stage import Stage
+from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.vocabulary_split import check_modules, split_vocabulary
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World, join, leave, pick_device, raise_on_all
-from carrywave.plan.plan import Plan, resolve
+from carrywave.plan.plan import Plan, check_vocabulary, resolve
 from carrywave.runs.checkpoint.snapshot import weights_metadata
 from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.evaluation import evaluate
@@ -65,31 +67,47 @@ def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = N
             f"{run.path} was trained with your own modules, which are not stored in the run; rebuild the model in Python and pass it as "
             f"model=..., or load {run.weights} into it"
         )
-    task = Task(spec, codec, facts, scale)
+    task, asked = Task(spec, codec, facts, scale), _asked_of(run, spec)
     world = world or World.alone(pick_device(device))
     configure(spec.train.precision)
     if model is None:
         # The file of pretrained embeddings was needed only at the start; the weights hold what became of them.
         bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
-        model = bare.model()
-    elif not isinstance(model, Model):
-        model = Whole(model, pooled=spec.task in POOLED)
+        plan = _plan_for(asked, spec.model.layers, world.size)
+        check_vocabulary(plan, facts.vocabulary)
+        model = bare.model(rows=Rows.of_worker(facts.vocabulary, world.rank, world.size) if plan.splits_vocabulary else None)
+    else:
+        model = model if isinstance(model, Model) else Whole(model, pooled=spec.task in POOLED)
+        plan = _plan_for(asked, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
+        if plan.splits_vocabulary:
+            check_vocabulary(plan, check_modules(model))
     dtype = parameter_dtype(spec.train.precision)
     model = model.to(dtype)
     take_weights(model, run.weights, str(run.weights))
     _check_codec(run)
     model.eval()
-    mesh = Mesh(world, _plan_for(spec.plan_spec, model, world.size))
+    mesh = Mesh(world, plan)
     if isinstance(model, Whole):
         return Saved(run, spec, task, model, mesh, model.to(mesh.device), given_codec)
+    if plan.splits_vocabulary:
+        split_vocabulary(model, mesh.row_exchange())
     first, last = mesh.span(model.units)
     hold(model, first, last, mesh.device, dtype)
     return Saved(run, spec, task, model, mesh, Stage(model, first, last), given_codec)
 
 
-def _plan_for(asked: PlanSpec, model: Model | Whole, workers: int) -> Plan:
+def _asked_of(run: Run, spec: Spec) -> PlanSpec:
+    """The plan that the spec asks for; if it left that open, whether the plan that was chosen had to split the vocabulary."""
+    asked = spec.plan_spec
+    if not spec.plans_itself:
+        return asked
+    with suppress(RunError):
+        return asked.model_copy(update={"split_vocabulary": run.read_object("plan.json").get("split_vocabulary") is True})
+    return asked
+
+
+def _plan_for(asked: PlanSpec, layers: int, workers: int) -> Plan:
     """The run's own stages if this many workers can hold them. There is no backward pass, so slicing the lanes would gain nothing."""
-    layers = model.lstm.num_layers if isinstance(model, Model) else 0
     if workers % asked.stages or not layers:
         asked = asked.model_copy(update={"stages": 1, "cuts": None})
     plan = resolve(

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from carrywave.errors import SpecError
 from carrywave.spec.sync_keys import check_sync
 
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
@@ -122,6 +123,15 @@ class ModelSpec(Section):
     weight_drop: Share = Field(0.0, description="dropout of recurrent weights, the same for all steps of a batch")
     locked: bool = Field(False, description="use the same dropout mask at every step of a batch (variational dropout)")
     tie: bool = Field(False, description="language: softmax and embedding share one matrix")
+    softmax: Literal["full", "adaptive"] = Field(
+        "full",
+        description="language: score all tokens at every step, or rare ones only in clusters, which is another model and cheaper if the "
+        "vocabulary is large",
+    )
+    cutoffs: tuple[Positive, ...] | None = Field(
+        None,
+        description="adaptive softmax: first token of each cluster, by frequency; by default a twentieth and a quarter of the vocabulary",
+    )
     layer_norm: bool = Field(False, description="normalise each layer's output")
     learned_carry: bool = Field(False, description="learn the carry at the start of a sequence instead of starting from zero")
     init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="how the LSTM weights are initialised")
@@ -143,12 +153,27 @@ class ModelSpec(Section):
         widths = self.widths
         if self.projection and self.projection >= min(widths):
             raise ValueError(f"projection {self.projection} must be smaller than hidden {min(widths)}")
+        if self.cutoffs is not None and self.softmax != "adaptive":
+            raise ValueError("cutoffs are for softmax=adaptive; set it, or remove them")
+        if self.cutoffs is not None and (not self.cutoffs or list(self.cutoffs) != sorted(set(self.cutoffs))):
+            raise ValueError(f"cutoffs must increase, got {list(self.cutoffs)}; list each once, from low to high")
+        if self.softmax == "adaptive" and self.tie:
+            raise ValueError("tie needs one matrix for all tokens, which softmax=adaptive does not have; remove one of them")
         return self
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Hidden units of each layer."""
         return self.hidden if isinstance(self.hidden, tuple) else (self.hidden,) * self.layers
+
+    def cutoffs_of(self, vocabulary: int) -> tuple[int, ...]:
+        """The first tokens of the clusters of an adaptive softmax."""
+        cutoffs = self.cutoffs or (max(1, vocabulary // 20), max(2, vocabulary // 4))
+        if cutoffs[-1] >= vocabulary:
+            raise SpecError(
+                f"model.cutoffs={list(cutoffs)}, but the vocabulary has {vocabulary} tokens; use smaller ones, or model.softmax=full"
+            )
+        return cutoffs
 
 
 class BatchSpec(Section):
@@ -278,6 +303,9 @@ class PlanSpec(Section):
         "auto", description="backend of the LSTM, see docs/kernels.md; the environment variable CARRYWAVE_KERNEL takes precedence"
     )
     share_head: bool = Field(False, description="split the head's work over the stages; for a large vocabulary")
+    split_vocabulary: bool = Field(
+        False, description="split the rows of embedding and softmax over the replicas; for a vocabulary that is too large for one device"
+    )
 
 
 class Spec(Section):
@@ -305,6 +333,8 @@ class Spec(Section):
                 raise ValueError(
                     f"model.tie needs an embedding as wide as the last layer, got {first} and {last}; set model.embedding={last}"
                 )
+        if self.model.softmax != "full" and self.task != "language":
+            raise ValueError(f"model.softmax is for language models, not for {self.task}; remove it")
         if self.model.bidirectional and (streams or self.task in ("language", "forecasting")):
             raise ValueError(
                 "model.bidirectional cannot read a stream backwards; "

@@ -18,13 +18,21 @@ from carrywave.model.state import Chunk
 
 class Chunks:
     """`counts`: chunks of each micro-batch, of `chunk_steps` each if there are several. `windowed`: micro-batches whose kernels may keep
-    what weight gradients need until the end. `reads_lengths`: there is a head, which reads the lengths of full chunks too.
+    what weight gradients need until the end. `reads_lengths`: there is a head, which reads the lengths of full chunks too. `most`: lanes of
+    each micro-batch on the replica that has the most, if replicas share a vocabulary.
     """
 
     def __init__(
-        self, batches: Sequence[Batch], counts: Sequence[int], chunk_steps: int | None, windowed: Collection[int], *, reads_lengths: bool
+        self,
+        batches: Sequence[Batch],
+        counts: Sequence[int],
+        chunk_steps: int | None,
+        windowed: Collection[int],
+        *,
+        reads_lengths: bool,
+        most: Sequence[int] | None = None,
     ) -> None:
-        self.batches, self.counts, self.chunk_steps = batches, counts, chunk_steps
+        self.batches, self.counts, self.chunk_steps, self.most = batches, counts, chunk_steps, most
         self.windowed, self.reads_lengths = windowed, reads_lengths
         self._windows: dict[int, Window] = {}
         self._lengths: dict[int, tuple[Tensor, Tensor]] = {}  # of a micro-batch's window, and of each chunk
@@ -49,6 +57,7 @@ class Chunks:
             key,
             full,
             None if window is None else WindowChunk(window, chunk),
+            None if self.most is None else self.most[micro_batch],
         )
 
     def lengths(self, micro_batch: int) -> tuple[Tensor, Tensor]:

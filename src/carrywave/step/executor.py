@@ -41,7 +41,7 @@ from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoin
 from carrywave.plan.schedule.schedule import Phase, StageTask
 from carrywave.step.chunks import Chunks
 from carrywave.step.gradients import Gradients
-from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, split_lanes, split_state
+from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, most_lanes, split_lanes, split_state
 from carrywave.step.precision import HALVES, autocast
 from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock
@@ -163,7 +163,14 @@ class _Run:
         # The last stage starts its backward as soon as it has scored and finishes before the others, so it can defer the head's weight
         # gradients. The other stages score while they wait and finish later, so they compute these gradients right after scoring.
         self.deferred_head = Deferred()
-        self.chunks = Chunks(self.batches, program.schedule.chunks, plan.chunk_steps, self.deferred, reads_lengths=stage.has_head)
+        self.chunks = Chunks(
+            self.batches,
+            program.schedule.chunks,
+            plan.chunk_steps,
+            self.deferred,
+            reads_lengths=stage.has_head,
+            most=[most for job in jobs for most in most_lanes(plan, job.batch)] if plan.splits_vocabulary else None,
+        )
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
         # Where messages are read in place, the sender must learn when their buffers are free.
         self.in_place = links if isinstance(links, DeviceLinks) else None
@@ -402,8 +409,11 @@ class _Run:
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
                 root, count = self._observed(job.observe, y, left, targets, chunk, count, idle=batch.idle)
-            elif targets is not None and not batch.idle:
+            elif targets is not None and (not batch.idle or self._has_rows(self.stage.head)):
+                # A replica without lanes still has rows of a split vocabulary, which the others need.
                 root, count = self.stage.loss(y, left, targets, chunk)
+            elif targets is not None and self._has_rows(self.stage.encoder):
+                root = 0.0 * y.sum()  # nothing to score, but the rows of the encoder have gradients from others
             if root is not None:
                 loss_sum = root.detach()
         if job.alpha or job.beta:
@@ -413,6 +423,10 @@ class _Run:
             root = extra if root is None else root + extra
         y = y.to(self.dtype) if self.share_head else y
         return y, left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()])
+
+    def _has_rows(self, module: object) -> bool:
+        """True if a module has some rows of a vocabulary that replicas share, and must run whenever theirs do."""
+        return self.plan.splits_vocabulary and getattr(module, "rows", None) is not None
 
     def _observed(
         self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, *, idle: bool

@@ -22,8 +22,21 @@ def bounds(lanes: int, micro_batches: int) -> list[tuple[int, int]]:
 
 
 def micro_batches_of(plan: Plan, batch: Batch) -> int:
-    """The number of micro-batches a batch is cut into: never more than it has lanes."""
-    return min(plan.micro_batches, batch.lanes.shape[0])
+    """The number of micro-batches a batch is cut into: never more than it has lanes. Replicas that share a vocabulary must have as many as
+    each other.
+    """
+    least = batch.lanes.shape[0]
+    if plan.splits_vocabulary:
+        least = max(1, batch.cells[1] // batch.steps // plan.replicas)
+    return min(plan.micro_batches, least)
+
+
+def most_lanes(plan: Plan, batch: Batch) -> list[int]:
+    """For each micro-batch of a batch, the lanes of the replica that has the most of them. It need not be the one with the most lanes."""
+    total, parts = batch.cells[1] // batch.steps, micro_batches_of(plan, batch)
+    held = [Share(replica, plan.replicas).bounds(total) for replica in range(plan.replicas)]
+    cut = [bounds(max(1, high - low), parts) for low, high in held]
+    return [max(high - low for low, high in same) for same in zip(*cut, strict=True)]
 
 
 def split_lanes(batch: Batch, micro_batches: int, *, pooled: bool) -> list[Batch]:

@@ -24,7 +24,7 @@ from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
-from carrywave.plan.plan import Plan
+from carrywave.plan.plan import Plan, check_sync
 from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
 from carrywave.step import trainer_state
 from carrywave.step.checks.agreement import Agreement
@@ -99,6 +99,7 @@ class Trainer:
             check_optimizer(optimizer, self.model)
         self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
+        check_sync(self.plan, self.spec.sync, shard_optimizer=self.spec.shard_optimizer)
         self.within = within_step(self.mesh, self.spec)
         configure(self.spec.precision)
         if self.spec.reproducible:
@@ -126,7 +127,7 @@ class Trainer:
         # Its `scheduler` may be replaced; its `clock`, if set, times the tasks; a step is then captured only if that is recordable.
         scale = None if self.scaler is None else self.scaler.scale
         self.compute = Compute(self.stage, self.within, self.spec, keep_state=self.keep_state, whole=self.model.reads_whole, scale=scale)
-        self.agreement = Agreement(self.within, self.held.parameters, self.model)
+        self.agreement = Agreement(self.within, self.held.replicated, self.model)
         self.hooks = Hooks(self.held.parameters, self.model, self.plan, in_pieces=self.pieces is not None)
         self.engine = self._engine()
         self.sync = sync_of(self.spec, self.mesh, self.model, self.named, self.optimizer)  # None: replicas exchange at every step

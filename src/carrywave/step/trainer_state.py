@@ -18,6 +18,7 @@ from carrywave.model.state import State
 from carrywave.parallel.gather import broadcast, collect
 from carrywave.parallel.nested import pack, plain, unpack
 from carrywave.parallel.world import all_gather_text, raise_on_all
+from carrywave.step import row_parts
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import optimizer_state, piece_state
 from carrywave.step.optim.piece_state import Wanted
@@ -32,9 +33,13 @@ _GROUPS = ("weights", "optimizer", "carry", "scaler")
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """On rank 0, the weights of the whole model, each once; empty on other ranks. Collective: every rank must call it."""
-    own = trainer.parameters() if trainer.mesh.replica == 0 else {}
-    found = [part for part in collect(trainer.mesh.world, own) if part]
-    return {name: part[name] for name in tensors_of(trainer.model) for part in found[::-1] if name in part}
+    found = row_parts.joined(collect(trainer.mesh.world, _own_part(trainer, trainer.parameters())))
+    return {name: found[name] for name in tensors_of(trainer.model) if name in found}
+
+
+def _own_part(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this worker adds to the state of the whole model: all that it holds, if it is in the first replica, or its rows."""
+    return row_parts.named(tensors, trainer.held.rows, others=trainer.mesh.replica == 0)
 
 
 def under_all_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,8 +60,8 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
     state: dict[str, Tensor] = {}
     if trainer.pieces is not None:
         state = piece_state.saved(trainer.optimizer, trainer.pieces.owned)
-    elif trainer.mesh.replica == 0 and not trainer.own_optimizer:
-        state = optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items())
+    elif not trainer.own_optimizer:
+        state = _own_part(trainer, optimizers.state_tensors(trainer.optimizer, trainer.held.parameters.items()))
     own_carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
     low = trainer.mesh.share().bounds(trainer.lanes or 0)[0]
     states, carries = collect(world, state), collect(world, {f"{name}/{low}": tensor for name, tensor in own_carry.items()})
@@ -65,7 +70,7 @@ def state_dict(trainer: Trainer) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "weights": _on_host(weights),
-        "optimizer": _on_host(_whole(trainer, {name: tensor for part in reversed(states) for name, tensor in part.items()})),
+        "optimizer": _on_host(_whole(trainer, row_parts.joined(states))),
         "groups": [_settings(group) for group in trainer.optimizer.param_groups] if own is None else [],
         "own_optimizer": own,
         "carry": _on_host(_joined(carries)),
@@ -84,6 +89,8 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
             told, tensors = pack(given)
     told = all_gather_text(world, told)[0]
     state = unpack(told, broadcast(world, tensors))
+    rows = trainer.held.rows
+    state["weights"], state["optimizer"] = (row_parts.cut(state[part], rows) for part in ("weights", "optimizer"))
     with raise_on_all(world):
         # Anything that can be refused comes before the weights change.
         _check_weights(trainer, state["weights"])
@@ -97,7 +104,9 @@ def load_state_dict(trainer: Trainer, given: Mapping[str, Any]) -> None:
             trainer.scaler.check(state["scaler"])
     with raise_on_all(world):
         if trainer.own_optimizer:
-            optimizer_state.load(trainer.optimizer, trainer.held.parameters, state["own_optimizer"])
+            held_rows = {name: (own.low, own.high) for name, own in rows.items()}
+            own_state = optimizer_state.with_rows(state["own_optimizer"], held_rows)
+            optimizer_state.load(trainer.optimizer, trainer.held.parameters, own_state)
         else:
             _take_optimizer(trainer, state["optimizer"], state["groups"])
     with raise_on_all(world):
@@ -174,14 +183,14 @@ def load_optimizer(trainer: Trainer, given: Mapping[str, Tensor], named: Sequenc
 
 def _own_optimizer(trainer: Trainer) -> optimizer_state.Saved | None:
     """The state of the user's optimizer; None except on rank 0."""
-    world, has_part = trainer.mesh.world, trainer.mesh.replica == 0
+    world, has_part = trainer.mesh.world, trainer.mesh.replica == 0 or bool(trainer.held.rows)
     with raise_on_all(world):
         text, tensors = pack(optimizer_state.saved(trainer.optimizer, trainer.held.parameters) if has_part else None)
     texts, found = all_gather_text(world, text), collect(world, tensors)
     if world.rank:
         return None
     parts = [part for part in map(unpack, texts, found) if part is not None]
-    return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()])
+    return optimizer_state.joined(parts, [name for name, _ in trainer.model.named_parameters()], trainer.held.rows.keys())
 
 
 def _check_weights(trainer: Trainer, given: Mapping[str, Tensor]) -> None:

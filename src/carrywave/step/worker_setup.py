@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +15,14 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.parameter_placement import Shared, hold, shared
 from carrywave.model.stage import Stage
+from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.vocabulary_split import check_modules, split_rows, split_vocabulary
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, check_agreement, join, raise_on_all
 from carrywave.plan import canonical_shards
-from carrywave.plan.plan import Plan, check_head, resolve
+from carrywave.plan.plan import Plan, check_head, check_replicas, check_vocabulary, resolve
 from carrywave.spec.load import parse
 from carrywave.spec.spec import PlanSpec, TrainSpec
 from carrywave.step.all_reduce import AllReduce, Reduced
@@ -49,6 +50,12 @@ class HeldStage:
 
     stage: Stage | Whole
     parameters: dict[str, nn.Parameter]  # by name
+    rows: dict[str, Rows] = field(default_factory=dict)  # those of which it holds only some rows, by name
+
+    @property
+    def replicated(self) -> dict[str, nn.Parameter]:
+        """The parameters that every replica holds."""
+        return {name: parameter for name, parameter in self.parameters.items() if name not in self.rows}
 
 
 def mesh_of(plan: Plan | PlanSpec | Mapping[str, Any] | None, model: Model | Whole, device: torch.device | str | None) -> Mesh:
@@ -87,18 +94,21 @@ def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
     _check_whole(model, mesh.world)
     dtype = parameter_dtype(spec.precision)
     if mesh.world.size > 1:
-        own = tensors_of(model)
+        # Rows that a worker has initialized for itself are no others'.
+        own = {name: tensor for name, tensor in tensors_of(model).items() if name not in split_rows(model)}
         check_agreement(mesh.world, {f"the model's {name}": f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in own.items()})
         for name, tensor in broadcast(mesh.world, own).items():
             own[name].copy_(tensor)
     if isinstance(model, Whole):
         model.to(mesh.device, dtype)
         return HeldStage(model, dict(model.named_parameters()))
+    if mesh.plan.splits_vocabulary:
+        split_vocabulary(model, mesh.row_exchange())  # before anything moves to a device, which the whole may not fit
     first, last = mesh.span(model.units)
     share_head = mesh.plan.shares_head
     held = hold(model, first, last, mesh.device, dtype, share_head=share_head)
     stage = Stage(model, first, last, share_head=share_head)
-    return HeldStage(stage, {name: p for name, p in held.items() if isinstance(p, nn.Parameter)})
+    return HeldStage(stage, {name: p for name, p in held.items() if isinstance(p, nn.Parameter)}, split_rows(model))
 
 
 def trained(held: HeldStage) -> list[tuple[str, nn.Parameter]]:
@@ -137,10 +147,15 @@ def engine_of(
     tied = tied_of(model, mesh)
     elsewhere = {each.name for each in tied if mesh.stage in each.stages and each.stages[0] != mesh.stage}
     nonfinite = NonfiniteRecord(model, held.stage, named, mesh.world)
-    sums = partial(_all_reduce, pieces=pieces) if not spec.reproducible else _fixed_tree
-    gradients: Gradients = sums(mesh, named, list(held.parameters.values()), tied, nonfinite.watched)
-    # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once.
-    counted = [p for name, p in named if name not in elsewhere] if mesh.replica == 0 or gradients.scattered else []
+    gradients: Gradients
+    if spec.reproducible:
+        gradients = _fixed_tree(mesh, named, list(held.parameters.values()), tied, nonfinite.watched)
+    else:
+        gradients = _all_reduce(mesh, named, held, tied, nonfinite.watched, pieces)
+    # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once. Rows of a split vocabulary are
+    # on one replica only, and so are gradients that are summed to their owners.
+    first = mesh.replica == 0 or gradients.scattered
+    counted = [p for name, p in named if name in held.rows or (first and name not in elsewhere)]
     names = [name for name, _ in model.named_parameters()]
     update = Update(
         mesh,
@@ -164,14 +179,10 @@ def engine_of(
 
 
 def _all_reduce(
-    mesh: Mesh,
-    named: Named,
-    held: Sequence[nn.Parameter],
-    tied: Sequence[Shared],
-    watched: Sequence[nn.Parameter],
-    pieces: Pieces | None,
+    mesh: Mesh, named: Named, held: HeldStage, tied: Sequence[Shared], watched: Sequence[nn.Parameter], pieces: Pieces | None
 ) -> Gradients:
-    names = {each.name for each in tied}
+    # Each row of a split vocabulary has its gradient from the lanes of all replicas already.
+    names = {each.name for each in tied} | held.rows.keys()
     wanted: list[Reduced] = []
     group = mesh.replicas_of([mesh.stage])
     if group is not None:
@@ -186,8 +197,8 @@ def _all_reduce(
             # Not early, to avoid a deadlock: the other stages reach it only after messages that this one has yet to send.
             wanted.append(Reduced(group, [own[each.name] for each in tied if each.stages == stages], early=False))
     wanted = [each for each in wanted if each.parameters]
-    parameters = [p for _, p in named]
-    return AllReduce(parameters, held, wanted, watched=watched) if wanted else Gradients(parameters, held)
+    parameters, everything = [p for _, p in named], list(held.parameters.values())
+    return AllReduce(parameters, everything, wanted, watched=watched) if wanted else Gradients(parameters, everything)
 
 
 def _fixed_tree(
@@ -216,8 +227,11 @@ def _check_whole(model: nn.Module, world: World) -> None:
 
 
 def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
+    check_replicas(plan)
     if spec.reproducible:
         canonical_shards.check(plan)
+    if plan.splits_vocabulary:
+        check_vocabulary(plan, check_modules(model))
     if isinstance(model, Whole):
         if plan.stages > 1:
             raise PlanError(

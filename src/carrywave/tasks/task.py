@@ -14,6 +14,7 @@ from carrywave.data.sequences import Sequences
 from carrywave.data.tables.series import unseen_series
 from carrywave.data.view import View
 from carrywave.errors import SpecError
+from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
@@ -21,6 +22,7 @@ from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.pretrained import load_pretrained
+from carrywave.model.vocabulary_rows import Rows
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.tasks import metrics, views
@@ -105,12 +107,15 @@ class Task:
         many = f"{new:,} of {len(data):,} series" if new < len(data) else "all series"
         return (f"{name}: mase leaves out {many}, because train does not contain them; use the series names of train",)
 
-    def model(self, train: Sequences | None = None) -> Model:
-        """Build the network, with initial weights keyed by the seed. Balanced class weights need the training data."""
+    def model(self, train: Sequences | None = None, rows: Rows | None = None) -> Model:
+        """Build the network, with initial weights keyed by the seed. Balanced class weights need the training data.
+
+        `rows`: it gets only these rows of its vocabulary, and memory for no others.
+        """
         spec = self.spec.model
         tokens = self.facts.vocabulary > 0
         width = (spec.embedding or spec.widths[0]) if tokens else self._features
-        encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words) if tokens else Numbers(width)
+        encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows) if tokens else Numbers(width)
         hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
         lstm = LSTM(
             width,
@@ -143,12 +148,14 @@ class Task:
 
     def _head(
         self, width: int, encoder: Embedding | Numbers, train: Sequences | None
-    ) -> Softmax | PooledSoftmax | PooledNumbers | Forecast:
+    ) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Forecast:
         spec, facts = self.spec, self.facts
         match spec.task:
             case "language":
+                if spec.model.softmax == "adaptive":
+                    return AdaptiveSoftmax(width, facts.vocabulary, spec.model.cutoffs_of(facts.vocabulary))
                 tied = encoder.weight if spec.model.tie and isinstance(encoder, Embedding) else None
-                return Softmax(width, facts.vocabulary, tied=tied)
+                return Softmax(width, facts.vocabulary, tied=tied, rows=encoder.rows if isinstance(encoder, Embedding) else None)
             case "tagging":
                 return Softmax(width, len(facts.labels), weights=self._class_weights(train))
             case "classification":
@@ -191,7 +198,8 @@ class Task:
         path = self.spec.model.pretrained
         if path is None or not isinstance(encoder, Embedding) or not self.codec.vocabulary:
             raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters; set data.tokens=word, or remove it")
-        load_pretrained(path, list(self.codec.vocabulary), encoder.weight)
+        tokens = list(self.codec.vocabulary)
+        load_pretrained(path, tokens if encoder.rows is None else tokens[encoder.rows.low : encoder.rows.high], encoder.weight)
 
     def meter(self, device: torch.device, part: Part) -> metrics.Metric | None:
         """Create an empty metric for one pass over a part."""

@@ -24,6 +24,8 @@ from carrywave.launch.signals import Stop
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
 from carrywave.model.parameter_placement import fill
+from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.vocabulary_split import check_modules, join_vocabulary, split_rows
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
@@ -31,7 +33,7 @@ from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, check_agreement, join, leave, pick_device, raise_on_all
 from carrywave.plan import canonical_shards
 from carrywave.plan.cost.units import Units
-from carrywave.plan.plan import Plan, check_sync
+from carrywave.plan.plan import Plan, check_sync, check_vocabulary
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights, take_weights
 from carrywave.runs.evaluation import order_for
 from carrywave.runs.run import Run
@@ -47,8 +49,10 @@ from carrywave.step.checks.arguments import check_dtype
 from carrywave.step.precision import parameter_dtype
 from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
+from carrywave.step.row_parts import cut, cutter
 from carrywave.step.sync.pushing import Pushing
 from carrywave.step.trainer import Trainer
+from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.doubts import worse_than_naive
 from carrywave.tasks.task import POOLED, Task
 from carrywave.train.checkpointer import Checkpointer, Data
@@ -159,7 +163,8 @@ def fit(
                 else:
                     with raise_on_all(world, patient=True):
                         prepared = from_python(data, start.spec, codec=start.codec)
-                result = _train(start, prepared, own, files, workers=world.size)
+                restore = not script_workers.is_script_worker()  # whose caller reads the model from the run
+                result = _train(start, prepared, own, files, workers=world.size, restore=restore)
         told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
         if script_workers.is_script_worker():
             script_workers.finish(told)
@@ -198,7 +203,14 @@ def _shown(model: Model | Whole) -> nn.Module:
 
 
 def _train(
-    start: Start, prepared: Prepared, own: Own | Whole | None, files: Mapping[str, str], *, workers: int, dry_run: bool = False
+    start: Start,
+    prepared: Prepared,
+    own: Own | Whole | None,
+    files: Mapping[str, str],
+    *,
+    workers: int,
+    dry_run: bool = False,
+    restore: bool = False,
 ) -> Result:
     spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
@@ -210,22 +222,26 @@ def _train(
             None if prepared.valid is None else task.part("valid", prepared.valid),
             None if prepared.test is None else task.part("test", prepared.test),
         )
-        model = task.model(prepared.train) if own is None else _own_model(own, spec, prepared.facts)
+        given = None if own is None else _own_model(own, spec, prepared.facts)
     units = Units.of(spec, prepared.facts) if own is None else None
-    layers = model.lstm.num_layers if isinstance(model, Model) else 0
-    planned = plan_run(world, PlanRequest(spec, units, layers, model.pooled, workers, start.before), watch.say)
+    layers = spec.model.layers if given is None else given.lstm.num_layers if isinstance(given, Model) else 0
+    pooled = spec.task in POOLED if given is None else given.pooled
+    planned = plan_run(world, PlanRequest(spec, units, layers, pooled, workers, start.before), watch.say)
     plan = planned.plan
     with raise_on_all(world):
+        if plan.splits_vocabulary:
+            check_vocabulary(plan, prepared.facts.vocabulary if given is None else check_modules(given))
+        rows = Rows.of_worker(prepared.facts.vocabulary, world.rank, world.size) if plan.splits_vocabulary and not dry_run else None
+        model = given if given is not None else task.model(prepared.train, rows)
         if spec.train.reproducible:
             canonical_shards.check(plan)
-        check_sync(plan, spec.train.sync)
+        check_sync(plan, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
         if own is not None:
             check_dtype(spec.train, model)
         model.to(parameter_dtype(spec.train.precision))
-        if start.init is not None and world.rank == 0:
-            # Class weights follow from this run's spec and data, not from those of the run the weights come from.
-            take_weights(model, weights_file(start.init), start.init, ignored=CLASS_WEIGHTS)
         order = order_for(spec, parts.train.view, training=True)
+    if start.init is not None:
+        _begin_from(start.init, model, world)
     check_agreement(world, {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint} | _flat(spec))
     with raise_on_all(world):
         mesh = None if dry_run else Mesh(world, plan)
@@ -284,12 +300,25 @@ def _train(
         by_command = f"carrywave train --resume --run {folder.shown}{workers_too}"
         again_with = f"cw.fit(..., run={folder.shown!r}, resume=True)" if no_files else by_command
         with checkpointer.watched():
-            result = _carry_out(loop, watch, again_with)
+            result = _carry_out(loop, watch, again_with, restore=restore)
             with raise_on_all(world, for_all_of_us=True, patient=True):
                 if folder.remote is not None:
                     folder.close()  # the events of TensorBoard are complete then
                     folder.upload()
             return result
+
+
+def _begin_from(source: str, model: Model | Whole, world: World) -> None:
+    """Load the weights of another run on rank 0, from which all workers take theirs; or the rows that each has of a split vocabulary."""
+    rows, given = split_rows(model), dict[str, Tensor]()
+    with raise_on_all(world):
+        if world.rank == 0:
+            # Class weights follow from this run's spec and data, not from those of the run the weights come from.
+            given = read_weights(model, weights_file(source), ignored=CLASS_WEIGHTS)
+    given = broadcast(world, given, cutter(rows)) if rows else given
+    with raise_on_all(world):
+        if world.rank == 0 or rows:
+            load_parameters({name: tensor for name, tensor in tensors_of(model).items() if name != CLASS_WEIGHTS}, given, source)
 
 
 def _flat(spec: Spec) -> dict[str, str]:
@@ -322,12 +351,12 @@ def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts) -> Model | Whole:
     return model
 
 
-def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
+def _carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
     with Stop() as stop:
         loop.stop = stop
         try:
             ending = loop.state.ending or loop.run(stop)
-            reached = {} if ending in ASKED else _finish(loop)
+            reached = {} if ending in ASKED else _finish(loop, restore=restore)
         except Stopped as asked:
             ending = asked.reason
     at = loop.state
@@ -346,15 +375,19 @@ def _carry_out(loop: Loop, watch: Watcher, again_with: str) -> Result:
     return Result(loop.folder.path, ending, reached, _shown(loop.trainer.model), loop.task)
 
 
-def _finish(loop: Loop) -> dict[str, dict[str, float]]:
-    """Load the best weights and evaluate them on the test part. Rank 0 reads them; in the end each worker has the whole model again."""
+def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
+    """Load the best weights and evaluate them on the test part. Rank 0 reads them; in the end each worker has the whole model again, except
+    for a split vocabulary if nobody asked to `restore` it.
+    """
     trainer, world = loop.trainer, loop.trainer.mesh.world
     best: dict[str, Tensor] = {}
     with raise_on_all(world, for_all_of_us=True):
         if world.rank == 0:
             best = read_weights(trainer.model, loop.folder.weights)
-    best = broadcast(world, best)
-    load_parameters(trainer.parameters(), best, "weights.safetensors", whole=best.keys())
+    rows = trainer.held.rows
+    # Without its model no run needs a vocabulary whole that had to be split.
+    best = broadcast(world, best, None if restore else cutter(rows))
+    load_parameters(trainer.parameters(), cut(best, rows) if restore else best, "weights.safetensors", whole=best.keys())
     trainer.model.eval()
     reached = {}
     if loop.state.best is not None:
@@ -364,6 +397,8 @@ def _finish(loop: Loop) -> dict[str, dict[str, float]]:
         reached["test"] = loop.judge(loop.parts.test, weights_step=loop.state.weights_step)
     if isinstance(trainer.model, Model) and trainer.plan.stages > 1:
         fill(trainer.model, best, trainer.device)
+    if isinstance(trainer.model, Model) and rows and restore:
+        join_vocabulary(trainer.model.cpu(), best)  # in host memory: it may not fit on the device
     return reached
 
 

@@ -140,7 +140,9 @@ def plan_before(folder: Run) -> Plan | None:
     """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
     try:
         known = with_new_names({"plan": folder.read_json("plan.json")})["plan"]
-        return _of_json({name: known[name] for name in PlanSpec.model_fields})
+        # Older runs do not name what they could not do.
+        older = {"split_vocabulary": False}
+        return _of_json({name: (older | known)[name] for name in PlanSpec.model_fields})
     except (RunError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
@@ -149,7 +151,17 @@ def _of_json(known: Mapping[str, Any]) -> Plan:
     """Parse a plan from JSON, validated like that of a spec."""
     given = PlanSpec.model_validate(known)
     replicas, cuts = given.replicas or 1, tuple(given.cuts or ())
-    return Plan(replicas, given.stages, cuts, given.chunk_steps, given.micro_batches, given.recompute, given.kernel, given.share_head)
+    return Plan(
+        replicas,
+        given.stages,
+        cuts,
+        given.chunk_steps,
+        given.micro_batches,
+        given.recompute,
+        given.kernel,
+        given.share_head,
+        given.split_vocabulary,
+    )
 
 
 def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int | None:

@@ -90,12 +90,26 @@ class PlanCase(Footprint):
         if found is None:
             last = self.last_unit(last, chunk)
             work = self.of_stage(stage, first, last, lanes, self.steps(chunk)) if last > first else NOTHING
+            there, back = self._exchanges(stage, first, last, lanes, self.steps(chunk)) if self.units.rows else (0.0, 0.0)
             # Where carries are recomputed too, all chunks of a segment but its last run forward once more.
             segment = self.plan.segment(self.chunks)
-            again = work.forward * (2 - 1 / segment) if self.plan.recompute else 0.0
-            backward = self.task_seconds + again + work.backward + (0.0 if self.put_off else work.put_off)
-            found = self._tasks[key] = self.task_seconds + work.forward, backward
+            again = (work.forward + there) * (2 - 1 / segment) if self.plan.recompute else 0.0
+            backward = self.task_seconds + again + work.backward + back + (0.0 if self.put_off else work.put_off)
+            found = self._tasks[key] = self.task_seconds + work.forward + there, backward
         return found
+
+    def _exchanges(self, stage: int, first: int, last: int, lanes: int, steps: int) -> tuple[float, float]:
+        """Seconds that a split vocabulary adds forward and backward: its messages, roughly, and the logits, which are computed twice."""
+        replicas, cells = self.plan.replicas, self.plan.replicas * lanes * steps  # every replica has a part for the lanes of all
+        there = back = 0.0
+        if first == 0:
+            rows = self._reduce(replicas, cells * self.units.units[0].width_out * self.units.parameter_bytes)
+            there, back = rows, rows / 2  # a gather takes half as long as a sum
+        if last == len(self.units) and self.units.scores_vocabulary:
+            outputs = self._reduce(replicas, cells * self.units.units[-1].width_in * self.units.activation_bytes)
+            there += outputs / 2 + 2 * self._reduce(replicas, cells * self.units.parameter_bytes)
+            back += outputs + self._head(stage, lanes, steps).forward
+        return there, back
 
     def weight_gradients(self, stage: int, first: int, last: int, lanes: int, scored: int = 0) -> float:
         """Seconds of a micro-batch's deferred weight gradients, including a shared head's for the `scored` chunks of the last stage."""
@@ -211,7 +225,7 @@ class PlanCase(Footprint):
         shared, members = self.units.common(edges, share_head=self.share_head)
         done = []
         for stage, end in enumerate(ends):
-            own = (held[stage] - (shared if stage in members else 0)) * self.units.parameter_bytes
+            own = (held[stage] - (shared if stage in members else 0) - self.units.rows) * self.units.parameter_bytes
             window = self._window(stage, *self.units.alike(edges[stage], edges[stage + 1]))
             done.append(end * (1 + self.lag) + self._exposed(own, window))
         if shared:

@@ -17,6 +17,7 @@ class Footprint:
     """One plan, without its cuts, on one batch shape."""
 
     def __init__(self, plan: Plan, shape: BatchShape, units: Units, ways: Ways | None = None) -> None:
+        units = units.split_over(plan.replicas) if plan.splits_vocabulary else units
         self.plan, self.shape, self.units, self.ways = plan, shape, units, ways or Ways()
         lanes = max(1, -(-shape.lanes // plan.replicas))
         self.lanes = units.micro_batches(plan, lanes) * units.accumulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from carrywave.plan.cost.link_memory import NO_LINKS, Links, link_bytes
-from carrywave.plan.cost.units import Units
+from carrywave.plan.cost.units import Unit, Units
 from carrywave.plan.schedule.schedule import Schedule
 from carrywave.plan.schedule.wavefront_order import MOST_WAITING, extra
 
@@ -110,11 +110,11 @@ class Split:
 def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) -> Memory:
     """Bytes of a stage with units [first, last)."""
     parameters, gradients, optimizer = _fixed(units, first, last, split)
-    kept, deferred, entering, carry, work, widest = _numbers(units, first, last, split.share_head)
-    if split.links.messages and first > 0:
-        entering = 0  # messages are read in place, in the buffers of the links
     e = units.activation_bytes
     chunk = split.lanes * split.steps
+    kept, deferred, entering, carry, work, widest = _numbers(units, first, last, chunk, split.share_head)
+    if split.links.messages and first > 0:
+        entering = 0  # messages are read in place, in the buffers of the links
     flight = (entering if split.recompute else entering + kept) * chunk * e
     pairs = load.pairs
     if split.put_off and units.activation_bytes < units.parameter_bytes:
@@ -123,7 +123,7 @@ def stage_memory(units: Units, first: int, last: int, load: Load, split: Split) 
         pairs = ((load.held, max(pending for _, pending in pairs)),)
     activations = max(held * flight + pending * deferred * chunk * e for held, pending in pairs)
     # The running chunk's temporaries; deferred gradients instead need a second copy of the largest unit's pending rows, over all chunks.
-    workspace = (work + (kept if split.recompute else 0)) * chunk * e
+    workspace = (work + (kept * chunk if split.recompute else 0)) * e
     if split.put_off:
         workspace = max(workspace, widest * split.lanes * split.window * e)
     # The carries at the starts of segments, and those within the one that is being recomputed.
@@ -141,8 +141,10 @@ def _fixed(units: Units, first: int, last: int, split: Split) -> tuple[int, int,
     return parameters, parameters * (2 if split.reduced else 1), parameters * units.outer - (-parameters * units.states // split.owners)
 
 
-def _numbers(units: Units, first: int, last: int, share_head: bool) -> tuple[int, int, int, int, int, int]:
-    """Elements of a stage: kept, pending and input, per lane and step; carry, per lane; and its largest unit's work and pending."""
+def _numbers(units: Units, first: int, last: int, chunk: int, share_head: bool) -> tuple[int, int, int, int, int, int]:
+    """Elements of a stage: kept, pending and input, per lane and step; carry, per lane; its largest unit's work, for a chunk of this many
+    lanes times steps; and its largest unit's pending.
+    """
     own = list(units.units[first:last])
     head = units.units[-1]
     if share_head and last == len(units):  # a shared head's logits live only while it runs, on whichever stage that is
@@ -152,6 +154,10 @@ def _numbers(units: Units, first: int, last: int, share_head: bool) -> tuple[int
         sum(unit.deferred for unit in own),
         units.units[first].width_in or -(-INDEX_BYTES // units.activation_bytes),
         sum(unit.carry for unit in own),
-        max([unit.work for unit in own] + [head.work + head.kept] * share_head, default=0),
+        max([_work(unit, chunk) for unit in own] + [(head.work + head.kept) * chunk] * share_head, default=0),
         max([unit.deferred for unit in own], default=0),
     )
+
+
+def _work(unit: Unit, chunk: int) -> int:
+    return min(unit.work * chunk, unit.most_work) if unit.most_work else unit.work * chunk

@@ -14,7 +14,7 @@ from typing import Literal
 from carrywave.errors import PlanError
 from carrywave.plan.canonical_shards import REPLICAS, SHARDS
 from carrywave.plan.cost.profile import Kind
-from carrywave.plan.plan import Plan
+from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec, TrainSpec
@@ -39,6 +39,7 @@ class Unit:
     deferred: int = 0  # elements per lane and step held from backward until deferred weight gradients are computed
     carry: int = 0  # elements per lane
     work: int = 0  # elements per lane and step of temporary memory while it runs
+    most_work: int = 0  # the most of it, however many lanes and steps there are; 0: no limit
     projection: int = 0
     directions: int = 1
     dropout: int = 0  # width of the dropout applied to its output; 0 for none
@@ -72,6 +73,8 @@ class Units:
     reproducible: bool = False
     shard_optimizer: bool = False  # replicas divide the optimizer state
     outer: int = 0  # copies of the weights besides, on replicas that do not exchange at every step (`train.sync`)
+    picks_rows: bool = False  # the head's work depends on the targets, so that nothing is recorded
+    rows: int = 0  # parameters of a split vocabulary that one replica holds alone
 
     def __len__(self) -> int:
         return len(self.units)
@@ -157,6 +160,44 @@ class Units:
         parts = min(parts, lanes)
         return [lanes * (part + 1) // parts - lanes * part // parts for part in range(parts)]
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """True if the encoder has rows that replicas can split."""
+        return self.units[0].kind == "embedding"
+
+    @property
+    def scores_vocabulary(self) -> bool:
+        """True if the head has the same rows, and is split with the encoder."""
+        head = self.units[-1]
+        whole = not self.pooled and not self.picks_rows
+        return self.has_vocabulary and whole and head.kind == "softmax" and head.outputs == self.units[0].inputs
+
+    def split_over(self, replicas: int) -> Units:
+        """With the rows of the vocabulary split over this many replicas. Each reads the tokens and outputs of all of them, and keeps no
+        logits.
+        """
+        if replicas == 1 or not self.has_vocabulary:
+            return self
+        encoder, head = self.units[0], self.units[-1]
+        encoder = replace(
+            encoder,
+            parameters=-(-encoder.parameters // replicas),
+            kept=encoder.kept + 2 * replicas,
+            deferred=replicas * encoder.deferred,
+            work=2 * replicas * encoder.work,
+        )
+        if self.scores_vocabulary:
+            head = replace(
+                head,
+                parameters=-(-head.parameters // replicas),
+                kept=replicas * (head.width_in + 2),
+                deferred=0,
+                most_work=2 * LOGITS_AT_ONCE,
+            )
+        tied = -(-self.tied // replicas)
+        rows = encoder.parameters + tied + (head.parameters if self.scores_vocabulary else 0)
+        return replace(self, units=(encoder, *self.units[1:-1], head), tied=tied, rows=rows)
+
     @staticmethod
     def of(spec: Spec, facts: DataFacts) -> Units:
         """The units of the model that a spec describes for its data."""
@@ -192,6 +233,8 @@ class Units:
         )
         if tied:
             units[0] = replace(encoder, parameters=0)
+        if model.softmax == "adaptive":
+            units[-1] = _adaptive(units[-1], width, model.cutoffs_of(facts.vocabulary), facts.vocabulary)
         return Units(
             tuple(units),
             _shapes(spec, facts),
@@ -206,6 +249,7 @@ class Units:
             spec.train.reproducible,
             spec.train.shard_optimizer,
             _outer_copies(spec.train),
+            picks_rows=model.softmax == "adaptive",
         )
 
 
@@ -293,6 +337,16 @@ def _head(spec: Spec, facts: DataFacts) -> tuple[Kind, int]:
             f"the data has nothing for {spec.task} to predict (vocabulary, labels or outputs); pass the data's facts, or the data itself"
         )
     return "softmax" if kind == "softmax" else "linear", outputs
+
+
+def _adaptive(head: Unit, width: int, cutoffs: tuple[int, ...], vocabulary: int) -> Unit:
+    """The head as an adaptive softmax. Which clusters a step needs depends on its target: a quarter of the steps is taken to need each."""
+    sizes = [high - low for low, high in pairwise((*cutoffs, vocabulary))]
+    narrow = [width // 4 ** (number + 1) for number in range(len(sizes))]
+    first = cutoffs[0] + len(cutoffs)
+    scored = first + sum(sizes) // 4
+    parameters = first * width + sum(each * (width + size) for each, size in zip(narrow, sizes, strict=True))
+    return replace(head, outputs=scored, parameters=parameters, kept=scored, deferred=scored, work=scored, tensors=1 + 2 * len(sizes))
 
 
 def _shapes(spec: Spec, facts: DataFacts) -> tuple[BatchShape, ...]:

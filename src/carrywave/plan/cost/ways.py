@@ -55,7 +55,7 @@ def ways_of(plan: Plan, units: Units, cluster: Cluster, placed: Placed) -> Ways:
     between = between if between not in ("", DEVICE_MEMORY) else "NCCL" if on_gpu else "gloo"
     messages = "" if plan.stages == 1 else between if any(placed.crossing) else within
     sums = "" if plan.workers == 1 else between if placed.hosts > 1 else within
-    if not on_gpu or units.precision == "fp64" or messages not in ("", DEVICE_MEMORY):
+    if not on_gpu or units.precision == "fp64" or messages not in ("", DEVICE_MEMORY) or plan.splits_vocabulary or units.picks_rows:
         return Ways(messages, sums, "", on_gpu)
     one_piece = sums in ("", DEVICE_MEMORY) and (plan.stages > 1 or units.accumulate == 1) and not units.reproducible
     return Ways(messages, sums, "steps" if one_piece else "passes", on_gpu)

@@ -1,4 +1,5 @@
-"""Finds the best plan for a spec on a cluster: over replicas, stages, cuts, chunks, micro-batches, recomputation and a shared head.
+"""Finds the best plan for a spec on a cluster: over replicas, stages, cuts, chunks, micro-batches, recomputation, a shared head and, where
+a model does not fit otherwise, a split vocabulary.
 
 This is a best-first branch and bound: every plan has a lower bound on its time, and only plans that could still win are examined more
 closely, first with their cuts, then in the simulator. The result is that of simulating everything `space` lists, to within a tolerance,
@@ -113,6 +114,7 @@ def describe(plan: Plan) -> str:
     if plan.micro_batches > 1:
         parts.append(f"{plan.micro_batches} micro-batches")
     parts += ["recompute twice" if plan.recompute == "twice" else "recompute"] * bool(plan.recompute) + ["shared head"] * plan.shares_head
+    parts += ["split vocabulary"] * plan.splits_vocabulary
     return ", ".join(parts)
 
 

@@ -85,6 +85,15 @@ class Space:
         once = [Plan(chunk_steps=steps, recompute=True) for steps in found]
         return once + [replace(plan, recompute="twice") for plan in once if plan.chunks(longest) >= LEAST_CHUNKS_TWICE]
 
+    def splits_vocabulary(self, plan: Plan) -> bool:
+        """True if the replicas of this plan can split a vocabulary: in one stage, if nothing else in the spec decides what they hold."""
+        return (
+            self.units.has_vocabulary
+            and plan.stages == 1
+            and 1 < plan.replicas <= self.units.units[0].inputs
+            and not (self.units.reproducible or self.units.shard_optimizer or self.units.outer)
+        )
+
     def plans(self, group: Plan) -> Iterator[Plan]:
         """All plans to try with the group's replicas and stages; cuts and recomputation are added later, as needed."""
         if group.stages == 1:
@@ -96,7 +105,8 @@ class Space:
                     yield replace(group, chunk_steps=steps, micro_batches=micro_batches, share_head=share_head)
 
     def leaner(self, plan: Plan) -> Iterator[Plan]:
-        """Variants that need less memory than a plan that does not fit: recomputation, more micro-batches, and on one stage also chunks.
+        """Variants that need less memory than a plan that does not fit: recomputation, more micro-batches, and on one stage also chunks and
+        a split vocabulary.
 
         On one stage, micro-batches and chunks have no other benefit.
         """
@@ -107,11 +117,13 @@ class Space:
                     yield replace(plan, micro_batches=micro_batches)
                     yield replace(plan, micro_batches=micro_batches, recompute=True)
         elif plan == Plan(plan.replicas):
-            for micro_batches in self.micro_batches(plan.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES):
-                if micro_batches > 1:
-                    yield replace(plan, micro_batches=micro_batches)
-                for each in self.recomputed():
-                    yield replace(plan, micro_batches=micro_batches, chunk_steps=each.chunk_steps, recompute=each.recompute)
+            for split in (False, True) if self.splits_vocabulary(plan) else (False,):
+                own = replace(plan, split_vocabulary=split)
+                for micro_batches in self.micro_batches(plan.replicas, MICRO_BATCHES + MORE_MICRO_BATCHES):
+                    if micro_batches > 1 or split:
+                        yield replace(own, micro_batches=micro_batches)
+                    for each in self.recomputed():
+                        yield replace(own, micro_batches=micro_batches, chunk_steps=each.chunk_steps, recompute=each.recompute)
 
     def leanest(self) -> Iterator[Plan]:
         """For each number of stages, the plain plan, then those that need the least memory."""
@@ -119,13 +131,14 @@ class Space:
         for stages in self.stages():
             replicas = self.replicas(stages)
             for number in sorted({*replicas[:1], *replicas[-1:]}):
-                yield Plan(number, stages)
                 micro_batches = self.micro_batches(number, MICRO_BATCHES + MORE_MICRO_BATCHES)
-                for parts in sorted({1, micro_batches[-1]}):
-                    for each in {steps[0]: None, steps[-1]: None}:
-                        yield Plan(number, stages, (), each, parts, recompute=True)
-                    for recomputed in self.recomputed()[-1:] if stages == 1 else ():
-                        yield replace(recomputed, replicas=number, micro_batches=parts)
+                for split in (False, True) if self.splits_vocabulary(Plan(number, stages)) else (False,):
+                    yield Plan(number, stages, split_vocabulary=split)
+                    for parts in sorted({1, micro_batches[-1]}):
+                        for each in {steps[0]: None, steps[-1]: None}:
+                            yield Plan(number, stages, (), each, parts, recompute=True, split_vocabulary=split)
+                        for recomputed in self.recomputed()[-1:] if stages == 1 else ():
+                            yield replace(recomputed, replicas=number, micro_batches=parts, split_vocabulary=split)
 
 
 def _thinned(numbers: list[int]) -> list[int]:

@@ -27,7 +27,7 @@ def section(plan: Plan, units: Units) -> dict[str, Any]:
         found["chunk_steps"] = chunk_steps
     if plan.micro_batches > 1:
         found["micro_batches"] = plan.micro_batches
-    found |= {name: value for name in ("recompute", "share_head") if (value := getattr(plan, name))}
+    found |= {name: value for name in ("recompute", "share_head", "split_vocabulary") if (value := getattr(plan, name))}
     return found if plan.kernel == "auto" else found | {"kernel": plan.kernel}
 
 

@@ -1,9 +1,9 @@
 """A `Snapshot` is everything a run needs to resume exactly where it was; without pickle, and never half-written.
 
 On disk it is a folder of safetensors files and a manifest. Workers write files in parallel, each its part; a file is named after its first
-tensor, and tensors after parameters, layers and lanes, never after ranks. Everything is written under a temporary name and published by one
-rename, and only then does the file `last` name it (and `best`, if its weights are the best so far). So whenever a crash happens, both name
-complete snapshots.
+tensor, and tensors after parameters, their rows, layers and lanes, never after ranks. Everything is written under a temporary name and
+published by one rename, and only then does the file `last` name it (and `best`, if its weights are the best so far). So whenever a crash
+happens, both name complete snapshots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch import Tensor
 
 from carrywave.errors import Diverged, RunError, option
 from carrywave.runs.checkpoint import atomic_files
+from carrywave.runs.checkpoint.atomic_files import Form
 from carrywave.runs.checkpoint.manifest import GROUPS, MANIFEST, REMEDY, File, Manifest, encode, is_plain, read_manifest
+from carrywave.step import row_parts
 
 POINTER, BEST = "last", "best"
 NONE_YET = ".none-yet"  # exists from the start of a run to its first snapshot: what was written until then can be reproduced
@@ -80,6 +82,36 @@ class Stored:
             raise RunError(f"snapshot {self.folder}: parameter {bad} is not finite; resume from an older snapshot or start a new run")
         return found
 
+    def forms(self, group: str) -> dict[str, Form]:
+        """The dtypes and shapes of the tensors of a group; of those that several workers wrote by rows, as if one had."""
+        found = self.manifest.forms(group)
+        for name, pieces in row_parts.pieces(found).items():
+            kinds = {(found[key][0], found[key][1][1:]) for _, _, key in pieces}
+            ends = [0, *(end for _, end, _ in pieces)]
+            sizes = [found[key][1][:1] == (end - start,) for start, end, key in pieces]
+            if len(kinds) > 1 or [start for start, _, _ in pieces] != ends[:-1] or not all(sizes) or name in found:
+                raise RunError(f"snapshot {self.folder} does not contain every row of {name} once; {REMEDY}")
+            [(dtype, rest)] = kinds
+            found = {key: form for key, form in found.items() if key not in {key for _, _, key in pieces}}
+            found[name] = dtype, (ends[-1], *rest)
+        return found
+
+    def tensors(self, group: str, wanted: Mapping[str, tuple[int, int] | None]) -> Tensors:
+        """Tensors of a group by name, or these rows [first, end) of them, whichever workers wrote them; rows are put together in memory."""
+        split = row_parts.pieces(self.manifest.forms(group))
+        keys: dict[str, list[tuple[int, int, str]]] = {}
+        for name, rows in wanted.items():
+            parts = split.get(name, [])
+            keys[name] = [part for part in parts if rows is None or (part[0] < rows[1] and part[1] > rows[0])]
+        given = self.read(group, {key for name in wanted for key in [part[2] for part in keys[name]] or [name]})
+        found: Tensors = {}
+        for name, rows in wanted.items():
+            parts = keys[name]
+            first = parts[0][0] if parts else 0
+            whole = given[name] if not parts else given[parts[0][2]] if len(parts) == 1 else torch.cat([given[key] for _, _, key in parts])
+            found[name] = whole if rows is None else whole[rows[0] - first : rows[1] - first]
+        return found
+
     def pieces(self, name: str) -> list[tuple[int, int, str]]:
         """The ranges of lanes in which a carry tensor was written, as (start, end, key); they cover all lanes."""
         pieces = sorted(ranges_of(self.manifest.forms("carry")).get(name, []))
@@ -118,7 +150,7 @@ def save(folder: Path, name: str, snapshot: Snapshot, keep: int, *, best: bool =
 def load(path: Path) -> Snapshot:
     """Load the last snapshot in a folder of snapshots, or the one in this very folder; every byte is verified."""
     stored = open_stored(path)
-    groups = {group: stored.read(group, stored.manifest.forms(group)) for group in GROUPS if group != "carry"}
+    groups = {group: stored.tensors(group, dict.fromkeys(stored.forms(group))) for group in GROUPS if group != "carry"}
     carry = {name: stored.lanes(name) for name in ranges_of(stored.manifest.forms("carry"))}
     return Snapshot(**groups, carry=carry, meta=stored.meta)
 

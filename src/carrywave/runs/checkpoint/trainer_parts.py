@@ -2,11 +2,13 @@
 
 Replicas hold the same parameters and optimizer state, so each writes a share of them, about equal in bytes; what several stages hold is
 written by the first of them. If replicas divide the optimizer state (`train.shard_optimizer`), each writes its pieces. Each worker writes
-the carry of its own layers and lanes. Of replicas that train on their own, `replica_parts` says what they share and what not.
+its own rows of a split vocabulary, and the carry of its own layers and lanes. Of replicas that train on their own, `replica_parts` says
+what they share and what not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -16,11 +18,14 @@ from carrywave.errors import RunError
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import homes
 from carrywave.model.state import State
+from carrywave.model.vocabulary_rows import Rows
+from carrywave.model.vocabulary_split import split_rows, whole_shape
 from carrywave.runs.checkpoint import replica_parts
 from carrywave.runs.checkpoint.atomic_files import Form, form_of
 from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import piece_state
+from carrywave.step.row_parts import cut, named, rows_of
 from carrywave.step.trainer import Trainer
 from carrywave.step.trainer_state import carry_state, carry_tensors, load_optimizer, wanted_state
 from carrywave.step.worker_setup import tensors_of
@@ -29,19 +34,24 @@ from carrywave.step.worker_setup import tensors_of
 def part_of(trainer: Trainer, lanes: int) -> Groups:
     """This worker's part of a snapshot: its share of the parameters and the optimizer state, and the carry that it holds."""
     own = _owned(trainer)
-    named = [(name, p) for name, p in trainer.named if name in own]
+    trained = [(name, p) for name, p in trainer.named if name in own]
     groups: Groups
     if trainer.sync is not None:
         groups = replica_parts.shared_part(trainer, own)
     else:
-        groups = {"parameters": {name: tensor for name, tensor in trainer.parameters().items() if name in own}, "optimizer": {}}
-        if trainer.pieces is None:
-            groups["optimizer"] = optimizers.state_tensors(trainer.optimizer, named)
-    mine = _dealt(groups, trainer.mesh.replica, trainer.plan.replicas)
+        state = {} if trainer.pieces is not None else optimizers.state_tensors(trainer.optimizer, trained)
+        groups = {"parameters": {name: tensor for name, tensor in trainer.parameters().items() if name in own}, "optimizer": state}
+    whole: Groups = {}
+    split: Groups = {}
+    for group, tensors in groups.items():
+        whole[group] = {name: t for name, t in tensors.items() if rows_of(name, t, trainer.held.rows) is None}
+        split[group] = named({name: t for name, t in tensors.items() if name not in whole[group]}, trainer.held.rows)
+    mine = _dealt(whole, trainer.mesh.replica, trainer.plan.replicas)
+    mine = {group: tensors | split[group] for group, tensors in mine.items()}
     if trainer.sync is not None:
         mine["replica"] = replica_parts.own_part(trainer, own)
     if trainer.pieces is not None:
-        mine["optimizer"] = piece_state.saved(trainer.optimizer, [piece for _, p in named if (piece := trainer.pieces.of(p)) is not None])
+        mine["optimizer"] = piece_state.saved(trainer.optimizer, [piece for _, p in trained if (piece := trainer.pieces.of(p)) is not None])
     low, high = trainer.mesh.share().bounds(lanes)
     carry = carry_tensors(trainer.state, trainer.stage.layers) if trainer.keep_state else {}
     return mine | {"carry": {ranged(name, low, high): tensor for name, tensor in carry.items()}}
@@ -76,26 +86,52 @@ def _dealt(groups: Groups, index: int, of: int) -> Groups:
 
 def load_state(trainer: Trainer, stored: Stored, lanes: int) -> None:
     """Load a trainer's part of a snapshot: the parameters, the optimizer state and the carry that it holds."""
-    own = trainer.parameters()
+    own, rows = trainer.parameters(), trainer.held.rows
     # Everything in the manifest is checked before any tensor is read.
-    check_forms(own, stored.manifest.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys())
-    state_names = _own_state_names(trainer, stored)
+    check_forms(own, stored.forms("parameters"), "the snapshot", whole=tensors_of(trainer.model).keys(), rows=rows)
+    state_rows = _own_state_rows(trainer, stored)
     if trainer.sync is not None:
         replica_parts.check_size(trainer, stored)
     trainer.state = own_state(stored, trainer, lanes)
-    load_parameters(own, stored.read("parameters", own), "the snapshot")
+    load_parameters(own, stored.tensors("parameters", {name: _range(rows.get(name)) for name in own}), "the snapshot")
     if trainer.sync is None:
         saved = bool(stored.manifest.forms("optimizer"))
-        load_optimizer(trainer, stored.read("optimizer", state_names), trainer.named, averages=saved)
+        load_optimizer(trainer, stored.tensors("optimizer", state_rows), trainer.named, averages=saved)
     else:
         replica_parts.load(trainer, stored, {name for name, _ in trainer.model.named_parameters()} - dict(trainer.named).keys())
 
 
-def _own_state_names(trainer: Trainer, stored: Stored) -> list[str]:
-    """The optimizer tensors that this worker loads: all but those of parameters, or pieces of them, on other workers."""
-    wanted = wanted_state(trainer, trainer.named)
+def _range(rows: Rows | None) -> tuple[int, int] | None:
+    return None if rows is None else (rows.low, rows.high)
+
+
+def _own_state_rows(trainer: Trainer, stored: Stored) -> dict[str, tuple[int, int] | None]:
+    """The optimizer tensors that this worker loads, or their rows: all but those of parameters, or pieces of them, on other workers.
+    Refuses any that is too large.
+    """
+    rows = trainer.held.rows
     whole = {name for name, _ in trainer.model.named_parameters()}
-    return [name for name, (_, shape) in stored.manifest.forms("optimizer").items() if piece_state.needed(name, shape, wanted, whole)]
+    wanted = wanted_state(trainer, [(name, p) for name, p in trainer.named if name not in rows])
+    split = {name: math.prod(whole_shape(name, p.shape, rows)) for name, p in trainer.named if name in rows}
+    found: dict[str, tuple[int, int] | None] = {}
+    for name, (_, shape) in stored.forms("optimizer").items():
+        _, parameter, span = piece_state.parsed(name, whole)
+        if parameter not in split:
+            if piece_state.needed(name, shape, wanted, whole):
+                found[name] = None
+            continue
+        if span is not None:
+            raise RunError(
+                "the snapshot's optimizer state is divided over replicas, and plan.split_vocabulary=true would divide it otherwise; "
+                "resume without plan.split_vocabulary"
+            )
+        if math.prod(shape) > max(1, split[parameter]):
+            raise RunError(
+                f"the snapshot's optimizer state {name} has shape {list(shape)}, which matches no parameter of this run; "
+                "resume with the train.optimizer, train.precision and model it was made with"
+            )
+        found[name] = _range(rows[parameter]) if shape else None
+    return found
 
 
 def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
@@ -118,13 +154,18 @@ def own_state(stored: Stored, trainer: Trainer, lanes: int) -> State | None:
     return carry_state({name: stored.lanes(name, low, high) for name in wanted}, trainer.device, trainer.stage.layers)
 
 
-def check_forms(own: Mapping[str, Tensor], given: Mapping[str, Form], where: str, *, whole: Collection[str]) -> None:
-    """Refuse tensors whose names, shapes or dtypes are not the model's. `whole`: the names in the whole model, of which `own` is a part."""
+def check_forms(
+    own: Mapping[str, Tensor], given: Mapping[str, Form], where: str, *, whole: Collection[str], rows: Mapping[str, Rows] | None = None
+) -> None:
+    """Refuse tensors whose names, shapes or dtypes are not the model's. `whole`: the names in the whole model, of which `own` is a part;
+    `rows`: those of which it has only some rows.
+    """
     for name, tensor in own.items():
         if name not in given:
             raise RunError(f"{where} is from another model: it has no {name}; use the spec it was made with")
-        if given[name] != form_of(tensor):
-            there, here = (f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (given[name], form_of(tensor)))
+        expected = tensor.dtype, whole_shape(name, tensor.shape, rows or {})
+        if given[name] != expected:
+            there, here = (f"{list(shape)} {str(dtype).removeprefix('torch.')}" for dtype, shape in (given[name], expected))
             raise RunError(f"{where} has {name} as {there}, expected {here}; use the spec it was made with")
     if extra := sorted(given.keys() - set(whole)):
         raise RunError(f"{where} has {extra[0]}, which the model does not have; use the spec it was made with")
@@ -139,12 +180,13 @@ def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str
 
 
 def take_weights(model: nn.Module, path: Path, where: str, *, ignored: str | None = None) -> None:
-    """Load a weights file into a model; the tensor `ignored` keeps its value."""
+    """Load a weights file into a model, or its rows of what is split; the tensor `ignored` keeps its value."""
     own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
-    load_parameters(own, read_weights(model, path, ignored=ignored), where)
+    load_parameters(own, cut(read_weights(model, path, ignored=ignored), split_rows(model)), where)
 
 
 def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None) -> dict[str, Tensor]:
     """The tensors of a weights file, checked against the whole model, including what other workers hold."""
     own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
-    return load_weights(path, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}, ignored)
+    rows = split_rows(model)
+    return load_weights(path, {name: (whole_shape(name, tensor.shape, rows), tensor.dtype) for name, tensor in own.items()}, ignored)

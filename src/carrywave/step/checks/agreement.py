@@ -5,8 +5,8 @@ Without a GPU, the rows are compared at once, before any weight changes. With on
 long been computed and nothing has to wait for them. All workers compare after the same step, whatever device they use, so either all of
 them raise or none does.
 
-In a pipeline, a mismatch between batches would leave stages waiting for messages that never come, so there the user's batches are compared
-before the step.
+In a pipeline, and where replicas share a vocabulary, a mismatch between batches would leave workers waiting for messages that never come,
+so there the user's batches are compared before the step.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Agreement:
                 self._on_device += [_sum_of(t, weighted=True) for t in (batch.inputs, batch.targets) if t is not None and t.is_cuda]
         many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
         self._given = StepInputs(f"{many} of {where}" if own else many, _settings(optimizer), contents)
-        if own and (not self._steps or self.mesh.plan.stages > 1):
+        if own and (not self._steps or self.mesh.plan.stages > 1 or self.mesh.plan.splits_vocabulary):
             self._gather(self._given)
 
     def unbroken(self, *, broken: bool) -> None:

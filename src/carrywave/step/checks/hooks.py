@@ -27,7 +27,7 @@ class Hooks:
     def __init__(self, held: Mapping[str, nn.Parameter], model: nn.Module, plan: Plan, *, in_pieces: bool = False) -> None:
         self.held, self.model = held, model
         self.modules = list(model.modules())
-        self.is_cut = plan.stages > 1 or plan.micro_batches > 1 or plan.chunk_steps is not None
+        self.is_cut = plan.stages > 1 or plan.micro_batches > 1 or plan.chunk_steps is not None or plan.splits_vocabulary
         self.in_pieces = in_pieces  # True if a worker need not have more than a piece of a gradient
         self._put_off: list[tuple[nn.Parameter, list[Hook]]] = []
 

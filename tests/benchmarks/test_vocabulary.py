@@ -1,0 +1,26 @@
+"""`bench vocabulary` compares the memory and the loss of workers that share a vocabulary with those of one that has it all."""
+
+from __future__ import annotations
+
+import pytest
+
+from carrywave.benchmarks import vocabulary
+
+
+@pytest.mark.slow
+def test_a_worker_needs_about_a_quarter_and_finds_the_same_loss() -> None:
+    alone, split = vocabulary.run(quick=True)
+    assert tuple(alone) == tuple(split) == vocabulary.COLUMNS
+    assert (alone["share"], alone["loss_off"]) == (1.0, 0.0)
+    whole_mib = 4 * 4 * 2 * vocabulary.QUICK.words * vocabulary.QUICK.hidden / 2**20
+    assert float(str(alone["peak_mib"])) > whole_mib  # weights, gradients and two numbers of Adam's for each
+    assert float(str(split["share"])) <= vocabulary.TARGET
+    assert float(str(split["loss_off"])) < 1e-5  # float32, in another order
+
+
+def test_the_worker_that_needs_the_most_counts() -> None:
+    def told(peak_mib: float, loss: float) -> list[dict[str, float]]:
+        return [{"peak_mib": peak_mib, "loss": loss, "step_seconds": 1.0}]
+
+    row = vocabulary.row_of(vocabulary.Case(), [told(30.0, 2.0), told(50.0, 2.0)], [told(100.0, 2.5)])
+    assert (row["share"], row["peak_mib_each"], row["loss_off"]) == (0.5, "30 50", 0.2)

@@ -1,0 +1,90 @@
+"""The adaptive softmax beside torch's AdaptiveLogSoftmaxWithLoss, in a model, and in a spec."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from carrywave.errors import SpecError, UserError
+from carrywave.model.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads import IGNORED
+from carrywave.plan.cost.units import Units
+from carrywave.spec.facts import DataFacts
+from carrywave.spec.load import parse
+
+WIDTH, CLASSES, CUTOFFS, STEPS, LANES = 32, 30, [4, 11], 6, 5
+
+
+def heads() -> tuple[AdaptiveSoftmax, nn.AdaptiveLogSoftmaxWithLoss]:
+    torch.manual_seed(3)
+    theirs = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, CLASSES, CUTOFFS).double()
+    ours = AdaptiveSoftmax(WIDTH, CLASSES, CUTOFFS).double()
+    ours.load_state_dict(theirs.state_dict())  # the same names
+    return ours, theirs
+
+
+@pytest.mark.parametrize("most", [CLASSES, CUTOFFS[0]], ids=["all clusters", "no cluster"])
+def test_loss_and_gradients_are_those_of_torch(most: int) -> None:
+    ours, theirs = heads()
+    y = torch.randn(STEPS, LANES, WIDTH, dtype=torch.float64)
+    target = torch.randint(most, (STEPS, LANES))
+    target[0, 1] = target[3, 2] = IGNORED
+    own, wanted = y.clone().requires_grad_(), y.clone().requires_grad_()
+    total, count = ours.loss(own, target)
+    total.backward()
+    real = target != IGNORED
+    (-theirs(wanted[real], target[real]).output.sum()).backward()
+    assert count == STEPS * LANES - 2
+    torch.testing.assert_close(total, -theirs(y[real], target[real]).output.sum())
+    torch.testing.assert_close(own.grad, wanted.grad)
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None  # zero where torch has none
+        torch.testing.assert_close(mine.grad, torch.zeros_like(mine) if other.grad is None else other.grad, msg=name)
+
+
+def test_its_output_is_the_log_probability_of_every_class() -> None:
+    ours, theirs = heads()
+    y = torch.randn(STEPS, LANES, WIDTH, dtype=torch.float64)
+    torch.testing.assert_close(ours(y).flatten(0, 1), theirs.log_prob(y.flatten(0, 1)))
+    target = torch.randint(CLASSES, (STEPS, LANES))
+    torch.testing.assert_close(ours.score(ours(y), target), ours.loss(y, target))
+
+
+@pytest.mark.parametrize("cutoffs", [[], [0, 5], [7, 5], [5, CLASSES]])
+def test_cutoffs_that_divide_nothing_are_refused(cutoffs: list[int]) -> None:
+    with pytest.raises(UserError, match=r"do not divide 30 classes; list increasing numbers from 1 to 29"):
+        AdaptiveSoftmax(WIDTH, CLASSES, cutoffs)
+
+
+def test_more_clusters_than_a_narrow_layer_has_room_for_are_refused() -> None:
+    with pytest.raises(UserError, match=r"2 clusters cannot each be 4 times narrower than the last, from 8; use fewer cutoffs"):
+        AdaptiveSoftmax(8, CLASSES, CUTOFFS)
+
+
+def test_the_planner_counts_its_parameters() -> None:
+    spec = parse({"model": {"hidden": WIDTH, "softmax": "adaptive", "cutoffs": CUTOFFS}})
+    head = Units.of(spec, DataFacts(vocabulary=CLASSES)).units[-1]
+    own = list(AdaptiveSoftmax(WIDTH, CLASSES, CUTOFFS).parameters())
+    assert (head.parameters, head.tensors) == (sum(each.numel() for each in own), len(own))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": {"cutoffs": [3]}}, "cutoffs are for softmax=adaptive"),
+        ({"model": {"softmax": "adaptive", "cutoffs": [5, 3]}}, "cutoffs must increase, got"),
+        ({"model": {"softmax": "adaptive", "tie": True}}, "tie needs one matrix for all tokens"),
+        ({"task": "tagging", "model": {"softmax": "adaptive"}}, "model.softmax is for language models, not for tagging"),
+    ],
+)
+def test_a_spec_that_contradicts_itself_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse(given)
+
+
+def test_cutoffs_beyond_the_vocabulary_are_refused() -> None:
+    asked = parse({"model": {"softmax": "adaptive", "cutoffs": [50]}})
+    with pytest.raises(SpecError, match=r"model.cutoffs=\[50\], but the vocabulary has 40 tokens; use smaller ones, or model.softmax=full"):
+        asked.model.cutoffs_of(40)
+    assert parse({"model": {"softmax": "adaptive"}}).model.cutoffs_of(1000) == (50, 250)
