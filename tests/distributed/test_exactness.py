@@ -215,6 +215,7 @@ def test_an_adaptive_softmax_gives_the_answer_of_one_device(plan: dict[str, Any]
     check(a_case(plan=plan, model__tie=False, model__adaptive=True), crew)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "limit"), [("bf16", 2.0**-6), ("fp16", 2.0**-9)])
 def test_halves_of_a_split_vocabulary_differ_by_a_few_roundings(precision: str, limit: float, crew: Crew) -> None:
     """As those of other plans do, below."""
@@ -247,7 +248,12 @@ def test_what_stands_in_padding_changes_no_bit(case: Case, plan: str, crew: Crew
 @pytest.mark.parametrize("bucket_bytes", [None, 64])
 @pytest.mark.parametrize(
     "plan",
-    [a_plan(replicas=4), PLANS["both"], SHARED["head shared by replicas"], a_plan(replicas=4, split_vocabulary=True)],
+    [
+        a_plan(replicas=4),
+        PLANS["both"],
+        SHARED["head shared by replicas"],
+        pytest.param(a_plan(replicas=4, split_vocabulary=True), marks=pytest.mark.slow),
+    ],
     ids=["replicas", "both", "head shared", "vocabulary split"],
 )
 def test_bits_repeat(plan: dict[str, Any], bucket_bytes: int | None, crew: Crew) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from carrywave.data.order import Cursor, Order, SequenceOrder
 from carrywave.kernels.dispatch import in_use
+from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.vocabulary_split import count_parameters
@@ -154,6 +155,7 @@ def _network(model: Model | Whole, *, tied: bool) -> str:
         "bidirectional" if lstm.bidirectional else "",
         "tied" if tied else "",
         "layer norm" if lstm.layer_norm else "",
+        "adaptive softmax" if isinstance(model.head, AdaptiveSoftmax) else "",
     ]
     return ", ".join([f"LSTM {shape}", *filter(None, extras)])
 
