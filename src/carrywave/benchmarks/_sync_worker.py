@@ -1,7 +1,7 @@
 """`python -m carrywave.benchmarks._sync_worker JOB.json`: one of the workers of `bench sync`; trains one run after the other.
 
-Started once for each worker with a launcher's variables. Rank 0 writes what became of the runs, and the bytes that its interface sent
-meanwhile, as the kernel counts them.
+Started once for each worker with a launcher's variables. Rank 0 writes what became of the runs, and the bytes that its interface sent from
+the first step to the last, as the kernel counts them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from carrywave.errors import UserError
 from carrywave.parallel.startup.interfaces import GLOO
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
+from carrywave.train.loop import Loop
 
 
 def sent_bytes(interface: str) -> int:
@@ -25,18 +26,41 @@ def sent_bytes(interface: str) -> int:
     return int(found[interface][8])
 
 
+class Counted:
+    """The bytes sent in training steps: neither the weights that are handed out before the first, nor what a run writes after the last."""
+
+    def __init__(self, interface: str) -> None:
+        self.interface = interface
+        self.first: int | None = None
+        self.last = 0
+
+    def watch(self) -> None:
+        """Patch the training loop so that every step of this process looks at the counter."""
+        plain: Any = Loop._step
+
+        def step(loop: Loop, *given: Any) -> Any:
+            self.first = sent_bytes(self.interface) if self.first is None else self.first
+            done = plain(loop, *given)
+            self.last = sent_bytes(self.interface)
+            return done
+
+        Loop._step = step  # type: ignore[assignment, method-assign]
+
+
 def main(path: Path) -> None:
     """Carry out the runs of a job."""
     job: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     told: list[dict[str, Any]] = []
+    counted = Counted(os.environ[GLOO])
+    counted.watch()
     for number, spec in enumerate(job["specs"]):
-        before = sent_bytes(os.environ[GLOO])
+        counted.first = None
         try:
             result = train(parse(spec), run=path.parent / f"run-{number}", device="cpu")
         except UserError as error:
             told.append({"error": str(error)})
             break
-        told.append({"metrics": result.metrics, "sent_bytes": sent_bytes(os.environ[GLOO]) - before})
+        told.append({"metrics": result.metrics, "sent_bytes": counted.last - (counted.first or 0)})
     if os.environ["RANK"] == "0":
         (path.parent / "told.json").write_text(json.dumps(told), encoding="utf-8")
 
