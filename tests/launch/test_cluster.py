@@ -58,10 +58,9 @@ class Scene:
     def start(self, node: int) -> subprocess.Popen[bytes]:
         source = str(Path(carrywave.__file__).parents[1])
         environment = os.environ | {"PYTHONPATH": source, "CARRYWAVE_START_SECONDS": "300"}
+        command = [sys.executable, "launcher.py", str(node), str(self.port)]
         with (self.folder / f"{node}.err").open("ab") as err:
-            return subprocess.Popen(
-                [sys.executable, "launcher.py", str(node), str(self.port)], cwd=self.folder, env=environment, stderr=err
-            )
+            return subprocess.Popen(command, cwd=self.folder, env=environment, stderr=err)
 
     def err(self, node: int) -> str:
         return (self.folder / f"{node}.err").read_text()
