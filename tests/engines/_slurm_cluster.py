@@ -134,6 +134,17 @@ class Slurm:
         shown = self.run("scontrol", "show", "job", job).stdout
         return shown.partition("JobState=")[2].partition(" ")[0]
 
+    def has_steps(self, job: str) -> bool:
+        """True while slurmd watches a script or a step of this job: each has a slurmstepd, which says whose it is."""
+        found = False
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    found = found or f"slurmstepd: [{job}.".encode() in (entry / "cmdline").read_bytes()
+                except OSError:
+                    continue  # it has ended
+        return found
+
     def stop(self) -> None:
         self.run("scancel", "--user=root", seconds=30)
         for daemon in reversed(self._daemons):

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,8 +117,11 @@ def test_a_job_that_is_queued_again_goes_on(slurm: Slurm, folder: Path, referenc
     _tiny_run.wait_until(lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", job).stdout, "the job is queued again")
     assert 0 < _tiny_run.last_step(folder / "queued-run") < _tiny_run.last_step(reference / "two")
 
+    # A job that was queued again waits for two minutes, in which its last traces go; this is the way past that.
+    _tiny_run.wait_until(lambda: not slurm.has_steps(job), "its old script has ended")
+    time.sleep(3)  # slurmd takes a job that comes back within the same second for one that it was told to kill
+
     def started() -> bool:
-        # A job that was queued again waits for two minutes; this is the way past that.
         slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         return slurm.state(job) not in ("PENDING", "COMPLETING")
 

@@ -131,7 +131,8 @@ def connected(device: str) -> Iterator[RayCluster]:
         named = f"at RAY_ADDRESS={where}" if where else "of this machine"
         why = str(error).strip().partition("\n")[0]
         raise WorkerError(
-            f"there is no connection to the Ray cluster {named} ({why}); start it with ray start, or unset RAY_ADDRESS"
+            f"there is no connection to the Ray cluster {named} ({why}); start it with ray start, set RAY_AUTH_TOKEN if it asks for one, "
+            "or unset RAY_ADDRESS"
         ) from error
     try:
         found = int(ray.cluster_resources().get("GPU", 0))
