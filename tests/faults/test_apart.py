@@ -82,7 +82,8 @@ def test_a_run_in_a_store_goes_on_on_another_host_wherever_it_was_killed(tmp_pat
     (tmp_path / "calm").mkdir()
     _faults.write_data(tmp_path / "calm")
     calm = command(tmp_path / "calm", 0)
-    assert calm.wait(600) == 0
+    out, _ = calm.communicate(timeout=600)
+    assert calm.returncode == 0, out
     ours, theirs = (_faults.contents(folder / "store" / "run") for folder in (tmp_path, tmp_path / "calm"))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
