@@ -200,7 +200,7 @@ def test_a_share_too_small_for_the_kernel_is_left_out() -> None:
     wanted = gpu_pipeline.variants([SMALL])
     log: list[str] = []
     _, found = gpu_pipeline.measure(wanted, fakes(log, kernel="aten (cuDNN)"), rounds=2)
-    assert [each.notes for each in found.values()] == [["does not fit"]] * len(wanted)
+    assert [each.notes for each in found.values()] == [["a layer does not fit on a share"]] * len(wanted)
     assert set(log) == {"describe 1"}
     _, found = gpu_pipeline.measure(wanted[:1], fakes([]), rounds=1)
     assert [each.notes for each in found.values()] == [[]]

@@ -14,6 +14,7 @@ from carrywave.cli import workers
 from carrywave.cli.exits import with_exit_codes
 from carrywave.cli.workers import Elastic, start_workers
 from carrywave.errors import ContactLost, DataError, PlanError, WorkerError
+from carrywave.launch import launch_record
 from carrywave.launch.exit_reports import Ended
 from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel import world
@@ -27,6 +28,7 @@ HOSTS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "ind
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TF_CONFIG", "CARRYWAVE_CAUSES", "CARRYWAVE_SHARE_GPU"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch_record._Call, "run", None)  # other tests train in this process
 
 
 asked: list[tuple[int, int | None]] = []  # restarts, and workers that are enough, of every start

@@ -153,13 +153,13 @@ def test_what_one_plan_wrote_another_reads(
 ) -> None:
     """Also where either of them divides the optimizer state over its replicas, and the other does not."""
     with tempfile.TemporaryDirectory() as name:
-        crew = workers(first, optimizer, tie=tie, in_pieces=in_pieces[0])
+        crew = workers(first, optimizer, tie=tie, in_pieces=in_pieces[0] and not first.splits_vocabulary)
         for trainer in crew:
             fill(trainer, lanes)
         write(Path(name), crew, lanes)
         stored = open_stored(Path(name))
         stored.verify()
-        for trainer in workers(second, optimizer, tie=tie, in_pieces=in_pieces[1]):
+        for trainer in workers(second, optimizer, tie=tie, in_pieces=in_pieces[1] and not second.splits_vocabulary):
             load_state(trainer, stored, lanes)
             found = held(trainer, lanes)
             fill(trainer, lanes)

@@ -164,9 +164,13 @@ def _whole(trainer: Trainer, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def wanted_state(trainer: Trainer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Wanted]:
     """The ranges of these parameters whose optimizer state this worker keeps, by name."""
-    if trainer.pieces is None:
-        return {name: Wanted.whole(name, parameter) for name, parameter in named}
-    return {name: Wanted.piece(piece) for name, parameter in named if (piece := trainer.pieces.of(parameter)) is not None}
+    if trainer.pieces is not None:
+        return {name: Wanted.piece(piece) for name, parameter in named if (piece := trainer.pieces.of(parameter)) is not None}
+    rows = trainer.held.rows
+    return {
+        name: Wanted.rows(name, parameter, rows[name].low, rows[name].vocabulary) if name in rows else Wanted.whole(name, parameter)
+        for name, parameter in named
+    }
 
 
 def load_optimizer(trainer: Trainer, given: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Parameter]], *, averages: bool) -> None:

@@ -8,7 +8,6 @@ what they share and what not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -106,31 +105,14 @@ def _range(rows: Rows | None) -> tuple[int, int] | None:
 
 
 def _own_state_rows(trainer: Trainer, stored: Stored) -> dict[str, tuple[int, int] | None]:
-    """The optimizer tensors that this worker loads, or their rows: all but those of parameters, or pieces of them, on other workers.
-    Refuses any that is too large.
-    """
-    rows = trainer.held.rows
+    """The optimizer tensors that this worker loads, or their rows: all but those of parameters, or pieces of them, on other workers."""
+    rows, wanted = trainer.held.rows, wanted_state(trainer, trainer.named)
     whole = {name for name, _ in trainer.model.named_parameters()}
-    wanted = wanted_state(trainer, [(name, p) for name, p in trainer.named if name not in rows])
-    split = {name: math.prod(whole_shape(name, p.shape, rows)) for name, p in trainer.named if name in rows}
     found: dict[str, tuple[int, int] | None] = {}
     for name, (_, shape) in stored.forms("optimizer").items():
-        _, parameter, span = piece_state.parsed(name, whole)
-        if parameter not in split:
-            if piece_state.needed(name, shape, wanted, whole):
-                found[name] = None
-            continue
-        if span is not None:
-            raise RunError(
-                "the snapshot's optimizer state is divided over replicas, and plan.split_vocabulary=true would divide it otherwise; "
-                "resume without plan.split_vocabulary"
-            )
-        if math.prod(shape) > max(1, split[parameter]):
-            raise RunError(
-                f"the snapshot's optimizer state {name} has shape {list(shape)}, which matches no parameter of this run; "
-                "resume with the train.optimizer, train.precision and model it was made with"
-            )
-        found[name] = _range(rows[parameter]) if shape else None
+        if piece_state.needed(name, shape, wanted, whole):
+            _, parameter, span = piece_state.parsed(name, whole)
+            found[name] = _range(rows.get(parameter)) if shape and span is None else None
     return found
 
 

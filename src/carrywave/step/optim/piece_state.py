@@ -26,7 +26,7 @@ _RANGE = re.compile(r"(.*):([0-9]{1,18})-([0-9]{1,18})", re.DOTALL)
 
 @dataclass(frozen=True)
 class Wanted:
-    """The range of a parameter whose state a worker loads: all of it, or its piece."""
+    """The range of a parameter whose state a worker loads: all of it, its rows, or its piece."""
 
     name: str
     first: int
@@ -38,6 +38,12 @@ class Wanted:
     def whole(name: str, parameter: Tensor) -> Wanted:
         """All of a parameter."""
         return Wanted(name, 0, parameter.numel(), parameter.numel(), tuple(parameter.shape))
+
+    @staticmethod
+    def rows(name: str, parameter: Tensor, low: int, of: int) -> Wanted:
+        """The rows of a parameter of `of` rows that a worker holds, from row `low` on."""
+        size = math.prod(parameter.shape[1:])
+        return Wanted(name, low * size, low * size + parameter.numel(), of * size, tuple(parameter.shape))
 
     @staticmethod
     def piece(piece: Piece) -> Wanted:
