@@ -63,9 +63,8 @@ def test_a_training_that_fails_is_reported_by_its_last_line(stand_in: Path, tmp_
 
 def test_own_memory_is_seen() -> None:
     before = memory._rss_anon(os.getpid())
-    held = np.frombuffer(
-        mmap.mmap(-1, 50_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8
-    )  # not from the allocator, which may have it already
+    # Not from the allocator, which may have it already.
+    held = np.frombuffer(mmap.mmap(-1, 50_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
     held[:] = 1
     assert memory._rss_anon(os.getpid()) - before == pytest.approx(held.nbytes, rel=0.1)  # pages, and whatever else moves meanwhile
 
