@@ -134,8 +134,10 @@ class Capture:
         own_state = None if state is None else [tensor.clone() for tensor in state]
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # An autograd graph of an earlier step that waits for collection belongs to the stream of that step, and would break the capture.
-        gc.collect()
+        if not known.recorded:
+            # An autograd graph that waits for collection belongs to the stream of its own step, and would break the capture. None of ours
+            # does, but what ran before in this process may have left some.
+            gc.collect()
         torch.cuda.synchronize(self.device)
         try:
             # Thread-local: the data loader's thread may allocate and copy during the capture without invalidating it.
