@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hosts"))
+from _namespaces import ADDRESSES, wired
 
 from carrywave.plan.cost.profile import Profile
 
@@ -217,49 +219,32 @@ def test_the_planner_uses_the_profile(launch: Launch) -> None:
     assert "devices of ours (measured)" in planned.stdout
 
 
-ADDRESSES = ("10.77.1.1", "10.77.1.2")
 Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def host(launch: Launch) -> Iterator[Start]:
     """Starts the doctor on one of two hosts: network namespaces with a wire between them, a host name and a hosts file each."""
-    if not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("needs root, ip and unshare, for network namespaces")
-    names = [f"dr{os.getpid()}{end}" for end in "ab"]
-    wires = [f"{name[-8:]}w" for name in names]
-    commands = [f"ip netns add {name}" for name in names]
-    commands.append(f"ip link add {wires[0]} netns {names[0]} type veth peer name {wires[1]} netns {names[1]}")
-    for name, wire, address in zip(names, wires, ADDRESSES, strict=True):
-        commands += [f"ip -n {name} addr add {address}/24 dev {wire}", f"ip -n {name} link set {wire} up", f"ip -n {name} link set lo up"]
-        commands.append(f"ip -n {name} addr add 10.99.0.1/32 dev lo")  # an address that nobody else can reach
+    with wired("10.99.0.1") as names:
 
-    def start(node: int, *words: str, own: tuple[str, str], **variables: str) -> subprocess.Popen[str]:
-        lines = ["127.0.0.1 localhost", f"{own[node]} node{node}", f"{ADDRESSES[1 - node]} node{1 - node}"]
-        (launch.folder / f"hosts-{node}").write_text("\n".join(lines) + "\n")
-        script = f'mount --bind {launch.folder}/hosts-{node} /etc/hosts && hostname node{node} && exec "$@"'
-        command = ["ip", "netns", "exec", names[node], "unshare", "-mu", "sh", "-c", script, "sh", sys.executable, "child.py", "doctor"]
-        place = {"RANK": node, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": launch.port}
-        known = {} if "TF_CONFIG" in variables else {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "node0"}
-        known["CARRYWAVE_CACHE"] = str(launch.folder)
-        return subprocess.Popen(
-            [*command, "--device", "cpu", *words],
-            cwd=launch.folder,
-            env=os.environ | known | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        def start(node: int, *words: str, own: tuple[str, str], **variables: str) -> subprocess.Popen[str]:
+            lines = ["127.0.0.1 localhost", f"{own[node]} node{node}", f"{ADDRESSES[1 - node]} node{1 - node}"]
+            (launch.folder / f"hosts-{node}").write_text("\n".join(lines) + "\n")
+            script = f'mount --bind {launch.folder}/hosts-{node} /etc/hosts && hostname node{node} && exec "$@"'
+            command = ["ip", "netns", "exec", names[node], "unshare", "-mu", "sh", "-c", script, "sh", sys.executable, "child.py", "doctor"]
+            place = {"RANK": node, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": launch.port}
+            known = {} if "TF_CONFIG" in variables else {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "node0"}
+            known["CARRYWAVE_CACHE"] = str(launch.folder)
+            return subprocess.Popen(
+                [*command, "--device", "cpu", *words],
+                cwd=launch.folder,
+                env=os.environ | known | variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
 
-    try:
-        for command in commands:
-            made = subprocess.run(command.split(), capture_output=True, text=True)
-            if made.returncode:
-                pytest.skip(f"network namespaces cannot be made here: {command}: {made.stderr.strip()}")
         yield start
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def on_both(host: Start, *words: str, **how: Any) -> list[subprocess.CompletedProcess[str]]:

@@ -12,7 +12,7 @@ import pytest
 
 from carrywave.doctor import agreement, disk, gpu, host, network, worker
 from carrywave.doctor.disk import Disk
-from carrywave.doctor.finding import Finding, duration, merged, ranks, several, size, well
+from carrywave.doctor.finding import Finding, merged, ranks, several, size, well
 from carrywave.doctor.gpu import Gpu
 from carrywave.doctor.host import Host
 from carrywave.doctor.links import Measured, Pair, check_links, pairs
@@ -23,6 +23,7 @@ from carrywave.doctor.speed import Speed, check_speeds
 from carrywave.doctor.verdicts import failed, fell_silent, of_launch, other_devices, stayed_away, stuck
 from carrywave.doctor.worker import Place, Worker
 from carrywave.parallel.peer_access import Neighbour
+from carrywave.plan.show.text import seconds_text
 
 HOST = Host("a", "Linux", 8, None, 4, 64 << 30, 32 << 30, 8 << 30, 65536, 0.5)
 NETWORK = Network("a", ("10.0.0.1",), {"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
@@ -405,4 +406,4 @@ def test_words() -> None:
     assert ranks([3, 1]) == "ranks 1 and 3"
     assert several([str(number) for number in range(12)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 4 others"
     assert [size(number) for number in (5, 1500, 2e9, 3e13)] == ["5 B", "1.5 kB", "2 GB", "30 TB"]
-    assert [duration(seconds) for seconds in (5e-6, 0.0015, 3)] == ["5 us", "1.5 ms", "3 s"]
+    assert [seconds_text(seconds) for seconds in (5e-6, 0.0015, 3)] == ["5 us", "1.5 ms", "3 s"]

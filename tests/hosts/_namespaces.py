@@ -25,8 +25,8 @@ MOST_SECONDS = 600  # on a busy machine; the runs themselves take a few seconds
 
 
 @contextmanager
-def wired() -> Iterator[tuple[str, str]]:
-    """The names of two network namespaces, with a wire between them."""
+def wired(*lonely: str) -> Iterator[tuple[str, str]]:
+    """The names of two network namespaces, with a wire between them. `lonely`: addresses of each that nobody else can reach."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
         pytest.skip("needs root, ip and unshare, for network namespaces")
     names = (f"cw{os.getpid()}a", f"cw{os.getpid()}b")
@@ -35,6 +35,7 @@ def wired() -> Iterator[tuple[str, str]]:
     for name, address in zip(names, ADDRESSES, strict=True):
         link = f"ip -n {name} link set"
         commands += [f"ip -n {name} addr add {address}/24 dev {wire(name)}", f"{link} {wire(name)} up", f"{link} lo up"]
+        commands += [f"ip -n {name} addr add {each}/32 dev lo" for each in lonely]
     try:
         for command in commands:
             made = subprocess.run(command.split(), capture_output=True, text=True)

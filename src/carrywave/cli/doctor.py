@@ -17,9 +17,10 @@ from rich.table import Table
 
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, note, plain
-from carrywave.errors import PlanError, UserError
+from carrywave.errors import PlanError, UserError, WorkerError
 from carrywave.launch import surroundings
 from carrywave.launch.hardware import cores, gpus
+from carrywave.launch.hosts import host_and_port
 from carrywave.launch.launcher import start
 from carrywave.launch.script_workers import script_command
 from carrywave.parallel.startup.environment import shares_of_a_gpu
@@ -87,10 +88,10 @@ def _leave(code: int) -> None:
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"--meet {text} is not an address; write it as in hostA:29500")
-    return host.strip("[]"), int(port)
+    try:
+        return host_and_port(text, "--meet")
+    except WorkerError as error:
+        raise UserError(f"--meet {text} is not an address; write it as in hostA:29500") from error
 
 
 def _show(report: Any, json_file: str | None) -> None:

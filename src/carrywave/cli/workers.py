@@ -64,7 +64,6 @@ def agreed(device: str) -> Iterator[Callable[[Read], dict[str, Any]]]:
 
     Yields a function that has rank 0 read plain values, which other hosts may not have, and returns them on every worker.
     """
-    take_place(trains=True)
     if not launched():
         yield lambda read: read()
         return
@@ -94,7 +93,7 @@ def take_place(*, trains: bool) -> None:
 
     A task that is a host of a training run is none of them: it starts workers, which are.
     """
-    if not launched() and not (trains and slurm.read(os.environ)):
+    if not launched() and not (trains and slurm.is_host(os.environ)):
         os.environ.update(slurm.worker(os.environ))
 
 
@@ -144,7 +143,9 @@ def start_workers(
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
-    take_place(trains=plan is not None)
+    if plan is None:
+        take_place(trains=False)  # evaluation and prediction run on one host, and follow no engine to others
+    where = where or (Surroundings() if plan is None else around())
     if launched():
         size = os.environ.get("WORLD_SIZE")
         if devices is not None and str(devices) != size and not is_worker():
@@ -152,8 +153,6 @@ def start_workers(
                 f"--devices is {devices}, but the launcher started {size} worker{'s' * (size != '1')} (WORLD_SIZE); remove --devices"
             )
         return None
-    # Only training follows an engine to several hosts; evaluation and prediction run on one.
-    where = where or (around() if plan is not None else Surroundings())
     hosts, devices = where.hosts, devices or where.workers
     if plan is not None and (said := slurm.doubt(os.environ)) is not None:
         note(said)

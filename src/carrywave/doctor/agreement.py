@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from carrywave.doctor.finding import Finding, duration, ranks, several
+from carrywave.doctor.finding import Finding, ranks, several
 from carrywave.doctor.worker import SETTINGS, Worker
 from carrywave.errors import UserError
 from carrywave.parallel import peer_access
 from carrywave.parallel.startup.environment import SHARE_GPU, TRANSPORT
+from carrywave.plan.show.text import seconds_text
 
 REFUSED = ("carrywave", "torch", "CUDA", "NCCL")  # training with different ones is refused, or fails within NCCL
 APART_SECONDS = 1.0  # between clocks: then logs of two hosts cannot be read side by side
@@ -143,7 +144,7 @@ def check_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
         Finding(
             "warning",
             "clocks",
-            f"the clock of {host} is {duration(abs(seconds))} {'ahead of' if seconds > 0 else 'behind'} that of rank 0",
+            f"the clock of {host} is {seconds_text(abs(seconds))} {'ahead of' if seconds > 0 else 'behind'} that of rank 0",
             "synchronize the clocks (chrony, ntpd); training does not depend on them, but logs do",
             host,
         )
@@ -153,4 +154,4 @@ def check_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
     if found or not offsets:
         return found
     most = max(abs(seconds) + doubt for seconds, doubt in offsets.values())
-    return [Finding("fine", "clocks", f"at most {duration(most)} from that of rank 0")]
+    return [Finding("fine", "clocks", f"at most {seconds_text(most)} from that of rank 0")]

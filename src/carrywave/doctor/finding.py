@@ -76,11 +76,6 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def duration(seconds: float) -> str:
-    """A time in a readable unit."""
-    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
 def given(names: Iterable[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Those of these environment variables that are set and not empty."""
     known = os.environ if environment is None else environment

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from carrywave.doctor.finding import Finding, duration, size
+from carrywave.doctor.finding import Finding, size
+from carrywave.plan.show.text import seconds_text
 
 Kind = Literal["within a host", "between hosts"]
 SLOW = 2.0  # times as slow as others of its kind
@@ -67,7 +68,7 @@ def check_links(links: Sequence[Measured], hosts: Mapping[int, str]) -> list[Fin
             continue
         latency = statistics.median(link.latency_seconds for link in some)
         rate = statistics.median(link.bytes_per_second for link in some)
-        how = f"{duration(latency)}, {size(rate)}/s by {some[0].transport}"
+        how = f"{seconds_text(latency)}, {size(rate)}/s by {some[0].transport}"
         found.append(Finding("fine", f"link {kind}", how + (f" (median of {len(some)})" if len(some) > 1 else "")))
         for link in some:
             others = [other for other in some if other is not link]

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from carrywave.doctor.finding import Finding
+from carrywave.parallel.startup.addresses import addresses, is_loopback
 
 GLOO = "GLOO_SOCKET_IFNAME"
 LOCAL = "CARRYWAVE_STORE"  # set in workers that our own launcher started on one host
 CONNECT_SECONDS = 3.0
 MISLED_SECONDS = 5.0  # for a meeting point that seems to be on this host, but should be on another
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Network:
     @staticmethod
     def here(meeting: str | None = None) -> Network:
         """Look at this host. `meeting`: the name or address of the host where workers meet."""
-        interfaces = _interfaces()
+        interfaces = addresses()
         named = os.environ.get(GLOO, "")
         if LOCAL in os.environ and named in ("lo", "lo0"):
             named = ""  # our own launcher's choice for workers of one host
@@ -74,13 +71,6 @@ class Network:
         """The interface that others are likely to reach; empty if there is only loopback."""
         found = [name for name, addresses in self.interfaces.items() if addresses and not all(map(is_loopback, addresses))]
         return self.way if self.way in found else found[0] if found else ""
-
-
-def is_loopback(address: str) -> bool:
-    """True for 127.0.0.1 and its like."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    return False
 
 
 def check_name(network: Network, *, hosts: int | None) -> Finding:
@@ -122,7 +112,7 @@ def check_meeting(address: str, port: int, *, first: bool | None, seconds: float
     if not found:
         fact = f"host {address} of the meeting point is not found from here"
         return Finding("wrong", what, fact, "correct the address of rank 0, or give it as a number", where)
-    own = {one for addresses in _interfaces().values() for one in addresses}
+    own = {one for addresses in addresses().values() for one in addresses}
     at_home = any(one in own or is_loopback(one) for one in found)
     answer = connect(found[0], port, seconds)
     spot = f"{address}:{port}" + ("" if address in found else f" ({found[0]})")
@@ -257,22 +247,3 @@ def _local_end(address: str) -> str:
             trial.connect((found, 9))
             return str(trial.getsockname()[0])
     return ""
-
-
-def _interfaces() -> dict[str, tuple[str, ...]]:
-    """The addresses of each interface, as far as the system tells without further libraries."""
-    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            for name in found:
-                with contextlib.suppress(OSError):
-                    answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                    found[name].append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/net/if_inet6").read_text("ascii").splitlines():
-            digits, *_, scope, _, name = line.split()
-            if name in found and scope in ("00", "10"):  # global and loopback; link-local addresses need an interface to be of use
-                found[name].append(str(ipaddress.IPv6Address(int(digits, 16))))
-    return {name: tuple(addresses) for name, addresses in found.items()}

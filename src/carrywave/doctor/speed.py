@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from carrywave.doctor.finding import Finding, duration
+from carrywave.doctor.finding import Finding
 from carrywave.measure.rig import Rig
 from carrywave.plan.cost.sample_requests import Ask
+from carrywave.plan.show.text import seconds_text
 
 ROUNDS = 9
 ROUND_SECONDS = 0.03
@@ -92,7 +93,7 @@ def check_speeds(speeds: Mapping[int, Speed], names: Mapping[int, str]) -> list[
             found.append(Finding("wrong" if factor >= VERY_SLOW else "warning", "slow worker", fact, REMEDY, names[rank]))
     steps = [speed.step_seconds for speed in speeds.values()]
     flops = statistics.median(speed.product_flops for speed in speeds.values())
-    span = duration(min(steps)) if max(steps) < 1.005 * min(steps) else f"{duration(min(steps))} to {duration(max(steps))}"
+    span = seconds_text(min(steps)) if max(steps) < 1.005 * min(steps) else f"{seconds_text(min(steps))} to {seconds_text(max(steps))}"
     many = f" of {len(speeds)} workers at once" if len(speeds) > 1 else ""
     summary = Finding("fine", "speed", f"LSTM step{many} {span}, matrix product {flops / 1e9:,.3g} GFLOP/s (median)")
     return [summary, *sorted(found, key=lambda finding: finding.level != "wrong")]

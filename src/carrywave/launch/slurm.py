@@ -60,10 +60,16 @@ def task(environment: Mapping[str, str]) -> Task | None:
     return Task(tuple(nodes), tuple(tasks), node, local, FIRST_PORT + (job + STEPS_APART * step) % PORTS)
 
 
+def is_host(environment: Mapping[str, str]) -> bool:
+    """True if srun started one task on each of several nodes: each is a host that starts workers, and none of them itself."""
+    found = task(environment)
+    return found is not None and set(found.tasks) == {1}
+
+
 def read(environment: Mapping[str, str], address_of: Callable[[str], str] | None = None) -> Hosts | None:
     """The nodes as hosts, each of which starts a worker for each of its devices; None unless srun started one task on each of several."""
     found = task(environment)
-    if found is None or set(found.tasks) != {1}:
+    if found is None or not is_host(environment):
         return None
     address_of = address_of or _address_of
     port = _own_port(environment, found)

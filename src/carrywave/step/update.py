@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,11 @@ from carrywave.step.stats import Slots, StepStats, step_slots, total
 Votes = tuple[float, float]  # to stop as on Ctrl-C, to stop as on SIGTERM
 
 
+@lru_cache
+def _one_bad(device: torch.device) -> Tensor:
+    return torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=device)
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Sums of one optimizer step over all workers, still on the device."""
@@ -39,6 +45,13 @@ class StepResult:
     votes: Tensor  # [2]: how many workers had been asked to stop, as in `Trainer.votes`
     sound: Tensor  # [2] bool: `finite`; and False if a non-zero loss has no targets to divide by
     marks: Tensor  # [workers, columns]: the checksums that `Agreement` compares
+
+    def counted(self) -> Tensor:
+        """[5]: loss, targets, norm and 1 for a step, or 1 in the last place for a non-finite one; sums of these describe several steps."""
+        one = torch.ones_like(self.loss_sum)
+        norm = torch.where(self.norm.isfinite(), self.norm, 0.0).double()  # a step that fp16 skips has no norm
+        numbers = torch.stack([self.loss_sum, self.count, norm, one, torch.zeros_like(one)])
+        return torch.where(self.finite, numbers, _one_bad(numbers.device))
 
 
 @dataclass

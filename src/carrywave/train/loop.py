@@ -77,7 +77,6 @@ class Loop:
         self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share)
         self.state, self.checkpointer = state, checkpointer
         self.compare = compare  # predicted against measured step times
-        self._one_bad = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=trainer.device)
         self.meetings = None if trainer.sync is None else Meetings(trainer)  # of replicas that do not exchange at every step
         self.clock = RunClock()
         self.stop: Stop | None = None  # what evaluations check; None: they are never left early
@@ -269,10 +268,7 @@ class Loop:
 
     def _add(self, result: StepResult) -> None:
         """Add one step to the running sums on the device; a non-finite step is only counted."""
-        one = torch.ones((), dtype=torch.float64, device=self.trainer.device)
-        norm = torch.where(result.norm.isfinite(), result.norm, 0.0).double()  # a step that fp16 skips has no norm
-        numbers = torch.stack([result.loss_sum, result.count, norm, one, torch.zeros_like(one)])
-        self.state.sums = self.state.sums + torch.where(result.finite, numbers, self._one_bad)
+        self.state.sums = self.state.sums + result.counted()
 
     def check(self) -> None:
         """Check for a non-finite loss or gradient; nothing of such a step is ever saved. Collective: every rank must call it."""

@@ -14,25 +14,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from carrywave.launch.cluster.states import HostState, Orders, Seen
 from carrywave.launch.hosts import Hosts
+from carrywave.parallel.liveness.silence import Silence
 from carrywave.parallel.startup import native_logs
 from carrywave.parallel.startup.rendezvous import open_store
 
 CYCLE_SECONDS = 0.2
 ORDERS = "orders"
-
-
-class Silence:
-    """How long a value has not changed, counting only time during which this process ran."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._said: object = None
-
-    def after(self, said: object, passed: float) -> float:
-        """The seconds of silence, after what was said now and the time that has passed."""
-        self.seconds = 0.0 if said != self._said else self.seconds + passed
-        self._said = said
-        return self.seconds
 
 
 class HostBoard:

@@ -24,6 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.liveness.failure_file import folder, leave
+from carrywave.parallel.liveness.silence import Silence
 from carrywave.parallel.startup.rendezvous import identity, seconds_of
 from carrywave.parallel.world import TIMEOUT_SECONDS, World, shared_store
 
@@ -51,19 +52,6 @@ def watched(world: World) -> Iterator[None]:
         over.set()
         for thread in threads:
             thread.join(heartbeat.BEAT_SECONDS)
-
-
-class _Silence:
-    """How long a value has not changed, counting only time during which this process ran."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._said: object = None
-
-    def after(self, said: object, passed: float) -> float:
-        self.seconds = 0.0 if said != self._said else self.seconds + passed
-        self._said = said
-        return self.seconds
 
 
 class _Watch:
@@ -98,7 +86,7 @@ class _Watch:
 
     def look(self, over: threading.Event) -> None:
         """Give up when the other worker, or the store, has been silent for too long."""
-        other, store = _Silence(), _Silence()
+        other, store = Silence(), Silence()
         before = time.monotonic()
         while not over.wait(self.every_seconds) and not self.gone:
             now = time.monotonic()

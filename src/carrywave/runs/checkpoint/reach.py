@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from carrywave.parallel.byte_channel import Star
+from carrywave.parallel.startup.rendezvous import identity
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.runs.checkpoint import atomic_files
 
@@ -57,19 +58,19 @@ def look(world: World, folder: Path) -> Reach:
     """Find out who sees a folder of rank 0, which need not exist yet. Collective: every rank must call it."""
     if world.size == 1:
         return Reach()
-    told = ["", "", ""]
+    told: list[str | int] = ["", "", ""]
     mark: Path | None = None
     with raise_on_all(world, for_all_of_us=True):
         if world.rank == 0:
             # What is created later will be in the nearest folder that exists, and so on the same file system.
             mark = next(place for place in (folder, *folder.parents) if place.is_dir()) / f"{MARK}{secrets.token_hex(8)}"
-            told = [str(mark), os.uname().nodename, _boot()]
+            told = [str(mark), os.uname().nodename, identity(os.getpid())["boot"]]
             with atomic_files.writing(str(folder)):
                 mark.touch()
     try:
         path, host, boot = json.loads(all_gather_text(world, json.dumps(told))[0])
         # The same kernel shows a new file at once; another host's may take a moment to.
-        seen = visible(Path(path), 0.0 if boot and boot == _boot() else SEEN_SECONDS)
+        seen = visible(Path(path), 0.0 if boot and boot == identity(os.getpid())["boot"] else SEEN_SECONDS)
         said = [json.loads(text) for text in all_gather_text(world, json.dumps([seen, os.uname().nodename]))]
     finally:
         if mark is not None:
@@ -91,11 +92,3 @@ def visible(path: Path, seconds: float = SEEN_SECONDS) -> bool:
             return False
         time.sleep(POLL_SECONDS)
     return True
-
-
-def _boot() -> str:
-    """What identifies the running kernel; empty if it does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

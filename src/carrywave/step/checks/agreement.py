@@ -83,7 +83,7 @@ class Agreement:
         if own:
             for number, batch in enumerate(batches):
                 contents = _checksum(batch, contents, self._steps + number)
-                self._on_device += [_sum_of(t, weighted=True) for t in (batch.inputs, batch.targets) if t is not None and t.is_cuda]
+                self._on_device += [sum_of(t, weighted=True) for t in (batch.inputs, batch.targets) if t is not None and t.is_cuda]
         many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
         self._given = StepInputs(f"{many} of {where}" if own else many, _settings(optimizer), contents)
         if own and (not self._steps or self.mesh.plan.stages > 1 or self.mesh.plan.splits_vocabulary):
@@ -176,7 +176,7 @@ class Agreement:
             found = find()
             if found is not None and not found.is_meta:
                 # A different factor for each piece keeps differences from cancelling. All sums are below 2**53, so exact in float64.
-                total = total + (number % 31 + 1) * _sum_of(found.detach().reshape(-1)[low : low + CHUNK])
+                total = total + (number % 31 + 1) * sum_of(found.detach().reshape(-1)[low : low + CHUNK])
         return total
 
 
@@ -217,7 +217,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return flat.contiguous() if flat.numel() > 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
-def _sum_of(tensor: Tensor, *, weighted: bool = False) -> Tensor:
+def sum_of(tensor: Tensor, *, weighted: bool = False) -> Tensor:
     """A checksum below 2**40, computed on the tensor's device; `weighted` by position, so that the order of the elements matters."""
     words = _flat(tensor)
     words = words.view({8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[words.element_size()]).to(torch.int64)

@@ -20,6 +20,7 @@ from carrywave.model.parameter_placement import Shared
 from carrywave.parallel import process_groups
 from carrywave.parallel.mesh import Mesh
 from carrywave.spec.spec import TrainSpec
+from carrywave.step.checks.agreement import sum_of
 from carrywave.step.sync.outer import OuterRule, bounds, fragments_due, weight_of
 from carrywave.step.sync.wire import Wire
 from carrywave.step.update import StepResult
@@ -111,8 +112,7 @@ class Averaging:
         """A number that differs if the outer weights of two replicas do: they are the same, bit for bit, or something is broken."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for number, weight in enumerate(self.outer.values()):
-            words = weight.reshape(-1).view(torch.int32).to(torch.int64)
-            total = total + (number % 31 + 1) * (words.sum() & ((1 << 40) - 1)).to(torch.float64)
+            total = total + (number % 31 + 1) * sum_of(weight)  # as in `Agreement`, of all weights at once
         return total
 
     def shared_state(self) -> dict[str, Tensor]:

@@ -51,7 +51,6 @@ class Meetings:
             seen=(size, 6),  # of `Seen`, by rank: ago + 1, this rank's code, bad, longest, in a row; and whether its loss scale is gone
             marks=(size,),  # each worker's checksum of the weights that replicas agree on
         )
-        self._one_bad = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=self.mesh.device)
         self.forget()
 
     def forget(self) -> None:
@@ -60,10 +59,7 @@ class Meetings:
 
     def add(self, result: StepResult) -> None:
         """Count a step of this replica."""
-        one = torch.ones((), dtype=torch.float64, device=self.mesh.device)
-        norm = torch.where(result.norm.isfinite(), result.norm, 0.0).double()  # a step that fp16 skips has no norm
-        numbers = torch.stack([result.loss_sum, result.count, norm, one, torch.zeros_like(one)])
-        self.sums = self.sums + torch.where(result.finite, numbers, self._one_bad)
+        self.sums = self.sums + result.counted()
         self.sync.add(result)
 
     def meet(self) -> Met:
@@ -79,7 +75,7 @@ class Meetings:
             slots.read(told, "sums").copy_(self.sums * mean)
             slots.read(told, "targets")[self.mesh.replica] = self.sync.targets
         slots.read(told, "votes").copy_(torch.tensor(trainer.votes, dtype=torch.float64))
-        code = seen.said[self.mesh.stage] if seen.said else 0
+        code = seen.said[trainer.within.world.rank] if seen.said else 0
         row = [0 if seen.ago is None else seen.ago + 1, code, seen.bad, seen.longest, seen.in_a_row, float(gone)]
         slots.read(told, "seen")[rank] = torch.tensor(row, dtype=torch.float64, device=self.mesh.device)
         slots.read(told, "marks")[rank] = self.sync.checksum()
@@ -90,23 +86,26 @@ class Meetings:
         rows = [[int(number) for number in each] for each in slots.read(heard, "seen").tolist()]
         stop, end = slots.read(heard, "votes").tolist()
         self.forget()
-        joint = joined(rows, self.mesh.plan.stages)
+        joint = joined(rows, [self.mesh.rank_at(replica, 0) for replica in range(replicas)])
         return Met(sums, (stop, end), slots.read(heard, "targets").clone(), joint, any(each[5] for each in rows))
 
     def _compare(self, marks: Sequence[float]) -> None:
         stages = self.mesh.plan.stages
-        for rank, mark in enumerate(marks):
-            if mark != marks[rank % stages]:
-                fact = f"the weights that rank {rank} and rank {rank % stages} agreed on at their last exchange differ"
+        for place, rank in enumerate(self.mesh.ranks):
+            first = self.mesh.rank_at(0, place % stages)
+            if marks[rank] != marks[first]:
+                fact = f"the weights that rank {rank} and rank {first} agreed on at their last exchange differ"
                 raise on_every_rank(WorkerError(f"{fact}; change weights in the same way on all workers, or not at all"))
 
 
-def joined(rows: Sequence[Sequence[int]], stages: int) -> Seen:
-    """What all replicas saw of non-finite steps, from the rows of all ranks: the first of them anywhere, all of them counted."""
+def joined(rows: Sequence[Sequence[int]], firsts_of_replicas: Sequence[int]) -> Seen:
+    """What all replicas saw of non-finite steps, from the rows of all ranks: the first of them anywhere, and all of them, as counted by one
+    rank of each replica.
+    """
     firsts = [row[0] for row in rows]
     in_a_row = max(row[4] for row in rows)
     if not any(firsts):
         return Seen(in_a_row=in_a_row)
     first = max(firsts)  # the longest ago
     said = tuple(row[1] if row[0] == first else 0 for row in rows)
-    return Seen(first - 1, said, sum(row[2] for row in rows[::stages]), max(row[3] for row in rows), in_a_row)
+    return Seen(first - 1, said, sum(rows[rank][2] for rank in firsts_of_replicas), max(row[3] for row in rows), in_a_row)

@@ -1,0 +1,37 @@
+"""The addresses of this host's network interfaces. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def is_loopback(address: str) -> bool:
+    """True for 127.0.0.1 and its like."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return False
+
+
+def addresses() -> dict[str, tuple[str, ...]]:
+    """The addresses of each interface, as far as the system tells without further libraries."""
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            for name in found:
+                with contextlib.suppress(OSError):
+                    answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                    found[name].append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/net/if_inet6").read_text("ascii").splitlines():
+            digits, *_, scope, _, name = line.split()
+            if name in found and scope in ("00", "10"):  # global and loopback; link-local addresses need an interface to be of use
+                found[name].append(str(ipaddress.IPv6Address(int(digits, 16))))
+    return {name: tuple(each) for name, each in found.items()}
