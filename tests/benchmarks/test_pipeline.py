@@ -9,8 +9,9 @@ import pytest
 
 from carrywave.benchmarks import pipeline
 from carrywave.benchmarks._pipeline_peers import Case, balanced_cuts
+from carrywave.benchmarks._pipeline_variants import Variant, bubble_of, plan_of, variants_of
 from carrywave.benchmarks._workers import start
-from carrywave.benchmarks.pipeline import QUICK, Variant
+from carrywave.benchmarks.pipeline import QUICK
 from carrywave.errors import RunError
 
 SERIAL = [7.6, 7.5, 7.4]
@@ -18,7 +19,7 @@ SERIAL = [7.6, 7.5, 7.4]
 
 @pytest.fixture(scope="module")
 def timed() -> list[dict[str, Any]]:
-    variants = [asdict(each) for each in pipeline.variants_of(QUICK, 2, quick=True)]
+    variants = [asdict(each) for each in variants_of(QUICK, 2, quick=True)]
     job = {"what": "time", "case": asdict(QUICK), "variants": variants, "rounds": 1, "seconds": 0.0}
     return start("pipeline", job, 2)[0]
 
@@ -31,7 +32,7 @@ def test_every_loop_computes_what_one_worker_computes(timed: list[dict[str, Any]
         assert values == pytest.approx(serial, rel=1e-6)  # sums of float32 in another order
     families = {each.family for each in losses}
     peers = {f"{peer}{kind}" for peer in ("DDP", "torch GPipe", "torch 1F1B") for kind in ("", " nn.LSTM")}
-    assert families == {"serial", "serial PyTorch", "sequential", "round-robin", "gpipe", "wavefront", *peers}
+    assert families == {"serial", "serial PyTorch", "replicas", "sequential", "round-robin", "gpipe", "wavefront", *peers}
 
 
 def test_the_table_relates_loops_to_serial_and_peers(timed: list[dict[str, Any]]) -> None:
@@ -104,7 +105,7 @@ def test_cuts_leave_the_slowest_stage_least() -> None:
 
 
 def test_what_is_tried_fits_the_case() -> None:
-    tried = pipeline.variants_of(Case(8, 512, 16, 64, 2000), 8)
+    tried = variants_of(Case(8, 512, 16, 64, 2000), 8)
     assert [each.chunks for each in tried if each.family == "wavefront" and each.micro_batches == 1 and not each.share_head] == [
         4,
         8,
@@ -114,3 +115,13 @@ def test_what_is_tried_fits_the_case() -> None:
     assert [each.chunks for each in tried if each.share_head] == [4, 8, 16]
     assert [each.micro_batches for each in tried if each.family == "torch 1F1B"] == [8]
     assert all(16 % each.micro_batches == 0 for each in tried)
+
+
+def test_more_workers_than_layers_are_replicas() -> None:
+    case = Case(8, 512, 16, 64, 2000)
+    tried = variants_of(case, 16)
+    assert {each.family for each in tried} == {"serial", "serial PyTorch", "DDP", "DDP nn.LSTM", "replicas", "replicas x wavefront"}
+    assert [each.name for each in tried[-3:]] == ["16 replicas", "2 replicas x wavefront 8 chunks", "4 replicas x wavefront 8 chunks"]
+    plans = [plan_of(each, case, 16) for each in tried[-3:]]
+    assert [(plan.replicas, plan.stages) for plan in plans] == [(16, 1), (2, 8), (4, 4)]
+    assert [bubble_of(each, 16) is None for each in tried[-3:]] == [True, False, False]

@@ -32,7 +32,7 @@ def test_what_is_timed_has_several_rows_of_whole_rounds() -> None:
 
 def test_links_that_cannot_be_made_are_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"sync": "step"}
-    monkeypatch.setattr(sync, "_rows", lambda modes, specs, link: [row])
+    monkeypatch.setattr(sync, "_rows", lambda modes, specs, link, *, shares: [row])
     monkeypatch.setattr(_slow_links, "reason", lambda: "network namespaces need root")
     assert sync.run(quick=True, link=100) == [row, {"sync": "all", "link_Mbit": 100, "note": "skipped: network namespaces need root"}]
 
@@ -40,6 +40,11 @@ def test_links_that_cannot_be_made_are_skipped_with_a_reason(monkeypatch: pytest
 def test_a_text_to_evaluate_on_needs_one_to_train_on() -> None:
     with pytest.raises(UserError, match="--valid needs --text"):
         sync.run(valid=Path("valid.txt"))
+
+
+def test_shares_of_a_gpu_have_no_links() -> None:
+    with pytest.raises(UserError, match="--link is for CPU workers"):
+        sync.run(link=100, shares=True)
 
 
 @pytest.mark.slow

@@ -14,17 +14,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from carrywave.benchmarks._gpu_peers import DTYPES, one_line
+from carrywave.benchmarks._pipeline_variants import SCHEDULERS
 from carrywave.benchmarks._stack_shape import StackShape
 from carrywave.benchmarks._standing_pool import requests
 from carrywave.benchmarks._workers import TimedWorkers
-from carrywave.benchmarks.pipeline import SCHEDULERS
 from carrywave.data.batch import Batch
 from carrywave.kernels import dispatch, random
 from carrywave.model.encoders import Numbers
@@ -123,7 +123,9 @@ class Loop:
         self.trainer.compute.scheduler = SCHEDULERS[split.family]
         self.clock = DeviceClock(world.device) if clock else None
         self.trainer.compute.clock = self.clock
-        self.own = self.trainer.own_part(self.batch)
+        own = self.trainer.own_part(self.batch)
+        # As the loader hands it out: on the device, and known to be a part, so that ranks do not compare their batches at every step.
+        self.own = replace(own, part_of=own.part_of or (self.batch.real, self.batch.lanes.shape[0]))
         self.key = random.key(self.trainer.spec.seed, self.batch.epoch, self.batch.step)
 
     def update(self) -> Tensor:
@@ -224,7 +226,7 @@ class _Worker:
 
     def _pass(self, loop: Loop) -> None:
         if self.whole_step:
-            loop.trainer.update(loop.batch)
+            loop.trainer.update(loop.own)
         else:
             loop.forward_backward()
 

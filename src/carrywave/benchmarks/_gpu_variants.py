@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from carrywave.benchmarks._gpu_stages import Case, Split
-from carrywave.benchmarks.pipeline import SCHEDULERS
+from carrywave.benchmarks._pipeline_variants import SCHEDULERS
 from carrywave.errors import UserError
 from carrywave.parallel.worker_pool import Row
 from carrywave.plan.schedule import schedule as schedules

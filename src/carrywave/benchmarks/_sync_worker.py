@@ -56,7 +56,7 @@ def main(path: Path) -> None:
     for number, spec in enumerate(job["specs"]):
         counted.first = None
         try:
-            result = train(parse(spec), run=path.parent / f"run-{number}", device="cpu")
+            result = train(parse(spec), run=path.parent / f"run-{number}", device=job["device"])
         except UserError as error:
             told.append({"error": str(error)})
             break

@@ -7,6 +7,7 @@ All variants run in the same worker processes, one thread each, with the same mo
 - gpipe: micro-batches of the lanes (ours), and torch.distributed.pipelining's GPipe and 1F1B, each with the best number of micro-batches;
 - DDP: data parallel with the same global batch, an equal share of the lanes on every worker;
 - DDP and torch's pipelines run twice: with the fastest LSTM, which may be ours, and with nn.LSTM, which most programs use;
+- replicas: ours, with the same global batch as DDP; replicas x wavefront: both;
 - wavefront: with several numbers of chunks, with the head's work shared by all workers, with micro-batches as well (1F1B), and with
   recomputation.
 
@@ -20,7 +21,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +29,8 @@ import torch
 from torch import Tensor
 
 from carrywave.benchmarks import _pipeline_peers as peers
-from carrywave.benchmarks._pipeline_peers import Case, balanced_cuts
+from carrywave.benchmarks._pipeline_peers import Case
+from carrywave.benchmarks._pipeline_variants import PIPELINES, SCHEDULERS, TORCH, Variant, bubble_of, plan_of, targets_of, variants_of
 from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, memory_mib, reset_peak, spread, start, take_turns, timed_block
 from carrywave.data.batch import Batch
 from carrywave.errors import RunError
@@ -37,7 +39,6 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.worker_pool import Row
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
-from carrywave.plan.schedule import schedule as schedules
 from carrywave.plan.schedule.schedule import Schedule
 from carrywave.step.trainer import Trainer
 
@@ -65,35 +66,12 @@ COLUMNS = (
 CASES = (Case(4, 512, 16, 128, 2000), Case(4, 1024, 16, 64, 2000), Case(8, 256, 32, 256, 2000))
 WIDE = Case(8, 512, 16, 64, 2000)  # only with 8 workers or more
 QUICK = Case(4, 32, 8, 16, 50)
-CHUNKS, MICRO_BATCHES = (4, 8, 16, 32), (2, 4, 8)
-SHORTEST_CHUNK = 4  # steps
-PIPELINES = ("torch GPipe", "torch 1F1B")
-TORCH = " nn.LSTM"  # suffix of peers that are held to torch's own LSTM
 # The first steps all use one batch: its loss falls fast, which shows the effect of each update.
 CHECKED = (0, peers.BATCHES, 2 * peers.BATCHES)
 # Tolerance on the loss: a fraction of the serial loss's decrease over these steps, plus a fraction of the loss itself. Float32 sums differ
 # by about 1e-7 of the loss, which the second term covers. Adam amplifies that, because its first steps are as long for a gradient that is
 # pure rounding error as for any other, but only by a small part of the decrease. A wrong gradient changes the decrease by tens of percent.
 OF_FALL, OF_LOSS = 0.02, 1e-6
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to split a step: the method, and the number of parts."""
-
-    family: str
-    micro_batches: int = 1  # parts of the lanes: micro-batches
-    chunks: int = 1  # parts of the window
-    recompute: bool = False
-    share_head: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name shown in the table."""
-        parts = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
-        parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
-        ending = (" recompute" if self.recompute else "") + (", head shared" if self.share_head else "")
-        return self.family + (f" {' x '.join(parts)}" if parts else "") + ending
 
 
 class TimedLoop(Protocol):
@@ -105,16 +83,16 @@ class TimedLoop(Protocol):
 
 
 def run(
-    *, quick: bool = False, cases: Sequence[Case] | None = None, workers: Sequence[int] | None = None, memory: bool = True
+    *, quick: bool = False, cases: Sequence[Case] | None = None, workers: Sequence[int] | None = None, speed_only: bool = False
 ) -> list[dict[str, object]]:
-    """One row per loop, for every case with enough layers for the number of workers."""
+    """One row per loop. A case with fewer layers than workers has only loops with replicas; with fewer than half as many, none."""
     sizes = list(workers) if workers is not None else [2] if quick else crew_sizes()
     rows: list[dict[str, object]] = []
     for size in sizes:
         wanted = cases if cases is not None else (QUICK,) if quick else (*CASES, WIDE) if size >= 8 else CASES
         for case in wanted:
-            if size <= case.layers:
-                rows += _compare(case, size, quick=quick, memory=memory)
+            if size <= 2 * case.layers:
+                rows += _compare(case, size, quick=quick, memory=not speed_only)
     return rows
 
 
@@ -139,27 +117,6 @@ def _compare(case: Case, size: int, *, quick: bool, memory: bool) -> list[dict[s
 def _peaks(job: Row, size: int) -> list[float]:
     """Peak MiB of each participating worker."""
     return [row["peak_mib"] for rows in start("pipeline", job, size, exact_memory=True) for row in rows]
-
-
-def variants_of(case: Case, size: int, *, quick: bool = False) -> list[Variant]:
-    """All variants to try; of those that differ only in the number of micro-batches, only the best is timed in full."""
-    micro = [count for count in MICRO_BATCHES if case.lanes % count == 0 and (not quick or count <= 4)]
-    chunks = [count for count in CHUNKS if case.steps >= count * SHORTEST_CHUNK]
-    best = min(8, chunks[-1])
-    found = [
-        Variant("serial"),
-        Variant("serial PyTorch"),
-        Variant("sequential"),
-        Variant("round-robin"),
-        Variant("DDP"),
-        Variant(f"DDP{TORCH}"),
-    ]
-    found += [Variant("gpipe", micro_batches=count) for count in micro if count > 1]
-    for kind in ("", TORCH):
-        found += [Variant(f"torch GPipe{kind}", micro_batches=count) for count in micro]
-        found += [Variant(f"torch 1F1B{kind}", micro_batches=count) for count in micro if count >= size]
-    found += [Variant("wavefront", chunks=count, share_head=shared) for count in chunks for shared in (False, True)]
-    return [*found, Variant("wavefront", micro_batches=4, chunks=4), Variant("wavefront", chunks=best, recompute=True)]
 
 
 # In a worker
@@ -209,7 +166,7 @@ def _choose(crew: TimedWorkers, case: Case) -> tuple[str, str]:
 
 
 def _lstm_name(variant: Variant, lstms: tuple[str, str]) -> str:
-    ours = variant.family in ("serial", "sequential", "gpipe", "wavefront")
+    ours = variant.family in ("serial", *SCHEDULERS)
     return peers.OURS if ours else lstms[variant.family == "serial PyTorch" or variant.family.endswith(TORCH)]
 
 
@@ -229,35 +186,6 @@ def loop_of(variant: Variant, case: Case, crew: TimedWorkers, lstm: str) -> Time
         case _:
             plan = plan_of(variant, case, crew.size)
             return Ours(case, plan, Mesh(crew.world, plan), SCHEDULERS[variant.family])
-
-
-def plan_of(variant: Variant, case: Case, stages: int) -> Plan:
-    """Our plan for a variant, with the same cuts as the peers."""
-    chunk_steps = -(-case.steps // variant.chunks) if variant.chunks > 1 else None
-    return Plan(
-        stages=stages,
-        cuts=balanced_cuts(case, stages, share_head=variant.share_head),
-        chunk_steps=chunk_steps,
-        micro_batches=variant.micro_batches,
-        recompute=variant.recompute,
-        share_head=variant.share_head,
-    )
-
-
-def _gpipe(stages: int, chunks: Sequence[int], *, backward: bool = True, weights: bool = True) -> Schedule:
-    del weights  # never deferred: time is not cut
-    return schedules.gpipe(stages, len(chunks), backward=backward)
-
-
-SCHEDULERS: dict[str, Callable[..., Schedule]] = {"sequential": schedules.sequential, "gpipe": _gpipe, "wavefront": schedules.wavefront}
-
-
-def bubble_of(variant: Variant, stages: int) -> float | None:
-    """The idle fraction that our schedule predicts if all stages and chunks take equal time; None for variants without such a schedule."""
-    if variant.family not in SCHEDULERS:
-        return None
-    options = ({"share_head": True} if variant.share_head else {}) | ({"weights": False} if variant.recompute else {})
-    return schedules.bubble(SCHEDULERS[variant.family](stages, (variant.chunks,) * variant.micro_batches, **options))
 
 
 class Ours:
@@ -355,7 +283,7 @@ def _rows(
     for variant, row in zip(variants, timed, strict=True):
         by_family[variant.family] = min(row["step_ms"], by_family.get(variant.family, torch.inf))
     serial_ms = min(by_family["serial"], by_family["serial PyTorch"])
-    pipelining_ms, slower_ms = (min(by_family[f"{family}{kind}"] for family in PIPELINES) for kind in ("", TORCH))
+    pipelining_ms, slower_ms = (min(by_family.get(f"{family}{kind}", torch.inf) for family in PIPELINES) for kind in ("", TORCH))
     pipelining_ms = min(pipelining_ms, slower_ms)
     serial_mib = next((max(found) for variant, found in zip(variants, peaks, strict=True) if variant.family == "serial" and found), None)
     rows: list[dict[str, object]] = []
@@ -363,7 +291,7 @@ def _rows(
         step_ms = row["step_ms"]
         alone = variant.family.startswith("serial")
         bubble = None if alone else bubble_of(variant, size)
-        best = variant.family == "wavefront" and step_ms == by_family["wavefront"]
+        best = variant.family == "wavefront" and step_ms == by_family.get("wavefront")
         rows.append(
             {
                 "case": case.name,
@@ -374,8 +302,8 @@ def _rows(
                 "spread": round(row["spread"], 3),
                 "speedup": round(serial_ms / step_ms, 3),
                 "efficiency": round(serial_ms / step_ms / (1 if alone else size), 3),
-                "over_pipelining": round(pipelining_ms / step_ms, 3),
-                "over_pipelining_nn_lstm": round(slower_ms / step_ms, 3),
+                "over_pipelining": None if PIPELINES[0] not in by_family else round(pipelining_ms / step_ms, 3),
+                "over_pipelining_nn_lstm": None if PIPELINES[0] not in by_family else round(slower_ms / step_ms, 3),
                 "over_ddp": round(min(by_family["DDP"], by_family[f"DDP{TORCH}"]) / step_ms, 3),
                 "over_ddp_nn_lstm": round(by_family[f"DDP{TORCH}"] / step_ms, 3),
                 "bubble": None if bubble is None else round(bubble, 3),
@@ -386,17 +314,3 @@ def _rows(
             }
         )
     return rows
-
-
-def targets_of(case: Case, size: int, variant: Variant, *, best: bool) -> list[str]:
-    """The targets of a row: speed for the fastest wavefront, memory for two stages (unless they share the head, which both then hold)."""
-    wanted = []
-    if best and size == 2:
-        wanted += ["over_pipelining >= 1.7", "over_ddp >= 1.0"]
-        efficiency = {(8, 256): 0.80, (4, 512): 0.78}.get((case.layers, case.hidden))
-        wanted += [f"efficiency >= {efficiency}"] if efficiency else []
-    if best and size == 8 and (case.layers, case.hidden) == (8, 512):
-        wanted += ["over_pipelining >= 3.0", "over_ddp >= 1.8", "speedup >= 4.5 (stretch)"]
-    if size == 2 and variant.family == "wavefront" and not variant.share_head:
-        wanted.append("peak_share <= 0.4" if variant.micro_batches > 1 else "peak_share <= 0.6")
-    return wanted

@@ -79,13 +79,13 @@ class Lengths:
         return Sequences(inputs, np.cumsum(lengths) - lengths, lengths, labels=draw.integers(CLASSES, size=len(lengths)))
 
 
-def run(*, quick: bool = False) -> list[dict[str, object]]:
-    """One row per loop."""
+def run(*, quick: bool = False, workers: Sequence[int] | None = None) -> list[dict[str, object]]:
+    """One row per loop. `workers`: how many, instead of up to one for two cores."""
     rounds, seconds = (2, 0.02) if quick else (5, 0.5)
     lengths = Lengths(8, 100, 256, 200) if quick else Lengths(128, 1000, 8192, 4000)
     cases: list[Case | Lengths] = [*((QUICK,) if quick else FIXED), lengths]
     rows: list[dict[str, object]] = []
-    for size in [2] if quick else crew_sizes():
+    for size in workers or ([2] if quick else crew_sizes()):
         job = {"cases": [asdict(case) for case in cases], "rounds": rounds, "seconds": seconds}
         timed = start("replicas", job, size)[0]
         for number, case in enumerate(cases):

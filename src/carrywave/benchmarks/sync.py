@@ -7,7 +7,8 @@ and `loss_to_step` its ratio to that of step. With `--link N` the same workers s
 (`link_Mbit`; needs root), for as many steps as it takes to time them; their loss is not looked at, because links do not change it.
 
 `--curve`: instead, the loss of local and diloco against `train.sync_every`, from 1 to 500. `--text FILE` and `--valid FILE` say what to
-train on (by default text that ships with Python), `--set KEY=VALUE` changes the spec, as in `--set model.hidden=256`.
+train on (by default text that ships with Python), `--set KEY=VALUE` changes the spec, as in `--set model.hidden=256`. `--shares`: on shares
+of one GPU instead of CPU workers; what they send does not pass through the kernel then, and is not counted.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import carrywave
 from carrywave.benchmarks import _slow_links
 from carrywave.errors import RunError, UserError
+from carrywave.launch.shares import shares as shares_of_gpu
 from carrywave.parallel.startup.interfaces import GLOO
 
 title = "replicas that do not exchange at every step"
@@ -70,16 +73,19 @@ def run(
     link: int | None = None,
     curve: bool = False,
     settings: Sequence[str] | None = None,
+    shares: bool = False,
 ) -> list[dict[str, object]]:
     """One row for each way of exchanging, or for each point of the curve."""
     if valid is not None and text is None:
         raise UserError("--valid needs --text; give both, or neither")
+    if shares and link is not None:
+        raise UserError("--link is for CPU workers, and --shares for a GPU's; leave out one of them")
     base = _merged(SPEC, QUICK if quick else {}, _given(text, valid), _set(settings or []))
     every = QUICK_EVERY if quick else EVERY
     if curve:
-        return _curve(base, QUICK_CURVE if quick else CURVE)
+        return _curve(base, QUICK_CURVE if quick else CURVE, shares=shares)
     modes = [mode if mode["sync"] == "step" else mode | {"sync_every": every} for mode in MODES]
-    rows = _rows(modes, [_merged(base, {"train": mode}) for mode in modes], None)
+    rows = _rows(modes, [_merged(base, {"train": mode}) for mode in modes], None, shares=shares)
     if link is not None:
         why = _slow_links.reason()
         if why is not None:
@@ -98,14 +104,16 @@ def _short(mode: Mapping[str, Any], every: int, *, quick: bool) -> dict[str, Any
     return {"train": {"max_steps": many, "log_every": row, **own}}
 
 
-def _curve(base: dict[str, Any], points: Sequence[int]) -> list[dict[str, object]]:
+def _curve(base: dict[str, Any], points: Sequence[int], *, shares: bool) -> list[dict[str, object]]:
     modes: list[dict[str, Any]] = [{"sync": "step"}]
     modes += [{"sync": sync, "sync_every": every} for sync in ("local", "diloco") for every in points]
-    return _rows(modes, [_merged(base, {"train": mode}) for mode in modes], None)
+    return _rows(modes, [_merged(base, {"train": mode}) for mode in modes], None, shares=shares)
 
 
-def _rows(modes: Sequence[Mapping[str, Any]], specs: Sequence[dict[str, Any]], link: int | None) -> list[dict[str, object]]:
-    found = _trained(specs, link)
+def _rows(
+    modes: Sequence[Mapping[str, Any]], specs: Sequence[dict[str, Any]], link: int | None, *, shares: bool = False
+) -> list[dict[str, object]]:
+    found = _trained(specs, link, shares=shares)
     first = found[0]
     rows: list[dict[str, object]] = []
     for mode, spec, told in zip(modes, specs, found, strict=True):
@@ -118,7 +126,7 @@ def _rows(modes: Sequence[Mapping[str, Any]], specs: Sequence[dict[str, Any]], l
             "steps": spec["train"]["max_steps"],
             "tokens_per_second": round(told["tokens_per_second"]),
             "to_step": round(told["tokens_per_second"] / first["tokens_per_second"], 2),
-            "sent_MB": round(told["sent_bytes"] / 1e6 / spec["train"]["max_steps"], 3),
+            "sent_MB": None if shares else round(told["sent_bytes"] / 1e6 / spec["train"]["max_steps"], 3),
             "loss": None,
             "loss_to_step": None,
             "note": told["note"],
@@ -129,13 +137,15 @@ def _rows(modes: Sequence[Mapping[str, Any]], specs: Sequence[dict[str, Any]], l
     return rows
 
 
-def _trained(specs: Sequence[dict[str, Any]], link: int | None) -> list[dict[str, Any]]:
+def _trained(specs: Sequence[dict[str, Any]], link: int | None, *, shares: bool) -> list[dict[str, Any]]:
     """Train all of them in one crew of workers."""
-    with tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
+    divided: AbstractContextManager[dict[str, str]] = shares_of_gpu(REPLICAS) if shares else nullcontext({})
+    with divided as environment, tempfile.TemporaryDirectory(prefix="carrywave-bench-") as name:
         folder = Path(name)
-        (folder / "job.json").write_text(json.dumps({"specs": [spec | {"plan": {"replicas": REPLICAS}} for spec in specs]}))
+        job = {"specs": [spec | {"plan": {"replicas": REPLICAS}} for spec in specs], "device": "cuda" if shares else "cpu"}
+        (folder / "job.json").write_text(json.dumps(job))
         if link is None:
-            _work(folder, [[] for _ in range(REPLICAS)], "lo0" if sys.platform == "darwin" else "lo")
+            _work(folder, [[] for _ in range(REPLICAS)], "lo0" if sys.platform == "darwin" else "lo", environment)
         else:
             with _slow_links.hosts(REPLICAS, link) as words:
                 _work(folder, words, _slow_links.INTERFACE)
@@ -160,7 +170,7 @@ def _found(folder: Path, told: Mapping[str, Any], senders: int) -> dict[str, Any
     }
 
 
-def _work(folder: Path, words: Sequence[Sequence[str]], interface: str) -> None:
+def _work(folder: Path, words: Sequence[Sequence[str]], interface: str, environment: Mapping[str, str] | None = None) -> None:
     """Start the workers and wait for them; one that fails ends all."""
     source = str(Path(carrywave.__file__).parents[1])
     shared = {
@@ -174,7 +184,7 @@ def _work(folder: Path, words: Sequence[Sequence[str]], interface: str) -> None:
     crew: list[subprocess.Popen[bytes]] = []
     try:
         for rank, before in enumerate(words):
-            own = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = os.environ | shared | dict(environment or {}) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [*before, sys.executable, "-m", "carrywave.benchmarks._sync_worker", str(folder / "job.json")]
             with (folder / f"{rank}.log").open("wb") as log:
                 crew.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=own))

@@ -239,7 +239,11 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="gpu-pipeline: draw a step of the fastest wavefront, as measured, in this SVG file.")
     ] = None,
     whole_step: Annotated[bool, typer.Option("--whole-step", help="gpu-pipeline: time the optimizer's update too.")] = False,
-    shares: Annotated[bool, typer.Option("--shares", help="plan: on shares of one GPU instead of CPU workers.")] = False,
+    shares: Annotated[bool, typer.Option("--shares", help="plan, sync: on shares of one GPU instead of CPU workers.")] = False,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N,N", help="pipeline, replicas: numbers of workers. Default: 2,4,8, at most one for two cores.")
+    ] = None,
+    speed_only: Annotated[bool, typer.Option("--speed-only", help="pipeline: leave out the memory of each variant.")] = False,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="sync: text to train on. Default: text that ships with Python.")] = None,
     valid: Annotated[Path | None, typer.Option(metavar="FILE", help="sync: text to evaluate on. Default: a part of --text.")] = None,
     link: Annotated[
@@ -263,13 +267,16 @@ def bench(
         "trace": trace,
         "whole_step": whole_step,
         "shares": shares,
+        "speed_only": speed_only,
         "text": text,
         "valid": valid,
         "link": link,
         "curve": curve,
         "settings": settings,
     }
-    given["chunks"] = None if chunks is None else _numbers("--chunks", chunks)
+    given |= {
+        option: None if text is None else _numbers(f"--{option}", text) for option, text in (("chunks", chunks), ("workers", workers))
+    }
     run = importlib.import_module(f"carrywave.benchmarks.{name.replace('-', '_')}").run
     known = inspect.signature(run).parameters
     asked = {option: value for option, value in given.items() if value}
