@@ -1,36 +1,46 @@
 """`python -m carrywave.benchmarks._sync_worker JOB.json`: one of the workers of `bench sync`; trains one run after the other.
 
-Started once for each worker with a launcher's variables. Rank 0 writes what became of the runs, and the bytes that its interface sent from
-the first step to the last, as the kernel counts them.
+Started once for each worker with a launcher's variables. Rank 0 writes what became of the runs, and the bytes that it sent from the first
+step to the last, as the kernel counts them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from carrywave.errors import UserError
-from carrywave.parallel.startup.interfaces import GLOO
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 from carrywave.train.loop import Loop
 
+ACKED = slice(120, 128)  # tcpi_bytes_acked in Linux's struct tcp_info
 
-def sent_bytes(interface: str) -> int:
-    """What an interface has sent since it came up."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    found = {name.strip(): numbers.split() for name, colon, numbers in (line.partition(":") for line in lines) if colon}
-    return int(found[interface][8])
+
+def sent_bytes() -> int:
+    """What the connections of this process that are open now have sent, and the other side has received."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
+                    told = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ACKED.stop)
+                    total += int.from_bytes(told[ACKED], sys.byteorder)
+        except OSError:  # closed meanwhile
+            continue
+    return total
 
 
 class Counted:
     """The bytes sent in training steps: neither the weights that are handed out before the first, nor what a run writes after the last."""
 
-    def __init__(self, interface: str) -> None:
-        self.interface = interface
+    def __init__(self) -> None:
         self.first: int | None = None
         self.last = 0
 
@@ -39,9 +49,9 @@ class Counted:
         plain: Any = Loop._step
 
         def step(loop: Loop, *given: Any) -> Any:
-            self.first = sent_bytes(self.interface) if self.first is None else self.first
+            self.first = sent_bytes() if self.first is None else self.first
             done = plain(loop, *given)
-            self.last = sent_bytes(self.interface)
+            self.last = sent_bytes()
             return done
 
         Loop._step = step  # type: ignore[assignment, method-assign]
@@ -51,7 +61,7 @@ def main(path: Path) -> None:
     """Carry out the runs of a job."""
     job: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     told: list[dict[str, Any]] = []
-    counted = Counted(os.environ[GLOO])
+    counted = Counted()
     counted.watch()
     for number, spec in enumerate(job["specs"]):
         counted.first = None

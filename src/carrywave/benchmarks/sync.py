@@ -2,7 +2,7 @@
 
 Real workers, one thread each, train the same language model on the same text, with the same number of steps and lanes: `train.sync` step,
 local, diloco (fp32 and bf16 on the wire) and async. `tokens_per_second` is over all workers, without evaluations and without the first row;
-`sent_MB` is what one worker sent in one step, as the kernel counts it; `loss` is that of the validation part in the end, in nats a token,
+`sent_MB` is what worker 0 sent in one step, as the kernel counts it; `loss` is that of the validation part in the end, in nats a token,
 and `loss_to_step` its ratio to that of step. With `--link N` the same workers stand in network namespaces, joined by links of N Mbit/s
 (`link_Mbit`; needs root), for as many steps as it takes to time them; their loss is not looked at, because links do not change it.
 
@@ -47,9 +47,9 @@ COLUMNS = (
 REPLICAS = 4
 SPEC: dict[str, dict[str, Any]] = {
     "data": {"tokens": "char"},
-    "model": {"hidden": 512, "layers": 2},
-    "batch": {"lanes": 16, "steps": 32},
-    "train": {"optimizer": "adam", "lr": 2e-3, "clip": 1.0, "epochs": 1000, "max_steps": 1000, "snapshot_every": 0},
+    "model": {"hidden": 256, "layers": 2},
+    "batch": {"lanes": 16, "steps": 32, "eval_lanes": 64},
+    "train": {"optimizer": "adam", "lr": 2e-3, "clip": 1.0, "schedule": "cosine", "epochs": 1000, "max_steps": 1000, "snapshot_every": 0},
 }
 QUICK: dict[str, dict[str, Any]] = {"model": {"hidden": 16, "layers": 1}, "batch": {"lanes": 8, "steps": 8}, "train": {"max_steps": 20}}
 MODES: tuple[dict[str, Any], ...] = (
@@ -150,12 +150,10 @@ def _trained(specs: Sequence[dict[str, Any]], link: int | None, *, shares: bool)
             with _slow_links.hosts(REPLICAS, link) as words:
                 _work(folder, words, _slow_links.INTERFACE)
         told = json.loads((folder / "told.json").read_text())
-        # Loopback carries what all workers send; an interface of its own, what one does.
-        senders = REPLICAS if link is None else 1
-        return [_found(folder / f"run-{number}", one, senders) for number, one in enumerate(told)]
+        return [_found(folder / f"run-{number}", one) for number, one in enumerate(told)]
 
 
-def _found(folder: Path, told: Mapping[str, Any], senders: int) -> dict[str, Any]:
+def _found(folder: Path, told: Mapping[str, Any]) -> dict[str, Any]:
     rows = [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
     timed = [row for row in rows if row["split"] == "train" and "tokens_per_second" in row]
     timed = timed[1:] or timed  # the first has the start of everything in it
@@ -164,7 +162,7 @@ def _found(folder: Path, told: Mapping[str, Any], senders: int) -> dict[str, Any
     note = f"staleness {stale[-1]['staleness']:.1f} on average, {stale[-1]['most_stale']} at most" if stale else ""
     return {
         "tokens_per_second": tokens / sum(row["seconds"] for row in timed),
-        "sent_bytes": told["sent_bytes"] / senders,
+        "sent_bytes": told["sent_bytes"],
         "loss": told["metrics"]["valid"]["loss"],
         "note": note,
     }
