@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from carrywave.kernels import aten
+from carrywave.kernels.carry import Carry
 from carrywave.kernels.hopper import recurrence
 from carrywave.kernels.lengths import last_real, real_steps
+from carrywave.kernels.weights import LayerWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -55,3 +58,19 @@ def test_the_last_real_state(lanes: int, steps: int, hidden: int, seed: int, dty
     lengths = torch.randint(0, steps + 1, (lanes,), device="cuda")
     found = recurrence.last_state(hs, lengths, hidden, dtype)
     assert torch.equal(found, last_real(hs[1:, :, :hidden], lengths, hs[0, :, :hidden]).to(dtype))
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sequences_longer_than_cudnn_takes(directions: int, padded: bool) -> None:
+    steps = aten.CUDNN_STEPS + 5
+    torch.manual_seed(1)
+    layer = tuple(LayerWeights(*(torch.randn(*shape).cuda() / 3 for shape in ((16, 3), (16, 4), (16,), (16,)))) for _ in range(directions))
+    x, carry = torch.randn(steps, 2, 3, device="cuda"), Carry(*(torch.randn(directions, 2, 4, device="cuda") for _ in range(2)))
+    lengths = torch.tensor([steps, steps - 3], device="cuda") if padded else None
+    y, _ = aten.layer(x, carry, layer, lengths)
+    # An LSTM forgets: the last steps, and the first ones of the other direction, are those of a short sequence from any carry.
+    tail, _ = aten.layer(x[-500:], carry, layer, None if lengths is None else lengths - (steps - 500))
+    torch.testing.assert_close(y[-100:, :, :4], tail[-100:, :, :4], rtol=1e-3, atol=1e-4)  # cuDNN may use TF32, with 10 bits
+    if directions == 2:
+        torch.testing.assert_close(y[-100:, :, 4:], tail[-100:, :, 4:], rtol=1e-3, atol=1e-4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -97,6 +97,18 @@ def test_backend_is_the_reference(name: str, case: Case) -> None:
         return
     # Both compute in float64; rounding grows over at most 7 steps of sums of at most 9 terms.
     torch.testing.assert_close(problem.solve(backend), problem.solve(reference.layer), rtol=1e-10, atol=1e-11)
+
+
+@given(case=cases(), most_steps=st.integers(1, 7))
+@settings(max_examples=60)
+def test_pieces_of_a_sequence_that_is_too_long_for_cudnn(case: Case, most_steps: int) -> None:
+    problem = Problem(replace(case, lengths=None))
+
+    def in_pieces(x: Tensor, carry: Carry, layer: Layer, lengths: Tensor | None) -> tuple[Tensor, Carry]:
+        return aten._in_pieces(x, carry, layer, most_steps)
+
+    # As above; the sums over steps are added up piece by piece besides.
+    torch.testing.assert_close(problem.solve(in_pieces), problem.solve(reference.layer), rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

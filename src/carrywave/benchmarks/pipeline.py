@@ -98,7 +98,7 @@ def run(
 
 def _compare(case: Case, size: int, *, quick: bool, memory: bool) -> list[dict[str, object]]:
     variants = variants_of(case, size, quick=quick)
-    rounds, seconds = (2, 0.02) if quick else (3, 1.0)
+    rounds, seconds = (2, 0.02) if quick else (3, 0.5)
     job = {"case": asdict(case), "variants": [asdict(each) for each in variants], "rounds": rounds, "seconds": seconds}
     timed = start("pipeline", {**job, "what": "time"}, size)[0]
     kept = [Variant(**row["variant"]) for row in timed]

@@ -81,7 +81,7 @@ class Lengths:
 
 def run(*, quick: bool = False, workers: Sequence[int] | None = None) -> list[dict[str, object]]:
     """One row per loop. `workers`: how many, instead of up to one for two cores."""
-    rounds, seconds = (2, 0.02) if quick else (5, 0.5)
+    rounds, seconds = (2, 0.02) if quick else (5, 0.3)
     lengths = Lengths(8, 100, 256, 200) if quick else Lengths(128, 1000, 8192, 4000)
     cases: list[Case | Lengths] = [*((QUICK,) if quick else FIXED), lengths]
     rows: list[dict[str, object]] = []

@@ -22,6 +22,7 @@ from carrywave.kernels.weights import Layer, LayerWeights
 
 # sigmoid(±1e4) is exactly 1 and 0 in every precision, whatever the other inputs add, and 1e4 is still within fp16's range.
 _SATURATED = 1.0e4
+CUDNN_STEPS = 65_535  # the longest sequence that cuDNN takes in one call; beyond it, it reports CUDNN_STATUS_NOT_SUPPORTED
 LONG_STEPS = 32  # shorter sequences do not amortise oneDNN's weight preparation
 
 
@@ -69,6 +70,8 @@ def _with_flag(weights: LayerWeights, width: int) -> LayerWeights:
 
 def _run(x_TBI: Tensor, carry: Carry, weights: Layer) -> tuple[Tensor, Carry]:
     """Run torch's kernel over one or both directions, with every step real."""
+    if x_TBI.is_cuda and x_TBI.shape[0] > CUDNN_STEPS:
+        return _in_pieces(x_TBI, carry, weights, CUDNN_STEPS)
     if x_TBI.is_cuda and weights[0].b_ih is None:
         # cuDNN's weight buffer has room for biases whether they are used or not; zeros fill it.
         none_G = x_TBI.new_zeros(weights[0].w_ih.shape[0])
@@ -82,6 +85,23 @@ def _run(x_TBI: Tensor, carry: Carry, weights: Layer) -> tuple[Tensor, Carry]:
     with contextlib.nullcontext() if x_TBI.is_cuda or prefers_onednn(x_TBI, weights) else without_onednn():
         y_TBO, h_DBP, c_DBH = torch.lstm(x_TBI, (h_DBP, c_DBH), flat, biased, 1, 0.0, train, len(weights) == 2, False)
     return y_TBO, Carry(h_DBP, c_DBH)
+
+
+def _in_pieces(x_TBI: Tensor, carry: Carry, weights: Layer, most_steps: int) -> tuple[Tensor, Carry]:
+    """The same in pieces of at most so many steps, with the carry passed from each to the next; one direction at a time."""
+    ys, hs, cs = [], [], []
+    for direction, direction_weights in enumerate(weights):
+        each_TBI = x_TBI if direction == 0 else x_TBI.flip(0)
+        passed = Carry(carry.h[direction : direction + 1], carry.c[direction : direction + 1])
+        pieces = []
+        for piece_TBI in torch.split(each_TBI, most_steps):
+            y_TBP, passed = _run(piece_TBI, passed, (direction_weights,))
+            pieces.append(y_TBP)
+        y_TBP = torch.cat(pieces)
+        ys.append(y_TBP if direction == 0 else y_TBP.flip(0))
+        hs.append(passed.h)
+        cs.append(passed.c)
+    return torch.cat(ys, dim=-1), Carry(torch.cat(hs), torch.cat(cs))
 
 
 def _flat(weights: Layer, like: Tensor) -> list[Tensor]:
