@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,23 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         connected("cpu"),
     ):
         pass
+
+
+def test_the_head_of_a_cluster_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = types.ModuleType("ray")
+    ray.is_initialized = lambda: False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed.getsockname()[1]}")
+        with (
+            pytest.raises(WorkerError, match=r"ray_current_cluster names a Ray cluster at 127\.0\.0\.1:\d+, but nothing answers there"),
+            connected("cpu"),
+        ):
+            pass
 
 
 SEAT = """

@@ -193,7 +193,7 @@ def test_the_summary_says_what_replicas_exchange() -> None:
     told = _sync(parse({"train": {"sync": "diloco", "sync_fragments": 5, "sync_dtype": "bf16"}}).train, Plan(replicas=4))
     assert told == (
         "diloco: 4 replicas train on their own; every 50 steps the weights are exchanged in 5 fragments in bf16 and moved by an outer "
-        "step, learning rate 0.7, momentum 0.9"
+        "step, learning rate 1, momentum 0.5"
     )
     told = _sync(parse({"train": {"sync": "async", "max_staleness": 1}}).train, Plan(replicas=2))
     assert told == "async: 2 replicas push gradients when they are ready, at most 1 step apart; the result depends on timing"

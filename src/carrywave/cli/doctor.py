@@ -17,6 +17,7 @@ from rich.table import Table
 
 from carrywave.cli.exits import end_as, leaving_at_once
 from carrywave.cli.options import Device, DeviceOption, note, plain
+from carrywave.cli.workers import take_place
 from carrywave.errors import PlanError, UserError, WorkerError
 from carrywave.launch import surroundings
 from carrywave.launch.hardware import cores, gpus
@@ -51,6 +52,7 @@ def doctor(
     meeting = None if meet is None else _host_and_port(meet)
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
+    take_place(trains=True)
     if not launched():
         _start(device.value, devices)
     elif devices is not None and VERDICT not in os.environ and str(devices) != os.environ.get("WORLD_SIZE"):

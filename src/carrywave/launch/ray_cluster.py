@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +25,7 @@ from carrywave.launch.supervisor import FAULT_SECONDS, GRACE_SECONDS, AttemptOut
 from carrywave.launch.worker_logs import Outputs, show
 
 POLL_SECONDS = 0.2
+HEAD_SECONDS = 5.0  # for a Ray head to accept a connection
 KILL_SECONDS = 10.0  # for a seat to kill its worker, before the seat itself is killed
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # the user's own choice counts
 PASSED = ("CARRYWAVE_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTHON")  # variables of this process that the workers get
@@ -123,6 +126,7 @@ def connected(device: str) -> Iterator[RayCluster]:
         raise WorkerError("--on ray needs Ray, which is not installed; install it with: pip install 'carrywave[ray]'") from error
     from carrywave.parallel.startup.rendezvous import start_seconds
 
+    _check_head(ray)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that we start tells nobody
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
@@ -141,6 +145,25 @@ def connected(device: str) -> Iterator[RayCluster]:
         yield RayCluster(ray, device != "cpu" and found > 0, start_seconds())
     finally:
         ray.shutdown()
+
+
+def _check_head(ray: Any) -> None:
+    """Ray joins the cluster that was last started on this machine, and waits for minutes if that is gone: better to ask first."""
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
+        return
+    noted = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
+    try:
+        host, _, port = noted.read_text(encoding="utf-8").strip().rpartition(":")
+        number = int(port)
+    except (OSError, ValueError):
+        return
+    try:
+        socket.create_connection((host, number), HEAD_SECONDS).close()
+    except OSError as error:
+        raise WorkerError(
+            f"{noted} names a Ray cluster at {host}:{port}, but nothing answers there ({error}); start it again with ray start, "
+            f"or remove {noted}, so that a cluster of this machine is started"
+        ) from error
 
 
 def by_node(places: Sequence[Place]) -> list[int]:

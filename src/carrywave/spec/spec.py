@@ -268,8 +268,8 @@ class TrainSpec(Section):
     )
     block_momentum: Share = Field(0.0, description="local: momentum of the averaged weights from exchange to exchange (BMUF)")
     block_nesterov: bool = Field(False, description="local: replicas start ahead by the block momentum (Nesterov)")
-    outer_lr: Annotated[float, Field(gt=0.0)] = Field(0.7, description="diloco: learning rate of the outer step")
-    outer_momentum: Share = Field(0.9, description="diloco: Nesterov momentum of the outer step")
+    outer_lr: Annotated[float, Field(gt=0.0)] = Field(1.0, description="diloco: learning rate of the outer step")
+    outer_momentum: Share = Field(0.5, description="diloco: Nesterov momentum of the outer step")
     max_staleness: Annotated[int, Field(ge=0)] = Field(
         4, description="async: optimizer steps that a replica may be ahead of the slowest before it waits"
     )

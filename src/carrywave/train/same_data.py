@@ -48,8 +48,9 @@ def compare(world: World, spec: Spec, hashed: Hashed) -> None:
 
 def told_on_this_host(world: World, hashed: Hashed) -> Hashed:
     """What the workers of this host have hashed so far. Collective."""
-    told = [json.loads(text) for text in all_gather_text(world, json.dumps([socket.gethostname(), hashed]))]
-    return [found for host, of_host in told if host == socket.gethostname() for found in of_host]
+    told = [json.loads(text) for text in all_gather_text(world, json.dumps(hashed))]
+    hosts = world.hosts or (socket.gethostname(),) * world.size
+    return [found for host, of_rank in zip(hosts, told, strict=True) if host == hosts[world.rank] for found in of_rank]
 
 
 def difference(seen: Sequence[Seen]) -> str | None:
