@@ -24,6 +24,7 @@ def timed() -> list[dict[str, Any]]:
     return start("pipeline", job, 2)[0]
 
 
+@pytest.mark.slow
 def test_every_loop_computes_what_one_worker_computes(timed: list[dict[str, Any]]) -> None:
     losses = {Variant(**row["variant"]): row["losses"] for row in timed}
     serial = losses[Variant("serial")]
@@ -35,6 +36,7 @@ def test_every_loop_computes_what_one_worker_computes(timed: list[dict[str, Any]
     assert families == {"serial", "serial PyTorch", "replicas", "sequential", "round-robin", "gpipe", "wavefront", *peers}
 
 
+@pytest.mark.slow
 def test_the_table_relates_loops_to_serial_and_peers(timed: list[dict[str, Any]]) -> None:
     variants = [Variant(**row["variant"]) for row in timed]
     plain = {each: {**row, "step_ms": 100.0} for each, row in zip(variants, timed, strict=True)}

@@ -57,6 +57,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return jobs
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_real_workers_measure_all_that_a_search_asks_for(tmp_path: Path) -> None:
     said: list[str] = []
