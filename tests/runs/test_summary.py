@@ -33,7 +33,7 @@ from carrywave.plan.cost.ways import Ways
 from carrywave.plan.plan import Plan
 from carrywave.plan.search.partition import say
 from carrywave.plan.search.predictor import Predictor
-from carrywave.runs.summary import backends, summarize, ways_of_run
+from carrywave.runs.summary import _count, backends, summarize, ways_of_run
 from carrywave.runs.watcher import Silent
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
@@ -187,3 +187,10 @@ def test_one_of_a_kind_is_one() -> None:
     assert lines[0] == "task      language: 5,000 steps in train, 1 feature"
     assert any(line.endswith("optimizer steps; 1 epoch") for line in lines)
     assert any("1 replica x 2 stages" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "said"), [(1, "epoch", "1 epoch"), (1000, "epoch", "1,000 epochs"), (2, "micro-batch", "2 micro-batches")]
+)
+def test_counts_are_said_in_english(count: int, noun: str, said: str) -> None:
+    assert _count(count, noun) == said
