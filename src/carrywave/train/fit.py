@@ -35,9 +35,11 @@ from carrywave.plan.plan import Plan, check_sync, check_vocabulary
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights, take_weights
 from carrywave.runs.display import watcher_of_call
 from carrywave.runs.evaluation import order_for
-from carrywave.runs.run import Run
+from carrywave.runs.run import METRICS, Run
 from carrywave.runs.run_source import weights_file
 from carrywave.runs.summary import backends, summarize, ways_of_run
+from carrywave.runs.tracking.tracker import Description
+from carrywave.runs.tracking.tracking import Tracking, check_installed
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
 from carrywave.runs.watcher import Silent, Watcher
 from carrywave.spec.batches import fitted
@@ -57,7 +59,7 @@ from carrywave.train.callbacks import Callback, Callbacks, check_callbacks, in_w
 from carrywave.train.checkpointer import Checkpointer, Data
 from carrywave.train.finish import carry_out, shown
 from carrywave.train.loop import DataParts, Loop
-from carrywave.train.loop_state import LoopState
+from carrywave.train.loop_state import ASKED, LoopState
 from carrywave.train.opening_notes import noted
 from carrywave.train.plan_check import Comparison
 from carrywave.train.planning import PlanRequest, check_workers, plan_run
@@ -218,6 +220,7 @@ def _train(
     if spec.train.reproducible:
         settle(world.device)  # before any weight is initialized
     with raise_on_all(world):
+        check_installed(spec.train.track if world.rank == 0 else ())
         task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
         parts = DataParts(
             task.part("train", prepared.train),
@@ -303,8 +306,11 @@ def _train(
         workers_too = f" --devices {world.size}" if world.size > 1 else ""
         by_command = f"carrywave train --resume --run {folder.shown}{workers_too}"
         again_with = f"cw.fit(..., run={folder.shown!r}, resume=True)" if no_files else by_command
-        with checkpointer.watched():
+        asked_for = spec.train.track if world.rank == 0 else ()
+        folder.tracking = Tracking.of(asked_for, Description.of(folder.path, spec), folder.path / METRICS, watch.say)
+        with checkpointer.watched(), folder.tracking as tracking:
             result = carry_out(loop, watch, again_with, restore=restore)
+            tracking.how = "stopped" if result.ending in ASKED else "finished"
             with raise_on_all(world, for_all_of_us=True, patient=True):
                 if folder.remote is not None:
                     folder.close()  # the events of TensorBoard are complete then
