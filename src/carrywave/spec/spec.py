@@ -318,7 +318,12 @@ class PlanSpec(Section):
 
 
 class Spec(Section):
-    """One complete training run."""
+    """One complete training run.
+
+    >>> import carrywave as cw
+    >>> cw.Spec.model_validate({"task": "forecasting", "data": {"horizon": 12}}).data.horizon
+    12
+    """
 
     task: TaskName = Field(
         "language",
