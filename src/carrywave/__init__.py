@@ -16,17 +16,38 @@ if TYPE_CHECKING:
     from carrywave.spec.load import load as load_spec
     from carrywave.spec.spec import Spec
     from carrywave.step.trainer import Trainer
+    from carrywave.train.callbacks import Callback, Moment
     from carrywave.train.fit import fit
+    from carrywave.train.forecaster import Forecaster
 
 __version__ = "0.1.0"
 
-__all__ = ["LSTM", "Batch", "Carry", "Model", "Plan", "Spec", "Trainer", "__version__", "evaluate", "fit", "load_spec", "predict"]
+__all__ = [
+    "LSTM",
+    "Batch",
+    "Callback",
+    "Carry",
+    "Forecaster",
+    "Model",
+    "Moment",
+    "Plan",
+    "Spec",
+    "Trainer",
+    "__version__",
+    "evaluate",
+    "fit",
+    "load_spec",
+    "predict",
+]
 
 _HOMES = {
     "Batch": ("carrywave.data.batch", "Batch"),
+    "Callback": ("carrywave.train.callbacks", "Callback"),
     "Carry": ("carrywave.kernels.carry", "Carry"),
+    "Forecaster": ("carrywave.train.forecaster", "Forecaster"),
     "LSTM": ("carrywave.model.lstm", "LSTM"),
     "Model": ("carrywave.model.model", "Model"),
+    "Moment": ("carrywave.train.callbacks", "Moment"),
     "Plan": ("carrywave.plan.plan", "Plan"),
     "Spec": ("carrywave.spec.spec", "Spec"),
     "Trainer": ("carrywave.step.trainer", "Trainer"),

@@ -28,7 +28,6 @@ from carrywave.cli.options import (
     plain,
     spec_and_overrides,
 )
-from carrywave.cli.show import PlainWatcher, Recorder, row_line, table_of, watcher_for
 from carrywave.cli.workers import (
     DevicesOption,
     Elastic,
@@ -53,6 +52,7 @@ from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
 from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
+from carrywave.runs.display import PlainWatcher, Recorder, row_line, table_of, watcher_for
 from carrywave.runs.watcher import Silent, printable
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import dump, load, parse_yaml, read_values, with_overrides

@@ -174,11 +174,17 @@ def _check_format(source: Source, spec: Spec, *, labelled: bool) -> None:
 
 def _key(spec: Spec, sources: dict[str, Source], files: Mapping[str, str], codec: Codec | None) -> str:
     """Return a hash of the files and of every option that affects the result."""
+    parts = {part: [files[part], source.format, source.tabs, source.compression] for part, source in sources.items()}
+    return key_of(parts, spec, codec)
+
+
+def key_of(parts: Mapping[str, Any], spec: Spec, codec: Codec | None) -> str:
+    """Return a hash of what identifies the parts of the data and of every option that affects the result."""
     data = spec.data
-    keyed = "valid" not in sources and data.share > 0 and (spec.task in LABELLED or not spec.streams)
+    keyed = "valid" not in parts and data.share > 0 and (spec.task in LABELLED or not spec.streams)
     options = {
         "format": cache.FORMAT,
-        "files": {part: [files[part], source.format, source.tabs, source.compression] for part, source in sources.items()},
+        "files": dict(parts),
         "codec": None if codec is None else codec.to_json(),
         "task": spec.task,
         "streams": spec.streams,

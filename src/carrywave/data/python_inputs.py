@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from carrywave.data import examples
 from carrywave.data.codec import Codec
-from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.files import cache, hub_datasets
+from carrywave.data.files.arrays import MemoryAppender, NewArray
 from carrywave.data.files.cache import ARRAYS, Entry
 from carrywave.data.files.fields import FIELDS, as_plain, steps_of
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of
@@ -25,7 +26,7 @@ from carrywave.data.files.remote import is_address
 from carrywave.data.files.rows import BATCH_ROWS, Row, Rows
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
-from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, prepare, read, table_of_file
+from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, key_of, prepare, read, table_of_file
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
 from carrywave.data.tables.columns import ColumnChoice
@@ -44,7 +45,8 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
     - a text (language); an array or tensor of tokens, one stream or [sequences, steps]; a list of sequences of any length;
     - a pair (inputs, targets); a list of such pairs, or of dicts with the fields of a JSON line;
     - a frame (pandas, polars, Arrow): series for forecasting, else rows with the fields of a JSON line;
-    - a map-style Dataset of dicts or pairs; an array [rows, columns], or a list of them, for forecasting.
+    - a map-style Dataset of dicts or pairs; a Dataset of Hugging Face's library, streamed or not;
+    - an array [rows, columns], or a list of them, for forecasting.
 
     With `codec`, it is read as the data of another run was read.
     """
@@ -57,7 +59,13 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
         openers = {part: _table_opener(value, part, spec) for part, value in given.items()}
         found = series.build(openers, spec, MemoryAppender, codec=codec)
     else:
-        found = _examples({part: _rows(value, part, spec) for part, value in given.items()}, spec, codec)
+        rows = {part: _rows(value, part, spec) for part, value in given.items()}
+        streamed = {part: each.key() for part, each in rows.items() if isinstance(each, hub_datasets.DatasetRows)}
+        if len(streamed) < len(rows):
+            found = _examples(rows, spec, codec, MemoryAppender)
+        else:  # it may be larger than memory
+            key = key_of(streamed, spec, codec)
+            found = cache.fetch(cache.folder(spec.data.cache), key, lambda new: _examples(rows, spec, codec, new))
     return bundle(found, _fingerprint(found.parts, found.codec), lambda _: None)
 
 
@@ -105,7 +113,7 @@ def file_of(value: Any, spec: Spec) -> str | None:
         return value
     suffixes = [suffix.lower() for suffix in Path(value).suffixes if suffix.lower() not in COMPRESSIONS]
     ends_as_files_do = bool(suffixes) and suffixes[-1] in FORMATS and not any(letter.isspace() for letter in value)
-    return value if ends_as_files_do or value.startswith("builtin:") or os.path.isfile(value) else None
+    return value if ends_as_files_do or value.startswith(("builtin:", hub_datasets.PREFIX)) or os.path.isfile(value) else None
 
 
 def _files(given: Mapping[str, Any], spec: Spec) -> dict[str, str]:
@@ -124,14 +132,14 @@ def _by_part(data: Any) -> dict[str, Any]:
     return {PARTS[name]: value for name, value in data.items() if value is not None}
 
 
-def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None) -> Entry:
+def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None, new: NewArray) -> Entry:
     share = 0.0 if "valid" in rows else spec.data.share
     held = held_out(rows["train"].count() if share else 0, share, spec.train.seed)
     codec = codec or examples.learn(rows["train"], spec, held)
     found = {}
     for part, value in rows.items():
         join = spec.task == "language" and spec.streams and value.join
-        found[part] = examples.encode(value, codec, MemoryAppender, labelled=True, join=join)
+        found[part] = examples.encode(value, codec, new, labelled=True, join=join)
     return Entry(hold_out(found, spec, share, held, "train"), codec, examples.not_read(rows["train"], codec))
 
 
@@ -194,6 +202,8 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
     if isinstance(data, str):
         texts = [data] if spec.streams else [line for line in data.split("\n") if line.strip()]
         return ItemRows(part, len(texts), lambda number: {"text": texts[number]}, join=spec.streams)
+    if hub_datasets.is_dataset(data):
+        return hub_datasets.DatasetRows(part, data)
     if not is_column(data) and (frame := as_rows(data, part)) is not None:
         return frame
     if isinstance(data, tuple):

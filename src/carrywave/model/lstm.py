@@ -36,7 +36,16 @@ _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")  # in the
 
 
 class LSTM(nn.Module):
-    """Stacked LSTM with all of nn.LSTM's options, one width or a list of widths, and several kinds of keyed dropout."""
+    """Stacked LSTM with all of nn.LSTM's options, one width or a list of widths, and several kinds of keyed dropout.
+
+    >>> import torch
+    >>> import carrywave as cw
+    >>> lstm = cw.LSTM(input_size=3, hidden_size=8, num_layers=2)
+    >>> y, carry = lstm(torch.zeros(5, 4, 3), lengths=[5, 5, 3, 2])  # instead of packing
+    >>> y, carry = lstm(torch.zeros(5, 4, 3), carry)  # and on from there
+    >>> torch.nn.LSTM(3, 8, num_layers=2).load_state_dict(lstm.state_dict())
+    <All keys matched successfully>
+    """
 
     def __init__(
         self,

@@ -24,6 +24,22 @@ class Model(nn.Module):
     The encoder maps a chunk's inputs [T, B, …] to [T, B, I]. A head has `loss(y, target) -> (sum, count)`; one with
     `pooled = True` also has `start(lanes, dtype, device) -> acc` and `pool(y, lengths, acc) -> acc`, and its loss reads the
     accumulator, a tuple of tensors [B, …]. Every nn.Dropout in them is replaced with a keyed one.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> import carrywave as cw
+    >>> class Head(nn.Module):
+    ...     def __init__(self) -> None:
+    ...         super().__init__()
+    ...         self.out = nn.Linear(8, 1)
+    ...     def forward(self, y):
+    ...         return self.out(y)
+    ...     def loss(self, y, target):
+    ...         return (self(y) - target).square().sum(), torch.tensor(target.numel())
+    >>> model = cw.Model(nn.Linear(3, 4), cw.LSTM(4, 8), Head())
+    >>> y, state = model(torch.zeros(5, 2, 3))
+    >>> tuple(model.output(y, state).shape)
+    (5, 2, 1)
     """
 
     def __init__(

@@ -23,6 +23,10 @@ class Plan:
 
     Units are the encoder, each LSTM layer, and the head, in this order. `cuts` holds the first unit of every stage but the
     first; if empty, layers are divided evenly.
+
+    >>> import carrywave as cw
+    >>> cw.Plan(replicas=2, stages=3, chunk_steps=16).workers
+    6
     """
 
     replicas: int = 1

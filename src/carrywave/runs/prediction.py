@@ -59,6 +59,13 @@ def predict(
     `model` is the model of a run that was trained with the user's own modules; the best weights are loaded into it. Under a launcher, each
     worker predicts its part, and rank 0 returns all of it. Oddities in the data, such as gaps in the times, are warnings, or lines for
     `note`.
+
+    >>> import carrywave as cw
+    >>> how = {"batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}}
+    >>> result = cw.fit({"hidden": 4, "layers": 1}, "the carry goes on and on\\n" * 8, task="language", **how)
+    >>> [row] = cw.predict(result.run, prompt="the", tokens=5)
+    >>> len(row["continuation"])
+    5
     """
     world = join(device)
     with raise_on_all(world):

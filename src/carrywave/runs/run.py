@@ -27,6 +27,8 @@ from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, save_weights
 from carrywave.runs.event_log import EventLog
 from carrywave.runs.hashed_log import HashedLog
 from carrywave.runs.remote_run import RemoteRun
+from carrywave.runs.tracking.tracking import FOLDER as TRACKING
+from carrywave.runs.tracking.tracking import Tracking
 from carrywave.spec.spec import Spec
 
 FIRST = ("split", "epoch", "step", "loss")
@@ -40,6 +42,7 @@ MADE = (
     TIMING,
     EVENTS,
     "snapshots",
+    TRACKING,
     launch_record.NOTE,
 )  # everything a run writes, except its weights, logs and owner file
 WEIGHTS = "weights.safetensors"
@@ -58,6 +61,7 @@ class Run:
         self._events = EventLog(path / EVENTS) if events else None
         self._hashed: HashedLog | None = None
         self._claim: owner.Claim | None = None
+        self.tracking: Tracking | None = None  # who else records the metrics
         self.remote: RemoteRun | None = None  # where the run is uploaded to, if it is kept in a store
 
     @classmethod
@@ -195,6 +199,8 @@ class Run:
         if self._events is not None:
             with self._writing(str(self._events.folder)):
                 self._events.add(ordered)
+        if self.tracking is not None:
+            self.tracking.wake()
 
     def write_timing(self, row: Mapping[str, Value]) -> None:
         """Append a line to timing.jsonl, for everything that depends on the clock."""
@@ -253,6 +259,8 @@ class Run:
                     os.truncate(self.path / name, kept)
         if self._events is not None:
             self._events.purge(after=step)
+        if self.tracking is not None:
+            self.tracking.cut_back(metrics_bytes)
 
     def close(self) -> None:
         """Close all open files; a later write opens them again."""

@@ -173,6 +173,13 @@ def evaluate_run(
     """Loss and metrics of the best weights, on a file or an object as `fit` accepts them, or on the run's own test (or else valid) file.
 
     Under a launcher, each worker evaluates its part, and all return the same. Oddities in the data are warnings, or lines for `note`.
+
+    >>> import carrywave as cw
+    >>> sequences = [([[float(up)]] * 4, "up" if up else "down") for up in [0, 1] * 10]
+    >>> how = {"task": "classification", "batch": {"tokens": 64}, "train": {"epochs": 1}}
+    >>> result = cw.fit({"hidden": 4, "layers": 1}, sequences, **how)
+    >>> list(cw.evaluate(result.run, sequences))
+    ['split', 'loss', 'accuracy', 'macro_f1']
     """
     world = join(device)
     with raise_on_all(world, patient=True):

@@ -44,7 +44,12 @@ TRUTH = re.compile(r"true|True|TRUE|false|False|FALSE")
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Spec:
-    """Read a YAML file, apply `key=value` overrides, and validate. Without a file, start from all defaults."""
+    """Read a YAML file, apply `key=value` overrides, and validate. Without a file, start from all defaults.
+
+    >>> import carrywave as cw
+    >>> cw.load_spec(None, ["task=forecasting", "data.horizon=12"]).data.horizon
+    12
+    """
     return with_overrides({} if path is None else read_values(path), overrides)
 
 

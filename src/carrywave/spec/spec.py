@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from carrywave.errors import SpecError
+from carrywave.spec.best_metric import BestMetric, check_best
 from carrywave.spec.sync_keys import check_sync
 
 TaskName = Literal["language", "classification", "tagging", "forecasting", "regression"]
@@ -236,7 +237,12 @@ class TrainSpec(Section):
     alpha: Annotated[float, Field(ge=0.0)] = Field(0.0, description="activation regularisation")
     beta: Annotated[float, Field(ge=0.0)] = Field(0.0, description="temporal activation regularisation")
     evaluate_every: Positive | None = Field(None, description="optimizer steps between evaluations; by default at the end of each epoch")
-    early_stop: Positive | None = Field(None, description="stop after this many evaluations without improvement")
+    best: BestMetric = Field(
+        "loss",
+        description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracy and macro_f1 better if "
+        "higher, the others if lower",
+    )
+    early_stop: Positive | None = Field(None, description="stop after this many evaluations without improvement of train.best")
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
         None, description="classification, tagging: weights of the labels in the loss"
     )
@@ -247,6 +253,9 @@ class TrainSpec(Section):
         "half the learning rate; see docs/reliability.md",
     )
     log_every: Positive = Field(50, description="optimizer steps between lines in metrics.jsonl")
+    track: tuple[Literal["mlflow", "wandb"], ...] = Field(
+        (), description="trackers that get a copy of metrics.jsonl, such as [mlflow]; nothing is sent to any other; see docs/python.md"
+    )
     snapshot_every: Annotated[int, Field(ge=0)] | None = Field(
         1000, description="optimizer steps between snapshots within an epoch; 0: only at the end of each epoch, where one is always taken"
     )
@@ -309,7 +318,12 @@ class PlanSpec(Section):
 
 
 class Spec(Section):
-    """One complete training run."""
+    """One complete training run.
+
+    >>> import carrywave as cw
+    >>> cw.Spec.model_validate({"task": "forecasting", "data": {"horizon": 12}}).data.horizon
+    12
+    """
 
     task: TaskName = Field(
         "language",
@@ -354,6 +368,7 @@ class Spec(Section):
             raise ValueError(f"train.class_weights is for classification and tagging, not for {self.task}; remove it")
         if self.data.quantiles is not None and self.task != "forecasting":
             raise ValueError(f"data.quantiles is for forecasting, not for {self.task}; remove it")
+        check_best(self.train.best, self.task, self.data.quantiles)
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":
             raise ValueError("train.optimizer=ntasgd averages weights instead of lowering the learning rate; use train.schedule=constant")
         return self

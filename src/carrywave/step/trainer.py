@@ -71,6 +71,18 @@ class Trainer:
     for lanes that are not fresh; by default it is on unless the head pools or the model is bidirectional. On CUDA, steps whose shapes recur
     are captured as CUDA graphs, except in a pipeline whose messages pass through the host, and with user-defined modules, whose code a
     replay would not run; CARRYWAVE_CAPTURE=0 turns capture off, and CARRYWAVE_CAPTURE=1 captures user-defined modules as well.
+
+    >>> import torch
+    >>> import carrywave as cw
+    >>> net = torch.nn.Linear(3, 1)
+    >>> def loss(out, target):
+    ...     return (out - target).square().sum(), torch.tensor(target.numel())  # a sum, and what to divide it by
+    >>> trainer = cw.Trainer(net, {"optimizer": "sgd", "lr": 0.1}, loss=loss)
+    >>> batch = cw.Batch.of(torch.ones(5, 4, 3), torch.ones(5, 4, 1))
+    >>> first = trainer.step(batch)
+    >>> bool(trainer.step(batch) < first), trainer.evaluate([batch]) < float(first)
+    (True, True)
+    >>> trainer.load_state_dict(trainer.state_dict())
     """
 
     def __init__(

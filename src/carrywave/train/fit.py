@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,10 @@ from carrywave.errors import PlanError, SpecError, UserError
 from carrywave.launch import launch_record, script_workers
 from carrywave.launch.hardware import shares_on
 from carrywave.launch.launcher import RESTARTS
-from carrywave.launch.signals import Stop
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
-from carrywave.model.parameter_placement import fill
 from carrywave.model.vocabulary_rows import Rows
-from carrywave.model.vocabulary_split import check_modules, join_vocabulary, split_rows
+from carrywave.model.vocabulary_split import check_modules, split_rows
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
@@ -35,28 +33,31 @@ from carrywave.plan import canonical_shards
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync, check_vocabulary
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights, take_weights
+from carrywave.runs.display import watcher_of_call
 from carrywave.runs.evaluation import order_for
-from carrywave.runs.run import Run
+from carrywave.runs.run import METRICS, Run
 from carrywave.runs.run_source import weights_file
 from carrywave.runs.summary import backends, summarize, ways_of_run
+from carrywave.runs.tracking.tracker import Description
+from carrywave.runs.tracking.tracking import Tracking, check_installed
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
-from carrywave.runs.watcher import Logged, Silent, Watcher
+from carrywave.runs.watcher import Silent, Watcher
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.load import load, load_own, parse
+from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
 from carrywave.step.checks.arguments import check_dtype
 from carrywave.step.precision import parameter_dtype
 from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
-from carrywave.step.row_parts import cut, cutter
-from carrywave.step.sync.pushing import Pushing
+from carrywave.step.row_parts import cutter
 from carrywave.step.trainer import Trainer
 from carrywave.step.worker_setup import tensors_of
-from carrywave.tasks.doubts import worse_than_naive
 from carrywave.tasks.task import POOLED, Task
+from carrywave.train.asked_spec import spec_of
+from carrywave.train.callbacks import Callback, Callbacks, check_callbacks, in_words
 from carrywave.train.checkpointer import Checkpointer, Data
-from carrywave.train.evaluation_stop import Stopped
+from carrywave.train.finish import carry_out, shown
 from carrywave.train.loop import DataParts, Loop
 from carrywave.train.loop_state import ASKED, LoopState
 from carrywave.train.opening_notes import noted
@@ -109,6 +110,8 @@ def fit(
     plan: str | Mapping[str, Any] | Plan = "auto",
     device: str = "auto",
     loss: Loss | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
     watch: Watcher | None = None,
     **sections: Any,
 ) -> Result:
@@ -123,8 +126,18 @@ def fit(
     once. If a worker dies, all are restarted, up to `restarts` times without progress; with `min_devices`, also with fewer workers. Under
     torchrun, `fit` joins the workers that torchrun started.
 
-    The other sections of the spec are given in `spec`, or one by one:
-    `fit({"hidden": 64}, frame, task="forecasting", data={"horizon": 24}, train={"epochs": 3})`.
+    The other sections of the spec are given in `spec`, or one by one: `task`, `data`, `batch`, `train`. `callbacks` are told of steps,
+    evaluations and epochs, and may end the run (see `Callback`). `progress` is shown in a terminal or a notebook, and not in a pipe, unless
+    it is True or False; `watch` receives it instead of the screen.
+
+    >>> import carrywave as cw
+    >>> sequences = [([[float(up), float(step)] for step in range(6)], "up" if up else "down") for up in [0, 1] * 20]
+    >>> how = {"task": "classification", "batch": {"tokens": 64}, "train": {"epochs": 6, "lr": 0.05}}
+    >>> result = cw.fit({"hidden": 8, "layers": 1}, sequences, **how, run="runs/ups")
+    >>> result.metrics["valid"]["accuracy"]
+    1.0
+    >>> result.run.name
+    'ups'
     """
     heap.keep()
     told = script_workers.begin()
@@ -133,7 +146,8 @@ def fit(
             raise UserError(f"model is a {type(model).__name__}; pass a cw.Model, a function that builds one, or the spec's model section")
         if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
             raise PlanError(f"devices must be a whole number of workers, got {devices!r}; use 1 or more")
-        asked = _spec_of(spec, model, plan, sections)
+        check_callbacks(callbacks)
+        asked = spec_of(spec, model, plan, sections)
         asked = asked if data is None else naming(data, asked)
         own = None if model is None or isinstance(model, Mapping) else model
         if own is not None and isinstance(own, nn.Module) and not isinstance(own, Model):
@@ -146,16 +160,10 @@ def fit(
         world = join(device)
         if launched() and devices not in (1, world.size) and not launch_record.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} worker{'s' * (world.size > 1)}; remove devices")
-        with _left_at_the_end(world):
-            start = begin(
-                asked,
-                world,
-                run if run is None or is_address(run) else Path(run),
-                resume,
-                init,
-                watch or (Logged() if world.rank == 0 else Silent()),
-                from_files=False,
-            )
+        seen = nullcontext(Silent()) if world.rank else watcher_of_call(progress) if watch is None else nullcontext(watch)
+        with _left_at_the_end(world), seen as watching:
+            place = run if run is None or is_address(run) else Path(run)
+            start = begin(asked, world, place, resume, init, watching, from_files=False)
             with start.folder:
                 files: dict[str, str] = {}
                 if start.spec.data.train is not None:
@@ -164,7 +172,7 @@ def fit(
                     with raise_on_all(world, patient=True):
                         prepared = from_python(data, start.spec, codec=start.codec)
                 restore = not script_workers.is_script_worker()  # whose caller reads the model from the run
-                result = _train(start, prepared, own, files, workers=world.size, restore=restore)
+                result = _train(start, prepared, own, files, workers=world.size, restore=restore, callbacks=callbacks)
         told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
         if script_workers.is_script_worker():
             script_workers.finish(told)
@@ -194,12 +202,7 @@ def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str) ->
     model = _own_model(own, spec, facts)
     model.to(where, parameter_dtype(spec.train.precision))
     take_weights(model, saved.weights, str(saved.weights))
-    return Result(folder, told["ending"], told["metrics"], _shown(model), Task(spec, codec, facts, scale))
-
-
-def _shown(model: Model | Whole) -> nn.Module:
-    model.eval()
-    return model.module if isinstance(model, Whole) else model
+    return Result(folder, told["ending"], told["metrics"], shown(model), Task(spec, codec, facts, scale))
 
 
 def _train(
@@ -211,11 +214,13 @@ def _train(
     workers: int,
     dry_run: bool = False,
     restore: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
         settle(world.device)  # before any weight is initialized
     with raise_on_all(world):
+        check_installed(spec.train.track if world.rank == 0 else ())
         task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
         parts = DataParts(
             task.part("train", prepared.train),
@@ -242,7 +247,8 @@ def _train(
         order = order_for(spec, parts.train.view, training=True)
     if start.init is not None:
         _begin_from(start.init, model, world)
-    check_agreement(world, {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint} | _flat(spec))
+    alike = {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint, "callbacks": in_words(callbacks)}
+    check_agreement(world, alike | _flat(spec))
     with raise_on_all(world):
         mesh = None if dry_run else Mesh(world, plan)
     ways = None if mesh is None else ways_of_run(mesh, model, spec)
@@ -253,7 +259,7 @@ def _train(
         watch.say(line)
     if mesh is None:
         watch.end("dry run: nothing was trained and no run folder was written")
-        return Result(folder.path, None, {}, _shown(model), task)
+        return Result(folder.path, None, {}, shown(model), task)
     with folder:
         with raise_on_all(world):
             trainer = Trainer(model, spec.train, mesh=mesh, keep_state=spec.streams and not isinstance(model, Whole))
@@ -277,6 +283,7 @@ def _train(
                 state,
                 checkpointer,
                 compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted and trainer.sync is None else None,
+                callbacks=Callbacks(callbacks, world),
             )
         if loop.trains:
             # The files of a finished run describe what was trained, so they stay as they are.
@@ -299,8 +306,11 @@ def _train(
         workers_too = f" --devices {world.size}" if world.size > 1 else ""
         by_command = f"carrywave train --resume --run {folder.shown}{workers_too}"
         again_with = f"cw.fit(..., run={folder.shown!r}, resume=True)" if no_files else by_command
-        with checkpointer.watched():
-            result = _carry_out(loop, watch, again_with, restore=restore)
+        asked_for = spec.train.track if world.rank == 0 else ()
+        folder.tracking = Tracking.of(asked_for, Description.of(folder.path, spec), folder.path / METRICS, watch.say)
+        with checkpointer.watched(), folder.tracking as tracking:
+            result = carry_out(loop, watch, again_with, restore=restore)
+            tracking.how = "stopped" if result.ending in ASKED else "finished"
             with raise_on_all(world, for_all_of_us=True, patient=True):
                 if folder.remote is not None:
                     folder.close()  # the events of TensorBoard are complete then
@@ -349,75 +359,3 @@ def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts) -> Model | Whole:
             "the model is bidirectional, but a stream cannot be read backwards; set batch.tokens to train on separate sequences"
         )
     return model
-
-
-def _carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
-    with Stop() as stop:
-        loop.stop = stop
-        try:
-            ending = loop.state.ending or loop.run(stop)
-            reached = {} if ending in ASKED else _finish(loop, restore=restore)
-        except Stopped as asked:
-            ending = asked.reason
-    at = loop.state
-    if ending in ASKED:
-        watch.end(f"{ending} at step {at.step}; resume with: {again_with}")
-        return Result(loop.folder.path, ending, {}, _shown(loop.trainer.model), loop.task)
-    if isinstance(loop.trainer.sync, Pushing):
-        watch.say(loop.trainer.sync.told())
-    for part, values in reached.items():
-        if (verdict := worse_than_naive(values)) is not None:
-            watch.say(f"{part}: {verdict}")
-    told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
-    stopped = " (stopped early)" if ending == "early" else ""
-    steps = f"{at.step} step{'s' * (at.step != 1)}"
-    watch.end(f"{loop.folder.shown}: {steps}{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
-    return Result(loop.folder.path, ending, reached, _shown(loop.trainer.model), loop.task)
-
-
-def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
-    """Load the best weights and evaluate them on the test part. Rank 0 reads them; in the end each worker has the whole model again, except
-    for a split vocabulary if nobody asked to `restore` it.
-    """
-    trainer, world = loop.trainer, loop.trainer.mesh.world
-    best: dict[str, Tensor] = {}
-    with raise_on_all(world, for_all_of_us=True):
-        if world.rank == 0:
-            best = read_weights(trainer.model, loop.folder.weights)
-    rows = trainer.held.rows
-    # Without its model no run needs a vocabulary whole that had to be split.
-    best = broadcast(world, best, None if restore else cutter(rows))
-    load_parameters(trainer.parameters(), cut(best, rows) if restore else best, "weights.safetensors", whole=best.keys())
-    trainer.model.eval()
-    reached = {}
-    if loop.state.best is not None:
-        reached["valid"] = dict(loop.state.best)
-    # Also if training had already finished: its last snapshot, to which the logs were truncated, is older than the test evaluation.
-    if loop.parts.test is not None:
-        reached["test"] = loop.judge(loop.parts.test, weights_step=loop.state.weights_step)
-    if isinstance(trainer.model, Model) and trainer.plan.stages > 1:
-        fill(trainer.model, best, trainer.device)
-    if isinstance(trainer.model, Model) and rows and restore:
-        join_vocabulary(trainer.model.cpu(), best)  # in host memory: it may not fit on the device
-    return reached
-
-
-def _spec_of(spec: Spec | Mapping[str, Any] | str | Path | None, model: Any, plan: Any, sections: Mapping[str, Any]) -> Spec:
-    base: dict[str, Any]
-    # Only fields that were set: the others may still be derived from elsewhere.
-    if isinstance(spec, Spec):
-        base = spec.model_dump(mode="json", exclude_unset=True)
-    elif isinstance(spec, str | Path):
-        base = load(Path(spec), []).model_dump(mode="json", exclude_unset=True)
-    else:
-        base = dict(spec or {})
-    for name, value in sections.items():
-        old = base.get(name)
-        base[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
-    if isinstance(model, Mapping):
-        base["model"] = dict(model)
-    if isinstance(plan, Plan):
-        plan = {name: value for name, value in asdict(plan).items() if value != getattr(Plan(), name)}
-    if plan != "auto":
-        base["plan"] = plan if isinstance(plan, str) else dict(plan)
-    return parse(base)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,11 +23,10 @@ from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import raise_on_all
 from carrywave.runs.evaluation import evaluate
-from carrywave.runs.run import Run, Value
+from carrywave.runs.run import Run
 from carrywave.runs.watcher import StepInfo, Watcher
 from carrywave.spec.spec import Spec
-from carrywave.step.checks.arguments import uncounted
-from carrywave.step.nonfinite import BACK_FACTOR, MOST_BACKS, MOST_IN_A_ROW, Seen
+from carrywave.step.nonfinite import BACK_FACTOR, Seen
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.sync.meeting import SMALLEST_SCALE, Meetings
 from carrywave.step.sync.pushing import Pushing
@@ -35,15 +34,17 @@ from carrywave.step.trainer import Trainer
 from carrywave.step.update import StepResult
 from carrywave.tasks.task import Part, Task
 from carrywave.train import lr_schedule as rates
+from carrywave.train.best_weights import improves, score_of
+from carrywave.train.callbacks import Callbacks, Moment
 from carrywave.train.checkpointer import Checkpointer
 from carrywave.train.evaluation_stop import Stopped, leave_if_asked
 from carrywave.train.loop_state import Ending, LoopState
+from carrywave.train.nonfinite_steps import check_can_go_back, heed, went_back
 from carrywave.train.plan_check import Comparison
 from carrywave.train.run_clock import RunClock
+from carrywave.train.step_reports import info_of, mean_loss, moment_of, place_of, train_row
 
 LOOK_EVERY = 8  # steps between two checks of what a GPU has computed, with several workers
-
-Row = dict[str, Value]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Loop:
         state: LoopState,
         checkpointer: Checkpointer,
         compare: Comparison | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.spec, self.task, self.trainer, self.parts, self.folder, self.watch = spec, task, trainer, parts, run, watch
         self.order = order
@@ -77,6 +79,7 @@ class Loop:
         self.loader = Loader(parts.train.view, self.order, device=trainer.device, share=share)
         self.state, self.checkpointer = state, checkpointer
         self.compare = compare  # predicted against measured step times
+        self.callbacks = callbacks or Callbacks((), trainer.mesh.world)
         self.meetings = None if trainer.sync is None else Meetings(trainer)  # of replicas that do not exchange at every step
         self.clock = RunClock()
         self.stop: Stop | None = None  # what evaluations check; None: they are never left early
@@ -145,6 +148,8 @@ class Loop:
         if finished:
             # Streams start over with the next epoch, so the carry of the lanes is not needed beyond this one.
             at.epoch, at.batch = at.epoch + 1, 0
+            if self.callbacks.on_epoch(lambda: self.moment("train", at.latest)) and self.trains:
+                at.ending = "callback"
 
     def _steps(self, stop: Stop) -> Reason | None:
         """Take the optimizer steps of an epoch from the cursor on; returns the reason to stop, if that was requested."""
@@ -215,13 +220,20 @@ class Loop:
         heartbeat.mark()
         at.step += 1
         if self.compare is not None and (measured := self.compare.after()) is not None:
-            self.folder.write_timing({"split": "train", "epoch": at.shown_epoch, "step": at.step, **measured})
+            self.folder.write_timing(place_of(at) | measured)
         at.batch += len(group)
         real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
         at.cells = [at.cells[0] + real, at.cells[1] + padded]
         self.clock.count(real)
-        if self.meetings is not None:
-            return self._on_its_own(self.meetings, result, stop)
+        own = self.meetings
+        asked = self._on_its_own(own, result, stop) if own is not None else self._in_step(result, stop)
+        if self.callbacks.on_step(lambda: self.moment("train", {}, result), agree=own is None or at.met == at.step):
+            at.ending = "callback"
+        return asked
+
+    def _in_step(self, result: StepResult, stop: Stop) -> Reason | None:
+        """After a step that all workers took together; returns the reason to stop, if one was asked to."""
+        at = self.state
         self._add(result)
         alone = self.trainer.plan.workers == 1
         # Workers check at the same steps, not by their own clocks, so that all of them stop at the same one. If any of them has a GPU,
@@ -231,7 +243,7 @@ class Loop:
             self.check()
         if self.clock.due():
             self._tick(result)
-        if at.step % train.log_every == 0:
+        if at.step % self.spec.train.log_every == 0:
             self.write_row()
         return stop.asked if alone else stop.decided(result.votes.tolist()) if look else None
 
@@ -257,8 +269,7 @@ class Loop:
             self.write_row()
             if isinstance(sync, Pushing):
                 seen = sync.staleness
-                place: Row = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
-                self.folder.write_timing(place | {"staleness": seen.mean, "most_stale": seen.most, "most_ahead": seen.ahead})
+                self.folder.write_timing(place_of(at) | {"staleness": seen.mean, "most_stale": seen.most, "most_ahead": seen.ahead})
         return stop.decided(list(met.votes))
 
     def _asked(self, stop: Stop) -> Reason | None:
@@ -277,64 +288,28 @@ class Loop:
             self._heed(self.trainer.nonfinite.look(), scale_gone=scaler is not None and float(scaler.scale) < SMALLEST_SCALE)
 
     def _heed(self, seen: Seen, *, scale_gone: bool) -> None:
-        """Stop, skip or go back if there were non-finite steps. Collective: every rank must call it, and with the same news."""
-        at, train, trainer = self.state, self.spec.train, self.trainer
-        at.skipped, at.in_a_row = at.skipped + seen.bad, seen.in_a_row
-        if seen.ago is not None:
-            cause = trainer.nonfinite.cause(seen, weights=trainer.guards_weights, world=trainer.mesh.world)
-            step = at.step - seen.ago
-        elif scale_gone:
-            cause, step = "the loss or its gradient", at.step
-        else:
-            return
-        skips = train.on_nan == "skip" and seen.longest > 0
-        too_many = seen.longest >= MOST_IN_A_ROW
-        if skips and too_many:
-            step = min(step, at.step - seen.in_a_row + 1)  # the first of them, however many checks lie in between
-        fact = f"{cause} is no longer finite at step {step} (epoch {at.shown_epoch})"
-        if skips and not too_many:
-            self.watch.say(f"{fact}; {'that step was' if seen.bad == 1 else f'{seen.bad} steps since then were'} skipped")
-            return
-        skipped = f"{seen.longest} steps in a row were skipped; " if skips else ""
-        raise on_every_rank(
-            Diverged(
-                f"{fact}; {skipped}lower train.lr={train.lr:g} or set train.clip; "
-                f"nothing from {'those steps' if skips else 'that step'} was saved"
-            )
-        )
+        heed(self.state, self.spec.train, self.trainer, seen, scale_gone=scale_gone, say=self.watch.say)
 
     def _go_back(self, error: Diverged) -> None:
         """Continue from the last snapshot with a lower learning rate, if the spec asks for it and the limit is not reached. Collective."""
         at = self.state
-        if self.spec.train.on_nan != "back":
-            raise error
-        if at.backs >= MOST_BACKS:
-            raise on_every_rank(Diverged(f"{error} (after going back {MOST_BACKS} times, down to a learning rate of {at.lr:g})"))
+        check_can_go_back(at, self.spec.train, error)
         # The file of the best weights stays as it is, even if it was written after the snapshot.
         self.state = replace(self.checkpointer.go_back(), backs=at.backs + 1, best=at.best)
         if self.meetings is not None:
             self.meetings.forget()
-        fact, factor = str(error).partition(";")[0], BACK_FACTOR**self.state.backs
-        self.watch.say(f"{fact}; going back to step {self.state.step}, with the learning rate multiplied by {factor:g} from there on")
+        self.watch.say(went_back(self.state, error))
 
     def write_row(self) -> None:
         """Write one row of metrics for the steps since the last one."""
         self.check()
         at = self.state
-        loss_sum, count, norm, steps, skipped = at.sums.tolist()
-        if not steps:
+        row = train_row(at, self.spec.train)
+        if row is None:
             return
-        if count <= 0 and loss_sum:
-            raise on_every_rank(uncounted())
-        loss = loss_sum / count if count else 0.0
-        waste = 1.0 - at.cells[0] / at.cells[1]
-        # Rows at the end of an epoch may cover fewer steps than others, so each gives their number.
-        place: Row = {"split": "train", "epoch": at.shown_epoch, "step": at.step}
-        extra: Row = {"skipped": int(skipped)} if self.spec.train.on_nan == "skip" else {}
-        means: Row = {"loss": loss, "lr": at.lr, "norm": norm / steps, "waste": waste, "steps": round(steps), "targets": int(count)}
-        self.folder.write_metrics(place | means | extra)
+        self.folder.write_metrics(row)
         seconds, rate = self.clock.lap()
-        self.folder.write_timing(place | {"seconds": seconds, "tokens_per_second": rate})
+        self.folder.write_timing(place_of(at) | {"seconds": seconds, "tokens_per_second": rate})
         at.sums, at.cells = torch.zeros_like(at.sums), [0, 0]
 
     def _judge(self) -> None:
@@ -346,23 +321,28 @@ class Loop:
                 self._write_weights()
                 at.judged = at.step
                 return
-            values = self.judge(self.parts.valid)
+            values = at.latest = self.judge(self.parts.valid)
             at.judged = at.step
             loss = values["loss"]
             if not math.isfinite(loss):
                 fact = f"the validation loss is {loss} at step {at.step}"
                 raise on_every_rank(Diverged(f"{fact}; lower train.lr={train.lr:g} or set train.clip; nothing from that step was saved"))
-            if at.best is None or loss < at.best["loss"]:
+            with raise_on_all(self.trainer.mesh.world):
+                better, score = improves(train.best, values, at.best), score_of(train.best, values)
+            if better:
                 at.best, at.best_step = values, at.step
                 self._write_weights()
         at.history.append(loss)
-        at.rate = rates.after_evaluation(train, at.rate, loss)
+        at.rate = rates.after_evaluation(train, at.rate, score)
         optimizer = self.trainer.optimizer
         if isinstance(optimizer, optimizers.NTASGD) and not optimizer.average_active and optimizers.nonmonotone(at.history, train.nonmono):
             optimizer.trigger()
             self.watch.say(f"weight averaging starts at step {at.step}")
+        asked = self.callbacks.on_evaluation(lambda: self.moment("valid", values))
         if rates.stops_early(train, at.rate):
             at.ending = "early"
+        elif asked:
+            at.ending = "callback"
 
     def _write_weights(self) -> None:
         """Have rank 0 write the weights; non-finite weights are refused, with an error on every rank."""
@@ -389,9 +369,7 @@ class Loop:
 
         trainer = self.trainer
         values = evaluate(trainer.model, self.task, part, mesh=trainer.mesh, stage=trainer.stage, tick=tick, capture=trainer.capture)
-        place: Row = {"split": part.name, "epoch": at.shown_epoch, "step": at.step}
-        if weights_step is not None:
-            place["weights_step"] = weights_step
+        place = place_of(at, part.name) | ({} if weights_step is None else {"weights_step": weights_step})
         self.folder.write_metrics({**place, **values})
         seconds = time.monotonic() - started
         self.folder.write_timing(place | {"seconds": seconds})
@@ -407,21 +385,12 @@ class Loop:
 
     def _tick(self, result: StepResult) -> None:
         self.clock.ticked()
-        loss = float((result.loss_sum / result.count.clamp(min=1)).item())
-        self.watch.step(self._info("train", self.state.batch, self.order.num_steps(self.state.epoch), loss))
+        self.watch.step(self._info("train", self.state.batch, self.order.num_steps(self.state.epoch), mean_loss(result)))
+
+    def moment(self, split: str, metrics: Mapping[str, float], result: StepResult | None = None) -> Moment:
+        """Where the run is, for a callback."""
+        return moment_of(self.state, self.spec.train, self.folder.path, split, metrics, result)
 
     def _info(self, phase: str, done: int, total: int, loss: float | None, rate: float | None = None) -> StepInfo:
-        at = self.state
-        return StepInfo(
-            epoch=at.shown_epoch,
-            epochs=self.spec.train.epochs,
-            step=done,
-            steps=total,
-            loss=loss,
-            tokens_per_second=self.clock.rate if rate is None else rate,
-            waste=1.0 - at.cells[0] / at.cells[1] if at.cells[1] else 0.0,
-            lr=at.lr,
-            eta_seconds=self.clock.eta(at.step, self.total_steps),
-            phase=phase,
-            unit="tokens" if self.task.facts.vocabulary else "steps",
-        )
+        at, train, unit = self.state, self.spec.train, "tokens" if self.task.facts.vocabulary else "steps"
+        return info_of(at, train, self.clock, self.total_steps, phase=phase, done=done, total=total, loss=loss, unit=unit, rate=rate)

@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from carrywave.errors import option
 from carrywave.launch.signals import Reason
 from carrywave.spec.spec import TrainSpec
 from carrywave.train import lr_schedule as rates
 
 ASKED: tuple[Reason, ...] = ("interrupted", "terminated")
-Ending = Literal["done", "early"] | Reason
+Ending = Literal["done", "early", "callback"] | Reason
 
 
 @dataclass
@@ -33,6 +34,7 @@ class LoopState:
     rate: rates.Rate = field(default_factory=rates.Rate)
     history: list[float] = field(default_factory=list)  # validation losses
     judged: int = -1  # the step of the last evaluation
+    latest: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
     best: dict[str, float] | None = None  # metrics of the best evaluation
     best_step: int = -1  # the step of that evaluation
     ending: Ending | None = None
@@ -85,6 +87,8 @@ class LoopState:
 
     def over(self, train: TrainSpec) -> str:
         """The message for a resumed run that has nothing left to train."""
+        if self.ending == "callback":
+            return f"nothing is left to train: a callback ended the run at step {self.step}; start a new run with {option('init')}"
         if self.ending == "early":
             key, verb = f"train.early_stop={train.early_stop}", "stopped early"
         elif train.max_steps is not None and self.step >= train.max_steps:

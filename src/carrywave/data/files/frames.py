@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from carrywave.data.files import hub_datasets
 from carrywave.data.tables.dates import is_dates
 from carrywave.errors import DataError
 
@@ -100,6 +101,8 @@ def as_table(data: Any, name: str) -> Frame | None:
     """Convert a frame, or a single column of one, to an Arrow table; None for anything else."""
     if isinstance(data, pa.Table):
         return Frame(data)
+    if hub_datasets.is_dataset(data):
+        return Frame(hub_datasets.table_of(data))
     if is_column(data) and hasattr(data, "to_frame"):
         data = data.to_frame() if getattr(data, "name", None) != "" else data.to_frame("value")
     if not is_frame(data):

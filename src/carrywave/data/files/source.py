@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from carrywave.data.files import hashes, remote
+from carrywave.data.files import hashes, hub_datasets, remote
 from carrywave.errors import DataError
 from carrywave.spec.spec import BUILTIN_TEXT
 
@@ -178,12 +178,14 @@ def find(
 ) -> Source:
     """Return the source for a name in the spec, or raise an error that says what is wrong; `any_bytes`: it need not be text.
 
-    An address in an object store is fetched into the folder `cache`.
+    An address in an object store is fetched into the folder `cache`, and so is a dataset of Hugging Face's library.
     """
     if name == BUILTIN_TEXT:
         return Source(name, None, "text", block_bytes=block_bytes)
     if name.startswith("builtin:"):
         raise DataError(f"{field}={name} is not a built-in text; use {BUILTIN_TEXT} or a file path")
+    if cache is not None and hub_datasets.is_name(name):
+        return Source(name, hub_datasets.fetch(name, field, cache), "parquet", block_bytes=block_bytes)
     path = Path(name).expanduser() if cache is None or not remote.is_address(name) else remote.fetch(name, cache)
     if not path.exists():
         raise DataError(f"{field}={name}: file not found{_from_where(path)}; use the path of an existing file")

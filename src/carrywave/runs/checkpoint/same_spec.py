@@ -11,7 +11,18 @@ from carrywave.spec.load import with_new_names
 from carrywave.spec.spec import Spec
 
 # Settings in the train section that may change when a run is resumed.
-MAY_CHANGE = ("epochs", "max_steps", "early_stop", "evaluate_every", "log_every", "keep", "snapshot_every", "on_nan", "shard_optimizer")
+MAY_CHANGE = (
+    "epochs",
+    "max_steps",
+    "early_stop",
+    "evaluate_every",
+    "log_every",
+    "track",
+    "keep",
+    "snapshot_every",
+    "on_nan",
+    "shard_optimizer",
+)
 BATCH = ("batch.lanes", "batch.steps", "batch.tokens")  # chosen to fit the data if they are left out
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
-from carrywave.runs.watcher import StepInfo, Watcher, printable
+from carrywave.runs.watcher import Logged, StepInfo, Watcher, printable
 
 Clock = Callable[[], float]
 
@@ -153,6 +154,21 @@ class Recorder:
 def watcher_for(console: Console) -> Display:
     """A live display on a terminal, plain lines elsewhere."""
     return RichWatcher(console) if console.is_terminal else PlainWatcher(console)
+
+
+def watcher_of_call(progress: bool | None) -> AbstractContextManager[Watcher]:
+    """What a call from Python shows, on standard output: by default a live display on a terminal, lines in a notebook, nothing in a pipe.
+
+    What a person should know, such as a warning about the data, is logged even where nothing is shown.
+    """
+    if progress is False:
+        return nullcontext(Logged())
+    console = Console()
+    if console.is_jupyter:
+        return PlainWatcher(Console(force_jupyter=False))  # a live display would need widgets
+    if console.is_interactive and console.file.isatty():
+        return RichWatcher(console)
+    return PlainWatcher(console) if progress else nullcontext(Logged())
 
 
 def step_line(info: StepInfo) -> str:

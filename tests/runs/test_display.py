@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from carrywave.cli.show import PlainWatcher, Recorder, RichWatcher, duration, figure, row_line, step_line, table_of, watcher_for
+from carrywave.runs.display import PlainWatcher, Recorder, RichWatcher, duration, figure, row_line, step_line, table_of, watcher_for
 from carrywave.runs.watcher import Silent, StepInfo
 
 INFO = StepInfo(epoch=2, epochs=10, step=30, steps=120, loss=2.34567, tokens_per_second=12345.6, waste=0.0123, lr=0.002, eta_seconds=83.4)

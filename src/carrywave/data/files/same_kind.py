@@ -1,0 +1,75 @@
+"""Makes a frame of the kind that a user gave, pandas, polars or Arrow, from rows; columns that both have get the type they had there.
+
+Only Arrow is imported: whoever gave a frame of another kind has imported its library.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from carrywave.data.files.frames import as_table
+from carrywave.errors import DataError
+
+KINDS = ("pandas", "polars", "pyarrow")
+
+
+def kind_of(frame: Any) -> str | None:
+    """The library of a frame; None if it is no frame that can be made again."""
+    library = type(frame).__module__.partition(".")[0]
+    is_frame = library in KINDS and type(frame).__name__ in ("DataFrame", "Table")
+    return library if is_frame else None
+
+
+def frame_like(given: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """The rows as a frame of the kind of `given`."""
+    columns = list(rows[0]) if rows else []
+    known = as_table(given, "the frame")
+    types = {} if known is None else {field.name: field.type for field in known.table.schema}
+    table = pa.table({name: _column([row[name] for row in rows], types.get(name)) for name in columns})
+    kind = kind_of(given)
+    if kind == "pandas":
+        return _as_pandas(given, table)
+    if kind == "polars":
+        return _as_polars(given, table)
+    return table
+
+
+def _column(values: list[Any], like: Any) -> Any:
+    """The values in the type that the column has in the user's frame, if they can have it: a date is still a date, a time has its zone."""
+    column = pa.array(values)
+    if like is None or pa.types.is_floating(column.type) or column.type == like:
+        return column
+    if pa.types.is_dictionary(like):
+        return column
+    try:
+        if pa.types.is_timestamp(like) and like.tz is not None:
+            # Written with its offset, as in 2026-03-29 03:00:00+02:00; which is the same moment in any zone.
+            return column.cast(pa.timestamp(like.unit, "UTC")).cast(like)
+        return column.cast(like)
+    except pa.ArrowException as error:
+        raise DataError(
+            f"forecasts have values such as {values[0]!r:.40}, which do not fit a column of {like}; use a wider type"
+        ) from error
+
+
+def _as_pandas(given: Any, table: Any) -> Any:
+    frame = table.to_pandas()
+    indexed = {} if given.index.nlevels > 1 or given.index.name is None else {given.index.name: given.index.dtype}
+    types = indexed | {name: given.dtypes[name] for name in given.columns}
+    # A period is written as its start.
+    shared = {name: types[name] for name in frame.columns if name in types and not str(types[name]).startswith("period[")}
+    kept = {name: dtype for name, dtype in shared.items() if str(frame.dtypes[name]) != str(dtype) and frame.dtypes[name].kind != "f"}
+    return frame.astype(kept) if kept else frame
+
+
+def _as_polars(given: Any, table: Any) -> Any:
+    polars: Any = sys.modules["polars"]
+    frame = polars.from_arrow(table)
+    schema = given.schema
+    return frame.with_columns(
+        [polars.col(name).cast(schema[name]) for name in frame.columns if name in schema and not frame.schema[name].is_float()]
+    )

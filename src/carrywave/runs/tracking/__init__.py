@@ -1,0 +1,1 @@
+"""Copies of a run's metrics in trackers such as MLflow."""

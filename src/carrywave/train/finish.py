@@ -1,0 +1,81 @@
+"""Carries out a run that is set up: training, then the best weights, their evaluation on test, and the last line."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from carrywave.launch.signals import Stop
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import Whole
+from carrywave.model.parameter_placement import fill
+from carrywave.model.vocabulary_split import join_vocabulary
+from carrywave.parallel.gather import broadcast
+from carrywave.parallel.world import raise_on_all
+from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
+from carrywave.runs.watcher import Watcher
+from carrywave.step.row_parts import cut, cutter
+from carrywave.step.sync.pushing import Pushing
+from carrywave.tasks.doubts import worse_than_naive
+from carrywave.train.evaluation_stop import Stopped
+from carrywave.train.loop import Loop
+from carrywave.train.loop_state import ASKED
+from carrywave.train.result import Result
+
+
+def shown(model: Model | Whole) -> nn.Module:
+    """The model as a result holds it: in evaluation mode, and the user's own module by itself."""
+    model.eval()
+    return model.module if isinstance(model, Whole) else model
+
+
+def carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
+    """Train what is left to train, and finish: `again_with` resumes a run that was asked to stop."""
+    with Stop() as stop:
+        loop.stop = stop
+        try:
+            ending = loop.state.ending or loop.run(stop)
+            reached = {} if ending in ASKED else _finish(loop, restore=restore)
+        except Stopped as asked:
+            ending = asked.reason
+    at = loop.state
+    if ending in ASKED:
+        watch.end(f"{ending} at step {at.step}; resume with: {again_with}")
+        return Result(loop.folder.path, ending, {}, shown(loop.trainer.model), loop.task)
+    if isinstance(loop.trainer.sync, Pushing):
+        watch.say(loop.trainer.sync.told())
+    for part, values in reached.items():
+        if (verdict := worse_than_naive(values)) is not None:
+            watch.say(f"{part}: {verdict}")
+    told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
+    stopped = {"early": " (stopped early)", "callback": " (ended by a callback)"}.get(ending, "")
+    steps = f"{at.step} step{'s' * (at.step != 1)}"
+    watch.end(f"{loop.folder.shown}: {steps}{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
+    return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
+
+
+def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
+    """Load the best weights and evaluate them on the test part. Rank 0 reads them; in the end each worker has the whole model again, except
+    for a split vocabulary if nobody asked to `restore` it.
+    """
+    trainer, world = loop.trainer, loop.trainer.mesh.world
+    best: dict[str, Tensor] = {}
+    with raise_on_all(world, for_all_of_us=True):
+        if world.rank == 0:
+            best = read_weights(trainer.model, loop.folder.weights)
+    rows = trainer.held.rows
+    # Without its model no run needs a vocabulary whole that had to be split.
+    best = broadcast(world, best, None if restore else cutter(rows))
+    load_parameters(trainer.parameters(), cut(best, rows) if restore else best, "weights.safetensors", whole=best.keys())
+    trainer.model.eval()
+    reached = {}
+    if loop.state.best is not None:
+        reached["valid"] = dict(loop.state.best)
+    # Also if training had already finished: its last snapshot, to which the logs were truncated, is older than the test evaluation.
+    if loop.parts.test is not None:
+        reached["test"] = values = loop.judge(loop.parts.test, weights_step=loop.state.weights_step)
+        loop.callbacks.on_evaluation(lambda: loop.moment("test", values))  # there is nothing left to stop
+    if isinstance(trainer.model, Model) and trainer.plan.stages > 1:
+        fill(trainer.model, best, trainer.device)
+    if isinstance(trainer.model, Model) and rows and restore:
+        join_vocabulary(trainer.model.cpu(), best)  # in host memory: it may not fit on the device
+    return reached

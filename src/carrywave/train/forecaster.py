@@ -1,0 +1,202 @@
+"""An estimator for forecasts: fit, predict and score on frames with one row for each series and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from carrywave.data.files.frames import columns_of, is_frame
+from carrywave.data.files.same_kind import frame_like, kind_of
+from carrywave.errors import DataError, RunError, UserError
+from carrywave.runs.prediction import predict
+from carrywave.runs.run import Run
+from carrywave.runs.trained_run import codec_of, evaluate_run
+from carrywave.spec.load import load_own
+from carrywave.train.fit import fit
+from carrywave.train.result import Result
+
+SERIES, TIME, TARGET = "unique_id", "ds", "y"  # the names that Nixtla's libraries use
+ERRORS = ("mae", "pinball")  # by which a score compares a forecast with the naive one
+
+
+class Forecaster:
+    """Forecasts the next values of many series, from a frame (pandas, polars or Arrow) in long format.
+
+    Rows have the columns `unique_id`, `ds` and `y`; other names are given as `series`, `time` and `target` (or several). A frame without
+    `unique_id` is a single series; other numeric columns are read too, up to the last row. `quantiles` asks for a column for each of them
+    instead of one. `model`, `data`, `batch` and `train` are sections of a spec.
+
+    A fitted forecaster is a run folder, `run`: `Forecaster.load(folder)` opens it again, in any process.
+
+    >>> import pandas as pd
+    >>> import carrywave as cw
+    >>> days = pd.date_range("2026-01-01", periods=60)
+    >>> frame = pd.concat([pd.DataFrame({"unique_id": name, "ds": days, "y": [float(day % 7) for day in range(60)]}) for name in "ab"])
+    >>> forecaster = cw.Forecaster(
+    ...     horizon=3, season=7, quantiles=[0.1, 0.5, 0.9], model={"hidden": 8, "layers": 1}, train={"epochs": 2}, run="runs/days"
+    ... )
+    >>> forecaster.fit(frame)
+    Forecaster(horizon=3, run='runs/days')
+    >>> ahead = forecaster.predict()
+    >>> list(ahead.columns)
+    ['unique_id', 'ds', 'y-q0.1', 'y-q0.5', 'y-q0.9']
+    >>> ahead.ds.dt.strftime("%m-%d").tolist()
+    ['03-02', '03-03', '03-04', '03-02', '03-03', '03-04']
+    >>> cw.Forecaster.load("runs/days").predict(frame).equals(ahead)
+    True
+    """
+
+    def __init__(
+        self,
+        horizon: int = 24,
+        *,
+        quantiles: Sequence[float] | None = None,
+        season: int = 1,
+        series: str = SERIES,
+        time: str = TIME,
+        target: str | Sequence[str] = TARGET,
+        model: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
+        batch: Mapping[str, Any] | None = None,
+        train: Mapping[str, Any] | None = None,
+        run: str | Path | None = None,
+        device: str = "auto",
+    ) -> None:
+        self.horizon, self.quantiles, self.season = horizon, None if quantiles is None else tuple(quantiles), season
+        self.series, self.time = series, time
+        self.targets = (target,) if isinstance(target, str) else tuple(target)
+        self.model, self.data, self.batch, self.train = (dict(given or {}) for given in (model, data, batch, train))
+        self._asked: Path | str | None = run  # the folder for the next fit; None: a new one
+        self.device = device
+        self.result: Result | None = None  # of `fit`: metrics, ending, the model
+        self._fitted: Path | str | None = None
+        self._frame: Any = None
+
+    def __repr__(self) -> str:
+        return f"Forecaster(horizon={self.horizon}, run={None if self.run is None else str(self.run)!r})"
+
+    @property
+    def run(self) -> Path | str | None:
+        """The folder of the run: of the last fit, or the one that the next fit will use; None if that will choose one."""
+        return self._asked if self._fitted is None else self._fitted
+
+    @classmethod
+    def load(cls, run: str | Path, *, device: str = "auto") -> Self:
+        """Open a run that was trained before, by a forecaster or by any other means.
+
+        >>> import carrywave as cw
+        >>> wave = [float(step % 4) for step in range(80)]
+        >>> how = {"task": "forecasting", "data": {"horizon": 2}, "batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}}
+        >>> result = cw.fit({"hidden": 4, "layers": 1}, wave, **how, run="runs/wave")
+        >>> cw.Forecaster.load("runs/wave").horizon
+        2
+        """
+        opened = Run.open(Path(run), events=False)
+        spec = load_own(opened.path / "spec.yaml")
+        if spec.task != "forecasting":
+            raise RunError(f"{run} is a {spec.task} model, not a forecaster; use cw.predict")
+        codec, data = codec_of(opened, spec), spec.data
+        found = cls(
+            data.horizon,
+            quantiles=data.quantiles,
+            season=data.season,
+            series=codec.series or SERIES,
+            time=codec.time or TIME,
+            target=[codec.columns[place] for place in codec.targets],
+            run=run,
+            device=device,
+        )
+        found._fitted = opened.path
+        return found
+
+    def fit(self, frame: Any, *, valid: Any = None, test: Any = None, **how: Any) -> Self:
+        """Train on a frame. Without `valid`, its last rows are held out for validation; `how` are further arguments of `cw.fit`.
+
+        >>> import polars as pl
+        >>> import carrywave as cw
+        >>> frame = pl.DataFrame({"ds": range(80), "sales": [float(step % 4) for step in range(80)]})
+        >>> forecaster = cw.Forecaster(2, target="sales", model={"hidden": 4, "layers": 1}, train={"epochs": 1})
+        >>> forecaster.fit(frame, progress=False).predict()["ds"].to_list()
+        [80, 81]
+        """
+        given = {name: part for name, part in (("train", frame), ("valid", valid), ("test", test)) if part is not None}
+        for name, part in given.items():
+            self._check(part, name)
+        sections = {"data": self._columns(frame) | self.data, "batch": self.batch, "train": self.train}
+        how = {"run": self._asked, "device": self.device, "task": "forecasting", **sections, **how}
+        self.result = fit(self.model or None, given, **how)
+        self._fitted = self.result.run
+        self._frame = frame
+        return self
+
+    def predict(self, frame: Any = None) -> Any:
+        """Forecast what follows the last row of each series: a frame of the same kind, with a row for each series and future time.
+
+        Without a frame, it is what follows the frame that `fit` was given. Series that the forecaster was not trained on are forecast too.
+
+        >>> import pyarrow as pa
+        >>> import carrywave as cw
+        >>> table = pa.table({"unique_id": ["a"] * 60, "ds": list(range(60)), "y": [float(step % 4) for step in range(60)]})
+        >>> forecaster = cw.Forecaster(2, model={"hidden": 4, "layers": 1}, train={"epochs": 1}).fit(table)
+        >>> ahead = forecaster.predict(table.slice(0, 50))
+        >>> ahead.column_names, ahead["ds"].to_pylist()
+        (['unique_id', 'ds', 'y'], [50, 51])
+        """
+        run = self._opened("predict")
+        if frame is None and self._frame is None:
+            raise UserError("this forecaster was loaded from its run, which holds no data; pass predict a frame that ends where it begins")
+        given = self._frame if frame is None else frame
+        self._check(given, "the frame")
+        rows = predict(run, given, device=self.device)
+        return frame_like(given, [{name: value for name, value in row.items() if name != "step"} for row in rows])
+
+    def score(self, frame: Any) -> float:
+        """How much better than the seasonal-naive forecast, over all rows of a frame: 1 is perfect, 0 as good as naive, below 0 worse.
+
+        It is 1 − error ÷ naive error, where the error is the MAE or, for quantiles without the median, the pinball loss.
+        `cw.evaluate(run, frame)` has all metrics.
+
+        >>> import carrywave as cw
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"ds": range(80), "y": [float(step % 4) for step in range(80)]})
+        >>> forecaster = cw.Forecaster(2, model={"hidden": 4, "layers": 1}, train={"epochs": 1}).fit(frame)
+        >>> forecaster.score(frame) < 1.0
+        True
+        """
+        run = self._opened("score")
+        self._check(frame, "the frame")
+        values = evaluate_run(run, frame, self.device)
+        error = next(name for name in ERRORS if name in values)
+        ours, naive = (float(str(values[name])) for name in (error, f"naive_{error}"))
+        if not naive:
+            raise DataError("the naive forecast of this frame is without error, so there is nothing to compare with; use cw.evaluate")
+        return 1.0 - ours / naive
+
+    def _opened(self, what: str) -> Path | str:
+        if self._fitted is None:
+            raise UserError(f"{what} needs a forecaster that is trained; call fit first, or open a run with cw.Forecaster.load")
+        return self._fitted
+
+    def _check(self, frame: Any, name: str) -> None:
+        if kind_of(frame) is None:
+            raise DataError(f"{name} is a {type(frame).__name__}; pass a DataFrame of pandas or polars, or an Arrow table")
+
+    def _columns(self, frame: Any) -> dict[str, Any]:
+        """The part of the data section that follows from the frame and the forecaster's own settings."""
+        assert is_frame(frame)
+        index = getattr(frame, "index", None)
+        names = {name for name, _ in columns_of(frame)} | {str(name) for name in getattr(index, "names", ())}
+        for target in self.targets:
+            if target not in names:
+                raise DataError(
+                    f"the frame has no column {target!r} to forecast; its columns are {', '.join(sorted(names))}; set target=..."
+                )
+        data: dict[str, Any] = {"horizon": self.horizon, "season": self.season, "targets": list(self.targets)}
+        if self.quantiles is not None:
+            data["quantiles"] = list(self.quantiles)
+        # Names that are not the usual ones must be there; a usual one may be missing.
+        for key, given, usual in (("series", self.series, SERIES), ("time", self.time, TIME)):
+            if given in names or given != usual:
+                data[key] = given
+        return data
