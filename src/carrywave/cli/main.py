@@ -65,6 +65,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
