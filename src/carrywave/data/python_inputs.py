@@ -22,7 +22,7 @@ from carrywave.data.files.cache import ARRAYS, Entry
 from carrywave.data.files.fields import FIELDS, as_plain, steps_of
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of
 from carrywave.data.files.remote import is_address
-from carrywave.data.files.rows import BATCH_ROWS, Row, Rows
+from carrywave.data.files.rows import BATCH_ROWS, Row, Rows, renamed
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
 from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, prepare, read, table_of_file
@@ -57,7 +57,7 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
         openers = {part: _table_opener(value, part, spec) for part, value in given.items()}
         found = series.build(openers, spec, MemoryAppender, codec=codec)
     else:
-        found = _examples({part: _rows(value, part, spec) for part, value in given.items()}, spec, codec)
+        found = _examples({part: _named_rows(value, part, spec) for part, value in given.items()}, spec, codec)
     return bundle(found, _fingerprint(found.parts, found.codec), lambda _: None)
 
 
@@ -75,7 +75,7 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
     if spec.task == "forecasting":
         found = series.read(_table_opener(data, part, spec)(codec), codec, spec, MemoryAppender, part=part, labelled=labelled)
     else:
-        rows = _rows(data, part, spec)
+        rows = _named_rows(data, part, spec, labelled=labelled)
         join = spec.task == "language" and spec.streams and rows.join
         found = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join)
     return replace(found, fingerprint=_fingerprint({part: found}, codec))
@@ -187,6 +187,11 @@ def as_rows(data: Any, part: str) -> Rows | None:
         return ItemRows(part, len(rows), rows.__getitem__, join=True)
     frame = as_table(data, part)
     return None if frame is None else FrameRows(part, frame.table)
+
+
+def _named_rows(data: Any, part: str, spec: Spec, *, labelled: bool = True) -> Rows:
+    """The rows of an object, with the fields that tasks read."""
+    return renamed(_rows(data, part, spec), spec.data, target=examples.TARGETS.get(spec.task, "label"), labelled=labelled)
 
 
 def _rows(data: Any, part: str, spec: Spec) -> Rows:

@@ -43,6 +43,18 @@ class DataSpec(Section):
     valid: str | None = Field(None, description="file to validate on; without it, a share of train is held out")
     test: str | None = Field(None, description="file to test on after training")
     format: Literal["auto", "text", "jsonl", "csv", "parquet"] = Field("auto", description="file format; auto goes by the file name")
+    encoding: str = Field("auto", description="encoding of text files; auto: utf-8, or the one that a byte-order mark tells")
+    separator: str | None = Field(
+        None, description="CSV: the character between columns, or tab; by default the one that the first lines show"
+    )
+    decimal: Literal["auto", ".", ","] = Field(
+        "auto", description="CSV: the mark before decimals; auto: a comma if that cannot be mistaken"
+    )
+    text: str | None = Field(None, description="the column or field with the text, or its list of tokens; by default text, tokens or steps")
+    label: str | None = Field(
+        None,
+        description="classification, regression, tagging: the column or field with the target; by default label, for tagging labels",
+    )
     tokens: Literal["char", "word", "bpe", "byte"] = Field("char", description="how text becomes tokens")
     vocabulary: Positive | None = Field(
         None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"
@@ -83,6 +95,11 @@ class DataSpec(Section):
     cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
 
     @property
+    def mark(self) -> str | None:
+        """The character between the columns of a CSV file; None: to be found."""
+        return "\t" if self.separator in ("tab", "\\t") else self.separator
+
+    @property
     def rhythm(self) -> str | None:
         """The frequency as text."""
         return f"{self.frequency:g}" if isinstance(self.frequency, float) else self.frequency
@@ -93,6 +110,12 @@ class DataSpec(Section):
             not self.quantiles or any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
         ):
             raise ValueError(f"quantiles must increase, got {list(self.quantiles)}; list each once, from low to high")
+        try:
+            "".encode("utf-8" if self.encoding == "auto" else self.encoding)  # refuses codecs that are not of text
+        except LookupError:
+            raise ValueError(f"encoding {self.encoding!r} is unknown; use for example utf-8, latin-1, cp1252 or utf-16") from None
+        if self.mark is not None and (len(self.mark) != 1 or not self.mark.isascii() or self.mark.isalnum() or self.mark in "\"\r\n.-+'"):
+            raise ValueError(f"separator {self.separator!r} cannot separate columns; use one character such as ; or |, or tab")
         if isinstance(self.frequency, str) and self.frequency != "none" and FREQUENCY.fullmatch(self.frequency.strip()) is None:
             raise ValueError(f"frequency {self.frequency!r} is unknown; use for example 15min, h, D, B, W, MS, a number, or none")
         if self.split is not None:

@@ -15,10 +15,11 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 from numpy.typing import NDArray
 
+from carrywave.data.files import dialect
 from carrywave.data.files.quotes import check_quotes
 from carrywave.data.files.source import Source
 from carrywave.data.sequences import Ints
-from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, ColumnChoice, Roles, roles_of, second_rows
+from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, TIME_NAMES, ColumnChoice, Roles, roles_of, second_rows
 from carrywave.data.tables.dates import WRITE, is_text, problem, texts_of
 from carrywave.data.tables.moments import TOO_WHOLE, too_whole, unusable
 from carrywave.data.tables.times import TimeColumn, Times, read_times, with_frequency
@@ -60,10 +61,10 @@ class Table:
         return None if self.times is None or self.times.frequency is None else self.times.frequency.text
 
 
-def read_table(source: Source, series: str | None = None) -> Any:
-    """Read the Arrow table in a CSV or Parquet file. In CSV, series names (column `series`) stay text: 007 is not 7."""
+def read_table(source: Source, series: str | None = None, *, time: str | None = None, decimal: str = "auto") -> tuple[Any, tuple[str, ...]]:
+    """Read the Arrow table in a CSV or Parquet file, and lines on what was found in it. In CSV, series names stay text: 007 is not 7."""
     if source.format == "parquet":
-        return source.guard(lambda: pa_parquet.read_table(source.path, memory_map=True))
+        return source.guard(lambda: pa_parquet.read_table(source.path, memory_map=True)), ()
     if source.format != "csv":
         raise DataError(
             f"{source.name} is read as {source.format}, but forecasting needs CSV or Parquet; "
@@ -71,16 +72,22 @@ def read_table(source: Source, series: str | None = None) -> Any:
         )
     if not any(block.strip() for block in source.blocks()):
         raise DataError(f"{source.name} is empty; use a table with a header line and at least one row")
-    delimiter = source.separator()
-    kept = pa_csv.ConvertOptions(column_types={series or SERIES_NAME: pa.string()})
     source.check_utf8()
+    delimiter = source.separator()
+    convert = pa_csv.ConvertOptions(column_types={series or SERIES_NAME: pa.string()}, decimal_point="," if decimal == "," else ".")
     options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=check_quotes(source, delimiter))
     with source.open() as stream:
-        return source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=kept))
+        table = source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=convert))
+    times = [column for column in table.column_names if column.strip().lower() in TIME_NAMES]
+    table, told = dialect.with_points(table, decimal, source.name, {series or SERIES_NAME, time or "", *times})
+    return table, (*source.told(), *told)
 
 
-def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None) -> Table:
-    """Convert an Arrow table to series sorted by time, and validate its numbers; `index` is the column that was a frame's index."""
+def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None, told: tuple[str, ...] = ()) -> Table:
+    """Convert an Arrow table to series sorted by time, and validate its numbers; `index` is the column that was a frame's index.
+
+    `told` are remarks about how it was read so far.
+    """
     if len(set(table.column_names)) != len(table.column_names):
         twice = next(column for column in table.column_names if table.column_names.count(column) > 1)
         raise DataError(f"{name}: duplicate column {twice}; give every column a unique name")
@@ -99,8 +106,8 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
     order, times, notes = _in_time(table, roles, name, choice, codes, names)
     lengths = np.bincount(codes, minlength=len(names)).astype(np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
-    told = (roles.told(name, as_it_stands=times is not None and times.in_words), *notes)
-    return Table(name, roles.columns, values[order], starts, lengths, names, roles.time, roles.series, times, told, whole)
+    said = (roles.told(name, as_it_stands=times is not None and times.in_words), *told, *notes)
+    return Table(name, roles.columns, values[order], starts, lengths, names, roles.time, roles.series, times, said, whole)
 
 
 def _in_time(
