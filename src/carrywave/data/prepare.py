@@ -43,6 +43,11 @@ READING = (
     "targets",
     "time",
     "series",
+    "known",
+    "calendar",
+    "categorical",
+    "static",
+    "missing",
     "frequency",
     "horizon",
     "season",
@@ -266,7 +271,7 @@ def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]
     def open_table(codec: Codec | None) -> Table:
         choice = ColumnChoice.of(spec.data, codec)
         if source.format == "jsonl":
-            return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice.columns)
+            return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice)
         table, told = read_table(source, choice.series, time=choice.time, decimal=spec.data.decimal)
         return arrange(table, source.name, choice, told=told)
 

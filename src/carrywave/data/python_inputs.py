@@ -282,8 +282,8 @@ def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], 
             return arrange(frame.table, part, choice, index=frame.index)
         plain = as_plain(data)
         if (isinstance(plain, np.ndarray) and plain.ndim < 3) or _is_flat(plain):
-            return series.choose_columns(series.from_matrices([steps_of({"steps": plain}, part, None)], part), choice.columns)
-        return series.choose_columns(series.from_rows(_rows(data, part, spec)), choice.columns)
+            return series.choose_columns(series.from_matrices([steps_of({"steps": plain}, part, None)], part), choice)
+        return series.choose_columns(series.from_rows(_rows(data, part, spec)), choice)
 
     return open_table
 

@@ -18,6 +18,8 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 WIDEST, DEEPEST = 1 << 16, 4096  # a float32 matrix with this many rows and columns is 16 GiB
 
+CalendarName = Literal["minute", "hour", "weekday", "weekend", "monthday", "yearday", "month", "quarter"]
+
 BUILTIN_TEXT = "builtin:python-topics"
 WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _DAY = f"(?:{'|'.join(WEEKDAYS)})"
@@ -74,6 +76,23 @@ class DataSpec(Section):
         None, description="the column of times; by default ds, date, datetime, timestamp, time or the first column of dates"
     )
     series: str | None = Field(None, description="the column that names the series in long format; by default unique_id")
+    known: tuple[str, ...] | None = Field(
+        None,
+        description="forecasting: columns whose values are known for the whole horizon, such as prices or holidays; the model reads them "
+        "ahead, and a file to predict from has a row with them for each step ahead",
+    )
+    calendar: tuple[CalendarName, ...] | None = Field(
+        None, description="forecasting: positions in the calendar that the model reads, from the column of times; weekend is 0 or 1"
+    )
+    categorical: tuple[str, ...] | None = Field(
+        None, description="forecasting: columns of categories, each with an embedding; a value that is not in train counts as unknown"
+    )
+    static: tuple[str, ...] | None = Field(None, description="forecasting: columns with one value for each series, numbers or categories")
+    missing: Literal["error", "forward", "interpolate", "zero"] = Field(
+        "error",
+        description="forecasting: how empty cells and missing rows are filled: with the value before, on a line between the values around, "
+        "or with 0; error: empty cells are refused, and rows on either side of a gap count as neighbours",
+    )
     frequency: str | Annotated[float, Field(gt=0.0)] | None = Field(
         None,
         description="forecasting: the interval between times, as 15min, h, D, B (business days), W, MS or a number; by default inferred "
@@ -118,6 +137,19 @@ class DataSpec(Section):
             raise ValueError(f"separator {self.separator!r} cannot separate columns; use one character such as ; or |, or tab")
         if isinstance(self.frequency, str) and self.frequency != "none" and FREQUENCY.fullmatch(self.frequency.strip()) is None:
             raise ValueError(f"frequency {self.frequency!r} is unknown; use for example 15min, h, D, B, W, MS, a number, or none")
+        for name in ("known", "calendar", "categorical", "static"):
+            given = getattr(self, name) or ()
+            if len(set(given)) < len(given):
+                raise ValueError(f"{name} {list(given)} names a column twice; list each once")
+        for one, other, why in (
+            ("targets", "known", "what is known needs no forecast"),
+            ("targets", "categorical", "only numbers are forecast"),
+            ("targets", "static", "it never changes"),
+            ("known", "static", "a static column is known anyway"),
+        ):
+            both = sorted(set(getattr(self, one) or ()) & set(getattr(self, other) or ()))
+            if both:
+                raise ValueError(f"{both[0]!r} is in both data.{one} and data.{other}, but {why}; remove it from one of them")
         if self.split is not None:
             if len(self.split) not in (2, 3) or any(part <= 0 for part in self.split):
                 raise ValueError(f"split {list(self.split)} must have two or three positive parts: train, valid and optionally test")
@@ -375,6 +407,11 @@ class Spec(Section):
             raise ValueError(f"train.momentum is for sgd, not for {self.train.optimizer}; remove it, or use train.optimizer=sgd")
         if self.train.class_weights is not None and self.task not in ("classification", "tagging"):
             raise ValueError(f"train.class_weights is for classification and tagging, not for {self.task}; remove it")
+        for name in ("known", "calendar", "categorical", "static"):
+            if getattr(self.data, name) is not None and self.task != "forecasting":
+                raise ValueError(f"data.{name} is for forecasting, not for {self.task}; remove it")
+        if self.data.missing != "error" and self.task != "forecasting":
+            raise ValueError(f"data.missing is for forecasting, not for {self.task}; remove it")
         if self.data.quantiles is not None and self.task != "forecasting":
             raise ValueError(f"data.quantiles is for forecasting, not for {self.task}; remove it")
         if self.train.optimizer == "ntasgd" and self.train.schedule == "plateau":

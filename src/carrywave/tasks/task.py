@@ -16,7 +16,7 @@ from carrywave.data.view import View
 from carrywave.errors import SpecError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
-from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
@@ -25,9 +25,11 @@ from carrywave.model.pretrained import load_pretrained
 from carrywave.model.vocabulary_rows import Rows
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
+from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, views
 from carrywave.tasks.changes import Changes
 
+Encoder = Embedding | Numbers | Features
 POOLED = ("classification", "regression")  # tasks with one target per sequence
 
 
@@ -66,7 +68,7 @@ class Task:
             case "tagging":
                 view = views.tagging(data)
             case "forecasting":
-                view = views.forecasting(data, self.spec.data, np.array(self.codec.targets))
+                view = views.forecasting(data, self.spec.data, np.array(self.codec.targets), views.Layout.of(self.codec))
             case "classification" | "regression":
                 view = views.pooled(data)
         if self.spec.task != "forecasting":
@@ -114,8 +116,11 @@ class Task:
         """
         spec = self.spec.model
         tokens = self.facts.vocabulary > 0
-        width = (spec.embedding or spec.widths[0]) if tokens else self._features
-        encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows) if tokens else Numbers(width)
+        inputs = step_inputs(self.spec, self.facts)
+        width = (spec.embedding or spec.widths[0]) if tokens else inputs.width
+        encoder: Encoder = Features(inputs) if inputs.tables else Numbers(width)
+        if tokens:
+            encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows)
         hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
         lstm = LSTM(
             width,
@@ -147,7 +152,7 @@ class Task:
         return model
 
     def _head(
-        self, width: int, encoder: Embedding | Numbers, train: Sequences | None
+        self, width: int, encoder: Encoder, train: Sequences | None
     ) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Forecast:
         spec, facts = self.spec, self.facts
         match spec.task:
@@ -167,14 +172,13 @@ class Task:
             case "forecasting":
                 return Forecast(width, spec.data.horizon, facts.outputs, spec.data.quantiles, loss=spec.train.loss)
 
-    @property
-    def _features(self) -> int:
-        """Number of values the model reads at each step."""
-        return views.forecast_features(self.spec.data, self.facts.features) if self.spec.task == "forecasting" else self.facts.features
-
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
-        return views.series(data, self.spec.data) if self.spec.task == "forecasting" else View(data.inputs, data.starts, data.lengths)
+        return (
+            views.series(data, self.spec.data, views.Layout.of(self.codec))
+            if self.spec.task == "forecasting"
+            else View(data.inputs, data.starts, data.lengths)
+        )
 
     def _class_weights(self, train: Sequences | None) -> Tensor | None:
         asked, labels = self.spec.train.class_weights, self.facts.labels
@@ -194,7 +198,7 @@ class Task:
         counts = np.bincount(numbers[numbers >= 0], minlength=len(labels))
         return torch.tensor(counts.sum() / (len(labels) * np.maximum(counts, 1)), dtype=torch.float32)
 
-    def _pretrain(self, encoder: Embedding | Numbers) -> None:
+    def _pretrain(self, encoder: Encoder) -> None:
         path = self.spec.model.pretrained
         if path is None or not isinstance(encoder, Embedding) or not self.codec.vocabulary:
             raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters; set data.tokens=word, or remove it")
