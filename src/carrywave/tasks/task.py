@@ -205,11 +205,16 @@ class Task:
         tokens = list(self.codec.vocabulary)
         load_pretrained(path, tokens if encoder.rows is None else tokens[encoder.rows.low : encoder.rows.high], encoder.weight)
 
-    def meter(self, device: torch.device, part: Part) -> metrics.Metric | None:
-        """Create an empty metric for one pass over a part."""
+    def meter(self, device: torch.device, part: Part, *, by_series: bool = False) -> metrics.Metric | None:
+        """Create an empty metric for one pass over a part; `by_series`: forecasts are scored for each series, too."""
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit = torch.tensor(self.codec.target_std, dtype=torch.float64) if self.spec.task == "regression" else None
-        return metrics.for_task(self.spec, self.facts, device, change, unit)
+        columns: metrics.Columns | None = None
+        if self.spec.task == "forecasting" and part.data.units is not None:
+            names = tuple(self.codec.columns[place] for place in self.codec.targets)
+            units = torch.from_numpy(np.ascontiguousarray(part.data.units[:, list(self.codec.targets)]))
+            columns = metrics.Columns(names, units, tuple(part.data.names or ()) if by_series else ())
+        return metrics.for_task(self.spec, self.facts, device, change, unit, columns)
 
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""

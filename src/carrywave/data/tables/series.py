@@ -255,9 +255,11 @@ def unseen_values(where: str, table: Table, codec: Codec, span: SeriesPart | Non
     return tuple(lines)
 
 
-def sequences(inputs: NDArray[Any], span: SeriesPart, names: tuple[str, ...]) -> Sequences:
-    """Return one part of every series as sequences."""
-    return Sequences(inputs, span.starts, span.lengths, warm=span.warm if span.warm.any() else None, names=names)
+def sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], table: Table, codec: Codec) -> Sequences:
+    """Return one part of the series that are kept as sequences."""
+    own, names = span.only(kept), _named(table, kept)
+    units = np.array([std for _, std in scales(table, codec)], np.float64).reshape(len(table.names), len(codec.columns))[kept]
+    return Sequences(inputs, own.starts, own.lengths, warm=own.warm if own.warm.any() else None, units=units, names=names)
 
 
 def _named(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
@@ -277,7 +279,7 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
             notes += check(there | ~in_train if there.any() else there, cut[part], table, spec, part)
     codec = codec or learn(table, cut["train"].only(in_train), spec, _named(table, in_train))
     inputs = encode(table, codec, new)
-    parts = {part: sequences(inputs, span.only(kept[part]), _named(table, kept[part])) for part, span in cut.items()}
+    parts = {part: sequences(inputs, span, kept[part], table, codec) for part, span in cut.items()}
     notes += [line for part, span in cut.items() if part != "train" for line in unseen_values(part, table, codec, span.only(kept[part]))]
     for part, open_table in tables.items():
         if part != "train":
@@ -297,7 +299,7 @@ def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, la
         notes += check(kept, span, table, spec, part)
     elif codec.known:
         check_known(table, codec, spec.data.horizon)
-    return replace(sequences(encode(table, codec, new), span.only(kept), _named(table, kept)), notes=notes)
+    return replace(sequences(encode(table, codec, new), span, kept, table, codec), notes=notes)
 
 
 def check_known(table: Table, codec: Codec, horizon: int) -> None:
