@@ -72,11 +72,11 @@ REFUSED: list[tuple[str | bytes, str]] = [
     ),
     ("date,a\n2024-01-01,1\n2024-01-01,2\n", "repeats 2024-01-01; keep one row per time"),
     ("date,time,a\n2024-01-01,00:00:00,1\n2024-01-01,01:00:00,2\n", "combine columns date and time into one"),
-    ("date;a\n2024-01-01;1,5\n2024-01-02;2,5\n", "columns seem to be separated by `;`, but commas are expected"),
-    ("date\ta\n2024-01-01\t1.5\n", r"columns seem to be separated by tabs, .* or rename it to \.tsv"),
-    ("date,ort,a\n2024-01-01,Köln,1\n".encode("latin-1"), r"t\.csv:2: .*K\\xf6ln.* is not valid utf-8; .* iconv -f latin1 -t utf-8 "),
+    ("date;a|b\n2024-01-01;1\n2024-01-02;2;3\n", "columns seem to be separated by `;`, but not equally many in every row"),
+    ("date;a,b\n2024-01-01;1,5\n", "columns may be separated by commas or by `;`; set data.separator"),
+    ("date,ort,a\n2024-01-01,Köln,1\n".encode("latin-1"), r"t\.csv:2: .*K\\xf6ln.* is not valid utf-8; set data\.encoding"),
     ("date,a\n2024-01-01,1\n2024-01-02,n.v.\n2024-01-03,2\n", "row 2, column a is 'n.v.', which is text, not a finite number"),
-    ('date,a\n2024-01-01,"1,200"\n', r"has no numeric column besides date \(a: text\); add a numeric column"),
+    ('date,a\n2024-01-01,"1,200"\n', r"column a contains '1,200', whose comma may stand before decimals; set data\.decimal=, or"),
 ]
 
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_right_is_refused_with_a_remedy(tmp_path: Path, content: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("text;label\nab;1\n", "columns seem to be separated by `;`"),
+        ("text|label\nab|1,5\n", r"row 1, column label is '1,5', which is text, not a number; set data\.decimal=, if"),
         ("text,label\nab,1\nba,high\n", r"row 2, column label is 'high', which is text, not a number; correct it"),
         ("text,label\nab,\n", "the field label is missing"),
         ("text,label\nKöln,1\n".encode("latin-1"), r"t\.csv:2: .* is not valid utf-8"),

@@ -207,7 +207,7 @@ def test_unknown_token_names_file_and_line(tmp_path: Path) -> None:
 def test_invalid_utf8_line_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "\xff", "label": 1}')
     rows = open_rows(find(str(tmp_path / "d.jsonl"), field="x"), numeric_label=False)
-    with pytest.raises(DataError, match=r"d\.jsonl:1: byte 10 of the line is not valid utf-8; convert the file .*: iconv"):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: byte 10 of the line is not valid utf-8; set data\.encoding .*: iconv"):
         list(rows)
 
 

@@ -99,4 +99,3 @@ def test_with_seasons_a_forecaster_reads_the_change_too() -> None:
     assert view.inputs_at is not None
     # Row 4 is worth 8, a season before it was 2; row 8 has no season of history within its own series.
     assert view.inputs_at(np.array([[4, 8]])).tolist() == [[[8.0, 9.0, 6.0, 6.0], [16.0, 17.0, 0.0, 0.0]]]
-    assert views.forecast_features(spec, 2) == 4

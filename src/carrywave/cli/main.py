@@ -65,6 +65,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -174,6 +175,13 @@ def evaluate(
     ] = None,
     device: DeviceOption = Device.auto,
     devices: FewDevicesOption = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Metrics by column, series or step (forecasting, in the units of the file), or by label or confusion; repeatable.",
+        ),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Evaluate the best weights of a run."""
@@ -183,12 +191,16 @@ def evaluate(
         from carrywave.runs.trained_run import evaluate_run
         from carrywave.tasks.doubts import worse_than_naive
 
-    row = evaluate_run(_place(run), None if data is None else _file(data), device.value, note=note)
+    row = evaluate_run(_place(run), None if data is None else _file(data), device.value, note=note, by=by or ())
+    told: dict[str, Any] = {name: row.pop(f"by_{name}") for name in dict.fromkeys(by or ()) if f"by_{name}" in row}
     if is_first():
         typer.echo(printable(row_line(row)))
+        for name, rows in told.items():
+            console = Console()
+            (console if console.is_terminal else Console(width=240)).print(table_of(f"by {name}", rows))
         if (verdict := worse_than_naive(row)) is not None:
             typer.echo(verdict)
-    _write_rows(json_file, [row])
+    _write_rows(json_file, [row, *({"split": row["split"], "by": name, **each} for name, rows in told.items() for each in rows)])
 
 
 @app.command(cls=Command)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.data.sequences import Sequences
+from carrywave.data.tables.calendar import FEATURES, calendar_columns
 from carrywave.data.text.tokenizers import UNKNOWN, Ids, Kind, Tokens
 from carrywave.data.text.tokenizers import make as make_tokens
 from carrywave.errors import DataError
@@ -36,6 +37,11 @@ MANY: dict[str, Any] = {
     "names": str,
     "means": tuple,
     "stds": tuple,
+    "known": str,
+    "calendar": str,
+    "static": str,
+    "categorical": str,
+    "categories": tuple,
     **dict.fromkeys(("mean", "std", "target_mean", "target_std"), float | int),
 }
 
@@ -52,7 +58,7 @@ class Codec:
     size: int = 0  # number of tokens; 0 for numeric inputs
     labels: tuple[str, ...] = ()
     label_kind: str = "string"  # string, whole number or boolean: the type labels have in the data, and are returned as
-    columns: tuple[str, ...] = ()  # names of the features of a step
+    columns: tuple[str, ...] = ()  # names of the numeric features of a step, those of the calendar last
     targets: tuple[int, ...] = ()  # indices of the columns to forecast
     mean: tuple[float, ...] = ()  # per column; inputs are (value - mean) / std
     std: tuple[float, ...] = ()
@@ -65,6 +71,11 @@ class Codec:
     series: str | None = None
     frequency: str | None = None  # spacing of times; None: unknown
     own_scale: bool = False  # each sequence or series is standardised by its own mean and std
+    known: tuple[str, ...] = ()  # columns, numeric or categorical, that are known for the whole horizon
+    calendar: tuple[str, ...] = ()  # positions in the calendar that are read
+    static: tuple[str, ...] = ()  # columns with one value per series
+    categorical: tuple[str, ...] = ()  # columns of categories, in the order of their codes in a step: known ones first
+    categories: tuple[tuple[str, ...], ...] = ()  # the values of each in train; the code of the first is 1, and 0 is any other value
 
     def to_json(self) -> str:
         """Serialise to JSON."""
@@ -111,6 +122,13 @@ class Codec:
             for scale in self.means + self.stds
         ):
             return f"{len(self.names)} series have {len(self.means)} means and {len(self.stds)} deviations"
+        if len(self.categorical) != len(self.categories) or any(
+            not isinstance(value, str) for values in self.categories for value in values
+        ):
+            return f"{len(self.categorical)} categorical columns have the values of {len(self.categories)}"
+        unknown = [name for name in self.known if name not in (*self.columns, *self.categorical)]
+        if unknown or any(name not in FEATURES for name in self.calendar):
+            return f"known is {list(self.known)} and calendar is {list(self.calendar)}"
         if any(not 0 <= target < len(self.columns) for target in self.targets) or (self.task == "forecasting" and not self.targets):
             return f"targets is {list(self.targets)} for {len(self.columns)} columns"
         return None
@@ -126,6 +144,21 @@ class Codec:
     def label_numbers(self) -> dict[str, int]:
         """Index of each label."""
         return {label: number for number, label in enumerate(self.labels)}
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The numeric columns that come from the data, as the calendar's do not."""
+        return self.columns[: len(self.columns) - len(calendar_columns(self.calendar))]
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """The numeric columns whose change since the last season says nothing: the calendar's, and static ones."""
+        return (*(name for name in self.measured if name in self.static), *calendar_columns(self.calendar))
+
+    @property
+    def known_columns(self) -> tuple[int, ...]:
+        """The places of the numeric columns that are known for the whole horizon."""
+        return tuple(place for place, name in enumerate(self.columns) if name in self.known)
 
     @property
     def outputs(self) -> int:
@@ -168,6 +201,10 @@ class Codec:
             steps=int(sequences.lengths.sum()),
             longest=int(sequences.lengths.max(initial=0)),
             histogram=histogram(sequences.lengths),
+            known=len(self.known_columns),
+            fixed=len(self.fixed),
+            categories=tuple(len(values) + 1 for values in self.categories),
+            known_categories=sum(name in self.known for name in self.categorical),
         )
 
 

@@ -15,7 +15,7 @@ from carrywave.data import examples, holdout
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes
 from carrywave.data.files.arrays import MemoryAppender, NewArray
-from carrywave.data.files.rows import open_rows
+from carrywave.data.files.rows import Rows, open_rows
 from carrywave.data.files.source import Source, find, not_utf8
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
@@ -29,6 +29,11 @@ from carrywave.spec.spec import Spec
 SMALL_BYTES = 16 << 20  # a file to predict from is read into memory up to this size, so that nothing is written to the cache
 HASHES = "hashes"  # the folder of hashes of data files, within the cache folder
 READING = (
+    "encoding",
+    "separator",
+    "decimal",
+    "text",
+    "label",
     "tokens",
     "vocabulary",
     "min_count",
@@ -38,6 +43,11 @@ READING = (
     "targets",
     "time",
     "series",
+    "known",
+    "calendar",
+    "categorical",
+    "static",
+    "missing",
     "frequency",
     "horizon",
     "season",
@@ -97,12 +107,15 @@ def digests_of(spec: Spec) -> dict[str, tuple[str, str]]:
 def _sources(spec: Spec) -> dict[str, Source]:
     """The files of the parts that the spec names."""
     names = {"train": spec.data.train, "valid": spec.data.valid, "test": spec.data.test}
-    any_bytes, place = _reads_bytes(spec), cache.folder(spec.data.cache)
-    return {
-        part: find(name, field=f"data.{part}", format=spec.data.format, any_bytes=any_bytes, cache=place)
-        for part, name in names.items()
-        if name is not None
-    }
+    place = cache.folder(spec.data.cache)
+    return {part: _find(name, f"data.{part}", spec, place) for part, name in names.items() if name is not None}
+
+
+def _find(name: str, field: str, spec: Spec, place: Path) -> Source:
+    """The file of a name, read as the spec says."""
+    data = spec.data
+    bytewise = _reads_bytes(spec)
+    return find(name, field=field, format=data.format, any_bytes=bytewise, cache=place, encoding=data.encoding, separator=data.mark)
 
 
 def _digests(sources: Mapping[str, Source], place: Path) -> dict[str, str]:
@@ -123,7 +136,7 @@ def bundle(found: cache.Entry, fingerprint: str, note: Callable[[str], None]) ->
 def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: str = "data") -> Sequences:
     """Read one more file with the codec of a run; if not `labelled`, labels may be missing and are not read."""
     place = cache.folder(spec.data.cache)
-    source = find(str(path), field=part, format=spec.data.format, any_bytes=_reads_bytes(spec), cache=place)
+    source = _find(str(path), part, spec, place)
     _check_format(source, spec, labelled=labelled)
 
     def build(new: NewArray) -> cache.Entry:
@@ -131,7 +144,8 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
         return cache.Entry({part: found}, codec, found.notes)
 
     file = [source.digest(), source.format, source.tabs, source.compression]
-    key = _hash(["read", cache.FORMAT, file, codec.to_json(), spec.streams, spec.data.horizon, labelled, part])
+    how = spec.data.model_dump(mode="json", include=set(READING))
+    key = _hash(["read", cache.FORMAT, file, codec.to_json(), spec.streams, how, labelled, part])
     small = source.path is None or source.path.stat().st_size <= SMALL_BYTES
     entry = build(MemoryAppender) if small else cache.fetch(place, key, build)
     return replace(entry.parts[part], notes=entry.notes, fingerprint=f"{key}:{part}")
@@ -140,7 +154,7 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
 def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:
     """Return the series in a file, in their original units."""
     place = cache.folder(spec.data.cache)
-    return _table_opener(find(str(path), field="data", format=spec.data.format, cache=place), spec)(codec)
+    return _table_opener(_find(str(path), "data", spec, place), spec)(codec)
 
 
 def check_spec(spec: Spec) -> None:
@@ -150,6 +164,10 @@ def check_spec(spec: Spec) -> None:
     for name in ("columns", "targets", "time", "series"):
         if getattr(spec.data, name) is not None and spec.task != "forecasting":
             raise SpecError(f"data.{name} is for forecasting, not for {spec.task}; remove it")
+    if spec.data.label is not None and spec.task not in LABELLED:
+        raise SpecError(f"data.label is for {', '.join(LABELLED)}, not for {spec.task}; remove it")
+    if spec.data.text is not None and spec.task == "forecasting":
+        raise SpecError("data.text is not for forecasting; set data.columns to the columns to read")
 
 
 def check_codec(codec: Codec | None, spec: Spec) -> None:
@@ -210,10 +228,11 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
         odd = [not_utf8(source.name, source.head()) for source in sources.values() if spec.data.tokens == "byte"]
         notes = tuple(f"reading the raw bytes: {line}" for line in odd if line is not None)
     else:
-        rows = open_rows(train, numeric_label=spec.task == "regression")
+        rows = _open_rows(train, spec)
         held = holdout.held_out(rows.count() if share else 0, share, spec.train.seed)
         codec = codec or examples.learn(rows, spec, held)
         notes = examples.not_read(rows, codec)
+    notes = (*(line for source in sources.values() for line in source.told()), *notes)
     found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
     return cache.Entry(hold_out(found, spec, share, held, train.name), codec, notes)
 
@@ -241,9 +260,15 @@ def _encode(source: Source, codec: Codec, spec: Spec, new: NewArray, *, labelled
         if len(tokens) < holdout.LEAST_TOKENS and labelled:
             raise DataError(f"{source.name} has {len(tokens)} token, but a language model needs 2 to have a target; add more text")
         return Sequences(tokens, np.array([0], np.int64), np.array([len(tokens)], np.int64))
-    rows = open_rows(source, numeric_label=spec.task == "regression")
+    rows = _open_rows(source, spec, labelled=labelled)
     join = spec.task == "language" and spec.streams and rows.join
     return examples.encode(rows, codec, new, labelled=labelled, join=join)
+
+
+def _open_rows(source: Source, spec: Spec, *, labelled: bool = True) -> Rows:
+    """The rows of a file of examples."""
+    target = examples.TARGETS.get(spec.task, "label")
+    return open_rows(source, numeric_label=spec.task == "regression", data=spec.data, target=target, labelled=labelled)
 
 
 def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]:
@@ -252,7 +277,8 @@ def _table_opener(source: Source, spec: Spec) -> Callable[[Codec | None], Table]
     def open_table(codec: Codec | None) -> Table:
         choice = ColumnChoice.of(spec.data, codec)
         if source.format == "jsonl":
-            return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice.columns)
-        return arrange(read_table(source, choice.series), source.name, choice)
+            return series.choose_columns(series.from_rows(open_rows(source, numeric_label=True)), choice)
+        table, told = read_table(source, choice.series, time=choice.time, decimal=spec.data.decimal)
+        return arrange(table, source.name, choice, told=told)
 
     return open_table

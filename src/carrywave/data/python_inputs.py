@@ -23,7 +23,7 @@ from carrywave.data.files.cache import ARRAYS, Entry
 from carrywave.data.files.fields import FIELDS, as_plain, steps_of
 from carrywave.data.files.frames import as_table, columns_of, is_column, is_frame, plain_column, rows_of
 from carrywave.data.files.remote import is_address
-from carrywave.data.files.rows import BATCH_ROWS, Row, Rows
+from carrywave.data.files.rows import BATCH_ROWS, Row, Rows, renamed
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
 from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, key_of, prepare, read, table_of_file
@@ -59,8 +59,9 @@ def from_python(data: Any, spec: Spec, *, codec: Codec | None = None) -> Prepare
         openers = {part: _table_opener(value, part, spec) for part, value in given.items()}
         found = series.build(openers, spec, MemoryAppender, codec=codec)
     else:
-        rows = {part: _rows(value, part, spec) for part, value in given.items()}
-        streamed = {part: each.key() for part, each in rows.items() if isinstance(each, hub_datasets.DatasetRows)}
+        plain = {part: _rows(value, part, spec) for part, value in given.items()}
+        streamed = {part: each.key() for part, each in plain.items() if isinstance(each, hub_datasets.DatasetRows)}
+        rows = {part: _named(each, spec) for part, each in plain.items()}
         if len(streamed) < len(rows):
             found = _examples(rows, spec, codec, MemoryAppender)
         else:  # it may be larger than memory
@@ -83,7 +84,7 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
     if spec.task == "forecasting":
         found = series.read(_table_opener(data, part, spec)(codec), codec, spec, MemoryAppender, part=part, labelled=labelled)
     else:
-        rows = _rows(data, part, spec)
+        rows = _named(_rows(data, part, spec), spec, labelled=labelled)
         join = spec.task == "language" and spec.streams and rows.join
         found = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join)
     return replace(found, fingerprint=_fingerprint({part: found}, codec))
@@ -197,6 +198,11 @@ def as_rows(data: Any, part: str) -> Rows | None:
     return None if frame is None else FrameRows(part, frame.table)
 
 
+def _named(rows: Rows, spec: Spec, *, labelled: bool = True) -> Rows:
+    """Rows with the fields that tasks read."""
+    return renamed(rows, spec.data, target=examples.TARGETS.get(spec.task, "label"), labelled=labelled)
+
+
 def _rows(data: Any, part: str, spec: Spec) -> Rows:
     """Convert any object to rows with the fields of a JSON line."""
     if isinstance(data, str):
@@ -287,8 +293,8 @@ def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], 
             return arrange(frame.table, part, choice, index=frame.index)
         plain = as_plain(data)
         if (isinstance(plain, np.ndarray) and plain.ndim < 3) or _is_flat(plain):
-            return series.choose_columns(series.from_matrices([steps_of({"steps": plain}, part, None)], part), choice.columns)
-        return series.choose_columns(series.from_rows(_rows(data, part, spec)), choice.columns)
+            return series.choose_columns(series.from_matrices([steps_of({"steps": plain}, part, None)], part), choice)
+        return series.choose_columns(series.from_rows(_rows(data, part, spec)), choice)
 
     return open_table
 

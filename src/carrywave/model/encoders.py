@@ -13,6 +13,7 @@ from carrywave.kernels import random
 from carrywave.kernels.deferred_gradients import embedding
 from carrywave.model import vocabulary_rows
 from carrywave.model.vocabulary_rows import Rows
+from carrywave.spec.step_inputs import StepInputs
 
 
 class Embedding(nn.Module):
@@ -75,3 +76,35 @@ class Numbers(nn.Module):
 
     def extra_repr(self) -> str:
         return str(self.width)
+
+
+class Tables(nn.ParameterList):
+    """The embeddings of categorical columns; the first row of each is that of values that train does not contain."""
+
+
+class Features(nn.Module):
+    """Numbers and categories [T, B, F]: a step's numbers pass through, each of its codes becomes a row of its column's embedding.
+
+    Code 0 stands for a value that train does not contain; its row starts at zero and, as nothing trains it, stays there.
+    """
+
+    def __init__(self, inputs: StepInputs) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.width = inputs.width
+        self.tables = Tables(nn.Parameter(torch.empty(values, width).uniform_(-0.1, 0.1)) for values, width in inputs.tables)
+
+    def forward(self, x_TBF: Tensor) -> Tensor:
+        numbers, places = self.inputs.numbers, self.inputs.places
+        if x_TBF.shape[-1] != numbers + len(places):
+            fact = f"a step has {x_TBF.shape[-1]} features, but the model reads {numbers} numbers and {len(places)} categories"
+            raise UserError(f"{fact}; pass the features it was built for")
+        dtype = torch.promote_types(x_TBF.dtype, self.tables[0].dtype)
+        parts = [x_TBF[..., :numbers].to(dtype)]
+        codes_TBK = x_TBF[..., numbers:].to(torch.int64)
+        parts += [embedding(codes_TBK[..., at], self.tables[place]).to(dtype) for at, place in enumerate(places)]
+        return torch.cat(parts, dim=-1)
+
+    def extra_repr(self) -> str:
+        tables = ", ".join(f"{values} x {width}" for values, width in self.inputs.tables)
+        return f"{self.inputs.numbers}, {tables}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from carrywave.errors import SpecError
 from carrywave.kernels import random
-from carrywave.model.encoders import Embedding
+from carrywave.model.encoders import Embedding, Tables
 from carrywave.model.heads import Forecast, Pooled, Softmax
 from carrywave.model.lstm import LSTM
 
@@ -52,6 +52,10 @@ def _value(
         return _lstm(module, name, shape, key, init, forget_bias)
     if isinstance(module, Embedding) or (isinstance(module, Softmax) and name == "weight"):
         return _rows(key, parameter, embedding_scale, 0 if module.rows is None else module.rows.low)
+    if isinstance(module, Tables):
+        value = _uniform(key, shape, embedding_scale)
+        value[0] = 0.0  # of values that train does not contain
+        return value
     if isinstance(module, nn.Embedding):
         value = _grid(random.normal, key, shape)
         if module.padding_idx is not None:

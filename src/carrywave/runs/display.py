@@ -10,12 +10,14 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from carrywave.runs.watcher import Logged, StepInfo, Watcher, printable
 
 Clock = Callable[[], float]
 
 PLAIN_SECONDS = 5.0  # between plain lines
+MOST_SHOWN = 4  # metrics of single columns on a line
 LIVE_SECONDS = 0.1  # between updates of the live display: a step may take less time than drawing it
 
 
@@ -207,6 +209,10 @@ def row_line(row: Mapping[str, object]) -> str:
     head += [f"{name} {rest.pop(name)}" for name in ("epoch", "step") if name in rest]
     if "weights_step" in rest:
         head.append(f"(weights of step {rest.pop('weights_step')})")
+    # Metrics of single columns, as in mae[load], are many if there are many columns; they are in the rows that programs read.
+    by_column = [name for name in rest if name.endswith("]")]
+    if len(by_column) > MOST_SHOWN:
+        rest = {name: value for name, value in rest.items() if name not in by_column}
     return f"{' '.join(head)}: {'  '.join(f'{name} {figure(value)}' for name, value in rest.items())}"
 
 
@@ -225,5 +231,6 @@ def table_of(title: str, rows: list[dict[str, object]]) -> Table:
         number = all(isinstance(row.get(name, 0), (int, float)) for row in rows)
         table.add_column(name, justify="right" if number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(figure(row[name]) if name in row else "" for name in columns))
+        # As text, not markup: a name from the data may have brackets.
+        table.add_row(*(Text(printable(figure(row[name]))) if name in row else "" for name in columns))
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from carrywave.step import executor
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.micro_batches import FlatCarry, flatten, unflatten
 from carrywave.step.reproducible.shards import own_shards, parts_of, settle
-from carrywave.tasks.metrics import Metric
+from carrywave.tasks.metrics import Metric, Row
 from carrywave.tasks.task import Part, Task
 
 _Seen = tuple[executor.BatchOutcome, list[tuple[Tensor, Tensor | None]]]
@@ -44,6 +44,14 @@ def order_for(spec: Spec, view: View, *, training: bool) -> Order:
     return StreamOrder(view.lengths, lanes=lanes, steps=spec.steps, seed=spec.train.seed, vary=spec.batch.vary and training, cut=cut)
 
 
+@dataclass
+class Details:
+    """Metrics by something that `tasks.metrics.BY` lists, such as each series."""
+
+    by: tuple[str, ...]
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+
+
 def evaluate(
     model: Model | Whole,
     task: Task,
@@ -53,17 +61,19 @@ def evaluate(
     stage: Stage | Whole | None = None,
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
+    details: Details | None = None,
 ) -> dict[str, float]:
     """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
 
-    `capture` keeps CUDA graphs from one evaluation of a model to the next.
+    `capture` keeps CUDA graphs from one evaluation of a model to the next. `details` gets the metrics by what it asks for.
     """
     device = mesh.device
     shards = own_shards(mesh) if task.spec.train.reproducible else None
     if shards is not None:
         settle(device)
+    by_series = details is not None and "series" in details.by
     places, own = (1, range(1)) if shards is None else (SHARDS, shards)
-    judges = {shard: _Judge(task.meter(device, part) if model.has_output else None) for shard in own}
+    judges = {shard: _Judge(task.meter(device, part, by_series=by_series) if model.has_output else None) for shard in own}
     watched = any(judge.meter is not None for judge in judges.values())
     sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
     observers = {shard: judge.of for shard, judge in judges.items()} if watched else {}
@@ -77,7 +87,10 @@ def evaluate(
     metrics: dict[str, float] = {}
     meters = {shard: judge.meter for shard, judge in judges.items() if judge.meter is not None}
     if meters and not unfit:
-        metrics = _joined(meters, places, mesh).values()
+        joined = _joined(meters, places, mesh)
+        metrics = joined.values()
+        if details is not None:
+            details.rows.update({by: joined.rows(by) for by in details.by})
     loss = loss_sum / count
     return {"loss": loss} | task.derived(loss) | metrics | part.baseline
 

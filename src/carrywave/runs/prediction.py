@@ -80,8 +80,8 @@ def predict(
             table.check_ahead(spec.data.horizon)
         sequences = read_python(data, codec, spec, labelled=False)
     if world.rank == 0:
-        for line in () if table is None else (*table.notes[1:], *unseen_series(table.name, table.names, codec)):
-            (note or warn)(line)  # notes[0], which lists the columns read, was reported in training
+        for line in () if table is None else (*sequences.notes, *unseen_series(table.name, table.names, codec)):
+            (note or warn)(line)
     rows = predictions(saved, sequences, table)
     leave(world)
     return rows

@@ -21,7 +21,10 @@ from carrywave.spec.load import load_own, parse, parse_yaml
 from carrywave.spec.spec import DataSpec, Spec
 
 # Data settings that a codec determines: if a codec is given, the spec records the ones it was built with.
-LEARNED_BY = ("tokens", "vocabulary", "min_count", "columns", "targets", "time", "series", "frequency", "standardize")
+LEARNED_BY = (
+    *("tokens", "vocabulary", "min_count", "columns", "targets", "time", "series", "frequency", "standardize"),
+    *("known", "calendar", "categorical", "static"),
+)
 
 
 def open_folder(

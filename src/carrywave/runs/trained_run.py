@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from carrywave.data.codec import Codec
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.python_inputs import file_of, read_python
-from carrywave.errors import DataError, RunError, option
+from carrywave.errors import DataError, RunError, UserError, option
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.parameter_placement import hold
@@ -27,7 +27,7 @@ from carrywave.parallel.world import World, join, leave, pick_device, raise_on_a
 from carrywave.plan.plan import Plan, check_vocabulary, resolve
 from carrywave.runs.checkpoint.snapshot import weights_metadata
 from carrywave.runs.checkpoint.trainer_parts import take_weights
-from carrywave.runs.evaluation import evaluate
+from carrywave.runs.evaluation import Details, evaluate
 from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
@@ -35,6 +35,7 @@ from carrywave.spec.load import load_own
 from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.step.precision import configure, parameter_dtype
 from carrywave.tasks.changes import Changes
+from carrywave.tasks.metrics import BY
 from carrywave.tasks.task import POOLED, Part, Task
 
 
@@ -169,9 +170,12 @@ def evaluate_run(
     *,
     model: nn.Module | None = None,
     note: Callable[[str], None] | None = None,
+    by: Sequence[str] = (),
 ) -> dict[str, object]:
     """Loss and metrics of the best weights, on a file or an object as `fit` accepts them, or on the run's own test (or else valid) file.
 
+    `by` asks for more rows, under `by_series` and so on: by column, series or step for a forecast, in the units of the data; by label or
+    confusion for labels.
     Under a launcher, each worker evaluates its part, and all return the same. Oddities in the data are warnings, or lines for `note`.
 
     >>> import carrywave as cw
@@ -184,13 +188,23 @@ def evaluate_run(
     world = join(device)
     with raise_on_all(world, patient=True):
         saved = open_run(path, device, model, world=world)
+        details = Details(_checked_by(by, saved.spec.task))
         part = _part(saved, data)
     if world.rank == 0:
         for line in part.notes:
             (note or warn)(line)
-    values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage)
+    values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, details=details)
     leave(world)
-    return {"split": part.name, **values}
+    return {"split": part.name, **values, **{f"by_{name}": rows for name, rows in details.rows.items()}}
+
+
+def _checked_by(by: Sequence[str], task: str) -> tuple[str, ...]:
+    known = BY[task]
+    for name in by:
+        if name not in known:
+            remedy = f"use {', '.join(known)}" if known else "remove it"
+            raise UserError(f"the metrics of {task} cannot be told by {name}; {remedy}")
+    return tuple(dict.fromkeys(by))
 
 
 def warn(line: str) -> None:

@@ -26,11 +26,16 @@ class DataFacts:
     steps: int = 0  # real steps in the training data
     longest: int = 0  # steps of the longest sequence
     histogram: tuple[tuple[int, int], ...] = ()  # (maximum length of the bin, sequences in it), at most 64 bins
+    known: int = 0  # forecasting: features that are read for the whole horizon, too
+    fixed: int = 0  # forecasting: features whose change since the last season is not read: the calendar, static ones
+    categories: tuple[int, ...] = ()  # forecasting: values of each categorical column, with the unknown one; known ones first
+    known_categories: int = 0  # how many of these columns are read for the whole horizon, too
 
     @staticmethod
     def of(known: Mapping[str, Any]) -> DataFacts:
         """Rebuild the facts from parsed JSON, where tuples have become lists."""
-        return DataFacts(**{**known, "labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])})
+        lists = {"labels": tuple(known["labels"]), "histogram": tuple((a, b) for a, b in known["histogram"])}
+        return DataFacts(**{**known, **lists, "categories": tuple(known.get("categories", ()))})
 
 
 def read_facts(text: str) -> DataFacts:
@@ -56,6 +61,8 @@ def _pair(part: str, text: str) -> tuple[str, object]:
         raise SpecError(f"facts {text}: {part.strip()!r} is not key=number; write them as in vocabulary=33278,steps=2000000")
     if len(value) > 15 or (name == "labels" and len(value) > 6):
         raise SpecError(f"facts {text}: {part.strip()!r} is larger than any data; use a smaller number")
+    if name == "categories":
+        return name, [int(value)]  # one column with so many values
     return name, [str(number) for number in range(int(value))] if name == "labels" else int(value)
 
 
@@ -75,6 +82,8 @@ def _checked(known: Mapping[str, object], where: str) -> DataFacts:
 def _takes(name: str, value: object) -> bool:
     if name == "labels":
         return isinstance(value, list) and all(isinstance(label, str) for label in value)
+    if name == "categories":
+        return isinstance(value, list) and all(map(_whole, value))
     if name == "histogram":
         return isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(_whole, pair)) for pair in value)
     return _whole(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,6 +18,26 @@ from carrywave.data.batch import IGNORED
 from carrywave.errors import RunError
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
+
+Row = dict[str, str | int | float]
+BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
+    "classification": ("label", "confusion"),
+    "tagging": ("label", "confusion"),
+    "forecasting": ("column", "series", "step"),
+    "regression": ("column",),
+    "language": (),
+}
+MOST_COLUMNS = 16  # told with every evaluation in the units of the data
+TOP = 5  # how many of the most likely labels may be right for the top-5 accuracy
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a forecast in the units of the data."""
+
+    names: tuple[str, ...]
+    unit_SC: Tensor  # size of one standardised unit, for each series and column
+    series: tuple[str, ...] = ()  # names of the series, if errors of each are wanted
 
 
 class Metric(Protocol):
@@ -37,22 +58,31 @@ class Metric(Protocol):
     def values(self) -> dict[str, float]:
         """Return the metrics by name; synchronises with the device."""
 
+    def rows(self, by: str) -> list[Row]:
+        """Return the metrics by something that `BY` lists for the task, a row each."""
+
 
 def for_task(
-    spec: Spec, facts: DataFacts, device: torch.device | str = "cpu", change_SC: Tensor | None = None, unit_C: Tensor | None = None
+    spec: Spec,
+    facts: DataFacts,
+    device: torch.device | str = "cpu",
+    change_SC: Tensor | None = None,
+    unit_C: Tensor | None = None,
+    columns: Columns | None = None,
 ) -> Metric | None:
     """Return the metric of a spec's task; None for language models, whose metrics follow from the loss (see `language`).
 
     Forecasts are scored in standardised units, as they are trained, so that columns with different units weigh the same;
-    regression in the units of the data, where `unit_C` is the size of one standardised unit.
+    regression in the units of the data, where `unit_C` is the size of one standardised unit. With `columns`, forecasts are scored in the
+    units of the data as well, column by column.
     """
     match spec.task:
         case "language":
             return None
         case "classification" | "tagging":
-            return Confusion(len(facts.labels), device)
+            return Confusion(len(facts.labels), device, facts.labels)
         case "forecasting":
-            return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device)
+            return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device, columns=columns)
         case "regression":
             return Errors(1, facts.outputs, device=device, unit_C=unit_C)
 
@@ -66,8 +96,10 @@ def language(loss: float) -> dict[str, float]:
 class Confusion:
     """Accuracy and macro F1, from a confusion matrix."""
 
-    def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, classes: int, device: torch.device | str = "cpu", labels: Sequence[str] = ()) -> None:
         self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # [target, prediction]
+        self.among_top = torch.zeros(1, dtype=torch.int64, device=device)  # targets among the `TOP` most likely labels
+        self.labels = tuple(labels) or tuple(map(str, range(classes)))
 
     def fits(self, out: object, target: Tensor) -> bool:
         """True if there is one logit per class."""
@@ -80,10 +112,18 @@ class Confusion:
         place = (target * self.counts_KK.shape[0] + out.argmax(-1)).reshape(-1)
         # Ignored targets add zero to the first cell: selecting the others would synchronise with the device to learn their number.
         self.counts_KK.view(-1).scatter_add_(0, torch.where(real, place, 0), real.to(torch.int64))
+        if self._has_top:
+            of_target = out.gather(-1, target.clamp(min=0).unsqueeze(-1))
+            self.among_top += ((out > of_target).sum(-1).reshape(-1) < TOP).logical_and(real).sum()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
-        return {"confusion": self.counts_KK}
+        return {"confusion": self.counts_KK} | ({"among_top": self.among_top} if self._has_top else {})
+
+    @property
+    def _has_top(self) -> bool:
+        """True if there are so many labels that the right one is not always among the most likely."""
+        return self.counts_KK.shape[0] > TOP
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the sums from a snapshot."""
@@ -95,7 +135,21 @@ class Confusion:
         hits_K = counts_KK.diagonal()
         occurrences_K = counts_KK.sum(0) + counts_KK.sum(1)
         f1_K = (2.0 * hits_K / occurrences_K)[occurrences_K > 0]
-        return {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
+        found = {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
+        return found | ({f"top_{TOP}_accuracy": _ratio(self.among_top.sum(), counts_KK.sum())} if self._has_top else {})
+
+    def rows(self, by: str) -> list[Row]:
+        """Return precision, recall and F1 by `label`, or the cells of the confusion matrix that are not empty."""
+        counts_KK = self.counts_KK.cpu().to(torch.float64)
+        if by == "confusion":
+            cells = torch.nonzero(counts_KK).tolist()
+            return [{"label": self.labels[t], "predicted": self.labels[p], "count": int(counts_KK[t, p])} for t, p in cells]
+        found: list[Row] = []
+        for place, label in enumerate(self.labels):
+            hits, predicted, targets = counts_KK[place, place], counts_KK[:, place].sum(), counts_KK[place].sum()
+            scores = {"precision": _ratio(hits, predicted), "recall": _ratio(hits, targets), "f1": _ratio(2 * hits, predicted + targets)}
+            found.append({"label": label, **scores, "targets": int(targets), "predicted": int(predicted)})
+        return found
 
 
 class Errors:
@@ -112,7 +166,10 @@ class Errors:
         change_SC: Tensor | None = None,
         device: torch.device | str = "cpu",
         unit_C: Tensor | None = None,
+        columns: Columns | None = None,
     ) -> None:
+        self.columns = columns
+        self.unit_SC = None if columns is None else columns.unit_SC.to(device, torch.float64)
         self.unit_C = None if unit_C is None else unit_C.to(device, torch.float64)  # size of one standardised unit
         self.quantiles = tuple(quantiles or ())
         zeros_HC = torch.zeros(horizon, outputs, dtype=torch.float64, device=device)
@@ -122,6 +179,10 @@ class Errors:
         self.weight_SC = None
         if change_SC is not None:
             self.weight_SC = torch.where(change_SC > 0, 1.0 / change_SC.to(torch.float64), 0.0).to(device)
+        # In the units of the data: by step and column and, if wanted, by series and column.
+        self.unit_absolute_HC, self.unit_square_HC = zeros_HC.clone(), zeros_HC.clone()
+        zeros_SC = torch.zeros(len(columns.series) if columns is not None else 0, outputs, dtype=torch.float64, device=device)
+        self.series_absolute_SC, self.series_square_SC, self.series_count_SC = zeros_SC.clone(), zeros_SC.clone(), zeros_SC.clone()
         self.pinball_Q, self.covered_Q = torch.zeros(2, len(self.quantiles), dtype=torch.float64, device=device)
         self._share_Q = torch.tensor(self.quantiles, dtype=torch.float64, device=device)
 
@@ -159,6 +220,21 @@ class Errors:
             weight_NHC = weight_BC[:, None].expand(*target.shape[:-2], 1, -1).reshape(-1, 1, tail[1])
             self.scaled_HC += (error_NHC.abs() * weight_NHC).sum(0)
             self.scaled_count_HC += (real_NHC & (weight_NHC > 0)).sum(0)
+        if self.unit_SC is not None:
+            self._add_in_units(error_NHC.view(*target.shape), real_NHC.view(*target.shape), sequence_B)
+
+    def _add_in_units(self, error_TBHC: Tensor, real_TBHC: Tensor, sequence_B: Tensor | None) -> None:
+        assert self.unit_SC is not None
+        at_B = (
+            torch.zeros(error_TBHC.shape[1], dtype=torch.int64, device=error_TBHC.device) if sequence_B is None else sequence_B.clamp(min=0)
+        )
+        error_TBHC = error_TBHC * self.unit_SC[at_B][:, None]
+        self.unit_absolute_HC += error_TBHC.abs().sum((0, 1))
+        self.unit_square_HC += error_TBHC.square().sum((0, 1))
+        if len(self.series_count_SC):
+            self.series_absolute_SC.index_add_(0, at_B, error_TBHC.abs().sum((0, 2)))
+            self.series_square_SC.index_add_(0, at_B, error_TBHC.square().sum((0, 2)))
+            self.series_count_SC.index_add_(0, at_B, real_TBHC.to(torch.float64).sum((0, 2)))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
@@ -170,6 +246,9 @@ class Errors:
             "scaled_count": self.scaled_count_HC,
             "pinball": self.pinball_Q,
             "covered": self.covered_Q,
+            **({} if self.columns is None else {"unit_absolute": self.unit_absolute_HC, "unit_square": self.unit_square_HC}),
+            **({"series_absolute": self.series_absolute_SC} if len(self.series_count_SC) else {}),
+            **({"series_square": self.series_square_SC, "series_count": self.series_count_SC} if len(self.series_count_SC) else {}),
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -180,7 +259,7 @@ class Errors:
         """Return MAE and RMSE of the point forecast, MASE if seasonal changes are known, and the pinball loss and coverage of quantiles."""
         count = self.count_HC.sum()
         found: dict[str, float] = {}
-        if not self.quantiles or self._median is not None:
+        if self._has_point:
             found = {"mae": _ratio(self.absolute_HC.sum(), count), "rmse": math.sqrt(_ratio(self.square_HC.sum(), count))}
             if (scaled_count := self.scaled_count_HC.sum()) > 0:
                 found["mase"] = _ratio(self.scaled_HC.sum(), scaled_count)
@@ -188,7 +267,38 @@ class Errors:
             found["pinball"] = _ratio(self.pinball_Q.mean(), count)
         for quantile, covered in zip(self.quantiles, self.covered_Q, strict=True):
             found[f"coverage_{quantile:g}"] = _ratio(covered, count)
+        if self.columns is not None and self._has_point and len(self.columns.names) <= MOST_COLUMNS:
+            for row in self.rows("column"):
+                found |= {f"{name}[{row['column']}]": float(row[name]) for name in ("mae", "rmse")}
         return found
+
+    def rows(self, by: str) -> list[Row]:
+        """Return MAE and RMSE in the units of the data by `column`; by `step` ahead and column; by `series` and column."""
+        if not self._has_point:
+            return []
+        outputs = self.count_HC.shape[1]
+        names = tuple(map(str, range(outputs))) if self.columns is None else self.columns.names
+        in_units = self.columns is not None
+        absolute, square = (self.unit_absolute_HC, self.unit_square_HC) if in_units else (self.absolute_HC, self.square_HC)
+        count = self.count_HC
+        places: list[Row] = [{"step": step} for step in range(1, len(self.count_HC) + 1)]
+        if by == "column":
+            absolute, square, count, places = absolute.sum(0, keepdim=True), square.sum(0, keepdim=True), count.sum(0, keepdim=True), [{}]
+        elif by == "series" and self.columns is not None:
+            absolute, square, count = self.series_absolute_SC, self.series_square_SC, self.series_count_SC
+            places = [{"series": name} for name in self.columns.series]
+        sums = (each.cpu().tolist() for each in (absolute, square, count))
+        found: list[Row] = []
+        for place, row_absolute, row_square, row_count in zip(places, *sums, strict=True):
+            for name, size, squared, many in zip(names, row_absolute, row_square, row_count, strict=True):
+                mean, root = (size / many, math.sqrt(squared / many)) if many else (math.nan, math.nan)
+                found.append({**place, "column": name, "mae": mean, "rmse": root, "targets": int(many)})
+        return found
+
+    @property
+    def _has_point(self) -> bool:
+        """True if there is a point forecast, which quantiles without the median are not."""
+        return not self.quantiles or self._median is not None
 
     @property
     def _median(self) -> int | None:

@@ -16,7 +16,7 @@ from carrywave.data.view import View
 from carrywave.errors import SpecError
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
-from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
@@ -25,9 +25,11 @@ from carrywave.model.pretrained import load_pretrained
 from carrywave.model.vocabulary_rows import Rows
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
+from carrywave.spec.step_inputs import step_inputs
 from carrywave.tasks import metrics, views
 from carrywave.tasks.changes import Changes
 
+Encoder = Embedding | Numbers | Features
 POOLED = ("classification", "regression")  # tasks with one target per sequence
 
 
@@ -66,7 +68,7 @@ class Task:
             case "tagging":
                 view = views.tagging(data)
             case "forecasting":
-                view = views.forecasting(data, self.spec.data, np.array(self.codec.targets))
+                view = views.forecasting(data, self.spec.data, np.array(self.codec.targets), views.Layout.of(self.codec))
             case "classification" | "regression":
                 view = views.pooled(data)
         if self.spec.task != "forecasting":
@@ -114,8 +116,11 @@ class Task:
         """
         spec = self.spec.model
         tokens = self.facts.vocabulary > 0
-        width = (spec.embedding or spec.widths[0]) if tokens else self._features
-        encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows) if tokens else Numbers(width)
+        inputs = step_inputs(self.spec, self.facts)
+        width = (spec.embedding or spec.widths[0]) if tokens else inputs.width
+        encoder: Encoder = Features(inputs) if inputs.tables else Numbers(width)
+        if tokens:
+            encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows)
         hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
         lstm = LSTM(
             width,
@@ -147,7 +152,7 @@ class Task:
         return model
 
     def _head(
-        self, width: int, encoder: Embedding | Numbers, train: Sequences | None
+        self, width: int, encoder: Encoder, train: Sequences | None
     ) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Forecast:
         spec, facts = self.spec, self.facts
         match spec.task:
@@ -167,14 +172,13 @@ class Task:
             case "forecasting":
                 return Forecast(width, spec.data.horizon, facts.outputs, spec.data.quantiles, loss=spec.train.loss)
 
-    @property
-    def _features(self) -> int:
-        """Number of values the model reads at each step."""
-        return views.forecast_features(self.spec.data, self.facts.features) if self.spec.task == "forecasting" else self.facts.features
-
     def unlabelled(self, data: Sequences) -> View:
         """Return a view without targets, for prediction."""
-        return views.series(data, self.spec.data) if self.spec.task == "forecasting" else View(data.inputs, data.starts, data.lengths)
+        return (
+            views.series(data, self.spec.data, views.Layout.of(self.codec))
+            if self.spec.task == "forecasting"
+            else View(data.inputs, data.starts, data.lengths)
+        )
 
     def _class_weights(self, train: Sequences | None) -> Tensor | None:
         asked, labels = self.spec.train.class_weights, self.facts.labels
@@ -194,18 +198,23 @@ class Task:
         counts = np.bincount(numbers[numbers >= 0], minlength=len(labels))
         return torch.tensor(counts.sum() / (len(labels) * np.maximum(counts, 1)), dtype=torch.float32)
 
-    def _pretrain(self, encoder: Embedding | Numbers) -> None:
+    def _pretrain(self, encoder: Encoder) -> None:
         path = self.spec.model.pretrained
         if path is None or not isinstance(encoder, Embedding) or not self.codec.vocabulary:
             raise SpecError(f"model.pretrained={path} needs a vocabulary of words or characters; set data.tokens=word, or remove it")
         tokens = list(self.codec.vocabulary)
         load_pretrained(path, tokens if encoder.rows is None else tokens[encoder.rows.low : encoder.rows.high], encoder.weight)
 
-    def meter(self, device: torch.device, part: Part) -> metrics.Metric | None:
-        """Create an empty metric for one pass over a part."""
+    def meter(self, device: torch.device, part: Part, *, by_series: bool = False) -> metrics.Metric | None:
+        """Create an empty metric for one pass over a part; `by_series`: forecasts are scored for each series, too."""
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit = torch.tensor(self.codec.target_std, dtype=torch.float64) if self.spec.task == "regression" else None
-        return metrics.for_task(self.spec, self.facts, device, change, unit)
+        columns: metrics.Columns | None = None
+        if self.spec.task == "forecasting" and part.data.units is not None:
+            names = tuple(self.codec.columns[place] for place in self.codec.targets)
+            units = torch.from_numpy(np.ascontiguousarray(part.data.units[:, list(self.codec.targets)]))
+            columns = metrics.Columns(names, units, tuple(part.data.names or ()) if by_series else ())
+        return metrics.for_task(self.spec, self.facts, device, change, unit, columns)
 
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""

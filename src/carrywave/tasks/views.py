@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.view import View
 from carrywave.spec.spec import DataSpec
@@ -73,32 +74,66 @@ class Naive:
         return np.asarray(self.values[known][..., self.columns])
 
 
-def series(data: Sequences, spec: DataSpec) -> View:
+@dataclass(frozen=True)
+class Layout:
+    """Which columns of a forecaster's rows are read as what; rows hold numbers and then the codes of categories."""
+
+    numbers: Ints
+    changing: Ints  # numbers whose change since the last season is read, too
+    known: Ints  # numbers that are read for the whole horizon, too
+    codes: Ints
+    known_codes: Ints
+
+    @staticmethod
+    def of(codec: Codec) -> Layout:
+        """Return the layout of the rows that a codec writes."""
+        count = len(codec.columns)
+        return Layout(
+            np.arange(count),
+            np.array([place for place, name in enumerate(codec.columns) if name not in codec.fixed], np.int64),
+            np.array(codec.known_columns, np.int64),
+            np.arange(count, count + len(codec.categorical)),
+            np.array([count + place for place, name in enumerate(codec.categorical) if name in codec.known], np.int64),
+        )
+
+    @property
+    def ahead(self) -> bool:
+        """True if anything is read ahead."""
+        return bool(len(self.known) or len(self.known_codes))
+
+
+def series(data: Sequences, spec: DataSpec, layout: Layout | None = None) -> View:
     """View every row of every series, without targets, to forecast from.
 
     If forecasts are relative to the last season, the model also reads each column's change since then: an LSTM is slow to learn to
-    recall raw values from that long ago.
+    recall raw values from that long ago. What is known ahead is read for each step of the horizon. The order is that of `StepInputs`.
     """
-    if spec.residual != "season":
-        return View(data.inputs, data.starts, data.lengths)
     values = data.inputs
+    seasonal = spec.residual == "season"
+    if not seasonal and (layout is None or not layout.ahead):
+        return View(values, data.starts, data.lengths)
+    every = np.arange(values.shape[1])
+    at = layout or Layout(every, every, every[:0], every[:0], every[:0])
     first = FirstRow(data)
+    ahead = np.arange(1, spec.horizon + 1)
 
-    def with_change(rows: Ints) -> NDArray[Any]:
+    def inputs(rows: Ints) -> NDArray[Any]:
         now = np.asarray(values[rows])
-        # The change is zero if there is less than a season of history.
-        before = np.asarray(values[np.where(rows - spec.season >= first(rows), rows - spec.season, rows)])
-        return np.concatenate([now, now - before], axis=-1)
+        parts = [now[..., at.numbers]]
+        if seasonal:
+            # The change is zero if there is less than a season of history.
+            before = np.asarray(values[np.where(rows - spec.season >= first(rows), rows - spec.season, rows)])
+            parts.append((now - before)[..., at.changing])
+        later = (rows[..., None] + ahead)[..., None]
+        parts += [values[later, at.known].reshape(*rows.shape, -1)] if len(at.known) else []
+        parts += [now[..., at.codes]]
+        parts += [values[later, at.known_codes].reshape(*rows.shape, -1)] if len(at.known_codes) else []
+        return np.concatenate(parts, axis=-1)
 
-    return View(values, data.starts, data.lengths, inputs_at=with_change)
+    return View(values, data.starts, data.lengths, inputs_at=inputs)
 
 
-def forecast_features(spec: DataSpec, columns: int) -> int:
-    """Return the number of values a forecaster reads at each step."""
-    return 2 * columns if spec.residual == "season" else columns
-
-
-def forecasting(data: Sequences, spec: DataSpec, columns: Ints) -> View:
+def forecasting(data: Sequences, spec: DataSpec, columns: Ints, layout: Layout | None = None) -> View:
     """Each row whose whole horizon lies inside its part is an origin; targets are differences from the naive forecast."""
     naive = Naive(data, columns, spec.horizon, spec.season, spec.residual)
     ahead = np.arange(1, spec.horizon + 1)
@@ -111,7 +146,7 @@ def forecasting(data: Sequences, spec: DataSpec, columns: Ints) -> View:
 
     # The last warm-up row is the origin of the first forecast.
     warm = None if data.warm is None else np.maximum(data.warm - 1, 0)
-    return replace(series(data, spec), lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
+    return replace(series(data, spec, layout), lengths=data.lengths - spec.horizon, targets_at=future, warm=warm)
 
 
 @dataclass(frozen=True)

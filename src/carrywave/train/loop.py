@@ -310,7 +310,7 @@ class Loop:
         self.folder.write_metrics(row)
         seconds, rate = self.clock.lap()
         self.folder.write_timing(place_of(at) | {"seconds": seconds, "tokens_per_second": rate})
-        at.sums, at.cells = torch.zeros_like(at.sums), [0, 0]
+        at.logged()
 
     def _judge(self) -> None:
         """Evaluate, pass the result to the schedule and to weight averaging, keep the best weights, and decide on early stopping."""
@@ -321,7 +321,7 @@ class Loop:
                 self._write_weights()
                 at.judged = at.step
                 return
-            values = at.latest = self.judge(self.parts.valid)
+            values = at.latest = self.judge(self.parts.valid, trained=True)
             at.judged = at.step
             loss = values["loss"]
             if not math.isfinite(loss):
@@ -352,8 +352,11 @@ class Loop:
             self.folder.write_weights(named)
         heartbeat.mark()
 
-    def judge(self, part: Part, *, weights_step: int | None = None) -> dict[str, float]:
-        """Evaluate the current weights on one part and write its row, with `weights_step` if the weights are not from the current step."""
+    def judge(self, part: Part, *, weights_step: int | None = None, trained: bool = False) -> dict[str, float]:
+        """Evaluate the current weights on one part and write its row, with `weights_step` if the weights are not from the current step.
+
+        `trained`: beside the loss stands that of training since the last evaluation, as it was computed there, with dropout.
+        """
         at = self.state
         started = time.monotonic()
         tokens = int(part.view.lengths.sum())
@@ -370,9 +373,11 @@ class Loop:
         trainer = self.trainer
         values = evaluate(trainer.model, self.task, part, mesh=trainer.mesh, stage=trainer.stage, tick=tick, capture=trainer.capture)
         place = place_of(at, part.name) | ({} if weights_step is None else {"weights_step": weights_step})
+        if trained and (train_loss := at.train_loss()) is not None:
+            place["train_loss"] = train_loss
         self.folder.write_metrics({**place, **values})
         seconds = time.monotonic() - started
-        self.folder.write_timing(place | {"seconds": seconds})
+        self.folder.write_timing({name: value for name, value in place.items() if name != "train_loss"} | {"seconds": seconds})
         self.watch.evaluated({**place, **values})
         self._skip(seconds)
         return values

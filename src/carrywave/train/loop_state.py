@@ -27,6 +27,7 @@ class LoopState:
 
     sums: Tensor  # [5], on the device: loss, targets, norm and number of steps; number of non-finite steps
     cells: list[int] = field(default_factory=lambda: [0, 0])  # steps times lanes, without and with padding
+    trained: list[float] = field(default_factory=lambda: [0.0, 0.0])  # loss and targets since the last evaluation, less those in `sums`
 
     epoch: int = 0
     batch: int = 0  # batches done in this epoch; with the epoch, the cursor
@@ -64,6 +65,19 @@ class LoopState:
     def of(numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> LoopState:
         """The state from what `numbers` and `tensors` returned."""
         return LoopState(tensors["sums"].to(device), **{**numbers, "rate": rates.from_json(numbers["rate"])})
+
+    def logged(self) -> None:
+        """Begin new sums: the old ones have been written."""
+        loss_sum, count = self.sums[:2].tolist()
+        self.trained = [self.trained[0] + loss_sum, self.trained[1] + count]
+        self.sums, self.cells = torch.zeros_like(self.sums), [0, 0]
+
+    def train_loss(self) -> float | None:
+        """The mean loss in training since the last evaluation; None if there was no target. Starts over: for the next evaluation."""
+        loss_sum, count = self.sums[:2].tolist()
+        total, targets = self.trained[0] + loss_sum, self.trained[1] + count
+        self.trained = [-loss_sum, -count]  # what `sums` holds now has been told, and is added once more when it is written
+        return total / targets if targets else None
 
     @property
     def shown_epoch(self) -> int:

@@ -28,8 +28,8 @@ from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 
-FORMAT = 4  # part of every key, so that entries of another format are never read
-ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "warm")
+FORMAT = 5  # part of every key, so that entries of another format are never read
+ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "warm", "units")
 STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT = "manifest.json", "content.json"
 PLAIN_NAME = re.compile(r"[a-z0-9]+\.(npy|json)")

@@ -23,7 +23,7 @@ def content_field(row: Row, where: str) -> str:
     for field in FIELDS:
         if row.get(field) is not None:
             return field
-    raise DataError(f"{where}: the row has none of the fields steps, text and tokens (it has {_names(row)}); add one of them")
+    raise DataError(f"{where}: the row has none of the fields steps, text and tokens (it has {_names(row)}); add one, or set data.text")
 
 
 def take(row: Row, field: str, where: str) -> Any:

@@ -5,6 +5,7 @@ Rows are read one at a time and can be iterated repeatedly; each can be located 
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import pyarrow.parquet as pa_parquet
 from carrywave.data.files.quotes import check_quotes
 from carrywave.data.files.source import Source, to_utf8
 from carrywave.errors import DataError
+from carrywave.spec.spec import DataSpec
 
 Row = dict[str, Any]
 BATCH_ROWS = 1024
@@ -142,16 +144,19 @@ class ParquetRows(_TableRows):
 
 @dataclass(frozen=True)
 class CsvRows(_TableRows):
-    """Rows of a CSV file; the columns text and label stay strings."""
+    """Rows of a CSV file; the columns of the text and the label stay strings."""
 
     numeric_label: bool
+    text: str = "text"
+    label: str = "label"
+    decimal: str = "auto"
     join: bool = True
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         # Read both columns as strings: inferring types from the first block would turn "007" into 7 and could be wrong for the next.
-        types = {"text": pa.string(), "label": pa.string()}
-        delimiter = self.source.separator()
+        types = {self.text: pa.string(), self.label: pa.string()}
         self.source.check_utf8()
+        delimiter = self.source.separator()
         check_quotes(self.source, delimiter)
         with self.source.open() as stream:
             reader = self.source.guard(
@@ -162,10 +167,10 @@ class CsvRows(_TableRows):
                 )
             )
             for number, row in _batches(iter(reader), self.source):
-                if self.numeric_label and "label" in row:
-                    row["label"] = self._number(number, row["label"])
-                elif not (row.get("label") or "").strip():
-                    row.pop("label", None)  # an empty cell means no label, and is not a class
+                if self.numeric_label and self.label in row:
+                    row[self.label] = self._number(number, row[self.label])
+                elif self.label in row and not (row[self.label] or "").strip():
+                    row[self.label] = None  # an empty cell means no label, and is not a class
                 yield number, row
 
     def _number(self, number: int, label: str | None) -> float | None:
@@ -173,11 +178,13 @@ class CsvRows(_TableRows):
         if label is None or not label.strip():
             return None
         try:
-            return float(label)
+            if self.decimal == "," and "." in label:
+                raise ValueError(label)
+            return float(label.replace(",", ".") if self.decimal == "," else label)
         except ValueError:
-            raise DataError(
-                f"{self.where(number)}, column label is {label!r:.40}, which is text, not a number; correct it or remove the row"
-            ) from None
+            remedy = "set data.decimal=, if that is its decimal mark" if "," in label and self.decimal == "auto" else "correct it"
+            fact = f"column {self.label} is {label!r:.40}, which is text, not a number"
+            raise DataError(f"{self.where(number)}, {fact}; {remedy} or remove the row") from None
 
     def count(self) -> int:
         """Count the rows."""
@@ -192,15 +199,82 @@ def _batches(batches: Iterator[Any], source: Source) -> Iterator[tuple[int, Row]
             yield number, row
 
 
-def open_rows(source: Source, *, numeric_label: bool) -> Rows:
-    """Open a file as rows, according to its format."""
+@dataclass(frozen=True)
+class RenamedRows:
+    """Rows whose text and target stand in fields with other names."""
+
+    rows: Rows
+    text: str | None
+    label: str | None
+    target: str  # the field that the task reads: label or labels
+    labelled: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the rows."""
+        return self.rows.name
+
+    @property
+    def join(self) -> bool:
+        """As the rows themselves."""
+        return self.rows.join
+
+    def count(self) -> int:
+        """Count the rows."""
+        return self.rows.count()
+
+    def where(self, number: int) -> str:
+        """Return the location of a row."""
+        return self.rows.where(number)
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        for number, row in self.rows:
+            yield number, self._renamed(row, number)
+
+    def _renamed(self, row: Row, number: int) -> Row:
+        renamed = dict(row)
+        if self.text is not None:
+            content = self._take(renamed, self.text, "data.text", number)
+            renamed = {name: value for name, value in renamed.items() if name not in ("text", "tokens", "steps")}
+            renamed["text" if isinstance(content, str) or content is None else "tokens" if _is_tokens(content) else "steps"] = content
+        if self.label is not None and (self.labelled or self.label in row):
+            renamed[self.target] = self._take(renamed, self.label, "data.label", number)
+        return renamed
+
+    def _take(self, row: Row, name: str, setting: str, number: int) -> Any:
+        if name not in row:
+            near = difflib.get_close_matches(name, list(row), n=3, cutoff=0.4) or list(row)[:8]
+            raise DataError(f"{self.where(number)} has no column {name!r} ({setting}); the nearest are {', '.join(near)}")
+        return row.pop(name)
+
+
+def _is_tokens(content: Any) -> bool:
+    """True for words and for whole numbers, one for each step; anything else is a list of numeric steps."""
+    first = content[0] if hasattr(content, "__len__") and len(content) and hasattr(content, "__getitem__") else None
+    return isinstance(first, str) or (hasattr(first, "__index__") and not isinstance(first, bool))
+
+
+def renamed(rows: Rows, data: DataSpec, *, target: str, labelled: bool) -> Rows:
+    """Return the rows with the fields that tasks read, where the spec says that others hold them; `target` is that of the label."""
+    return rows if data.text is None and data.label is None else RenamedRows(rows, data.text, data.label, target, labelled)
+
+
+def open_rows(source: Source, *, numeric_label: bool, data: DataSpec | None = None, target: str = "label", labelled: bool = True) -> Rows:
+    """Open a file as rows, according to its format and to how the spec says it is written.
+
+    If not `labelled`, the column of the target may be missing.
+    """
+    data = data or DataSpec()
+    rows: Rows
     if source.format == "jsonl":
-        return JsonRows(source)
-    if source.format == "parquet":
-        return ParquetRows(source)
-    if source.format == "csv":
-        return CsvRows(source, numeric_label)
-    return LineRows(source)
+        rows = JsonRows(source)
+    elif source.format == "parquet":
+        rows = ParquetRows(source)
+    elif source.format == "csv":
+        rows = CsvRows(source, numeric_label, data.text or "text", data.label or "label", data.decimal)
+    else:
+        rows = LineRows(source)
+    return renamed(rows, data, target=target, labelled=labelled)
 
 
 def _json_type(value: Any) -> str:

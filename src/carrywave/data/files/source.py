@@ -10,13 +10,13 @@ import hashlib
 import importlib
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 
-from carrywave.data.files import hashes, hub_datasets, remote
+from carrywave.data.files import dialect, hashes, hub_datasets, remote
 from carrywave.errors import DataError
 from carrywave.spec.spec import BUILTIN_TEXT
 
@@ -47,7 +47,6 @@ PACKED: dict[bytes, tuple[str, str]] = {  # magic bytes of compressed files -> (
 BLOCK_OF_BZIP2 = b"1AY&SY"  # follows the block-size digit; BZh alone may start a text
 ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 HEAD_BYTES = 16
-SEPARATORS = (";", "\t", "|", ",")
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,9 @@ class Source:
     format: Format
     compression: str | None = None
     block_bytes: int = BLOCK_BYTES
+    encoding: str | None = None  # of text that is not utf-8
+    asked_encoding: bool = False  # rather than found by its byte-order mark
+    mark: str | None = None  # between the columns of a CSV file; None: found in its first lines
 
     @property
     def tabs(self) -> bool:
@@ -82,7 +84,8 @@ class Source:
         if self.path is None:
             return io.BytesIO(builtin_text().encode())
         file = pa.OSFile(str(self.path), "rb")
-        return pa.CompressedInputStream(file, self.compression) if self.compression else file
+        plain = pa.CompressedInputStream(file, self.compression) if self.compression else file
+        return plain if self.encoding is None else pa.transcoding_input_stream(plain, self.encoding, "utf-8")
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the content in blocks of at most `block_bytes`."""
@@ -94,25 +97,32 @@ class Source:
         """Call `read` and convert pyarrow's errors about a broken file to a `DataError`."""
         try:
             return read()
+        except UnicodeError as error:
+            fact = f"{self.name} is not text in {self.encoding or 'utf-8'} ({one_line(error)})"
+            raise DataError(f"{fact}; set data.encoding to the encoding it was written in") from error
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{self.name} cannot be read ({one_line(error)}); check that the file is complete and in the format its name implies"
             ) from error
 
     def separator(self) -> str:
-        """Return the column separator, tab or comma according to the name; reject a file whose first line uses another one."""
-        first = next((line for _, line in self.lines()), b"")
-        ours = "\t" if self.tabs else ","
-        if ours.encode() not in first:
-            others = [mark for mark in SEPARATORS if mark != ours and mark.encode() in first]
-            if others:
-                shown = "tabs" if others[0] == "\t" else f"`{others[0]}`"
-                read = "tabs" if self.tabs else "commas"
-                raise DataError(
-                    f"{self.name}: columns seem to be separated by {shown}, but {read} are expected; use {read}"
-                    + (", or rename it to .tsv" if others[0] == "\t" else f", or pass pandas.read_csv(…, sep={others[0]!r}) to cw.fit")
-                )
-        return ours
+        """Return the mark between columns: as asked; else tab or comma according to the name, unless the first lines show another one."""
+        usual = "\t" if self.tabs else ","
+        found = dialect.first_lines(self.lines())
+        if self.mark is None:
+            return dialect.find_separator(found, self.name, usual)
+        others = [mark for mark in dialect.SEPARATORS if found and mark in found[0]]
+        if others and self.mark not in found[0]:
+            fact = f"data.separator is {dialect.written(self.mark)}, but the first line has none, and has {dialect.written(others[0])}"
+            raise DataError(f"{self.name}: {fact}; correct data.separator, or remove it")
+        return self.mark
+
+    def told(self) -> tuple[str, ...]:
+        """Lines about what was found in the file and was not asked for: its encoding, and the mark between its columns."""
+        lines = [] if self.encoding is None or self.asked_encoding else [f"{self.name}: reading text in {self.encoding}"]
+        if self.format == "csv" and self.mark is None and (mark := self.separator()) != ("\t" if self.tabs else ","):
+            lines.append(f"{self.name}: columns are separated by {dialect.written(mark)}")
+        return tuple(lines)
 
     def check_utf8(self) -> None:
         """Reject a file in another encoding, and report the line: Arrow would silently read such a column as bytes."""
@@ -175,8 +185,12 @@ def find(
     block_bytes: int = BLOCK_BYTES,
     any_bytes: bool = False,
     cache: Path | None = None,
+    encoding: str = "auto",
+    separator: str | None = None,
 ) -> Source:
     """Return the source for a name in the spec, or raise an error that says what is wrong; `any_bytes`: it need not be text.
+
+    `encoding` is that of text, auto for utf-8 or what a byte-order mark tells; `separator` the mark between the columns of a CSV file.
 
     An address in an object store is fetched into the folder `cache`, and so is a dataset of Hugging Face's library.
     """
@@ -204,9 +218,13 @@ def find(
             pass
     except OSError as error:
         raise DataError(f"{field}={name} cannot be opened ({error.strerror}); check its permissions") from error
-    if source.format != "parquet" and not any_bytes and (wrong := not_utf8(name, source.head())) is not None:
+    if source.format == "parquet" or any_bytes:
+        return source
+    head = source.head()
+    if packed(head) is not None and (wrong := not_utf8(name, head)) is not None:
         raise DataError(wrong)
-    return source
+    known = marked_encoding(head) if encoding == "auto" else None if codecs.lookup(encoding).name == "utf-8" else encoding
+    return replace(source, encoding=known, asked_encoding=encoding != "auto", mark=separator)
 
 
 def named_format(suffix: str, asked: str) -> Format:
@@ -231,10 +249,15 @@ def not_utf8(name: object, head: bytes) -> str | None:
             return f"{name} is an Excel workbook; save the sheet as CSV, or pass pandas.read_excel({str(name)!r}) to cw.fit"
         read = ".gz and .zst files are decompressed automatically"
         return f"{name} is compressed ({how}), but only {read}; {remedy.format(name=name)}"
-    encoding = next((encoding for mark, encoding in ENCODINGS.items() if head.startswith(mark)), None)
+    encoding = marked_encoding(head)
     if encoding is not None:
         return f"{name} is text in {encoding}, but utf-8 is expected; convert it with: iconv -f {encoding} -t utf-8 {name} > converted"
     return None
+
+
+def marked_encoding(head: bytes) -> str | None:
+    """Return the encoding that a byte-order mark tells; None for utf-8, and if there is no mark."""
+    return next((encoding for mark, encoding in ENCODINGS.items() if head.startswith(mark)), None)
 
 
 def packed(head: bytes) -> bytes | None:
@@ -245,7 +268,7 @@ def packed(head: bytes) -> bytes | None:
 
 def to_utf8(name: object) -> str:
     """Return advice on how to convert a file to utf-8."""
-    return f"convert the file to utf-8 (from Latin-1: iconv -f latin1 -t utf-8 {name} > converted)"
+    return f"set data.encoding (as in data.encoding=latin-1), or convert it with: iconv -f latin1 -t utf-8 {name} > converted"
 
 
 def one_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -28,6 +28,9 @@ HOURS = ("hour", "hr", "hours")  # names of columns of hours next to a column of
 DENSE = 0.25  # an integer column may name series only if its values occur at this fraction of times on average: measurements seldom repeat
 
 
+COVARIATES = ("known", "calendar", "categorical", "static")
+
+
 @dataclass(frozen=True)
 class ColumnChoice:
     """The requested role of columns and spacing of times; None leaves the choice to the table."""
@@ -38,13 +41,28 @@ class ColumnChoice:
     frequency: str | None = None
     strict: bool = True  # reject irregular times; otherwise accept them, and forecasts have no times
     trained: bool = False  # read as the training data was read
+    known: tuple[str, ...] = ()  # known for the whole horizon
+    calendar: tuple[str, ...] = ()
+    categorical: tuple[str, ...] = ()
+    static: tuple[str, ...] = ()
+    missing: str = "error"  # how empty cells and missing rows are filled
 
     @staticmethod
     def of(data: DataSpec, codec: Codec | None) -> ColumnChoice:
         """Take the choice from the spec or, given a codec, from the training data."""
         if codec is None:
-            return ColumnChoice(data.columns, data.time, data.series, data.rhythm)
-        return ColumnChoice(codec.columns, codec.time, codec.series, codec.frequency, strict=codec.frequency is not None, trained=True)
+            asked: dict[str, Any] = {name: getattr(data, name) or () for name in COVARIATES}
+            return ColumnChoice(data.columns, data.time, data.series, data.rhythm, missing=data.missing, **asked)
+        learned: dict[str, Any] = {name: getattr(codec, name) for name in COVARIATES}
+        strict = codec.frequency is not None
+        return ColumnChoice(
+            codec.measured, codec.time, codec.series, codec.frequency, strict, trained=True, missing=data.missing, **learned
+        )
+
+    @property
+    def named(self) -> bool:
+        """True if it asks for covariates, which only a table with named columns has."""
+        return any(getattr(self, name) for name in COVARIATES)
 
 
 @dataclass(frozen=True)
@@ -55,13 +73,16 @@ class Roles:
     time: str | None
     series: str | None
     left: tuple[tuple[str, str], ...]  # (name, reason) of each column that is not read
+    categorical: tuple[str, ...] = ()  # read as categories, those known for the whole horizon first
+    covariates: tuple[str, ...] = ()  # what is read besides, for the line about it
 
     def told(self, name: str, *, as_it_stands: bool) -> str:
         """Return a line on what is and is not read; `as_it_stands`: the times do not determine the order of rows."""
         by = "" if self.time is None else ", in file order" if as_it_stands else f", ordered by {_quoted(self.time)}"
         of = "" if self.series is None else f", one series per {_quoted(self.series)}"
         left = "" if not self.left else f"; ignored: {_listed([f'{_quoted(column)} ({why})' for column, why in self.left])}"
-        return f"{name}: reading {_listed([_quoted(column) for column in self.columns])}{by}{of}{left}"
+        besides = "".join(f"; {line}" for line in self.covariates)
+        return f"{name}: reading {_listed([_quoted(column) for column in self.columns])}{by}{of}{besides}{left}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -82,10 +103,19 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
     time = choice.time if choice.time is not None else _find_time(table, series, index, counter)
     if choice.columns is not None:
         require(table, choice.columns, name, "data.columns")
+    for field in ("known", "categorical", "static"):
+        require(table, getattr(choice, field), name, f"data.{field}")
+        if misused := [column for column in getattr(choice, field) if column in (time, series)]:
+            what = "times" if misused[0] == time else "names of the series"
+            raise DataError(f"{name}: column {misused[0]} (data.{field}) holds the {what}; remove it from data.{field}")
+    categorical = _categorical(table, choice)
+    if choice.columns is not None:
+        both = (*choice.columns, *choice.known, *choice.static)
+        choice = replace(choice, columns=tuple(dict.fromkeys(column for column in both if column not in categorical)))
     left: dict[str, str] = {}
     read: list[str] = []
     for column in names:
-        if column in (time, series) and (choice.columns is None or column not in choice.columns):
+        if column in categorical or (column in (time, series) and (choice.columns is None or column not in choice.columns)):
             continue
         why = "not in data.columns" if choice.columns is not None else _why_not(table[column], column in (index, counter))
         if why is None:
@@ -98,7 +128,24 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
         raise DataError(
             f"{name} has no numeric column{f' besides {taken}' if taken else ''}{others}; add a numeric column, or set data.columns"
         )
-    return Roles(choice.columns or tuple(read), time, series, tuple(left.items()))
+    columns = choice.columns or tuple(read)
+    for column in (*choice.known, *choice.static):
+        if column not in columns and column not in categorical:
+            field = "known" if column in choice.known else "static"
+            fact = f"column {column} (data.{field}) contains {_why_not(table[column], False) or 'no numbers'}, not numbers"
+            raise DataError(f"{name}: {fact}; add it to data.categorical, or remove it from data.{field}")
+    lists = {"known ahead": choice.known, "categorical": categorical, "static": choice.static, "calendar": choice.calendar}
+    said = tuple(f"{what}: {_listed(given)}" for what, given in lists.items() if given)
+    return Roles(columns, time, series, tuple(left.items()), categorical, said)
+
+
+def _categorical(table: Any, choice: ColumnChoice) -> tuple[str, ...]:
+    """Return the columns read as categories, those known for the whole horizon first: the ones asked for, and static ones of text."""
+    if choice.trained:
+        return choice.categorical
+    texts = [column for column in choice.static if _may_name(table[column]) and not _is_numeric(table[column])]
+    found = dict.fromkeys((*choice.categorical, *texts))
+    return tuple(sorted(found, key=lambda column: column not in choice.known))
 
 
 def require(table: Any, wanted: Sequence[str], name: str, field: str) -> None:

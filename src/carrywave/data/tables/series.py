@@ -18,6 +18,8 @@ from carrywave.data.files.cache import Entry
 from carrywave.data.files.fields import steps_of
 from carrywave.data.files.rows import Rows
 from carrywave.data.sequences import Ints, Sequences
+from carrywave.data.tables.calendar import calendar_columns
+from carrywave.data.tables.columns import COVARIATES, ColumnChoice
 from carrywave.data.tables.moments import Moments, own_scale, standardise
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, SpecError
@@ -35,6 +37,10 @@ class SeriesPart:
     lengths: Ints
     warm: Ints
 
+    def only(self, kept: NDArray[np.bool_]) -> SeriesPart:
+        """Return the part of some of the series."""
+        return SeriesPart(self.starts[kept], self.lengths[kept], self.warm[kept])
+
 
 def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dict[str, SeriesPart]:
     """Split a training table by `data.split`; without it, the last share becomes valid unless there is a file for it."""
@@ -44,9 +50,7 @@ def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dic
             raise SpecError(
                 "data.split takes valid and test from the training file, but separate files are set for them too; use one or the other"
             )
-        bounds = np.array(
-            [_bounds(int(length), data.split, name, table.name) for length, name in zip(table.lengths, table.names, strict=True)], np.int64
-        )
+        bounds = np.array([_bounds(int(length), data.split) for length in table.lengths], np.int64)
     elif data.share > 0 and not valid_file:
         held = np.maximum(np.floor(table.lengths * data.share + 1e-9).astype(np.int64), data.horizon)
         bounds = np.stack([np.maximum(table.lengths - held, 0), table.lengths], axis=1)
@@ -62,17 +66,12 @@ def spans(table: Table, spec: Spec, *, valid_file: bool, test_file: bool) -> dic
     return found
 
 
-def _bounds(rows: int, split: tuple[float, ...], series: str, name: str) -> list[int]:
-    """Return where the parts of one series end."""
+def _bounds(rows: int, split: tuple[float, ...]) -> list[int]:
+    """Return where the parts of one series end; all at 0 if it has too few rows, so that it is left out."""
     sums = np.cumsum(split)
     if any(part < 1 for part in split):
         return [int(np.floor(rows * total + 1e-9)) for total in sums]
-    if sums[-1] > rows:
-        raise DataError(
-            f"{name}: series {series} has {rows} row{'s' * (rows != 1)}, but data.split asks for {int(sums[-1])}; "
-            "use fewer, or shares below 1"
-        )
-    return [int(total) for total in sums]
+    return [int(total) for total in sums] if sums[-1] <= rows else [0] * len(sums)
 
 
 def whole(table: Table) -> SeriesPart:
@@ -80,34 +79,59 @@ def whole(table: Table) -> SeriesPart:
     return SeriesPart(table.starts, table.lengths, np.zeros_like(table.lengths))
 
 
-def check(span: SeriesPart, table: Table, part: str, horizon: int) -> None:
-    """Reject a part in which some series is too short for a single forecast over the whole horizon."""
+def long_enough(span: SeriesPart, horizon: int) -> NDArray[np.bool_]:
+    """Return which series have rows for a forecast over the whole horizon in a part."""
+    enough: NDArray[np.bool_] = span.lengths - span.warm >= np.where(span.warm > 0, horizon, horizon + 1)
+    return enough
+
+
+def check(kept: NDArray[np.bool_], span: SeriesPart, table: Table, spec: Spec, part: str) -> tuple[str, ...]:
+    """Return a line about series that are too short and left out of a part, with their names; reject it if all of them are."""
+    data, short = spec.data, np.flatnonzero(~kept)
+    if not len(short):
+        return ()
     own = span.lengths - span.warm
-    short = own < np.where(span.warm > 0, horizon, horizon + 1)
-    if short.any():
-        place = int(np.argmax(short))
-        raise DataError(
-            f"{table.name}: series {table.names[place]} has {int(own[place])} row{'s' * (int(own[place]) != 1)} in {part}, "
-            f"but a horizon of {horizon} needs {horizon + (span.warm[place] == 0)}; "
-            f"reduce data.horizon, add rows to {part}, or remove the series"
-        )
+    rows = None if data.split is None or any(share < 1 for share in data.split) or part != "train" else int(sum(data.split))
+    if len(short) == len(kept):
+        place = int(np.argmax(own))
+        count = int(table.lengths[place]) if rows is not None else int(own[place])
+        many = f"series {table.names[place]} has {count} row{'s' * (count != 1)}"
+        others = ", and no series has enough" if len(kept) > 1 else ""
+        if rows is not None and count < rows:
+            raise DataError(f"{table.name}: {many}, but data.split asks for {rows}{others}; use fewer, or shares below 1")
+        needs = f"a horizon of {data.horizon} needs {data.horizon + int(span.warm[place] == 0)}"
+        raise DataError(f"{table.name}: {many} in {part}, but {needs}{others}; reduce data.horizon, or add rows to {part}")
+    shown = ", ".join(f"{table.names[place]} ({int(table.lengths[place]):,} rows)" for place in short[:8])
+    shown += f" and {len(short) - 8:,} more" if len(short) > 8 else ""
+    needs = f"a horizon of {data.horizon}" if rows is None else f"data.split and a horizon of {data.horizon}"
+    are = "is" if len(short) == 1 else "are"
+    return (f"{table.name}: {len(short):,} of {len(kept):,} series {are} too short for {needs} and left out of {part}: {shown}",)
 
 
-def learn(table: Table, train: SeriesPart, spec: Spec) -> Codec:
-    """Learn the codec of a training table: columns, and their scale over the rows that are trained on."""
-    targets = spec.data.targets or table.columns
+def learn(table: Table, train: SeriesPart, spec: Spec, names: tuple[str, ...] | None = None) -> Codec:
+    """Learn the codec of a training table: columns, and their scale over the rows that are trained on; `names` are those of its series."""
+    names = table.names if names is None else names
+    choice = table.choice
+    never = {*choice.known, *choice.static, *calendar_columns(choice.calendar)}
+    targets = spec.data.targets or tuple(column for column in table.columns if column not in never)
     for target in targets:
         if target not in table.columns:
             raise DataError(
                 f"{table.name}: data.targets names {target!r}, which is not among the columns read "
                 f"({', '.join(table.columns[:8])}); include it in data.columns"
             )
+    if not targets:
+        raise DataError(f"{table.name}: no column is left to forecast; set data.targets, or shorten data.known and data.static")
     moments = Moments()
     for start, length in zip(train.starts, train.lengths, strict=True):
         moments.add(table.values[int(start) : int(start + length)])
     scaled, by_series = spec.data.standardize, spec.data.standardize == "sequence"
     mean, std = moments.scale(wanted=bool(scaled), columns=len(table.columns))
-    own = _own_scales(table, train) if scaled and (by_series or len(table.names) > 1) else {}
+    positions = len(calendar_columns(choice.calendar))  # which need no scale, and come last
+    if positions:
+        mean, std = (*mean[:-positions], *(0.0,) * positions), (*std[:-positions], *(1.0,) * positions)
+    shared = tuple(place for place, column in enumerate(table.columns) if column in never - set(choice.known))
+    own = _own_scales(table, train, names, shared, (mean, std)) if scaled and (by_series or len(table.names) > 1) else {}
     places = tuple(table.columns.index(target) for target in targets)
     return Codec(
         spec.task,
@@ -122,14 +146,43 @@ def learn(table: Table, train: SeriesPart, spec: Spec) -> Codec:
         series=table.series,
         frequency=spec.data.rhythm or table.frequency,
         own_scale=by_series,
+        known=choice.known,
+        calendar=choice.calendar,
+        static=choice.static,
+        categorical=table.categorical,
+        categories=_categories(table, train),
         **own,
     )
 
 
-def _own_scales(table: Table, train: SeriesPart) -> dict[str, Any]:
+def _categories(table: Table, train: SeriesPart) -> tuple[tuple[str, ...], ...]:
+    """Return the values of each categorical column in the rows that are trained on."""
+    if table.codes is None:
+        return ()
+    rows = np.concatenate([np.arange(start, start + length) for start, length in zip(train.starts, train.lengths, strict=True)])
+    found = [np.unique(table.codes[rows, place]) for place in range(len(table.categorical))]
+    return tuple(tuple(values[code] for code in codes if code >= 0) for values, codes in zip(table.categories, found, strict=True))
+
+
+Scale = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def _own_scales(table: Table, train: SeriesPart, names: tuple[str, ...], shared: tuple[int, ...], all_series: Scale) -> dict[str, Any]:
     """Return the mean and standard deviation of every series: one may count in thousands, another in units."""
-    scales = [own_scale(table.values[start : start + length]) for start, length in zip(train.starts, train.lengths, strict=True)]
-    return {"names": table.names, "means": tuple(mean for mean, _ in scales), "stds": tuple(std for _, std in scales)}
+    scales = [
+        with_shared(own_scale(table.values[start : start + length]), shared, all_series)
+        for start, length in zip(train.starts, train.lengths, strict=True)
+    ]
+    return {"names": names, "means": tuple(mean for mean, _ in scales), "stds": tuple(std for _, std in scales)}
+
+
+def with_shared(own: Scale, shared: tuple[int, ...], all_series: Scale) -> Scale:
+    """Return a series' own scale, but that of all series in columns that are constant within a series, or have a scale by nature."""
+    mean, std = (
+        tuple(every[place] if place in shared else value for place, value in enumerate(values))
+        for values, every in zip(own, all_series, strict=True)
+    )
+    return mean, std
 
 
 def scales(table: Table, codec: Codec) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
@@ -141,8 +194,9 @@ def scales(table: Table, codec: Codec) -> list[tuple[tuple[float, ...], tuple[fl
     if not codec.names:
         return [(codec.mean, codec.std)] * len(table.names)
     known = dict(zip(codec.names, zip(codec.means, codec.stds, strict=True), strict=True))
+    shared = tuple(place for place, column in enumerate(codec.columns) if column in codec.fixed)
     return [
-        known[name] if name in known else own_scale(table.values[start : start + length])
+        known[name] if name in known else with_shared(own_scale(table.values[start : start + length]), shared, (codec.mean, codec.std))
         for name, start, length in zip(table.names, table.starts, table.lengths, strict=True)
     ]
 
@@ -158,43 +212,111 @@ def unseen_series(where: str, names: Sequence[str], codec: Codec) -> tuple[str, 
 
 
 def encode(table: Table, codec: Codec, new: NewArray) -> NDArray[Any]:
-    """Standardise all rows of a table."""
-    inputs = new(np.float32, len(codec.columns))
-    for start, length, (mean, std) in zip(table.starts, table.lengths, scales(table, codec), strict=True):
-        for first in range(int(start), int(start + length), BLOCK_ROWS):
-            inputs.append(standardise(table.values[first : min(first + BLOCK_ROWS, int(start + length))], mean, std, table.name))
+    """Encode all rows of a table: numbers, standardised, and the codes of categories, 0 for a value that train does not contain."""
+    inputs = new(np.float32, len(codec.columns) + len(codec.categorical))
+    codes = known_codes(table, codec)
+    for start, total, (mean, std) in zip(table.starts, table.totals, scales(table, codec), strict=True):
+        for first in range(int(start), int(start + total), BLOCK_ROWS):
+            rows = slice(first, min(first + BLOCK_ROWS, int(start + total)))
+            numbers = standardise(table.values[rows], mean, std, table.name)
+            inputs.append(numbers if codes is None else np.concatenate([numbers, codes[rows].astype(np.float32)], axis=1))
     return inputs.close()
 
 
-def sequences(inputs: NDArray[Any], span: SeriesPart, table: Table) -> Sequences:
-    """Return one part of every series as sequences."""
-    return Sequences(inputs, span.starts, span.lengths, warm=span.warm if span.warm.any() else None, names=table.names)
+def known_codes(table: Table, codec: Codec) -> Ints | None:
+    """Return the codes of a table's categories in the training data; None if there are none."""
+    if table.codes is None:
+        return None
+    found = np.zeros_like(table.codes)
+    for place, (values, known) in enumerate(zip(table.categories, codec.categories, strict=True)):
+        number = {value: code for code, value in enumerate(known, start=1)}
+        of_place = np.array([*(number.get(value, 0) for value in values), 0], np.int64)  # the last is that of no value, -1
+        found[:, place] = of_place[table.codes[:, place]]
+    return found
+
+
+def unseen_values(where: str, table: Table, codec: Codec, span: SeriesPart | None = None) -> tuple[str, ...]:
+    """Return a line for each categorical column with values that train does not contain."""
+    codes = known_codes(table, codec)
+    if codes is None or table.codes is None:
+        return ()
+    span = whole(table) if span is None else span
+    rows = np.concatenate(
+        [np.arange(low + warm, low + count) for low, count, warm in zip(span.starts, span.lengths, span.warm, strict=True)]
+    )
+    lines = []
+    for place, column in enumerate(table.categorical):
+        unknown = rows[(codes[rows, place] == 0) & (table.codes[rows, place] >= 0)]
+        if len(unknown):
+            new = [table.categories[place][code] for code in np.unique(table.codes[unknown, place])]
+            values = f"value {new[0]!r}" if len(new) == 1 else f"{len(new):,} values ({', '.join(new[:5])}{', …' if len(new) > 5 else ''})"
+            many = f"{len(unknown):,} row{'s' * (len(unknown) != 1)}"
+            lines.append(f"{where}: column {column} has {values} in {many} that train does not contain; counted as unknown")
+    return tuple(lines)
+
+
+def sequences(inputs: NDArray[Any], span: SeriesPart, kept: NDArray[np.bool_], table: Table, codec: Codec) -> Sequences:
+    """Return one part of the series that are kept as sequences."""
+    own, names = span.only(kept), _named(table, kept)
+    units = np.array([std for _, std in scales(table, codec)], np.float64).reshape(len(table.names), len(codec.columns))[kept]
+    return Sequences(inputs, own.starts, own.lengths, warm=own.warm if own.warm.any() else None, units=units, names=names)
+
+
+def _named(table: Table, kept: NDArray[np.bool_]) -> tuple[str, ...]:
+    return tuple(name for name, there in zip(table.names, kept, strict=True) if there)
 
 
 def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: NewArray, *, codec: Codec | None) -> Entry:
     """Build all parts of the data: those cut from train's table, and one for each separate file."""
     table = tables["train"](codec)
     cut = spans(table, spec, valid_file="valid" in tables, test_file="test" in tables)
-    for part, span in cut.items():
-        check(span, table, part, spec.data.horizon)
-    codec = codec or learn(table, cut["train"], spec)
+    # A series that is too short to be trained on is left out of all parts: its scale would come from rows that are held out.
+    in_train = long_enough(cut["train"], spec.data.horizon)
+    notes = [*table.notes, *check(in_train, cut["train"], table, spec, "train")]
+    kept = {part: in_train & long_enough(span, spec.data.horizon) for part, span in cut.items()}
+    for part, there in kept.items():
+        if part != "train":
+            notes += check(there | ~in_train if there.any() else there, cut[part], table, spec, part)
+    codec = codec or learn(table, cut["train"].only(in_train), spec, _named(table, in_train))
     inputs = encode(table, codec, new)
-    parts = {part: sequences(inputs, span, table) for part, span in cut.items()}
-    notes = list(table.notes)
+    parts = {part: sequences(inputs, span, kept[part], table, codec) for part, span in cut.items()}
+    notes += [line for part, span in cut.items() if part != "train" for line in unseen_values(part, table, codec, span.only(kept[part]))]
     for part, open_table in tables.items():
         if part != "train":
             other = open_table(codec)
             notes += other.notes[1:]  # the first note, about columns, is already given for train
-            parts[part] = read(other, codec, spec, new, part=part, labelled=True)
+            parts[part] = (found := read(replace(other, notes=other.notes[:1]), codec, spec, new, part=part, labelled=True))
+            notes += found.notes
     return Entry(parts, codec, tuple(notes))
 
 
 def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
     """Read a separate table with the codec of the training data."""
+    span, kept = whole(table), np.ones(len(table.names), np.bool_)
+    notes = (*table.notes[1:], *unseen_values(table.name, table, codec))  # which columns are read was reported in training
     if labelled:
-        check(whole(table), table, part, spec.data.horizon)
-    notes = table.notes[1:]  # which columns are read was reported in training
-    return replace(sequences(encode(table, codec, new), whole(table), table), notes=notes)
+        kept = long_enough(span, spec.data.horizon)
+        notes += check(kept, span, table, spec, part)
+    elif codec.known:
+        check_known(table, codec, spec.data.horizon)
+    return replace(sequences(encode(table, codec, new), span, kept, table, codec), notes=notes)
+
+
+def check_known(table: Table, codec: Codec, horizon: int) -> None:
+    """Reject a table to predict from in which what is known ahead ends before the horizon does."""
+    ahead = np.zeros_like(table.lengths) if table.ahead_rows is None else table.ahead_rows
+    columns = ", ".join(codec.known[:4])
+    if (ahead < horizon).any():
+        place = int(np.argmax(ahead < horizon))
+        of = f" of series {table.names[place]}" if len(table.names) > 1 else ""
+        fact = f"{columns} must be known for {horizon} steps after the last values{of}, but {int(ahead[place])} are given"
+        raise DataError(f"{table.name}: {fact}; add rows with their times and {columns}, and the other columns empty")
+    for place, (start, length) in enumerate(zip(table.starts, table.lengths, strict=True)):
+        wrong = None if table.times is None else table.times.follows(int(start), int(length), horizon)
+        if wrong is not None:
+            of = f" of series {table.names[place]}" if len(table.names) > 1 else ""
+            fact = f"row {wrong + 1} after the last values{of} is not at the next time (frequency {table.frequency})"
+            raise DataError(f"{table.name}: {fact}; give a row for each step ahead, or set data.missing")
 
 
 def from_rows(rows: Rows) -> Table:
@@ -222,8 +344,12 @@ def from_matrices(matrices: list[NDArray[np.float64]], name: str) -> Table:
     )
 
 
-def choose_columns(table: Table, columns: tuple[str, ...] | None) -> Table:
-    """Return the table restricted to some of its columns."""
+def choose_columns(table: Table, choice: ColumnChoice) -> Table:
+    """Return a table of unnamed columns restricted to some of them; it has no covariates."""
+    columns = choice.columns
+    if choice.named:
+        fact = f"{table.name} is a list of numbers, but data.{next(name for name in COVARIATES if getattr(choice, name))} names columns"
+        raise DataError(f"{fact}; use a CSV or Parquet file, or a frame")
     if columns is None or columns == table.columns:
         return table
     missing = [column for column in columns if column not in table.columns]

@@ -5,7 +5,7 @@ A table is read as a whole, because rows must be sorted by series and time; trai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,14 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 from numpy.typing import NDArray
 
+from carrywave.data.files import dialect
 from carrywave.data.files.quotes import check_quotes
 from carrywave.data.files.source import Source
 from carrywave.data.sequences import Ints
-from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, ColumnChoice, Roles, roles_of, second_rows
+from carrywave.data.tables.calendar import calendar_columns, calendar_features
+from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, TIME_NAMES, ColumnChoice, Roles, roles_of, second_rows
+from carrywave.data.tables.completing import SortedRows, completed
+from carrywave.data.tables.covariates import categories_of
 from carrywave.data.tables.dates import WRITE, is_text, problem, texts_of
 from carrywave.data.tables.moments import TOO_WHOLE, too_whole, unusable
 from carrywave.data.tables.times import TimeColumn, Times, read_times, with_frequency
@@ -40,6 +44,16 @@ class Table:
     times: Times | None = None
     notes: tuple[str, ...] = ()  # remarks for the user about how the table was read
     whole_numbers: bool = False  # series names are integers in the file
+    choice: ColumnChoice = field(default_factory=ColumnChoice)  # what was asked for
+    categorical: tuple[str, ...] = ()  # columns of categories
+    categories: tuple[tuple[str, ...], ...] = ()  # the values of each
+    codes: Ints | None = None  # [rows, categorical columns] the places of values among them; -1 for none
+    ahead_rows: Ints | None = None  # rows after the end of each series, in which only what is known ahead is filled in
+
+    @property
+    def totals(self) -> Ints:
+        """The rows of each series, with those ahead of its end."""
+        return self.lengths if self.ahead_rows is None else self.lengths + self.ahead_rows
 
     def series_name(self, number: int) -> str | int:
         """Return the name of a series in the type it has in the file."""
@@ -60,10 +74,10 @@ class Table:
         return None if self.times is None or self.times.frequency is None else self.times.frequency.text
 
 
-def read_table(source: Source, series: str | None = None) -> Any:
-    """Read the Arrow table in a CSV or Parquet file. In CSV, series names (column `series`) stay text: 007 is not 7."""
+def read_table(source: Source, series: str | None = None, *, time: str | None = None, decimal: str = "auto") -> tuple[Any, tuple[str, ...]]:
+    """Read the Arrow table in a CSV or Parquet file, and lines on what was found in it. In CSV, series names stay text: 007 is not 7."""
     if source.format == "parquet":
-        return source.guard(lambda: pa_parquet.read_table(source.path, memory_map=True))
+        return source.guard(lambda: pa_parquet.read_table(source.path, memory_map=True)), ()
     if source.format != "csv":
         raise DataError(
             f"{source.name} is read as {source.format}, but forecasting needs CSV or Parquet; "
@@ -71,16 +85,22 @@ def read_table(source: Source, series: str | None = None) -> Any:
         )
     if not any(block.strip() for block in source.blocks()):
         raise DataError(f"{source.name} is empty; use a table with a header line and at least one row")
-    delimiter = source.separator()
-    kept = pa_csv.ConvertOptions(column_types={series or SERIES_NAME: pa.string()})
     source.check_utf8()
+    delimiter = source.separator()
+    convert = pa_csv.ConvertOptions(column_types={series or SERIES_NAME: pa.string()}, decimal_point="," if decimal == "," else ".")
     options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=check_quotes(source, delimiter))
     with source.open() as stream:
-        return source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=kept))
+        table = source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=convert))
+    times = [column for column in table.column_names if column.strip().lower() in TIME_NAMES]
+    table, told = dialect.with_points(table, decimal, source.name, {series or SERIES_NAME, time or "", *times})
+    return table, (*source.told(), *told)
 
 
-def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None) -> Table:
-    """Convert an Arrow table to series sorted by time, and validate its numbers; `index` is the column that was a frame's index."""
+def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None, told: tuple[str, ...] = ()) -> Table:
+    """Convert an Arrow table to series sorted by time, and validate its numbers; `index` is the column that was a frame's index.
+
+    `told` are remarks about how it was read so far.
+    """
     if len(set(table.column_names)) != len(table.column_names):
         twice = next(column for column in table.column_names if table.column_names.count(column) > 1)
         raise DataError(f"{name}: duplicate column {twice}; give every column a unique name")
@@ -97,10 +117,51 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
             "pass one series, or train with the column"
         )
     order, times, notes = _in_time(table, roles, name, choice, codes, names)
-    lengths = np.bincount(codes, minlength=len(names)).astype(np.int64)
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
-    told = (roles.told(name, as_it_stands=times is not None and times.in_words), *notes)
-    return Table(name, roles.columns, values[order], starts, lengths, names, roles.time, roles.series, times, told, whole)
+    coded = [categories_of(table[column], name, column) for column in roles.categorical]
+    rows = SortedRows(
+        name,
+        roles,
+        choice,
+        names,
+        np.concatenate([values, *(places[:, None] for places, _ in coded)], axis=1)[order],
+        codes[order],
+        order,
+        times,
+    )
+    rows, filled = completed(rows, table)
+    told = (roles.told(name, as_it_stands=times is not None and times.in_words), *told, *notes, *filled)
+    totals = np.bincount(rows.codes, minlength=len(names)).astype(np.int64)
+    ahead = np.bincount(rows.codes, weights=rows.ahead, minlength=len(names)).astype(np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(totals)[:-1]])
+    numbers = len(roles.columns)
+    return Table(
+        name,
+        (*roles.columns, *calendar_columns(choice.calendar)),
+        np.concatenate([rows.cells[:, :numbers], _calendar(rows, table)], axis=1) if choice.calendar else rows.cells[:, :numbers],
+        starts,
+        totals - ahead,
+        names,
+        roles.time,
+        roles.series,
+        rows.times,
+        told,
+        whole,
+        choice,
+        roles.categorical,
+        tuple(labels for _, labels in coded),
+        np.where(np.isnan(rows.cells[:, numbers:]), -1, rows.cells[:, numbers:]).astype(np.int64) if coded else None,
+        ahead if ahead.any() else None,
+    )
+
+
+def _calendar(rows: SortedRows, table: Any) -> NDArray[np.float64]:
+    names, label, times = rows.choice.calendar, rows.roles.time, rows.times
+    if taken := [column for column in calendar_columns(names) if column in table.column_names]:
+        raise DataError(f"{rows.name} has a column {taken[0]}, which data.calendar adds; rename it, or remove data.calendar")
+    if label is None or times is None or times.shape in ("number", "other"):
+        what = "there is no column of times" if label is None else f"column {label} contains {table[label][0].as_py()!r:.40}"
+        raise DataError(f"{rows.name}: data.calendar needs dates, but {what}; {WRITE}, or remove data.calendar")
+    return calendar_features(names, times.local)
 
 
 def _in_time(
@@ -126,7 +187,7 @@ def _in_time(
     )
     place = TimeColumn(name, roles.time, column, order, names, codes[order], remedy)
     times, gaps = with_frequency(times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place)
-    said = [] if gaps is None else [gaps]
+    said = [] if gaps is None or choice.missing != "error" else [gaps]
     if times.in_words:
         fact = f"column {roles.time} contains {column[0].as_py()!r:.40}, which is not a recognised date"
         said.append(f"{name}: {fact}: rows are kept in file order, and forecasts have no times; {WRITE}")
@@ -136,10 +197,11 @@ def _in_time(
 
 
 def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
-    """Convert a column to float64; reject anything but finite numbers, and report the row."""
+    """Convert a column to float64, NaN where a cell is empty; reject anything but finite numbers, and report the row."""
     if is_text(column.type):
         column = _flat(column.cast(pa.string()))
-        wrong = pc.invert(pc.fill_null(pc.match_substring_regex(column, A_NUMBER), False))
+        column = pc.if_else(pc.equal(pc.utf8_trim_whitespace(column), ""), None, column)
+        wrong = pc.invert(pc.fill_null(pc.match_substring_regex(column, A_NUMBER), True))
         if pc.any(wrong).as_py():
             row = int(np.argmax(wrong.to_numpy(zero_copy_only=False)))
             raise _bad_value(name, row, label, column[row].as_py())
@@ -155,7 +217,7 @@ def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
         )
     except (pa.ArrowException, ValueError) as error:
         raise DataError(f"{name}: column {label} contains {column.type}, not numbers; remove it from data.columns") from error
-    bad = unusable(values)
+    bad = unusable(values) & ~np.isnan(values)
     if bad.any():
         row = int(np.argmax(bad))
         raise _bad_value(name, row, label, column[row].as_py())
@@ -163,11 +225,10 @@ def _numbers(column: Any, name: str, label: str) -> NDArray[np.float64]:
 
 
 def _bad_value(name: str, row: int, column: str, value: Any) -> DataError:
-    if isinstance(value, str) and value.strip():
+    if isinstance(value, str):
         remedy = "correct it, or exclude the column with data.columns"
         return DataError(f"{name}: row {row + 1}, column {column} is {value!r:.40}, which is text, not a finite number; {remedy}")
-    shown = "empty or NaN" if value is None or isinstance(value, str) else repr(value)
-    return DataError(f"{name}: row {row + 1}, column {column} is {shown}, not a finite number (below 1e25); fill the gap or remove the row")
+    return DataError(f"{name}: row {row + 1}, column {column} is {value!r}, not a finite number (below 1e25); correct it or remove the row")
 
 
 def _flat(column: Any) -> Any:

@@ -62,6 +62,51 @@ class Times:
             )
         return [self._written(key, by_wall) for key in found]
 
+    @property
+    def _even(self) -> Keys:
+        """The keys that are evenly spaced."""
+        return self.wall if self.even_by_wall and self.wall is not None else self.keys
+
+    @property
+    def local(self) -> Keys:
+        """The times on local clocks."""
+        return self.keys if self.wall is None else self.wall
+
+    def steps_between(self, codes: Ints) -> Ints | None:
+        """Return the number of steps from each row to the next, 1 from one series to another; None if the spacing is not known."""
+        if self.frequency is None:
+            return None
+        units: Ints = np.where(np.diff(codes) == 0, self.frequency.count(self._even[:-1], self._even[1:]), 1)
+        return units
+
+    def with_missing(self, units: Ints, codes: Ints) -> Times:
+        """Return the times with those that are missing where there are several steps from a row to the next."""
+        even, frequency = self._even, self.frequency
+        assert frequency is not None  # otherwise there are no steps to count
+        begins = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(np.diff(codes)) + 1])
+        parts: list[Keys] = []
+        low = 0
+        for at in np.flatnonzero(units > 1):
+            first = begins[np.searchsorted(begins, at, side="right") - 1]
+            parts += [even[low : at + 1], frequency.ahead(even[first : at + 1], int(units[at]) - 1)]
+            low = int(at) + 1
+        found: Keys = np.concatenate([*parts, even[low:]])
+        if self.wall is None or self.zone is None:
+            return replace(self, keys=found)
+        micros = pa.array(found.astype(np.int64), pa.int64())
+        if self.even_by_wall:
+            there = pc.assume_timezone(micros.cast(pa.timestamp("us")), self.zone, ambiguous="earliest", nonexistent="latest")
+            return replace(self, keys=_micros(there), wall=found)
+        return replace(self, keys=found, wall=_micros(pc.local_timestamp(micros.cast(pa.timestamp("us", self.zone)))))
+
+    def follows(self, start: int, length: int, count: int) -> int | None:
+        """Return the first of `count` rows after a series that is not at its time; None if all are, or if the spacing is not known."""
+        if self.frequency is None or not length or not count:
+            return None
+        given = self._even[start : start + length + count]
+        wrong = self.frequency.count(given[length - 1 : -1], given[length:]) != 1
+        return int(np.argmax(wrong)) if wrong.any() else None
+
     def _written(self, key: Any, by_wall: bool) -> str | int | float:
         if self.shape == "number":
             value = key.item()
@@ -217,4 +262,4 @@ class TimeColumn:
         first = f"{where}" if places == 1 else f"in {places:,} places, the first {where}"
         rows = "row is" if missing == 1 else "rows are"
         fact = f"{missing:,} {rows} missing in column {self.label} (frequency {frequency})"
-        return f"{self.name}: {fact}, {first}; rows on either side of a gap are treated as adjacent, so fill it in"
+        return f"{self.name}: {fact}, {first}; rows on either side of a gap are treated as adjacent, so set data.missing to fill it in"

@@ -18,6 +18,7 @@ from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec, TrainSpec
+from carrywave.spec.step_inputs import step_inputs
 
 _ACTIVATION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 _STATES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # optimizer state elements per parameter
@@ -289,8 +290,10 @@ def _encoder(spec: Spec, facts: DataFacts) -> Unit:
         )
     if not facts.features:
         raise PlanError("the data has neither tokens nor features, so the model has no input; pass the data's facts, or the data itself")
-    width = 2 * facts.features if spec.task == "forecasting" and spec.data.residual == "season" else facts.features
-    return Unit("encoder", "numbers", width, width, 0, width, 0, kept=width, dropout=width if model.dropout_input else 0)
+    inputs = step_inputs(spec, facts)
+    width, tables = inputs.width, len(inputs.tables)
+    dropped = width if model.dropout_input else 0
+    return Unit("encoder", "numbers", width, width, 0, width, inputs.parameters, kept=width, dropout=dropped, tensors=tables)
 
 
 def _layer(spec: Spec, layer: int, width: int, hidden: int, out: int, dropout: int) -> Unit:

@@ -1,0 +1,109 @@
+"""Complete the sorted rows of a table: missing rows, empty cells, one value per series in static columns, and which rows are ahead.
+
+Whatever is still missing then is refused, with its place in the file and what to do about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carrywave.data.sequences import Ints
+from carrywave.data.tables.columns import ColumnChoice, Roles
+from carrywave.data.tables.covariates import constant, rows_ahead
+from carrywave.data.tables.filling import Values, fill, regular, told_cells, told_rows
+from carrywave.data.tables.times import Times
+from carrywave.errors import DataError
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """The rows of a table by series and time."""
+
+    name: str
+    roles: Roles
+    choice: ColumnChoice
+    names: tuple[str, ...]  # of the series
+    cells: Values  # [rows, numeric and then categorical columns]; NaN where a cell is empty
+    codes: Ints  # series of each row
+    rows: Ints  # row of each in the file; -1 if it was missing
+    times: Times | None
+    ahead: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))  # rows in which only what is known ahead is filled in
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns of `cells`."""
+        return (*self.roles.columns, *self.roles.categorical)
+
+    def places(self, names: tuple[str, ...]) -> list[int]:
+        """The places of some columns."""
+        return [place for place, column in enumerate(self.columns) if column in names]
+
+
+def completed(given: SortedRows, table: Any) -> tuple[SortedRows, tuple[str, ...]]:
+    """Return the rows with nothing missing in them, and lines on what was filled; `table` has the times as they are written."""
+    choice, method, told = given.choice, given.choice.missing, []
+    rows = given
+    if method != "error" and rows.times is not None and (found := regular(rows.times, rows.codes, rows.name)) is not None:
+        label = str(rows.roles.time)
+        written = table[label].take(rows.rows).to_pylist() if len(found.source) else []
+        told.append(told_rows(rows.name, found, rows.names, label, method, written))
+        there = found.source >= 0
+        cells = np.where(there[:, None], rows.cells[found.source], np.nan)
+        origin = np.where(there, rows.rows[found.source], -1)
+        rows = replace(rows, cells=cells, codes=found.codes, rows=origin, times=found.times)
+    numbers = len(rows.roles.columns)
+    measured = [place for place in range(numbers) if rows.columns[place] not in (*choice.known, *choice.static)]
+    ahead = rows_ahead(rows.cells[:, measured], rows.codes) if choice.known and measured else np.zeros(len(rows.codes), np.bool_)
+    rows = replace(rows, ahead=ahead)
+    _refuse_nothing_measured(rows)
+    static = rows.places(choice.static)
+    cells = rows.cells.copy()
+    if static:
+        cells[:, static] = constant(cells[:, static], rows.codes, [rows.columns[place] for place in static], rows.name, rows.names)
+    not_read = np.zeros_like(cells, np.bool_)
+    beside = np.array([column not in (*choice.known, *choice.static) for column in rows.columns])
+    not_read |= ahead[:, None] & beside
+    empty = np.isnan(cells) & ~not_read
+    if method != "error" and empty.any():
+        filled = cells.copy()
+        filled[:, :numbers] = fill(cells[:, :numbers], rows.codes, method)
+        if method != "zero":  # there is no category that stands for nothing: with zero it is unknown
+            filled[:, numbers:] = fill(cells[:, numbers:], rows.codes, "forward")
+        cells = np.where(not_read, np.nan, filled)
+        line = told_cells(rows.name, empty, rows.columns, rows.rows, method)
+        told += [] if line is None else [line]
+        empty = np.isnan(cells) & ~not_read
+        empty[:, numbers:] = False  # a category that is empty throughout a series is unknown
+    if empty.any():
+        raise _lacking(rows, empty)
+    return replace(rows, cells=cells), tuple(told)
+
+
+def _refuse_nothing_measured(rows: SortedRows) -> None:
+    """Refuse a series of which only what is known ahead is given."""
+    own = np.bincount(rows.codes, weights=~rows.ahead, minlength=len(rows.names))
+    if (own == 0).any():
+        series = rows.names[int(np.argmin(own))]
+        raise DataError(f"{rows.name}: series {series} has no row with a measured value; add its past, or remove it")
+
+
+def _lacking(rows: SortedRows, empty: NDArray[np.bool_]) -> DataError:
+    """Return the error for a cell that is still empty: the first of the first column that has one."""
+    column = int(np.argmax(empty.any(axis=0)))
+    label = rows.columns[column]
+    there = empty[:, column]
+    if rows.choice.missing != "error" or label in rows.choice.static:
+        series = rows.names[int(rows.codes[int(np.argmax(there))])]
+        fact = f"column {label} is empty throughout series {series}"
+        return DataError(f"{rows.name}: {fact}; fill it in, remove the series, or set data.missing=zero")
+    row = int(rows.rows[there].min())
+    if bool(rows.ahead[there].any()):
+        row = int(rows.rows[there & rows.ahead].min())
+        fact = f"row {row + 1}, column {label} is empty, but data.known says that it is known ahead"
+        return DataError(f"{rows.name}: {fact}; fill it in, or set data.missing")
+    fact = f"row {row + 1}, column {label} is empty or NaN, not a {'finite number' if column < len(rows.roles.columns) else 'category'}"
+    return DataError(f"{rows.name}: {fact}; fill the gap, remove the row, or set data.missing=forward, interpolate or zero")
