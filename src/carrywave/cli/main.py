@@ -63,7 +63,6 @@ app = typer.Typer(
     name="carrywave",
     help="Train stacked LSTMs for language modelling, classification, tagging, forecasting and regression.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     cls=Group,
 )
