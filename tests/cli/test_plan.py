@@ -354,3 +354,25 @@ def test_data_that_is_missing_is_told_how_to_plan_without() -> None:
     said = refused(*SMALL, "data.train=missing.txt", "--profile", "machine.json")
     assert "data.train=missing.txt: file not found" in said
     assert said.endswith(", or plan without the data: --facts vocabulary=33278")
+
+
+def test_auto_is_the_precision_that_all_devices_are_made_for() -> None:
+    def made(hosts: str, named: str | None = None) -> bool:
+        write("c.yaml", f"hosts: {hosts}\nbetween: infiniband-ndr\n")
+        return planning._made_for_bf16(named, "cpu", Path("c.yaml"))
+
+    assert planning._made_for_bf16("h200", "cpu", None)  # the devices planned for count, not those of this machine
+    assert not planning._made_for_bf16("machine.json", "cpu", None)
+    assert not planning._made_for_bf16(None, "cpu", None)
+    assert made("[{devices: 2, profile: h200}, {devices: 4, profile: h200}]")
+    assert not made("[{devices: 2, profile: h200}, {devices: 2, profile: machine.json}]")
+    assert not made("[{devices: 2, profile: h200}, {devices: 2}]")
+    assert made("[{devices: 2, profile: h200}, {devices: 2}]", "h200")
+
+
+@pytest.mark.slow
+def test_auto_is_planned_as_it_will_be_trained() -> None:
+    facts = ["--facts", "vocabulary=4096"]
+    assert ", fp32, " in planned(*SMALL, *GIVEN)
+    assert ", bf16, " in planned(*SMALL, "--profile", "h200", *facts)
+    assert ", fp32, " in planned(*SMALL, "--profile", "h200", *facts, "train.precision=fp32")

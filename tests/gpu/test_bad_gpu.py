@@ -52,7 +52,7 @@ def trainer(**keys: Any) -> Trainer:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = cw.Model(Numbers(FEATURES), cw.LSTM(FEATURES, HIDDEN, 2), Head())
-    return Trainer(model, {"lr": 0.01, "clip": 1.0, "on_nan": "skip", **keys}, device="cuda", keep_state=True)
+    return Trainer(model, {"lr": 0.01, "clip": 1.0, "on_nan": "skip", "precision": "fp32", **keys}, device="cuda", keep_state=True)
 
 
 def weights(one: Trainer) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "data": {"train": str(tmp_path / "text.txt")},
         "model": {"hidden": 64, "layers": 2},
         "batch": {"lanes": 4, "steps": 8},
-        "train": {"epochs": 2, "log_every": 5, "lr": 0.01},
+        "train": {"epochs": 2, "log_every": 5, "lr": 0.01, "precision": "fp32"},
     }
 
 

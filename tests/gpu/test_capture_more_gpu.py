@@ -73,7 +73,7 @@ def pair(model: Any, monkeypatch: pytest.MonkeyPatch, *, keep_state: bool, plan:
     both = []
     for wanted in ("0", "1"):
         monkeypatch.setenv("CARRYWAVE_CAPTURE", wanted)
-        spec = parse({"train": {"clip": 0.5, **train}}).train
+        spec = parse({"train": {"clip": 0.5, "precision": "fp32", **train}}).train
         both.append(Trainer(model(), spec, plan=plan, device="cuda", keep_state=keep_state))
     assert both[0].capture is None
     assert both[1].capture is not None

@@ -35,7 +35,7 @@ def batch(seed: int) -> cw.Batch:
 
 def trained(*, record: bool, steps: int = 10, keys: dict[str, Any] | None = None) -> tuple[cw.Trainer, list[float]]:
     net = model()
-    trainer = cw.Trainer(net, keys or {"lr": 0.01, "clip": 0.5, "weight_decay": 0.1}, device="cuda")
+    trainer = cw.Trainer(net, {"precision": "fp32", **(keys or {"lr": 0.01, "clip": 0.5, "weight_decay": 0.1})}, device="cuda")
     if not record:
         trainer.capture = None
     losses = []

@@ -50,7 +50,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def shares(count: int) -> Iterator[dict[str, str]]:
         yield {"CARRYWAVE_SHARE_GPU": str(count)}
 
-    smi = {"name": ("NVIDIA H200",), "memory.total": ("143771",)}
+    smi = {"name": ("NVIDIA H200",), "memory.total": ("143771",), "compute_cap": ("9.0",)}
     monkeypatch.setattr(worker_pool, "start", start)
     monkeypatch.setattr(grid, "shares", shares)
     monkeypatch.setattr(hardware, "nvidia_smi", lambda field: smi[field])

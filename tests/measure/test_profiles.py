@@ -197,7 +197,7 @@ def test_crowds_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shares_of_a_gpu_are_measured_as_shares_and_kept_apart(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = {"name": ("NVIDIA A",), "memory.total": ("1000",)}
+    told = {"name": ("NVIDIA A",), "memory.total": ("1000",), "compute_cap": ("8.0",)}
     for module in (hardware, profiles):
         monkeypatch.setattr(module, "nvidia_smi", told.__getitem__)
     monkeypatch.setattr(profiles, "divided", lambda count: nullcontext({"divided": str(count)}))

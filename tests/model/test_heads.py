@@ -196,3 +196,15 @@ def test_quantiles_rise_and_pay_pinball() -> None:
 def test_heads_refuse_what_they_do_not_know(make: Any) -> None:
     with pytest.raises(UserError):
         make()
+
+
+@pytest.mark.parametrize("kind", ["forecast", "pooled"])
+def test_numbers_are_not_rounded_to_bf16(kind: str) -> None:
+    y_TBW = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(1))
+    forecast, pooled = Forecast(8, 2, 1), PooledNumbers(8, 2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        acc = pooled.pool(y_TBW, torch.tensor([5, 5, 5]), pooled.start(3))
+        found = forecast(y_TBW) if kind == "forecast" else pooled(acc)
+    exact = forecast(y_TBW) if kind == "forecast" else pooled(acc)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, exact)

@@ -202,8 +202,12 @@ def test_a_float64_model_is_trained_as_one(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"use model\.float\(\).*{remedy}"):
             cw.Trainer(other, {"precision": "fp32"})
         assert {p.dtype for p in other.parameters()} == {kind}
+    given, options = (batch().inputs.transpose(0, 1), [[0] * T] * B), {"task": "tagging", "batch": {"tokens": 64}}
     with pytest.raises(UserError, match=r"is float64, but train\.precision=fp32"):
-        cw.fit(model(), (batch().inputs.transpose(0, 1), [[0] * T] * B), task="tagging", batch={"tokens": 64}, run=tmp_path)
+        cw.fit(model(), given, train={"precision": "fp32"}, run=tmp_path, **options)
+    result = cw.fit(model(), given, train={"max_steps": 1}, run=tmp_path, **options)
+    assert result.task.spec.train.precision == "fp64"
+    assert "precision: fp64" in (tmp_path / "spec.yaml").read_text()
 
 
 def test_the_optimizer_cannot_be_replaced_behind_the_trainers_back() -> None:

@@ -233,3 +233,33 @@ def test_a_measurement_that_fails_ends_no_run(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(planning, "known_profile", lambda units, **how: None)
     monkeypatch.setattr(planning, "profile_for", fails)
     assert planned(2).plan == Plan(2)
+
+
+def hinted(workers: int = 1, plan: Any = "auto", **others: Any) -> tuple[str, ...]:
+    spec = parse({"model": {"hidden": 650}, "batch": {"lanes": 20, "steps": 35}, "train": {"precision": "fp32"}, "plan": plan})
+    facts = DataFacts(vocabulary=33278, sequences=1, steps=2 * 10**6, longest=2 * 10**6)
+    asked = PlanRequest(spec, Units.of(spec, facts), 2, False, workers, facts=facts, bf16=True)
+    return plan_run(ALONE, replace(asked, **others), lambda line: None).said
+
+
+def test_settings_that_would_be_much_faster_are_named_once(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARRYWAVE_PROFILE", "h200")
+    [line] = hinted()
+    assert line.startswith("this run would be much faster with train.precision=bf16 (about ")
+    assert " or batch.lanes=" in line
+    assert "bf16" not in "".join(hinted(bf16=False))  # the devices are not made for it
+    assert hinted(before=Plan()) == ()  # it goes on, and nothing of this can be changed
+    assert hinted(plan={"kernel": "aten"}) == ()  # timed with other kernels
+    use(machine())  # published figures advise nobody
+    assert hinted() == ()
+
+
+def test_a_shipped_profile_of_the_same_gpu_serves_where_none_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CARRYWAVE_PROFILE")
+    monkeypatch.setattr(planning, "known_profile", lambda units, device, workers: None)
+    monkeypatch.setattr(planning, "gpus", lambda: ["NVIDIA H200"])
+    on_gpu = World.alone(torch.device("cuda", 0))
+    assert [each.name for each in (planning._shipped_for(on_gpu),) if each is not None] == ["h200"]
+    assert planning._shipped_for(ALONE) is None
+    monkeypatch.setattr(planning, "gpus", lambda: ["NVIDIA A"])
+    assert planning._shipped_for(on_gpu) is None

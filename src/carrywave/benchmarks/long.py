@@ -76,7 +76,7 @@ def work(world: World, job: dict[str, Any]) -> Iterator[Row]:
         torch.cuda.synchronize(world.device)
     seconds = time.perf_counter() - begin
     peak = _peak(world)
-    spec = parse({"model": {"hidden": hidden, "layers": LAYERS}, "batch": {"lanes": 1, "steps": steps}})
+    spec = parse({"model": {"hidden": hidden, "layers": LAYERS}, "batch": {"lanes": 1, "steps": steps}, "train": {"precision": "fp32"}})
     planned = largest_stage(Units.of(spec, DataFacts(vocabulary=WORDS)), plan).total
     row: Row = {"steps": steps, "recompute": str(job["recompute"]).lower(), "chunk_steps": plan.chunk_steps or steps}
     row |= {"peak_mb": round(peak / MB), "step_mb": round((peak - before) / MB), "planned_mb": round(planned / MB), "seconds": seconds}

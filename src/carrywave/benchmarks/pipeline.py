@@ -192,7 +192,7 @@ class Ours:
     """Our trainer with a given plan."""
 
     def __init__(self, case: Case, plan: Plan, mesh: Mesh | None = None, scheduler: Callable[..., Schedule] | None = None) -> None:
-        train = {"optimizer": "adam", "lr": peers.LR, "clip": peers.CLIP}
+        train = {"optimizer": "adam", "lr": peers.LR, "clip": peers.CLIP, "precision": "fp32"}
         self.trainer = Trainer(case.model(), train, plan=plan, mesh=mesh or Mesh.alone(peers.CPU, plan), keep_state=False)
         if scheduler is not None:
             self.trainer.compute.scheduler = scheduler

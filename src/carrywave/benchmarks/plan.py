@@ -61,7 +61,14 @@ class Case(peers.Case):
     def spec(self) -> Spec:
         """The case as a spec."""
         model = {"hidden": self.hidden, "layers": self.layers, "dropout": self.dropout}
-        return parse({"task": "language", "model": model, "batch": {"lanes": self.lanes, "steps": self.steps}, "train": {"clip": 1.0}})
+        return parse(
+            {
+                "task": "language",
+                "model": model,
+                "batch": {"lanes": self.lanes, "steps": self.steps},
+                "train": {"clip": 1.0, "precision": "fp32"},
+            }
+        )
 
     @property
     def cut(self) -> Units:

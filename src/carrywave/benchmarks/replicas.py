@@ -53,7 +53,7 @@ FIXED = (Case(2, 256, 32, 64, 1000), Case(2, 650, 32, 35, 1000))
 QUICK = Case(2, 16, 8, 8, 50)
 FEATURES, CLASSES = 16, 10
 SMALL_BUCKET_MB = 2
-TRAIN = {"optimizer": "adam", "lr": peers.LR, "clip": peers.CLIP}
+TRAIN = {"optimizer": "adam", "lr": peers.LR, "clip": peers.CLIP, "precision": "fp32"}
 LOOPS = ("serial", "carrywave")  # ours; the rest are peers
 
 

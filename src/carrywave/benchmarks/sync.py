@@ -49,7 +49,16 @@ SPEC: dict[str, dict[str, Any]] = {
     "data": {"tokens": "char"},
     "model": {"hidden": 256, "layers": 2},
     "batch": {"lanes": 16, "steps": 32, "eval_lanes": 64},
-    "train": {"optimizer": "adam", "lr": 2e-3, "clip": 1.0, "schedule": "cosine", "epochs": 1000, "max_steps": 1000, "snapshot_every": 0},
+    "train": {
+        "optimizer": "adam",
+        "lr": 2e-3,
+        "clip": 1.0,
+        "schedule": "cosine",
+        "epochs": 1000,
+        "max_steps": 1000,
+        "precision": "fp32",
+        "snapshot_every": 0,
+    },
 }
 QUICK: dict[str, dict[str, Any]] = {"model": {"hidden": 16, "layers": 1}, "batch": {"lanes": 8, "steps": 8}, "train": {"max_steps": 20}}
 MODES: tuple[dict[str, Any], ...] = (

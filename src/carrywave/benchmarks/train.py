@@ -136,7 +136,7 @@ def _streams(vocabulary: int, hidden: int, lanes: int, steps: int, device: torch
             "task": "language",
             "model": {"hidden": hidden, "layers": 2, "dropout": 0.2},
             "batch": {"lanes": lanes, "steps": steps},
-            "train": {"optimizer": "adam", "lr": LR, "clip": CLIP},
+            "train": {"optimizer": "adam", "lr": LR, "clip": CLIP, "precision": "fp32"},
         }
     )
     data = Sequences(tokens, np.array([0]), np.array([len(tokens)]))
@@ -164,7 +164,7 @@ def _lengths(hidden: int, longest: int, tokens: int, device: torch.device) -> di
             "task": "classification",
             "model": {"hidden": hidden, "layers": 1},
             "batch": {"tokens": tokens},
-            "train": {"optimizer": "adam", "lr": LR, "clip": CLIP},
+            "train": {"optimizer": "adam", "lr": LR, "clip": CLIP, "precision": "fp32"},
         }
     )
     codec = Codec(

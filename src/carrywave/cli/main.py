@@ -55,14 +55,14 @@ from carrywave.runs import output_file
 from carrywave.runs.display import PlainWatcher, Recorder, row_line, table_of, watcher_for
 from carrywave.runs.watcher import Silent, printable
 from carrywave.spec.describe import schema as spec_schema
-from carrywave.spec.load import dump, load, parse_yaml, read_values, with_overrides
+from carrywave.spec.load import dump, load, parse, parse_yaml, read_values, with_overrides
+from carrywave.spec.precision import AUTO, suited, with_precision
 from carrywave.spec.spec import Spec
 
 app = typer.Typer(
     name="carrywave",
     help="Train stacked LSTMs for language modelling, classification, tagging, forecasting and regression.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     cls=Group,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -128,9 +128,21 @@ def train(
     elastic = Elastic(restarts, min_devices)
     workers = start_workers(devices, device.value, resolved.plan_spec, where=where, elastic=elastic, dry_run=dry_run)
     if dry_run and is_first():
-        typer.echo(dump(resolved), nl=False)
+        typer.echo(dump(_with_precision(resolved, run if resume else None, device.value, where)), nl=False)
     with ending_in_order():
         _train(resolved, run, resume, init, device.value, workers, json_file, dry_run=dry_run)
+
+
+def _with_precision(spec: Spec, before: str | None, device: str, where: Surroundings) -> Spec:
+    """The spec with the precision that `auto` is on this device or, where a run goes on, was in that run (`before`)."""
+    if spec.train.precision != AUTO:
+        return spec
+    if before is not None:
+        return with_precision(spec, parse(_spec_of(before, where)).train.precision)
+    with leaving_at_once():
+        from carrywave.parallel.world import pick_device
+        from carrywave.step.precision import made_for_bf16
+    return with_precision(spec, suited(made_for_bf16=made_for_bf16(pick_device(device))))
 
 
 def _train(

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from carrywave.cli.examples import epilog
 from carrywave.errors import UserError
 from carrywave.runs.watcher import printable
 
@@ -36,7 +37,11 @@ class _Flags:
 
 
 class Command(_Flags, TyperCommand):
-    """A command."""
+    """A command, whose help ends with its examples."""
+
+    def __init__(self, name: str | None, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.epilog = self.epilog or epilog(name)
 
 
 class Group(_Flags, TyperGroup):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +14,9 @@ import typer
 from carrywave.cli.options import Device, DeviceOption, note, plain, spec_and_overrides
 from carrywave.errors import DataError, PlanError
 from carrywave.launch.hardware import cores, gpus
-from carrywave.measure.profiles import CROWDED, profile_for
+from carrywave.measure.profiles import CROWDED, empty, profile_for
 from carrywave.plan import canonical_shards, placement
-from carrywave.plan.cost.cluster import Cluster
+from carrywave.plan.cost.cluster import Cluster, Host
 from carrywave.plan.cost.profile import Profile
 from carrywave.plan.cost.shipped_profiles import LINKS, PROFILE, find_profile
 from carrywave.plan.cost.stage_costs import far_off
@@ -32,6 +32,7 @@ from carrywave.plan.show.what_if import balance_text, remedies
 from carrywave.runs import output_file
 from carrywave.spec.facts import DataFacts, read_facts
 from carrywave.spec.load import load, parse_yaml
+from carrywave.spec.precision import AUTO, suited, with_precision
 from carrywave.spec.spec import PlanSpec, Spec
 
 THIS_MACHINE = "this machine"  # the profile of a cluster file that names none
@@ -69,6 +70,8 @@ def plan(
     output_file.check(svg)
     output_file.check(json_file)
     named = profile or os.environ.get(PROFILE) or None
+    if resolved.train.precision == AUTO:
+        resolved = with_precision(resolved, suited(made_for_bf16=_made_for_bf16(named, device.value, cluster)))
     units = Units.of(resolved, read_facts(facts) if facts is not None else _facts_of(resolved))
     offer = _Offer(units, named, device.value, devices)
     found = offer.read(cluster) if cluster is not None else offer.uniform()
@@ -109,25 +112,40 @@ class _Offer:
 
     def read(self, path: Path) -> Cluster:
         """Read a cluster file."""
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise PlanError(f"{path} cannot be read ({error.strerror}); pass the path of a cluster file") from None
-        except UnicodeDecodeError:
-            raise PlanError(f"{path} is not UTF-8 text; pass a cluster file in YAML") from None
-        known = parse_yaml(text, str(path))
-        if known is None:
-            raise PlanError(f"{path} is empty; write hosts: 2, devices: 8, profile: NAME, between: LINK")
-        if isinstance(known, Mapping):
-            known = {"profile": THIS_MACHINE, **known}
+        return _read(path, lambda: self.measured(here(self.device)) if self.named is None else find_profile(self.named))
 
-        def find(name: str) -> Profile:
-            if name == THIS_MACHINE:
-                return self.measured(here(self.device)) if self.named is None else find_profile(self.named)
-            beside = path.parent / name  # relative to the cluster file
-            return find_profile(str(beside) if beside.is_file() else name)
 
-        return Cluster.of(known, find, LINKS, str(path))
+def _read(path: Path, this_machine: Callable[[], Profile]) -> Cluster:
+    """Read a cluster file; hosts without a profile have that of this machine."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read ({error.strerror}); pass the path of a cluster file") from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is not UTF-8 text; pass a cluster file in YAML") from None
+    known = parse_yaml(text, str(path))
+    if known is None:
+        raise PlanError(f"{path} is empty; write hosts: 2, devices: 8, profile: NAME, between: LINK")
+    if isinstance(known, Mapping):
+        known = {"profile": THIS_MACHINE, **known}
+
+    def find(name: str) -> Profile:
+        if name == THIS_MACHINE:
+            return this_machine()
+        beside = path.parent / name  # relative to the cluster file
+        return find_profile(str(beside) if beside.is_file() else name)
+
+    return Cluster.of(known, find, LINKS, str(path))
+
+
+def _made_for_bf16(named: str | None, device: str, cluster: Path | None) -> bool:
+    """True if all devices to plan for are made for bf16. Measures nothing: which calls are to be timed depends on the answer."""
+
+    def this_machine() -> Profile:
+        return find_profile(named) if named is not None else empty("cuda" if device != "cpu" and gpus() else "cpu")
+
+    hosts = [Host(1, this_machine())] if cluster is None else _read(cluster, this_machine).hosts
+    return all(host.profile.made_for_bf16 for host in hosts)
 
 
 def here(device: str) -> int:

@@ -8,6 +8,7 @@ import subprocess
 from functools import lru_cache
 
 from carrywave.parallel.startup.environment import shares_of_a_gpu
+from carrywave.spec.precision import BF16_CAPABILITY
 
 
 def cores() -> int:
@@ -22,6 +23,19 @@ def gpus() -> list[str]:
     found = [names[entry if isinstance(entry, int) else 0] for entry in visible()]
     count = shares_of_a_gpu()
     return found if count == 1 else [f"1/{count} of {name}" for name in found * count]
+
+
+def made_for_bf16(device: str) -> bool:
+    """True if workers on this device (cpu, cuda or auto) would have GPUs that are all made for bf16."""
+    capabilities = () if device == "cpu" else nvidia_smi("compute_cap")
+    used: set[str] = set()
+    for entry in visible() if capabilities else ():
+        used |= {capabilities[entry]} if isinstance(entry, int) else set(capabilities)  # a UUID may be that of any of them
+    return bool(used) and all(_capability(each) >= BF16_CAPABILITY for each in used)
+
+
+def _capability(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdecimal())
 
 
 def shares_on(device: str) -> int:

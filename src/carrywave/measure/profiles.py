@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from carrywave import __version__
 from carrywave.data.files import cache
 from carrywave.errors import PlanError, RunError, UserError
-from carrywave.launch.hardware import cores, gpus, nvidia_smi, shares_on
+from carrywave.launch.hardware import cores, gpus, made_for_bf16, nvidia_smi, shares_on
 from carrywave.launch.shares import PIPES, divided
 from carrywave.parallel import worker_pool
 from carrywave.parallel.startup.environment import TRANSPORT
@@ -127,6 +127,7 @@ def empty(kind: str) -> Profile:
         common_memory=kind == "cpu",
         overheads=Overheads(overlap=1.0 if kind == "cuda" else 0.0),
         versions=versions(),
+        made_for_bf16=made_for_bf16(kind),
     )
 
 

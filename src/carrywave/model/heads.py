@@ -36,6 +36,12 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def numbers(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Like torch's `linear`, but in the dtype of the weights under autocast too: a number that is an answer is not rounded to 8 bits."""
+    with torch.autocast(x.device.type, enabled=False):
+        return linear(x.to(weight.dtype), weight, bias)
+
+
 def score_classes(logits: Tensor, target: Tensor, weights_V: Tensor | None) -> tuple[Tensor, Tensor]:
     """Summed cross entropy, and the number of real targets or the sum of their class weights: the quotient equals torch's mean."""
     target = target.reshape(-1)
@@ -155,7 +161,7 @@ class Forecast(nn.Module):
 
     def forward(self, y_TBW: Tensor) -> Tensor:
         """The forecasts made at each step."""
-        out = linear(y_TBW, self.weight, self.bias)
+        out = numbers(y_TBW, self.weight, self.bias)
         out = out.view(*out.shape[:-1], self.horizon, self.outputs, -1)
         if self.quantiles is None:
             return out[..., 0]
@@ -222,11 +228,15 @@ class Pooled(nn.Module):
             last_BW = torch.cat((last_BW[:, :half], torch.where(begins_B1, y_TBW[0, :, half:], seen_BW[:, half:])), dim=-1)
         return last_BW, count_B + lengths_B
 
+    def mean_or_last(self, acc: Accumulator) -> Tensor:
+        """What was pooled of each lane."""
+        seen_BW, count_B = acc
+        found_BW = seen_BW / count_B.clamp(min=1)[:, None] if self.pooling == "mean" else seen_BW
+        return found_BW.to(self.weight.dtype)
+
     def forward(self, acc: Accumulator) -> Tensor:
         """One result per lane."""
-        seen_BW, count_B = acc
-        pooled_BW = seen_BW / count_B.clamp(min=1)[:, None] if self.pooling == "mean" else seen_BW
-        return linear(pooled_BW.to(self.weight.dtype), self.weight, self.bias)
+        return linear(self.mean_or_last(acc), self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.width}, {self.weight.shape[0]}, pool={self.pooling!r}, bidirectional={self.bidirectional}"
@@ -257,6 +267,10 @@ class PooledNumbers(Pooled):
         super().__init__(width, outputs, pool, bidirectional)
         self.outputs = outputs
         self.kind = check_loss(loss)
+
+    def forward(self, acc: Accumulator) -> Tensor:
+        """The numbers of each lane."""
+        return numbers(self.mean_or_last(acc), self.weight, self.bias)
 
     def score(self, out_BC: Tensor, target_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Loss sum and count."""

@@ -271,8 +271,10 @@ class TrainSpec(Section):
     epochs: Positive = Field(5, description="passes over train")
     max_steps: Positive | None = Field(None, description="stop after this many optimizer steps")
     accumulate: Positive = Field(1, description="batches per optimizer step")
-    precision: Literal["fp32", "tf32", "fp64", "bf16", "fp16"] = Field(
-        "fp32", description="arithmetic; with bf16 and fp16, parameters and optimizer state stay in fp32"
+    precision: Literal["auto", "fp32", "tf32", "fp64", "bf16", "fp16"] = Field(
+        "auto",
+        description="arithmetic; with bf16 and fp16, parameters and optimizer state stay in fp32. auto: bf16 if all devices are GPUs made "
+        "for it (compute capability 8.0 or higher), otherwise fp32; the spec in a run's folder says which",
     )
     reproducible: bool = Field(
         False, description="bitwise identical results on 1, 2, 4 and 8 replicas, at a cost that is printed; see docs/reliability.md"

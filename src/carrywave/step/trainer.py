@@ -24,6 +24,7 @@ from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
+from carrywave.parallel.world import check_agreement
 from carrywave.plan.plan import Plan, check_sync
 from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
 from carrywave.step import trainer_state
@@ -50,7 +51,7 @@ from carrywave.step.micro_batches import flatten, unflatten
 from carrywave.step.nonfinite import NonfiniteRecord, mended
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
-from carrywave.step.precision import configure
+from carrywave.step.precision import configure, with_settled_precision
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
 from carrywave.step.update import StepResult, Votes
@@ -111,6 +112,9 @@ class Trainer:
             check_optimizer(optimizer, self.model)
         self.mesh = mesh or mesh_of(plan, self.model, device)
         self.plan, self.device = self.mesh.plan, self.mesh.device
+        if mesh is None:
+            check_agreement(self.mesh.world, {"train.precision": self.spec.precision})  # what follows is collective if it is auto
+        self.spec = with_settled_precision(self.spec, self.mesh.world, self.model)
         check_sync(self.plan, self.spec.sync, shard_optimizer=self.spec.shard_optimizer)
         self.within = within_step(self.mesh, self.spec)
         configure(self.spec.precision)

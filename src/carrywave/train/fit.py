@@ -45,9 +45,10 @@ from carrywave.runs.watcher import Silent, Watcher
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load_own
+from carrywave.spec.precision import AUTO, with_precision
 from carrywave.spec.spec import Spec
-from carrywave.step.checks.arguments import check_dtype
-from carrywave.step.precision import parameter_dtype
+from carrywave.step.checks.arguments import in_model_dtype
+from carrywave.step.precision import not_made_for_bf16, parameter_dtype, settled
 from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.row_parts import cutter
@@ -219,19 +220,24 @@ def _train(
     spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
         settle(world.device)  # before any weight is initialized
+    unfit = not_made_for_bf16(world)
     with raise_on_all(world):
         check_installed(spec.train.track if world.rank == 0 else ())
+        given = None if own is None else _own_model(own, spec, prepared.facts)
+        if given is not None:
+            spec = spec.model_copy(update={"train": in_model_dtype(spec.train, given)})
+        precision, why_precision = settled(unfit, world.size, given) if spec.train.precision == AUTO else (spec.train.precision, None)
+        spec = with_precision(spec, precision)
         task = Task.of(spec, prepared.codec, prepared.facts, prepared.train)
         parts = DataParts(
             task.part("train", prepared.train),
             None if prepared.valid is None else task.part("valid", prepared.valid),
             None if prepared.test is None else task.part("test", prepared.test),
         )
-        given = None if own is None else _own_model(own, spec, prepared.facts)
     units = Units.of(spec, prepared.facts) if own is None else None
     layers = spec.model.layers if given is None else given.lstm.num_layers if isinstance(given, Model) else 0
     pooled = spec.task in POOLED if given is None else given.pooled
-    planned = plan_run(world, PlanRequest(spec, units, layers, pooled, workers, start.before), watch.say)
+    planned = plan_run(world, PlanRequest(spec, units, layers, pooled, workers, start.before, prepared.facts, not unfit), watch.say)
     plan = planned.plan
     with raise_on_all(world):
         if plan.splits_vocabulary:
@@ -241,8 +247,6 @@ def _train(
         if spec.train.reproducible:
             canonical_shards.check(plan)
         check_sync(plan, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
-        if own is not None:
-            check_dtype(spec.train, model)
         model.to(parameter_dtype(spec.train.precision))
         order = order_for(spec, parts.train.view, training=True)
     if start.init is not None:
@@ -255,7 +259,7 @@ def _train(
     kept = start.reach.line(folder.path, world.size)
     seated = [] if mesh is None else mesh.seats()
     watch.begin(summarize(spec, prepared.facts, model, plan, order, str(world.device), units, ways, seated, kept))
-    for line in noted(spec, order, model, planned.said, prepared, parts):
+    for line in (*([] if why_precision is None else [why_precision]), *noted(spec, order, model, planned.said, prepared, parts)):
         watch.say(line)
     if mesh is None:
         watch.end("dry run: nothing was trained and no run folder was written")

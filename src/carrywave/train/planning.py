@@ -16,21 +16,25 @@ from typing import Any
 from carrywave.data.prepare import prepare
 from carrywave.errors import PlanError, RunError, UserError, option
 from carrywave.launch import launch_record
-from carrywave.launch.hardware import gpus
+from carrywave.launch.hardware import gpus, made_for_bf16
 from carrywave.measure.profiles import known_profile, profile_for
 from carrywave.parallel.startup.environment import TRANSPORT
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.plan.cost.cluster import Cluster, Host
 from carrywave.plan.cost.profile import Profile
-from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile
+from carrywave.plan.cost.shipped_profiles import PROFILE, find_profile, shipped
+from carrywave.plan.cost.shipped_profiles import names as shipped_names
 from carrywave.plan.cost.units import Units
 from carrywave.plan.cost.ways import BY_BACKEND
 from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.plan.search.predictor import Prediction, Predictor
 from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, search
+from carrywave.plan.show.hints import Hint, hint_lines, one_device, other_settings
 from carrywave.runs.run import Run
+from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import with_new_names
+from carrywave.spec.precision import suited, with_precision
 from carrywave.spec.spec import PlanSpec, Spec
 
 Say = Callable[[str], None]
@@ -57,6 +61,8 @@ class PlanRequest:
     pooled: bool
     workers: int
     before: Plan | None = None  # the run's plan so far
+    facts: DataFacts | None = None
+    bf16: bool = False  # all devices are made for it
 
 
 def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
@@ -66,6 +72,7 @@ def plan_run(world: World, given: PlanRequest, say: Say) -> Planned:
     with raise_on_all(world, for_all_of_us=True, patient=True):
         if world.rank == 0:
             plan, prediction, said = _plan(world, given, say)
+            said += _hints(world, given, plan, advised=len(said) > 1)
             told = json.dumps([asdict(plan), prediction is not None, said])
     known, predicted, said = json.loads(all_gather_text(world, told)[0])
     return Planned(_of_json(known), prediction, predicted, tuple(said))
@@ -136,6 +143,36 @@ def _advice(serial: Prediction | None, best: Prediction) -> list[str]:
     ]
 
 
+def _hints(world: World, given: PlanRequest, plan: Plan, *, advised: bool) -> list[str]:
+    """A line about settings that would be much faster; none if the run goes on, because they cannot be changed then.
+
+    `advised`: one device was compared already.
+    """
+    spec, units = given.spec, given.units
+    by_hand = spec.plan_spec.kernel != "auto" or "CARRYWAVE_KERNEL" in os.environ  # the figures are those of other kernels
+    if units is None or given.before is not None or launch_record.attempt() or by_hand or spec.train.sync != "step":
+        return []
+    known = _measured(_known(world, units, given.workers))
+    of_model = known if PROFILE in os.environ else _measured(_shipped_for(world)) or known
+    found: list[Hint] = []
+    if of_model is not None:
+        found += other_settings(spec, given.facts or DataFacts(), units, _cluster(world, given.workers, of_model), plan, bf16=given.bf16)
+    if known is not None and not advised:  # the links of this machine matter here, and a shipped profile does not know them
+        found += one_device(units, _cluster(world, given.workers, known), plan)
+    return hint_lines(found)
+
+
+def _measured(profile: Profile | None) -> Profile | None:
+    """The profile if its figures were measured: published ones are too rough to advise anyone."""
+    return profile if profile is not None and profile.source == "measured" else None
+
+
+def _shipped_for(world: World) -> Profile | None:
+    """The profile that ships for GPUs like this worker's."""
+    names = gpus() if world.device.type == "cuda" else []
+    return next((each for each in map(shipped, shipped_names()) if names and each.hardware == f"1 x {names[0]}"), None)
+
+
 def plan_before(folder: Run) -> Plan | None:
     """The plan of a run that is to be resumed; None if its file is unusable, and the run has to be planned again."""
     try:
@@ -175,6 +212,7 @@ def best_number(spec: Spec, device: str, before: Path | None, say: Say) -> int |
     if before is not None:
         kept = plan_before(Run.open(before, events=False))
         return kept.workers if kept is not None and kept.workers <= count else None
+    spec = with_precision(spec, suited(made_for_bf16=made_for_bf16(device)))
     units = Units.of(spec, prepare(spec, note=say).facts)
     try:
         profile = _named() or profile_for(units, device="cuda", devices=count, note=say)

@@ -14,7 +14,7 @@ from carrywave.launch import exit_reports, launch_record
 from carrywave.parallel.world import World, all_gather_text, raise_on_all
 from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint.reach import Reach, look
-from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_batch_of
+from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_choices_of
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.run import NullRun, Run
@@ -93,7 +93,7 @@ def begin(
         spec = read_alike(spec, reading)
         reach = look(world, Path(path))
         stored = None if told is None else receive_snapshot(world, told, reach)
-        spec = spec if stored is None else with_batch_of(spec, stored)
+        spec = spec if stored is None else with_choices_of(spec, stored)
         return Start(spec, world, folder or NullRun(Path(path)), stored, codec, init, watch, reach, before)
     except BaseException:
         if folder is not None:

@@ -122,6 +122,7 @@ class Profile:
     crowds: tuple[Crowd, ...] = ()
     overheads: Overheads = Overheads()
     versions: Mapping[str, str] = field(default_factory=dict)  # timed with: carrywave, torch, the thread count if the user set it
+    made_for_bf16: bool = False  # what train.precision=auto is on these devices: bf16 if so, otherwise fp32
 
     @staticmethod
     def of(known: object, where: str = "profile") -> Profile:

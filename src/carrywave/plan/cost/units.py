@@ -17,6 +17,7 @@ from carrywave.plan.cost.profile import Kind
 from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
+from carrywave.spec.precision import suited, with_precision
 from carrywave.spec.spec import Spec, TrainSpec
 from carrywave.spec.step_inputs import step_inputs
 
@@ -201,8 +202,11 @@ class Units:
 
     @staticmethod
     def of(spec: Spec, facts: DataFacts) -> Units:
-        """The units of the model that a spec describes for its data."""
-        spec = fitted(spec, facts)
+        """The units of the model that a spec describes for its data.
+
+        A precision of `auto` counts as fp32, which it is on devices that are not known to be made for bf16.
+        """
+        spec = with_precision(fitted(spec, facts), suited(made_for_bf16=False))
         model = spec.model
         encoder = _encoder(spec, facts)
         directions = 2 if model.bidirectional else 1

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from carrywave.errors import RunError, option
 from carrywave.runs.checkpoint.snapshot import Stored
 from carrywave.spec.load import with_new_names
+from carrywave.spec.precision import AUTO, with_precision
 from carrywave.spec.spec import Spec
 
 # Settings in the train section that may change when a run is resumed.
@@ -41,7 +42,7 @@ def check_same(asked: Spec, spec: Spec) -> None:
         else:
             pairs = [(f"{section}.{name}", before[section].get(name), value) for name, value in now[section].items()]
         for name, old, new in pairs:
-            if new is None and name in BATCH:
+            if (new is None and name in BATCH) or (new == AUTO and name == "train.precision"):
                 continue  # left out, it keeps its value
             if old != new and name.removeprefix("train.") not in MAY_CHANGE and name != "data.cache":
                 raise RunError(
@@ -49,11 +50,13 @@ def check_same(asked: Spec, spec: Spec) -> None:
                 )
 
 
-def with_batch_of(asked: Spec, snapshot: Stored) -> Spec:
-    """The spec with the batch settings of a snapshot where it has none: what was chosen to fit the data is not chosen again."""
-    before = spec_of(snapshot).batch
-    left_out = {name: getattr(before, name) for name in ("lanes", "steps", "tokens") if getattr(asked.batch, name) is None}
-    return asked.model_copy(update={"batch": asked.batch.model_copy(update=left_out)})
+def with_choices_of(asked: Spec, snapshot: Stored) -> Spec:
+    """The spec with the batch settings and the precision of a snapshot where it leaves them open: what was chosen to fit the data and the
+    devices is not chosen again.
+    """
+    spec = spec_of(snapshot)
+    left_out = {name: getattr(spec.batch, name) for name in ("lanes", "steps", "tokens") if getattr(asked.batch, name) is None}
+    return with_precision(asked.model_copy(update={"batch": asked.batch.model_copy(update=left_out)}), spec.train.precision)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.spec.load import parse
+from carrywave.spec.precision import AUTO
 from carrywave.spec.spec import Spec, TrainSpec
 from carrywave.step.precision import parameter_dtype
 
@@ -55,8 +56,8 @@ def check_spec(spec: TrainSpec, *, own_optimizer: bool) -> None:
 
 def in_model_dtype(spec: TrainSpec, model: nn.Module) -> TrainSpec:
     """The spec, with fp64 if the model is float64 and no precision was given; a model is never cast without its owner asking."""
-    found = {p.dtype: name for name, p in model.named_parameters() if p.is_floating_point()}
-    if "precision" not in spec.model_fields_set and found.keys() == {torch.float64}:
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if spec.precision == AUTO and found == {torch.float64}:
         return spec.model_copy(update={"precision": "fp64"})
     check_dtype(spec, model)
     return spec

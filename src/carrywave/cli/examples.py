@@ -1,0 +1,57 @@
+"""Examples for the help of each command, shown below its options: what a user would type, and what for."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+
+EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
+    "train": (
+        ("carrywave train", "a small character model, to see that everything works"),
+        ("carrywave train words.yaml train.epochs=6 model.hidden=200", "a spec, with two keys changed"),
+        ("carrywave train words.yaml --devices 4 --run runs/words", "on four devices, split as the planner thinks best"),
+        ("carrywave train --run runs/words --resume train.epochs=40", "continue, here with more epochs than before"),
+    ),
+    "plan": (
+        ("carrywave plan words.yaml --devices 4", "the best split over four devices of this machine"),
+        ("carrywave plan words.yaml --profile h200 --facts vocabulary=33278", "for GPUs that are elsewhere, without the data"),
+        ("carrywave plan words.yaml --cluster cluster.yaml --svg step.svg", "for a whole cluster, and a picture of a step"),
+        ("carrywave plan words.yaml --profile h200 --scale", "what 1, 2, 4, … devices would gain"),
+    ),
+    "doctor": (
+        ("carrywave doctor", "this machine: versions, devices, disks, links"),
+        ("carrywave doctor --devices 4 --json report.json", "with four workers, and a report for programs"),
+        ("carrywave doctor --profile machine.json", "also measure a profile to plan with"),
+    ),
+    "launch": (
+        ("carrywave launch --to slurm words.yaml --nodes 2 --devices 8 -o words.sbatch", "a batch script for two nodes of eight GPUs"),
+        ("carrywave launch --to kubernetes words.yaml --image registry.example/carrywave --claim data -o job.yaml", "a TrainJob"),
+        ("carrywave launch --to skypilot words.yaml --gpu H100 --devices 8 -o words.sky.yaml", "a task for SkyPilot"),
+    ),
+    "evaluate": (
+        ("carrywave evaluate runs/words", "on the run's own test or validation data"),
+        ("carrywave evaluate runs/words --data other.txt --json result.json", "on other data, with the figures in a file"),
+    ),
+    "predict": (
+        ('carrywave predict runs/words --prompt "The carry" --tokens 100 --temperature 0.8', "continue a text"),
+        ("carrywave predict runs/vowels new.jsonl -o labels.jsonl", "a label for each sequence of a file"),
+        ("carrywave predict runs/load recent.csv -o forecast.csv", "forecast what follows"),
+    ),
+    "bench": (
+        ("carrywave bench train --quick", "see that it works, in seconds"),
+        ("carrywave bench step --json step.json", "whole steps on a GPU beside plain PyTorch, with the rows in a file"),
+        ("carrywave bench pipeline --workers 2,4", "the wavefront beside other pipelines"),
+    ),
+    "schema": (
+        ("carrywave schema -o spec.schema.json", "for an editor that completes and checks YAML"),
+        ("carrywave schema", "print it"),
+    ),
+}
+
+
+def epilog(command: str | None) -> str | None:
+    """The examples of a command as the end of its help; None if it has none."""
+    found = EXAMPLES.get(command or "")
+    if found is None:
+        return None
+    lines = [line for words, purpose in found for line in (f"  {words}", f"      {purpose}")]
+    return escape("\n".join(["Examples:", *lines]))
