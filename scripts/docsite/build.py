@@ -30,7 +30,6 @@ HERE = Path(__file__).parent
 OUT = ROOT / "build" / "site"
 ASSETS = ("style.css", "search.js")
 FORMAT = HtmlFormatter(nowrap=True)
-WIDE = 900  # characters of a section that the search index keeps
 
 
 def place_of(file: Path) -> str:
@@ -174,7 +173,7 @@ def build(out: Path) -> list[str]:
             _write(out, place_of(file), template, title=title, body=source_page(file), groups=groups, contents=[], before=None, after=None)
     for name in ASSETS:
         shutil.copy(HERE / name, out / name)
-    index = [{**each, "text": re.sub(r"\s+", " ", each["text"]).strip()[:WIDE]} for page in library.pages for each in sections(page)]
+    index = [{**each, "text": re.sub(r"\s+", " ", each["text"]).strip()} for page in library.pages for each in sections(page)]
     (out / "search-index.js").write_text(f"window.searchIndex = {json.dumps(index, ensure_ascii=False)};\n", "utf-8")
     return []
 
