@@ -14,8 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from copy import deepcopy
-from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 import jinja2
@@ -51,62 +50,57 @@ def coloured(code: str, language: str) -> str:
     return str(highlight(code, get_lexer_by_name(language), FORMAT))
 
 
-@dataclass
-class Rendered:
-    """A page as HTML, and what it uses: pictures to copy, sources to show."""
+class Body:
+    """The body of a page as HTML: links are those of the site, headings have anchors, wide tables scroll by themselves.
 
-    html: str
-    uses: set[Path]
+    `uses` is what it needs besides: pictures to copy, sources to show.
+    """
 
+    def __init__(self, page: Page, library: Library) -> None:
+        self.page, self.library = page, library
+        self.uses: set[Path] = set()
+        self._anchors = iter([heading.anchor for heading in page.headings])
+        self._anchor = ""
+        markdown = parser()
+        rules = ("fence", "heading_open", "heading_close", "link_open", "text", "image")
+        markdown.renderer.rules |= {name: getattr(self, f"_{name}") for name in rules}
+        markdown.renderer.rules |= {"table_open": lambda *_: '<div class="wide"><table>\n', "table_close": lambda *_: "</table></div>\n"}
+        self.html = markdown.renderer.render(page.tokens, markdown.options, {})
 
-def rendered(page: Page, library: Library) -> Rendered:
-    """The body of a page. Links are those of the site, headings have anchors, wide tables scroll by themselves."""
-    uses: set[Path] = set()
-    tokens = deepcopy(page.tokens)
-    headings = iter(page.headings)
-    for token in tokens:
-        if token.type == "heading_open":
-            token.attrSet("id", next(headings).anchor)
-        spans = token.children or []
-        for span, following in zip(spans, [*spans[1:], Token("", "", 0)], strict=False):
-            name = "href" if span.type == "link_open" else "src" if span.type == "image" else ""
-            if name:
-                file = target_of(page, str(span.attrs[name])).file
-                if file is not None and file.suffix == ".md" and following.content.endswith(file.name):
-                    following.content = library.page(file).title  # in a clone a file's name says where to look; here its title does
-                span.attrSet(name, _address(page, str(span.attrs[name]), uses))
-    markdown = parser()
-    markdown.add_render_rule("fence", _fence)
-    markdown.add_render_rule("heading_close", _heading_close)
-    markdown.add_render_rule("table_open", lambda *_: '<div class="wide"><table>\n')
-    markdown.add_render_rule("table_close", lambda *_: "</table></div>\n")
-    return Rendered(markdown.renderer.render(tokens, markdown.options, {}), uses)
+    def _address(self, href: str) -> str:
+        target = target_of(self.page, href)
+        if target.file is None:
+            return href
+        if target.file.suffix != ".md":
+            self.uses.add(target.file)
+        return place_of(target.file) + (f"#{target.anchor}" if target.anchor else "")
 
+    def _link_open(self, tokens: list[Token], index: int, *_: object) -> str:
+        return f'<a href="{escape(self._address(str(tokens[index].attrs["href"])))}">'
 
-def _address(page: Page, href: str, uses: set[Path]) -> str:
-    target = target_of(page, href)
-    if target.file is None:
-        return href
-    if target.file.suffix != ".md":
-        uses.add(target.file)
-    return place_of(target.file) + (f"#{target.anchor}" if target.anchor else "")
+    def _text(self, tokens: list[Token], index: int, *_: object) -> str:
+        text = tokens[index].content
+        if index and tokens[index - 1].type == "link_open":
+            file = target_of(self.page, str(tokens[index - 1].attrs["href"])).file
+            if file is not None and file.suffix == ".md" and text.endswith(file.name):
+                text = self.library.page(file).title  # in a clone a file's name says where to look; here its title does
+        return escape(text, quote=False)
 
+    def _image(self, tokens: list[Token], index: int, *_: object) -> str:
+        return f'<img src="{escape(self._address(str(tokens[index].attrs["src"])))}" alt="{escape(tokens[index].content)}">'
 
-def _fence(self: object, tokens: list[Token], index: int, options: object, env: object) -> str:
-    token = tokens[index]
-    language = token.info.strip()
-    code = coloured(token.content, language) if language else _escaped(token.content)
-    return f'<pre class="code" tabindex="0"><code>{code}</code></pre>\n'
+    def _heading_open(self, tokens: list[Token], index: int, *_: object) -> str:
+        self._anchor = next(self._anchors)
+        return f'<{tokens[index].tag} id="{escape(self._anchor)}">'
 
+    def _heading_close(self, tokens: list[Token], index: int, *_: object) -> str:
+        tag = tokens[index].tag
+        link = f' <a class="here" href="#{escape(self._anchor)}" aria-label="link to this section">#</a>' if tag != "h1" else ""
+        return f"{link}</{tag}>\n"
 
-def _heading_close(self: object, tokens: list[Token], index: int, options: object, env: object) -> str:
-    start = next(token for token in reversed(tokens[:index]) if token.type == "heading_open")
-    link = f' <a class="here" href="#{start.attrs["id"]}" aria-label="link to this section">#</a>' if start.tag != "h1" else ""
-    return f"{link}</{start.tag}>\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    def _fence(self, tokens: list[Token], index: int, *_: object) -> str:
+        language, code = tokens[index].info.strip(), tokens[index].content
+        return f'<pre class="code" tabindex="0"><code>{coloured(code, language) if language else escape(code, quote=False)}</code></pre>\n'
 
 
 def sections(page: Page) -> Iterator[dict[str, str]]:
@@ -138,14 +132,13 @@ def source_page(file: Path) -> str:
     return f'<h1>{file.relative_to(ROOT)}</h1>\n<pre class="code" tabindex="0"><code>{highlight(text, lexer, FORMAT)}</code></pre>\n'
 
 
-def build(out: Path) -> list[str]:
+def build(out: Path, library: Library) -> list[str]:
     """Write the site to a folder that does not exist yet. What is wrong is returned, one line each, and then nothing is written."""
-    library = Library()
     problems = library.check()
-    made: dict[Path, Rendered] = {}
+    made: dict[Path, Body] = {}
     for page in library.pages:
         try:
-            made[page.path] = rendered(page, library)
+            made[page.path] = Body(page, library)
         except Broken:
             pass  # the library's check names it
         except ClassNotFound as unknown:
@@ -187,7 +180,7 @@ def _write(out: Path, place: str, template: jinja2.Template, **words: object) ->
 
 def main() -> int:
     shutil.rmtree(OUT, ignore_errors=True)
-    problems = build(OUT)
+    problems = build(OUT, Library())
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:

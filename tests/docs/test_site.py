@@ -35,9 +35,9 @@ def library(builder: ModuleType) -> Any:
 
 
 @pytest.fixture(scope="module")
-def site(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(builder: ModuleType, library: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site") / "site"
-    assert builder.build(out) == []
+    assert builder.build(out, library) == []
     return out
 
 
