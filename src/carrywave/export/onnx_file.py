@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,10 +46,13 @@ def quantized(model: Any) -> Any:
     with tempfile.TemporaryDirectory(prefix="carrywave-int8-") as folder:
         before, after = Path(folder, "before.onnx"), Path(folder, "after.onnx")
         onnx.save(model, before)
+        logging.disable(logging.WARNING)  # it advises steps that are for other kinds of models
         try:
-            tools.quantize_dynamic(before, after, weight_type=tools.QuantType.QInt8, per_channel=False)
+            tools.quantize_dynamic(before, after, op_types_to_quantize=["LSTM", "MatMul", "Gather"], weight_type=tools.QuantType.QInt8)
         except Exception as error:
             raise _failed("quantize", error) from error
+        finally:
+            logging.disable(logging.NOTSET)
         return onnx.load(after)
 
 

@@ -26,7 +26,7 @@ MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
 
 
 def graph(portable: Portable, about: str = "", *, untie: bool = False) -> Any:
-    """The model as an ONNX ModelProto. `untie`: a matrix that embedding and softmax share is stored once for each, as quantization needs."""
+    """The model as an ONNX ModelProto. `untie`: a matrix that embedding and softmax share is stored twice, as quantization needs."""
     total = sum(parameter.nbytes for parameter in portable.parameters())
     if total > MOST_BYTES:
         raise UserError(
@@ -97,7 +97,8 @@ class _Graph:
     def _pooled(self, head: Pooled, y_TBW: str, lanes: Lanes) -> str:
         """What a pooled head reads, from the last real step or the mean of all; the accumulator goes on if there is a state."""
         nodes, stateful = self.nodes, self.portable.stateful
-        assert lanes.lengths is not None and lanes.real_TB1 is not None
+        assert lanes.lengths is not None
+        assert lanes.real_TB1 is not None
         zero = nodes.constant(0.0, np.dtype(str(head.weight.dtype).removeprefix("torch.")))
         seen_BW, count_B = zero, nodes.constant(0)
         if stateful:

@@ -19,7 +19,7 @@ from carrywave.model.lstm import LSTM
 class Lanes(NamedTuple):
     """What a layer needs to know about lanes: their number and, where they differ, their lengths in int64 and int32, and real steps."""
 
-    count: str
+    number: str
     lengths: str | None = None
     lengths32: str = ""
     real_TB1: str | None = None
@@ -67,7 +67,7 @@ def initial(nodes: Nodes, lstm: LSTM, index: int, lanes: Lanes) -> Ends:
     found = []
     for part, tensor in zip("hc", lstm.initial(1, layers=range(index, index + 1))[0], strict=True):
         one = nodes.weight(f"lstm.l{index}.{part}_start", tensor.detach())
-        shape = nodes.add("Concat", nodes.constant([lstm.directions]), lanes.count, nodes.constant([tensor.shape[-1]]), axis=0)
+        shape = nodes.add("Concat", nodes.constant([lstm.directions]), lanes.number, nodes.constant([tensor.shape[-1]]), axis=0)
         found.append(nodes.add("Expand", one, shape))
     return Ends(*found)
 

@@ -37,7 +37,7 @@ class Nodes:
     """The nodes of a graph, or of the body of a Scan within it (`outer`), whose constants the graph keeps."""
 
     def __init__(self, outer: Nodes | None = None) -> None:
-        self.onnx = needed("onnx") if outer is None else outer.onnx
+        self.onnx: Any = needed("onnx") if outer is None else outer.onnx
         self.outer = outer
         self.nodes: list[Any] = []
         self.constants: dict[str, Any] = {} if outer is None else outer.constants
