@@ -85,3 +85,21 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(UserError, match=r"ONNX needs the package onnx, which is not installed; pip install 'carrywave\[onnx\]'"):
         onnx_graph.graph(Portable(made("language")))
+
+
+def test_the_weights_come_back_bit_for_bit() -> None:
+    from onnx import numpy_helper
+
+    model = made("tagging, both ways")
+    stored = {each.name: torch.tensor(numpy_helper.to_array(each)) for each in onnx_graph.graph(Portable(model)).graph.initializer}
+    found = {"encoder.weight": stored["embedding.weight"], "head.weight": stored["head.weight.T"].T, "head.bias": stored["head.bias"]}
+    for layer in range(2):
+        for direction, reverse in enumerate(("", "_reverse")):
+            w, r, b = (stored[f"lstm.l{layer}.{part}"][direction] for part in "WRB")
+            parts = {"weight_ih": w, "weight_hh": r, "bias_ih": b[:32], "bias_hh": b[32:]}
+            for name, part in parts.items():
+                i, o, f, g = part.chunk(4)
+                found[f"lstm.{name}_l{layer}{reverse}"] = torch.cat([i, f, g, o])
+    own = dict(model.named_parameters())
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], own[name]) for name in own)

@@ -62,7 +62,7 @@ def export_run(
     if stateful and to == "safetensors":
         raise UserError(f"{option('stateful')} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
     if data is not None and not int8:
-        raise UserError(f"{option('data')} is what the loss of {option('int8')} is measured on; remove it, or ask for int8")
+        raise UserError(f"{option('data')} is what the loss of {option('int8')} is measured on; remove it, or ask for {option('int8')}")
     if output is not None:
         _free(output)
     saved = open_run(path, "cpu")
