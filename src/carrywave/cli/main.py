@@ -15,6 +15,7 @@ from rich.console import Console
 
 from carrywave import __version__
 from carrywave.cli import doctor as examining
+from carrywave.cli import export as exporting
 from carrywave.cli import launch as launching
 from carrywave.cli import plan as planning
 from carrywave.cli.exits import ending_in_order, leaving_at_once, with_exit_codes
@@ -176,6 +177,7 @@ def _train(
 app.command(cls=Command)(with_exit_codes(planning.plan))
 app.command(cls=Command)(with_exit_codes(examining.doctor))
 app.command(cls=Command)(with_exit_codes(launching.launch))
+app.command(cls=Command)(with_exit_codes(exporting.export))
 
 
 @app.command(cls=Command)

@@ -195,7 +195,11 @@ class ModelSpec(Section):
     pool: Literal["last", "mean"] = Field(
         "last", description="classification, regression: the last real step, or the mean of all real steps"
     )
-    pretrained: str | None = Field(None, description="text file of pretrained embeddings, with a token and its numbers on each line")
+    pretrained: str | None = Field(
+        None,
+        description="pretrained embeddings, as text with a token and its numbers on each line, or the layers of an LSTM from elsewhere: "
+        "torch.nn.LSTM (.safetensors), Keras 3 (.weights.h5, .keras)",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

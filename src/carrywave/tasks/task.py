@@ -22,6 +22,7 @@ from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.pretrained import load_pretrained
+from carrywave.model.pretrained_lstm import holds_layers, load_lstm, read_lstm
 from carrywave.model.vocabulary_rows import Rows
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
@@ -147,7 +148,9 @@ class Task:
             dropout_out=Dropout(last, locked=spec.locked, name="dropout_out"),
         )
         initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias)
-        if spec.pretrained is not None:
+        if spec.pretrained is not None and holds_layers(spec.pretrained):
+            load_lstm(lstm, read_lstm(spec.pretrained), spec.pretrained)
+        elif spec.pretrained is not None:
             self._pretrain(encoder)
         return model
 

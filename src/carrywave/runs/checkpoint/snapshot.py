@@ -234,9 +234,18 @@ def save_weights(path: Path, parameters: Mapping[str, Tensor], metadata: Mapping
             atomic_files.write_tensors(file, parameters, metadata, sealed=True)
 
 
-def load_weights(path: Path, expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ignored: str | None = None) -> Tensors:
-    """Load weights from a safetensors file that holds exactly the expected names, shapes and dtypes; it may also hold `ignored`."""
-    given = atomic_files.read_tensors(path)
+def load_weights(
+    path: Path,
+    expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    ignored: str | None = None,
+    *,
+    renamed: Mapping[str, str] | None = None,
+) -> Tensors:
+    """Load weights from a safetensors file that holds exactly the expected names, shapes and dtypes; it may also hold `ignored`.
+
+    `renamed`: for names in the file, those that are expected.
+    """
+    given = {(renamed or {}).get(name, name): tensor for name, tensor in atomic_files.read_tensors(path).items()}
     remedy = "use the weights of a model with the same spec"
     for name, (shape, dtype) in expected.items():
         if name not in given:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from carrywave.errors import RunError
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import homes
+from carrywave.model.portable_names import EXPORTED, outside
 from carrywave.model.state import State
 from carrywave.model.vocabulary_rows import Rows
 from carrywave.model.vocabulary_split import split_rows, whole_shape
 from carrywave.runs.checkpoint import replica_parts
 from carrywave.runs.checkpoint.atomic_files import Form, form_of
-from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged
+from carrywave.runs.checkpoint.snapshot import Groups, Stored, load_weights, ranged, weights_metadata
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim import piece_state
 from carrywave.step.row_parts import cut, named, rows_of
@@ -171,4 +172,8 @@ def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None) ->
     """The tensors of a weights file, checked against the whole model, including what other workers hold."""
     own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
     rows = split_rows(model)
-    return load_weights(path, {name: (whole_shape(name, tensor.shape, rows), tensor.dtype) for name, tensor in own.items()}, ignored)
+    expected = {name: (whole_shape(name, tensor.shape, rows), tensor.dtype) for name, tensor in own.items()}
+    renamed = None
+    if isinstance(model, Model) and EXPORTED in weights_metadata(path):
+        renamed = {theirs: ours for ours, theirs in outside(own, model.lstm).items()}
+    return load_weights(path, expected, ignored, renamed=renamed)

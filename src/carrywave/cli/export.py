@@ -1,0 +1,53 @@
+"""`carrywave export`: writes a trained model for other runtimes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from carrywave.cli.exits import leaving_at_once
+from carrywave.cli.options import note
+from carrywave.data.files import cache
+from carrywave.data.files.remote import fetch, is_address
+from carrywave.errors import PlanError
+from carrywave.parallel.startup.launcher_env import launched
+
+
+class To(StrEnum):
+    """The formats that can be written."""
+
+    safetensors = "safetensors"
+    onnx = "onnx"
+    torch = "torch"
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its address in an object store.")],
+    to: Annotated[To, typer.Option("--to", help="safetensors for torch.nn.LSTM, onnx for onnxruntime and Triton, torch for torch.export.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="New folder to write. Default: exports/NAME-FORMAT.")
+    ] = None,
+    stateful: Annotated[
+        bool, typer.Option("--stateful", help="onnx, torch: the carry goes in and comes out; onnx gets a configuration for Triton.")
+    ] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="onnx: quantize the weights, and measure what that costs.")] = False,
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="--int8: data to measure the loss on. Default: the run's valid data.")
+    ] = None,
+) -> None:
+    """Write the best weights of a run as safetensors, ONNX or a torch.export program. What was written is run and compared first."""
+    if launched():
+        raise PlanError("export works in one process, but a launcher started this one; run it by itself")
+    with leaving_at_once():
+        from carrywave.export.run_export import export_run
+
+    given = None if data is None else fetch(data, cache.folder(None)) if is_address(data) else Path(data)
+    found = export_run(run if is_address(run) else Path(run), to.value, output, stateful=stateful, int8=int8, data=given, note=note)
+    typer.echo(f"wrote {found.folder}: {', '.join(found.files)}")
+    if found.difference is not None:
+        typer.echo(f"largest difference from the model: {found.difference:.1e}")
+    if found.loss is not None and found.loss_before is not None:
+        typer.echo(f"loss: {found.loss_before:.4f} in float32, {found.loss:.4f} in int8 ({found.loss - found.loss_before:+.4f})")

@@ -1,0 +1,57 @@
+"""The loss of an exported model on a part of the data: what int8 costs, in the terms in which the run was judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from carrywave.data.loader import Loader
+from carrywave.data.order import Cursor
+from carrywave.data.prepare import prepare
+from carrywave.data.python_inputs import file_of, read_python
+from carrywave.errors import DataError, option
+from carrywave.export.portable import Portable, Runner
+from carrywave.runs.evaluation import order_for
+from carrywave.runs.trained_run import Saved
+from carrywave.tasks.task import Part
+
+
+def valid_part(saved: Saved, data: Any = None) -> Part:
+    """The run's valid data, or else its test data; or the data given."""
+    if data is not None:
+        return saved.task.part(file_of(data, saved.spec) or "data", read_python(data, saved.task.codec, saved.spec))
+    if saved.spec.data.train is None:
+        raise DataError(
+            f"{saved.run.path} was trained on data from Python, which is not stored in the run; pass a file with {option('data')}"
+        )
+    prepared = prepare(saved.spec, codec=saved.task.codec)
+    for name, found in (("valid", prepared.valid), ("test", prepared.test)):
+        if found is not None:
+            return saved.task.part(name, found)
+    raise DataError(f"{saved.run.path} was trained without valid or test data; pass a file with {option('data')}")
+
+
+def mean_loss(portable: Portable, run: Runner, saved: Saved, part: Part) -> float:
+    """Mean loss over all real targets, with the carry of streams kept from window to window as in evaluation."""
+    spec, head = saved.spec, portable.model.head
+    loader = Loader(part.view, order_for(spec, part.view, training=False), device=torch.device("cpu"))
+    total = count = 0.0
+    state: list[torch.Tensor] | None = None
+    for batch in loader.batches(Cursor(0, 0)):
+        lanes = batch.lengths.shape[0]
+        named = {"x": batch.inputs.transpose(0, 1), "lengths": batch.lengths}
+        begins = state is None or not spec.streams or state[0].shape[0] != lanes
+        if portable.stateful:
+            named |= {"fresh": (batch.fresh | begins)[:, None], "ready": (batch.lengths > 0)[:, None]}
+        state = portable.blank(lanes) if begins else state
+        fixed = [named[port.name].to(port.dtype) for port in portable.inputs if port.name in named]
+        out, *after = run([*fixed, *(state or [])])
+        state = list(after) if portable.stateful else None
+        targets = batch.targets
+        assert targets is not None
+        scored = head.score(out if portable.model.pooled else out.transpose(0, 1), targets)  # type: ignore[operator]
+        total, count = total + float(scored[0]), count + float(scored[1])
+    if not count:
+        raise DataError(f"{part.name} has no targets to measure a loss on; pass a file with {option('data')}")
+    return total / count

@@ -1,0 +1,156 @@
+"""A whole model as an ONNX graph: what `Portable` computes, node by node.
+
+Shapes: T time, B lane, W width of the last layer, V classes, K steps ahead, C columns, Q quantiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from carrywave.errors import UserError
+from carrywave.export import onnx_lstm
+from carrywave.export.onnx_lstm import Ends, Lanes
+from carrywave.export.onnx_nodes import Nodes
+from carrywave.export.portable import NEXT, Portable
+from carrywave.model.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.encoders import Embedding
+from carrywave.model.heads import Forecast, Pooled, Softmax
+
+MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
+
+
+def graph(portable: Portable, about: str = "", *, untie: bool = False) -> Any:
+    """The model as an ONNX ModelProto. `untie`: a matrix that embedding and softmax share is stored twice, as quantization needs."""
+    total = sum(parameter.nbytes for parameter in portable.parameters())
+    if total > MOST_BYTES:
+        raise UserError(
+            f"the weights have {total / 1e9:.1f} GB, more than the 2 GB that an ONNX file holds; use --to torch or --to safetensors"
+        )
+    return _Graph(portable, untie).build(about)
+
+
+class _Graph:
+    def __init__(self, portable: Portable, untie: bool) -> None:
+        self.portable, self.model, self.untie = portable, portable.model, untie
+        self.nodes = Nodes()
+
+    def build(self, about: str) -> Any:
+        nodes, portable, lstm = self.nodes, self.portable, self.model.lstm
+        x_TB = nodes.add("Transpose", "x", perm=[1, 0, *range(2, len(portable.inputs[0].shape))])
+        lanes = self._lanes(x_TB)
+        y_TBO = x_TB
+        if isinstance(self.model.encoder, Embedding):
+            y_TBO = nodes.add("Gather", nodes.weight("embedding.weight", self.model.encoder.weight), x_TB)
+        for layer in range(lstm.num_layers):
+            y_TBO, ends = onnx_lstm.layer(nodes, lstm, layer, y_TBO, self._carry(layer, lanes), lanes)
+            if portable.stateful:
+                for part, end in zip("hc", ends, strict=True):
+                    nodes.add("Squeeze", end, nodes.constant([0]), name=f"{part}_l{layer}{NEXT}")
+        self._head(y_TBO, lanes)
+        return nodes.model("carrywave", portable.inputs, portable.outputs, about)
+
+    def _lanes(self, x_TB: str) -> Lanes:
+        nodes = self.nodes
+        count = nodes.size(x_TB, 1)
+        if not self.portable.takes_lengths:
+            return Lanes(count)
+        lengths = "lengths"
+        if self.portable.stateful:
+            ready_B = nodes.add("Squeeze", "ready", nodes.constant([1]))
+            lengths = nodes.add("Where", ready_B, "lengths", nodes.constant(0))
+        lengths32 = nodes.add("Cast", lengths, to=nodes.kind(torch.int32))
+        return Lanes(count, lengths, lengths32, nodes.real_steps(lengths, x_TB))
+
+    def _carry(self, layer: int, lanes: Lanes) -> Ends | None:
+        """The carry that comes in, replaced by the initial one where a lane is fresh."""
+        if not self.portable.stateful:
+            return None
+        nodes = self.nodes
+        begin = onnx_lstm.initial(nodes, self.model.lstm, layer, lanes)
+        given = (nodes.add("Unsqueeze", f"{part}_l{layer}", nodes.constant([0])) for part in "hc")
+        return Ends(*(nodes.add("Where", "fresh", new, old) for new, old in zip(begin, given, strict=True)))
+
+    def _head(self, y_TBW: str, lanes: Lanes) -> None:
+        nodes, head, result = self.nodes, self.model.head, self.portable.outputs[0]
+        if isinstance(head, Pooled):
+            pooled_BW = self._pooled(head, y_TBW, lanes)
+            nodes.add("Identity", nodes.linear(pooled_BW, "head.weight", head.weight, ("head.bias", head.bias)), name=result.name)
+            return
+        if isinstance(head, Softmax):
+            bias = None if head.bias is None else ("head.bias", head.bias)
+            tied = isinstance(self.model.encoder, Embedding) and head.weight is self.model.encoder.weight and not self.untie
+            out = nodes.linear(y_TBW, "embedding.weight" if tied else "head.weight", head.weight, bias, shared=tied)
+        elif isinstance(head, AdaptiveSoftmax):
+            out = self._adaptive(head, y_TBW)
+        elif isinstance(head, Forecast):
+            out = self._forecast(head, nodes.linear(y_TBW, "head.weight", head.weight, ("head.bias", head.bias)))
+        else:
+            raise UserError(f"the head {type(head).__name__} has no ONNX form; use --to torch or --to safetensors")
+        nodes.add("Transpose", out, name=result.name, perm=[1, 0, *range(2, len(result.shape))])
+
+    def _pooled(self, head: Pooled, y_TBW: str, lanes: Lanes) -> str:
+        """What a pooled head reads, from the last real step or the mean of all; the accumulator goes on if there is a state."""
+        nodes, stateful = self.nodes, self.portable.stateful
+        assert lanes.lengths is not None
+        assert lanes.real_TB1 is not None
+        zero = nodes.constant(0.0, np.dtype(str(head.weight.dtype).removeprefix("torch.")))
+        seen_BW, count_B = zero, nodes.constant(0)
+        if stateful:
+            seen_BW = nodes.add("Where", "fresh", zero, "pooled")
+            count_B = nodes.add("Squeeze", nodes.add("Where", "fresh", nodes.constant(0), "count"), nodes.constant([1]))
+        count_B = nodes.add("Add", count_B, lanes.lengths)
+        if head.pooling == "mean":
+            real_TBW = nodes.add("Where", lanes.real_TB1, y_TBW, zero)
+            seen_BW = nodes.add("Add", seen_BW, nodes.add("ReduceSum", real_TBW, nodes.constant([0]), keepdims=0))
+        else:
+            seen_BW = self._last(head, y_TBW, lanes.lengths, seen_BW)
+        if stateful:
+            nodes.add("Identity", seen_BW, name=f"pooled{NEXT}")
+            nodes.add("Unsqueeze", count_B, nodes.constant([1]), name=f"count{NEXT}")
+        if head.pooling != "mean":
+            return seen_BW
+        steps_B = nodes.add("Cast", nodes.add("Max", count_B, nodes.constant(1)), to=nodes.kind(head.weight.dtype))
+        return nodes.add("Div", seen_BW, nodes.add("Unsqueeze", steps_B, nodes.constant([1])))
+
+    def _last(self, head: Pooled, y_TBW: str, lengths: str, seen_BW: str) -> str:
+        nodes = self.nodes
+        last_B = nodes.add("Max", nodes.add("Sub", lengths, nodes.constant(1)), nodes.constant(0))
+        y_BTW = nodes.add("Transpose", y_TBW, perm=[1, 0, 2])
+        last_BW = nodes.add("GatherND", y_BTW, nodes.add("Unsqueeze", last_B, nodes.constant([1])), batch_dims=1)
+        if head.bidirectional:
+            # The reverse direction ends at the first step.
+            first_BW, half = nodes.add("Gather", y_TBW, nodes.constant(0), axis=0), head.width // 2
+            last_BW = nodes.add("Concat", nodes.slice(last_BW, 1, 0, half), nodes.slice(first_BW, 1, half), axis=-1)
+        some_B1 = nodes.add("Unsqueeze", nodes.add("Greater", lengths, nodes.constant(0)), nodes.constant([1]))
+        return nodes.add("Where", some_B1, last_BW, seen_BW)
+
+    def _forecast(self, head: Forecast, out: str) -> str:
+        nodes = self.nodes
+        if head.quantiles is None:
+            return nodes.reshape(out, 0, 0, head.horizon, head.outputs)
+        out = nodes.reshape(out, 0, 0, head.horizon, head.outputs, len(head.quantiles))
+        first = nodes.slice(out, 4, 0, 1)
+        shift = nodes.constant(math.log(max(1, len(head.quantiles) - 1)), np.dtype(str(head.weight.dtype).removeprefix("torch.")))
+        rises = nodes.add("Softplus", nodes.add("Sub", nodes.slice(out, 4, 1), shift))
+        return nodes.add("Concat", first, nodes.add("Add", first, nodes.add("CumSum", rises, nodes.constant(4))), axis=-1)
+
+    def _adaptive(self, head: AdaptiveSoftmax, y_TBW: str) -> str:
+        nodes, first = self.nodes, head.cutoffs[0]
+        found = nodes.add("LogSoftmax", self._chain("head.head", [head.head.weight], y_TBW), axis=-1)
+        parts = [nodes.slice(found, 2, 0, first)]
+        for number, cluster in enumerate(head.tail):
+            weights = [each.weight for each in cluster.children()]
+            own = nodes.add("LogSoftmax", self._chain(f"head.tail.{number}", weights, y_TBW), axis=-1)  # type: ignore[arg-type]
+            parts.append(nodes.add("Add", own, nodes.slice(found, 2, first + number, first + number + 1)))
+        return nodes.add("Concat", *parts, axis=-1)
+
+    def _chain(self, name: str, weights: Sequence[Tensor], y: str) -> str:
+        for number, weight in enumerate(weights):
+            y = self.nodes.linear(y, f"{name}.{number}", weight, None)
+        return y

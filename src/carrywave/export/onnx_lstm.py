@@ -1,0 +1,154 @@
+"""LSTM layers as ONNX nodes: one `LSTM` node for each layer or, with a projection, which that node does not have, a `Scan`.
+
+Shapes: T time, B lane, I input, H hidden, G = 4H, P output width (the projection, or H), D directions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from carrywave.export.onnx_nodes import Nodes
+from carrywave.export.portable import BATCH, Port
+from carrywave.kernels.weights import LayerWeights
+from carrywave.model.lstm import LSTM
+
+
+class Lanes(NamedTuple):
+    """What a layer needs to know about lanes: their number and, where they differ, their lengths in int64 and int32, and real steps."""
+
+    number: str
+    lengths: str | None = None
+    lengths32: str = ""
+    real_TB1: str | None = None
+
+
+class Ends(NamedTuple):
+    """The carry of a layer, [D, B, P] and [D, B, H]."""
+
+    h: str
+    c: str
+
+
+def layer(nodes: Nodes, lstm: LSTM, index: int, x_TBI: str, carry: Ends | None, lanes: Lanes) -> tuple[str, Ends]:
+    """One layer, with its norm: outputs [T, B, P·D] and the carry at each lane's last real step. Without a carry it starts from the
+    initial one.
+    """
+    name = f"lstm.l{index}"
+    carry = carry or initial(nodes, lstm, index, lanes)
+    if lstm.proj_size:
+        y_TBO, ends = _projected(nodes, lstm, index, x_TBI, carry, lanes)
+    else:
+        directions = lstm.weights(index)
+        w_DGI, r_DGH, b_DG = (_stacked(directions, part) for part in range(3))
+        inputs = [x_TBI, nodes.weight(f"{name}.W", w_DGI), nodes.weight(f"{name}.R", r_DGH), nodes.weight(f"{name}.B", b_DG)]
+        outputs = [nodes.name(f"{name}.{part}") for part in ("y", "h", "c")]
+        way = "bidirectional" if lstm.bidirectional else "forward"
+        nodes.add_many(
+            "LSTM", [*inputs, lanes.lengths32, carry.h, carry.c], outputs, hidden_size=lstm.widths[index], direction=way, name=name
+        )
+        y_TBDP = nodes.add("Transpose", outputs[0], perm=[0, 2, 1, 3])
+        y_TBO, ends = nodes.reshape(y_TBDP, 0, 0, -1), Ends(outputs[1], outputs[2])
+    if lanes.lengths is not None:
+        # A lane without real steps keeps its carry; runtimes return zeros for it.
+        some_B1 = nodes.add("Unsqueeze", nodes.add("Greater", lanes.lengths, nodes.constant(0)), nodes.constant([1]))
+        ends = Ends(*(nodes.add("Where", some_B1, end, start) for end, start in zip(ends, carry, strict=True)))
+    if lstm.layer_norm:
+        norm = getattr(lstm, f"norm_l{index}")
+        scale, bias = (nodes.weight(f"{name}.norm.{part}", getattr(norm, part)) for part in ("weight", "bias"))
+        y_TBO = nodes.add("LayerNormalization", y_TBO, scale, bias, axis=-1, epsilon=norm.eps)
+    return y_TBO, ends
+
+
+def initial(nodes: Nodes, lstm: LSTM, index: int, lanes: Lanes) -> Ends:
+    """The carry at the start of a sequence, for every lane."""
+    found = []
+    for part, tensor in zip("hc", lstm.initial(1, layers=range(index, index + 1))[0], strict=True):
+        one = nodes.weight(f"lstm.l{index}.{part}_start", tensor.detach())
+        shape = nodes.add("Concat", nodes.constant([lstm.directions]), lanes.number, nodes.constant([tensor.shape[-1]]), axis=0)
+        found.append(nodes.add("Expand", one, shape))
+    return Ends(*found)
+
+
+def _stacked(directions: tuple[LayerWeights, ...], part: int) -> Tensor:
+    """The weights of both directions with the gates in ONNX's order: W, R or the biases."""
+    found = []
+    for each in directions:
+        if part == 2:
+            none_G = each.w_ih.new_zeros(each.w_ih.shape[0])
+            found.append(torch.cat([_in_order(none_G if b is None else b) for b in (each.b_ih, each.b_hh)]))
+        else:
+            found.append(_in_order(each[part]))  # type: ignore[arg-type]
+    return torch.stack(found).detach()
+
+
+def _in_order(weight: Tensor) -> Tensor:
+    """Gates as ONNX orders them, input, output, forget, cell, from torch's input, forget, cell, output."""
+    i, f, g, o = weight.detach().chunk(4)
+    return torch.cat([i, o, f, g])
+
+
+def _projected(nodes: Nodes, lstm: LSTM, index: int, x_TBI: str, carry: Ends, lanes: Lanes) -> tuple[str, Ends]:
+    """A layer with a projection. The reverse direction runs forward over lanes that are turned round within their lengths."""
+    ys, hs, cs = [], [], []
+    for direction, weights in enumerate(lstm.weights(index)):
+        given = x_TBI if direction == 0 else _turned(nodes, x_TBI, lanes)
+        start = [nodes.add("Gather", part, nodes.constant(direction), axis=0) for part in carry]
+        y_TBP, h_BP, c_BH = _scan(nodes, f"lstm.l{index}.d{direction}", given, start, weights, lanes)
+        ys.append(y_TBP if direction == 0 else _turned(nodes, y_TBP, lanes))
+        hs.append(nodes.add("Unsqueeze", h_BP, nodes.constant([0])))
+        cs.append(nodes.add("Unsqueeze", c_BH, nodes.constant([0])))
+    if len(ys) == 1:
+        return ys[0], Ends(hs[0], cs[0])
+    return nodes.add("Concat", *ys, axis=-1), Ends(nodes.add("Concat", *hs, axis=0), nodes.add("Concat", *cs, axis=0))
+
+
+def _turned(nodes: Nodes, x_TBI: str, lanes: Lanes) -> str:
+    assert lanes.lengths is not None  # a model that reads both ways always takes lengths
+    return nodes.add("ReverseSequence", x_TBI, lanes.lengths, batch_axis=1, time_axis=0)
+
+
+def _scan(nodes: Nodes, name: str, x_TBI: str, start: list[str], weights: LayerWeights, lanes: Lanes) -> list[str]:
+    """One direction: outputs [T, B, P], and h and c at the end."""
+    assert weights.w_hr is not None
+    hidden, dtype = weights.w_ih.shape[0] // 4, weights.w_ih.dtype
+    bias = None if weights.b_ih is None or weights.b_hh is None else (f"{name}.b", (weights.b_ih + weights.b_hh).detach())
+    gates_TBG = nodes.linear(x_TBI, f"{name}.w_ih", weights.w_ih, bias)
+    body = Nodes(nodes)
+    h, c, step, real = (body.name(stem) for stem in ("h", "c", "gates", "real"))
+    product = body.add("MatMul", h, nodes.weight(f"{name}.w_hh.T", weights.w_hh.T))
+    parts = [body.name("gate") for _ in range(4)]
+    sizes = nodes.constant([hidden] * 4)
+    body.add_many("Split", [body.add("Add", step, product), sizes], parts, axis=-1)
+    i, f, o = (body.add("Sigmoid", parts[gate]) for gate in (0, 1, 3))
+    next_c = body.add("Add", body.add("Mul", f, c), body.add("Mul", i, body.add("Tanh", parts[2])))
+    wide = body.add("Mul", o, body.add("Tanh", next_c))
+    next_h = body.add("MatMul", wide, nodes.weight(f"{name}.w_hr.T", weights.w_hr.T))
+    y = body.add("Identity", next_h)
+    scanned, ports = [gates_TBG], [Port(step, dtype, (BATCH, 4 * hidden))]
+    if lanes.real_TB1 is not None:
+        next_h, next_c = (body.add("Where", real, new, old) for new, old in ((next_h, h), (next_c, c)))
+        y = body.add("Where", real, y, nodes.constant(0.0, _numpy(dtype)))
+        scanned.append(lanes.real_TB1)
+        ports.append(Port(real, torch.bool, (BATCH, 1)))
+    else:
+        next_h = body.add("Identity", next_h)
+    width = weights.w_hr.shape[0]
+    carried = [Port(h, dtype, (BATCH, width)), Port(c, dtype, (BATCH, hidden))]
+    ended = [Port(next_h, dtype, (BATCH, width)), Port(next_c, dtype, (BATCH, hidden)), Port(y, dtype, (BATCH, width))]
+    outputs = [nodes.name(f"{name}.{part}") for part in ("h", "c", "y")]
+    nodes.add_many(
+        "Scan",
+        [*start, *scanned],
+        outputs,
+        body=body.body(nodes.name("step"), [*carried, *ports], ended),
+        num_scan_inputs=len(scanned),
+        name=name,
+    )
+    return [outputs[2], outputs[0], outputs[1]]
+
+
+def _numpy(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,146 @@
+"""`Portable`: a trained model as other runtimes see it, with named tensors in and out and lanes first.
+
+It defines what every export must compute. `stateful`: one call reads one part of each sequence; the carry goes in and comes out, `fresh`
+lanes start a new sequence, and lanes that are not `ready` keep their state.
+
+Shapes: T time, B lane ("batch" to other runtimes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from carrywave.errors import UserError
+from carrywave.kernels.carry import Carry
+from carrywave.model.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.model import Model
+from carrywave.model.state import State
+
+BATCH, TIME = "batch", "time"  # the sizes that are free
+NEXT = "_next"  # what the name of a state has at its end when it comes out
+OUTPUTS = {
+    Softmax: "logits",
+    PooledSoftmax: "logits",
+    AdaptiveSoftmax: "log_probabilities",
+    Forecast: "forecast",
+    PooledNumbers: "values",
+}
+
+Runner = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from the inputs in order to the outputs in order
+
+
+@dataclass(frozen=True)
+class Port:
+    """A tensor that goes in or comes out; a size that is a name is free."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As the description of an export has it."""
+        return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
+
+
+class Portable(nn.Module):
+    """A model behind ports: x [B, T, …] and, where they matter, lengths [B]; if stateful, fresh and ready [B, 1] and the state."""
+
+    def __init__(self, model: Model, *, stateful: bool = False) -> None:
+        super().__init__()
+        if stateful and model.reads_whole:
+            raise UserError("bidirectional layers read whole sequences, so they have no carry to pass on; export without --stateful")
+        if type(model.head) not in OUTPUTS or not isinstance(model.encoder, Embedding | Numbers):
+            parts = f"{type(model.encoder).__name__} and {type(model.head).__name__}"
+            raise UserError(f"{parts} are not carrywave's own encoder and head, which alone can be exported; export your module yourself")
+        self.model = model
+        self.stateful = stateful
+        dtype = model.lstm.dtype
+        step: Port
+        if isinstance(model.encoder, Embedding):
+            step = Port("x", torch.int64, (BATCH, TIME))
+        else:
+            step = Port("x", dtype, (BATCH, TIME, model.lstm.input_size))
+        # Elsewhere padding at the end of a lane changes none of its real outputs.
+        self.takes_lengths = stateful or model.pooled or model.reads_whole
+        lengths = (Port("lengths", torch.int64, (BATCH,)),) if self.takes_lengths else ()
+        flags = tuple(Port(name, torch.bool, (BATCH, 1)) for name in ("fresh", "ready")) if stateful else ()
+        self.state = self._state(dtype) if stateful else ()
+        self.inputs = (step, *lengths, *flags, *self.state)
+        result = Port(OUTPUTS[type(model.head)], dtype, self._result())
+        self.outputs = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
+
+    def _state(self, dtype: torch.dtype) -> tuple[Port, ...]:
+        lstm, ports = self.model.lstm, []
+        for layer, width in enumerate(lstm.widths):
+            ports += [
+                Port(f"h_l{layer}", dtype, (BATCH, lstm.proj_size or width)),
+                Port(f"c_l{layer}", dtype, (BATCH, width)),
+            ]
+        if self.model.pooled:
+            ports += [Port("pooled", dtype, (BATCH, lstm.output_size)), Port("count", torch.int64, (BATCH, 1))]
+        return tuple(ports)
+
+    def _result(self) -> tuple[int | str, ...]:
+        head = self.model.head
+        if isinstance(head, Forecast):
+            last = () if head.quantiles is None else (len(head.quantiles),)
+            return BATCH, TIME, head.horizon, head.outputs, *last
+        if isinstance(head, PooledNumbers):
+            return BATCH, head.outputs
+        classes = int(head.classes)  # type: ignore[arg-type]
+        return (BATCH, classes) if self.model.pooled else (BATCH, TIME, classes)
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """The outputs for these inputs, both in the order of the ports."""
+        named = dict(zip((port.name for port in self.inputs), given, strict=True))
+        x = named["x"].transpose(0, 1)
+        lengths_B, fresh_B, state = named.get("lengths"), None, None
+        if self.stateful:
+            assert lengths_B is not None
+            lengths_B = torch.where(named["ready"][:, 0], lengths_B, 0)
+            fresh_B = named["fresh"][:, 0]
+            layers = range(self.model.lstm.num_layers)
+            carries = tuple(Carry(named[f"h_l{layer}"][None], named[f"c_l{layer}"][None]) for layer in layers)
+            state = State(carries, (named["pooled"], named["count"][:, 0]) if self.model.pooled else None)
+        y, state = self.model(x, state, lengths_B, fresh=fresh_B)
+        out = self.model.output(y, state)
+        out = out if self.model.pooled else out.transpose(0, 1)
+        if not self.stateful:
+            return (out,)
+        carried = [part[0] for carry in state.carries for part in carry]
+        return out, *carried, *((state.acc[0], state.acc[1][:, None]) if self.model.pooled else ())
+
+    def blank(self, lanes: int) -> list[Tensor]:
+        """A state of zeros; `fresh` lanes do not read it."""
+        return [torch.zeros(lanes, *map(int, port.shape[1:]), dtype=port.dtype) for port in self.state]
+
+    def sample(self, lanes: int, steps: int, seed: int) -> list[Tensor]:
+        """Inputs of this size: random, with lanes of different lengths, of which the first is full and one, if there are several, empty."""
+        draw = torch.Generator().manual_seed(seed)
+        sizes = {BATCH: lanes, TIME: steps}
+        found = []
+        for port in self.inputs:
+            shape = [sizes[size] if isinstance(size, str) else size for size in port.shape]
+            if port.name == "x" and isinstance(self.model.encoder, Embedding):
+                found.append(torch.randint(self.model.encoder.vocabulary, shape, generator=draw))
+            elif port.name == "lengths":
+                lengths = torch.randint(1, steps + 1, shape, generator=draw)
+                lengths[0] = steps
+                lengths[-1] = steps if lanes == 1 else 0
+                found.append(lengths)
+            elif port.name == "count":
+                found.append(torch.randint(1, 9, shape, generator=draw))
+            elif port.dtype == torch.bool:
+                flags = torch.rand(shape, generator=draw) < 0.5
+                flags[0] = port.name == "ready"  # the full lane takes part and goes on
+                found.append(flags)
+            else:
+                found.append(torch.randn(shape, generator=draw, dtype=torch.float32).to(port.dtype))
+        return found

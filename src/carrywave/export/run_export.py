@@ -1,0 +1,180 @@
+"""Exports a trained run: `export_run` writes a folder that is complete and checked, or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from carrywave.errors import RunError, UserError, option
+from carrywave.export import onnx_file, onnx_graph, torch_program, triton
+from carrywave.export.comparison import largest_difference
+from carrywave.export.description import describe
+from carrywave.export.lost import mean_loss, valid_part
+from carrywave.export.portable import Portable
+from carrywave.model.model import Model
+from carrywave.model.portable_names import EXPORTED, outside
+from carrywave.runs.checkpoint.atomic_files import sync_path, write_tensors
+from carrywave.runs.trained_run import Saved, open_run
+from carrywave.spec.load import dump
+from carrywave.step.worker_setup import tensors_of
+
+FORMATS = ("safetensors", "onnx", "torch")
+DESCRIPTION = "model.json"
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and what the check of it found."""
+
+    folder: Path
+    files: tuple[str, ...]
+    difference: float | None = None  # the largest from the model, relative; None: the weights are the model's own bytes
+    loss: float | None = None  # of int8, on the valid data
+    loss_before: float | None = None
+
+
+def export_run(
+    path: Path | str,
+    to: str,
+    output: Path | None = None,
+    *,
+    stateful: bool = False,
+    int8: bool = False,
+    data: Any = None,
+    note: Note | None = None,
+) -> Exported:
+    """Write the best weights of a run for another runtime, into a new folder (by default exports/NAME-FORMAT).
+
+    ONNX models and torch programs are run and compared with our model before they get their name. `stateful`: the carry goes in and comes
+    out. `int8`: ONNX with quantized weights; `data` is what their loss is measured on, by default the run's valid data.
+    """
+    if to not in FORMATS:
+        raise UserError(f"{to} is not a format; use one of {', '.join(FORMATS)}")
+    if int8 and to != "onnx":
+        raise UserError(f"{option('int8')} is for {option('to', 'onnx')}; remove it")
+    if stateful and to == "safetensors":
+        raise UserError(f"{option('stateful')} is for {option('to', 'onnx')} and {option('to', 'torch')}; remove it")
+    if data is not None and not int8:
+        raise UserError(f"{option('data')} is what the loss of {option('int8')} is measured on; remove it, or ask for {option('int8')}")
+    if output is not None:
+        _free(output)
+    saved = open_run(path, "cpu")
+    if not isinstance(saved.model, Model):
+        raise RunError(f"{path} was trained with your own modules; export them yourself, with the weights in {saved.run.weights}")
+    folder = _free(Path("exports", f"{saved.run.path.name}-{to}") if output is None else output)
+    with _whole_or_nothing(folder) as draft:
+        if to == "safetensors":
+            return _safetensors(saved, draft, folder)
+        portable = Portable(saved.model.float(), stateful=stateful).eval()
+        if to == "torch":
+            program = torch_program.archive(portable)
+            gap = largest_difference(portable, torch_program.runner(program), what="the torch program")
+            return _finish(saved, portable, draft, folder, {"model.pt2": program}, to, difference=gap)
+        return _onnx(saved, portable, draft, folder, int8=int8, data=data, note=note or (lambda line: None))
+
+
+def _safetensors(saved: Saved, draft: Path, folder: Path) -> Exported:
+    assert isinstance(saved.model, Model)
+    tensors = tensors_of(saved.model)
+    named = {theirs: tensors[ours] for ours, theirs in outside(tensors, saved.model.lstm).items()}
+    about = {"format": "pt", EXPORTED: "1", "codec": saved.task.codec.to_json(), "spec": dump(saved.spec)}
+    with (draft / "model.safetensors").open("wb") as file:
+        write_tensors(file, named, about, sealed=True)
+    precision = str(saved.model.lstm.dtype).removeprefix("torch.")
+    (draft / DESCRIPTION).write_text(describe(saved.task, Portable(saved.model), "safetensors", precision), encoding="utf-8")
+    return Exported(folder, ("model.safetensors", DESCRIPTION))
+
+
+def _onnx(saved: Saved, portable: Portable, draft: Path, folder: Path, *, int8: bool, data: Any, note: Note) -> Exported:
+    # First of all: data that cannot be read should not be noticed after minutes of work.
+    part = valid_part(saved, data) if int8 else None
+    about = f"{saved.spec.task} model of {saved.run.path.name}, by carrywave export; see {DESCRIPTION}"
+    model = onnx_graph.graph(portable, about)
+    gap = largest_difference(portable, onnx_file.runner(model.SerializeToString(), portable), what="the ONNX model")
+    losses: dict[str, float] = {}
+    if part is not None:
+        note(f"measuring the loss on {part.name}, before and after quantization")
+        model = onnx_file.quantized(onnx_graph.graph(portable, about, untie=True))
+        run = onnx_file.runner(model.SerializeToString(), portable)
+        gap = largest_difference(portable, run, what="the int8 model", tolerance=None)
+        losses = _cost_of_int8(saved, portable, part)
+    files = {"1/model.onnx" if portable.stateful else "model.onnx": model.SerializeToString()}
+    if portable.stateful:
+        files["config.pbtxt"] = triton.config(portable, folder.absolute().name).encode()
+    return _finish(saved, portable, draft, folder, files, "onnx", precision="int8" if int8 else "float32", difference=gap, **losses)
+
+
+def _cost_of_int8(saved: Saved, portable: Portable, part: Any) -> dict[str, float]:
+    """The loss before and after. Streams are read with their carry, whether the file that is written takes one or not."""
+    reader = Portable(portable.model, stateful=not portable.model.reads_whole).eval()
+    graphs = {"loss_before": onnx_graph.graph(reader), "loss": onnx_file.quantized(onnx_graph.graph(reader, untie=True))}
+    return {name: mean_loss(reader, onnx_file.runner(graph.SerializeToString(), reader), saved, part) for name, graph in graphs.items()}
+
+
+def _finish(
+    saved: Saved,
+    portable: Portable,
+    draft: Path,
+    folder: Path,
+    files: dict[str, bytes],
+    to: str,
+    precision: str = "float32",
+    **found: float,
+) -> Exported:
+    for name, content in files.items():
+        (draft / name).parent.mkdir(exist_ok=True)
+        (draft / name).write_bytes(content)
+    (draft / DESCRIPTION).write_text(describe(saved.task, portable, to, precision), encoding="utf-8")
+    return Exported(folder, (*files, DESCRIPTION), **found)
+
+
+def _free(folder: Path) -> Path:
+    """Refuse a folder that holds something already: an export is never mixed with another, or with anything else."""
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty; remove it, or choose another folder with -o")
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder} is a file, and an export is a folder; choose another name with -o")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror or error}; choose another folder with -o") from error
+    return folder
+
+
+@contextmanager
+def _whole_or_nothing(folder: Path) -> Iterator[Path]:
+    """A folder that gets its name once everything in it is written; otherwise nothing is left of it."""
+    made = [parent for parent in folder.absolute().parents if not parent.exists()]
+    draft: Path | None = None
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name[:40]}.", suffix=".part", dir=folder.absolute().parent))
+        yield draft
+        draft.chmod(0o777 & ~_umask())
+        for file in draft.rglob("*"):
+            sync_path(file)
+        os.replace(draft, folder)  # an empty folder gives way to it
+        sync_path(folder.absolute().parent)
+    except BaseException as error:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+        for parent in made:
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{folder} could not be written: {error.strerror or error}; free disk space, or choose another folder"
+            ) from error
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

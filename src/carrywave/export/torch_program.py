@@ -1,0 +1,81 @@
+"""A model as a torch.export program in a .pt2 archive, without a pickle in it.
+
+torch.export.save stores the graph as JSON and the weights as plain bytes. Only example inputs and tensors of subclasses are pickled; the
+program has neither, and the archive is looked through for them before it is loaded again to be compared.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+
+from carrywave.errors import UserError
+from carrywave.export.portable import BATCH, TIME, Portable, Runner
+
+TRACED = (3, 8)  # lanes and steps of the inputs that the model is traced with; both stay free
+
+
+def archive(portable: Portable) -> bytes:
+    """The bytes of a .pt2 file, in which batch and time are free sizes."""
+    sizes = {BATCH: Dim(BATCH), TIME: Dim(TIME)}
+    shapes = tuple({axis: sizes[size] for axis, size in enumerate(port.shape) if isinstance(size, str)} for port in portable.inputs)
+    with torch.no_grad(), _lstm_with_free_time():
+        program = torch.export.export(portable, tuple(portable.sample(*TRACED, seed=0)), dynamic_shapes={"given": shapes}, strict=False)
+    program._example_inputs = None  # they alone would be pickled
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    return file.getvalue()
+
+
+def runner(data: bytes) -> Runner:
+    """The program in the bytes of a .pt2 file that `archive` made."""
+    refuse_pickles(data)
+    program: Any = torch.export.load(io.BytesIO(data)).module()
+
+    def run(given: Sequence[Tensor]) -> Sequence[Tensor]:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "LSTM with projections")  # torch says which of its kernels it takes
+            found: Sequence[Tensor] = program(*given)
+        return found
+
+    return run
+
+
+def weights_of(program: ExportedProgram) -> dict[str, Tensor]:
+    """The parameters of a program under their names in a run's weights."""
+    return {name.removeprefix("model."): tensor for name, tensor in program.state_dict.items()}
+
+
+def refuse_pickles(data: bytes) -> None:
+    """Raise if an archive holds anything that torch.export.load would unpickle."""
+    with zipfile.ZipFile(io.BytesIO(data)) as files:
+        for name in files.namelist():
+            if "/data/sample_inputs/" in name:
+                pickled = bool(files.read(name))
+            elif name.endswith(("_weights_config.json", "_constants_config.json")):
+                pickled = any(entry.get("use_pickle") for entry in json.loads(files.read(name))["config"].values())
+            else:
+                pickled = False
+            if pickled:
+                raise UserError(f"torch.export pickled {name}, and carrywave loads no pickles; use --to onnx or --to safetensors")
+
+
+@contextmanager
+def _lstm_with_free_time() -> Iterator[None]:
+    """Tracing keeps torch's LSTM as one operation, but finds its shapes by running a definition of it that fixes the number of steps;
+    torch has another, a loop, which does not.
+    """
+    from torch.export._patches import register_lstm_while_loop_decomposition
+
+    with warnings.catch_warnings(), register_lstm_while_loop_decomposition():
+        warnings.simplefilter("ignore", FutureWarning)  # in torch's own loop
+        yield

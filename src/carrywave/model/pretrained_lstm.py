@@ -1,0 +1,102 @@
+"""Loads the layers of an LSTM that was trained elsewhere: the weights of a torch.nn.LSTM, or of Keras' LSTM layers (`keras_lstm`).
+
+Only the layers are loaded. An embedding or a head from elsewhere would need the vocabulary or the labels that it was trained with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from carrywave.errors import DataError
+from carrywave.model import keras_lstm
+from carrywave.model.lstm import LSTM
+
+SUFFIXES = (".safetensors", *keras_lstm.SUFFIXES)
+_NAME = re.compile(r"(?P<prefix>(?:.*\.)?)(?P<part>(?:weight|bias)_(?:ih|hh|hr))_l(?P<layer>\d+)(?P<reverse>_reverse)?")
+_MOST_LAYERS = 1000  # more cannot be a file of layers, and would only make the message long
+
+
+def holds_layers(path: str | Path) -> bool:
+    """True if a file's name says that it holds layers, and not a text of embeddings."""
+    return str(path).lower().endswith(SUFFIXES)
+
+
+def read_lstm(path: str | Path) -> dict[str, Tensor]:
+    """The layers in a file, under the names of one torch.nn.LSTM."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: file not found; pass a .safetensors, .weights.h5 or .keras file")
+    if str(path).lower().endswith(keras_lstm.SUFFIXES):
+        return keras_lstm.read(path)
+    try:
+        return one_stack(load_file(path), str(path))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DataError(f"{path} is not a valid safetensors file ({' '.join(str(error).split())}); pass another file") from error
+
+
+def one_stack(given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """The layers among these tensors as one stack: of one nn.LSTM, whatever its name, or of several that are numbered, as in lstm.0."""
+    stacks: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in given.items():
+        if (found := _NAME.fullmatch(name)) is not None:
+            stacks.setdefault(found["prefix"], {})[name] = tensor
+    if not stacks:
+        raise DataError(f"{where} holds no LSTM: it has no weight_ih_l0; save the state_dict of a torch.nn.LSTM")
+    numbers = [re.fullmatch(r"(.*?)(\d+)\.", prefix) for prefix in stacks]
+    if len(stacks) > 1 and (None in numbers or len({found[1] for found in numbers if found is not None}) > 1):
+        raise DataError(f"{where} holds several LSTMs ({', '.join(sorted(stacks))}); save one of them by itself")
+    one: dict[str, Tensor] = {}
+    depth = 0
+    for prefix in sorted(stacks, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)]):
+        parts = {name: found for name in stacks[prefix] if (found := _NAME.fullmatch(name)) is not None}
+        for name, found in parts.items():
+            one[f"{found['part']}_l{depth + int(found['layer'])}{found['reverse'] or ''}"] = stacks[prefix][name]
+        depth += 1 + max(int(found["layer"]) for found in parts.values())
+    return one
+
+
+def load_lstm(lstm: LSTM, given: Mapping[str, Tensor], where: str = "the state dict") -> None:
+    """Copy the layers of a state dict, which may hold other tensors too, into an LSTM of the same shape; without biases, these are zero.
+
+    The LSTM is unchanged if anything does not fit.
+    """
+    state = one_stack(given, where)
+    own = {name: parameter for name, parameter in lstm.named_parameters() if _NAME.fullmatch(name)}
+    unbiased = not any(name.startswith("bias") for name in state)
+    if unbiased:
+        state |= {name: torch.zeros_like(parameter) for name, parameter in own.items() if name.startswith("bias")}
+    for name in sorted(own.keys() | state.keys()):
+        there, here = (list(tensors[name].shape) if name in tensors else None for tensors in (state, own))
+        if there != here:
+            raise DataError(f"{where} has {_said(name, there)}, but the model {_said(name, here)}; {_remedy(state)}")
+        if not bool(state[name].isfinite().all()):
+            raise DataError(f"{where}: {name} has numbers that are not finite; use other weights")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+
+
+def _said(name: str, shape: list[int] | None) -> str:
+    return f"no {name}" if shape is None else f"{name} of shape {shape}"
+
+
+def _remedy(state: Mapping[str, Tensor]) -> str:
+    """The settings of a spec that the layers fit."""
+    first = [state[f"weight_ih_l{layer}"] for layer in range(_MOST_LAYERS) if f"weight_ih_l{layer}" in state]
+    if not first:
+        return "use weights of the model's shape"
+    widths = [weight.shape[0] // 4 for weight in first]
+    hidden = str(widths[0]) if len(set(widths)) == 1 else "[" + ",".join(map(str, widths)) + "]"
+    words = [f"model.layers={len(first)}", f"model.hidden={hidden}", f"{first[0].shape[1]} inputs (model.embedding for tokens)"]
+    if "weight_hr_l0" in state:
+        words.append(f"model.projection={state['weight_hr_l0'].shape[0]}")
+    if "weight_ih_l0_reverse" in state:
+        words.append("model.bidirectional=true")
+    return f"it needs {', '.join(words)}"

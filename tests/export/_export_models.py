@@ -1,0 +1,57 @@
+"""One small model for each feature that an export must carry over, with weights large enough that a wrong one shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import carrywave as cw
+from carrywave.model.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
+from carrywave.model.model import Model
+
+
+def _tokens() -> Embedding:
+    return Embedding(23, 6)
+
+
+def _tied() -> Model:
+    embedding = Embedding(23, 8)
+    return Model(embedding, cw.LSTM(8, 8, num_layers=2, dropout=0.5), Softmax(8, 23, tied=embedding.weight))
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "language": lambda: Model(_tokens(), cw.LSTM(6, 8, num_layers=2, dropout=0.5, weight_drop=0.5), Softmax(8, 23)),
+    "language, tied": _tied,
+    "language, adaptive": lambda: Model(_tokens(), cw.LSTM(6, 16), AdaptiveSoftmax(16, 23, (4, 10))),
+    "language, widths, norms, learned carry": lambda: Model(
+        _tokens(), cw.LSTM(6, [8, 12, 10], layer_norm=True, learned_carry=True), Softmax(10, 23)
+    ),
+    "language, projection": lambda: Model(_tokens(), cw.LSTM(6, 8, num_layers=2, proj_size=3), Softmax(3, 23)),
+    "classification": lambda: Model(_tokens(), cw.LSTM(6, 8, num_layers=2), PooledSoftmax(8, 3)),
+    "classification, mean": lambda: Model(Numbers(4), cw.LSTM(4, 8, num_layers=2, learned_carry=True), PooledSoftmax(8, 3, "mean")),
+    "classification, both ways": lambda: Model(
+        Numbers(4), cw.LSTM(4, 8, num_layers=2, bidirectional=True, layer_norm=True), PooledSoftmax(16, 3)
+    ),
+    "tagging": lambda: Model(_tokens(), cw.LSTM(6, 8), Softmax(8, 5)),
+    "tagging, both ways": lambda: Model(_tokens(), cw.LSTM(6, 8, num_layers=2, bidirectional=True), Softmax(16, 5)),
+    "tagging, both ways, projection": lambda: Model(
+        _tokens(), cw.LSTM(6, 8, num_layers=2, bidirectional=True, proj_size=4, learned_carry=True), Softmax(8, 5)
+    ),
+    "regression": lambda: Model(Numbers(4), cw.LSTM(4, 8, bias=False), PooledNumbers(8, 2)),
+    "forecasting": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2)),
+    "forecasting, quantiles": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9))),
+}
+FORMS = [(name, stateful) for name in MODELS for stateful in (False, True) if not (stateful and "both ways" in name)]
+
+
+def made(name: str) -> Model:
+    """A model by its name, in evaluation mode."""
+    draw = torch.Generator().manual_seed(1)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5, generator=draw)
+    return model.eval()

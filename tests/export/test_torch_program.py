@@ -1,0 +1,55 @@
+"""torch.export programs compute what our models compute, at sizes that they were not traced with, and hold no pickle."""
+
+from __future__ import annotations
+
+import io
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _export_models import FORMS, made
+
+from carrywave.errors import UserError
+from carrywave.export import torch_program
+from carrywave.export.comparison import largest_difference
+from carrywave.export.portable import Portable
+
+pytestmark = pytest.mark.slow  # tracing takes seconds
+
+
+@pytest.mark.parametrize(("name", "stateful"), FORMS)
+def test_a_program_computes_what_the_model_computes(name: str, stateful: bool) -> None:
+    portable = Portable(made(name), stateful=stateful)
+    run = torch_program.runner(torch_program.archive(portable))
+    assert largest_difference(portable, run, what="it") < 2e-6  # small models in float32
+    for lanes, steps in ((1, 1), (2, 50)):  # 50: torch has another kernel for long sequences
+        given = portable.sample(lanes, steps, seed=9)
+        with torch.no_grad():
+            for right, got in zip(portable(*given), run(given), strict=True):
+                torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+def test_an_archive_with_a_pickle_is_not_loaded() -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Doubled(), (torch.ones(3),)), file)
+    with pytest.raises(UserError, match=r"torch.export pickled .*sample_inputs.*, and carrywave loads no pickles"):
+        torch_program.runner(file.getvalue())
+
+
+def test_the_weights_come_back_bit_for_bit() -> None:
+    model = made("language, widths, norms, learned carry")
+    data = torch_program.archive(Portable(model))
+    names = zipfile.ZipFile(io.BytesIO(data)).namelist()
+    assert any(name.endswith("models/model.json") for name in names)
+    found = torch_program.weights_of(torch.export.load(io.BytesIO(data)))
+    own = dict(model.named_parameters())
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], own[name]) for name in own)

@@ -1,0 +1,165 @@
+"""Keras 3's LSTM layers, read from its files: against Keras' definition written out here and, where Keras is installed, Keras itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import carrywave as cw
+from carrywave.errors import DataError, UserError
+from carrywave.model.pretrained_lstm import load_lstm, read_lstm
+
+h5py = pytest.importorskip("h5py", reason="the extra keras is not installed")
+Cell = tuple[Any, Any, Any]  # kernel [I, 4H], recurrent kernel [H, 4H], bias [4H]
+
+
+def cell(draw: np.random.Generator, inputs: int, hidden: int) -> Cell:
+    return tuple(draw.normal(size=shape).astype("float32") for shape in ((inputs, 4 * hidden), (hidden, 4 * hidden), (4 * hidden,)))  # type: ignore[return-value]
+
+
+def by_keras(x_BTI: Any, weights: Cell) -> Any:
+    """Keras' LSTMCell, step by step in float64: z = x·kernel + h·recurrent_kernel + bias; gates i, f, c, o."""
+    kernel, recurrent, bias = (part.astype("float64") for part in weights)
+    h = c = np.zeros((x_BTI.shape[0], recurrent.shape[0]))
+    sigmoid = lambda z: 1 / (1 + np.exp(-z))  # noqa: E731
+    outputs = []
+    for step in range(x_BTI.shape[1]):
+        i, f, g, o = np.split(x_BTI[:, step] @ kernel + h @ recurrent + bias, 4, axis=1)
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+        h = sigmoid(o) * np.tanh(c)
+        outputs.append(h)
+    return np.stack(outputs, axis=1)
+
+
+def weights_file(cells: dict[str, tuple[Any, ...]]) -> bytes:
+    """Bytes of a .weights.h5 file with these cells, as Keras 3 lays them out."""
+    file = io.BytesIO()
+    with h5py.File(file, "w") as root:
+        root.create_group("layers/input_layer/vars")
+        for path, parts in cells.items():
+            group = root.create_group(f"layers/{path}/vars")
+            for number, part in enumerate(parts):
+                group[str(number)] = part
+    return file.getvalue()
+
+
+def keras_file(path: Path, weights: bytes, layer: dict[str, Any]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.json", json.dumps({"class_name": "Sequential", "config": {"layers": [layer]}}))
+        archive.writestr("model.weights.h5", weights)
+    return path
+
+
+def test_twelve_layers_compute_what_keras_defines(tmp_path: Path) -> None:
+    draw = np.random.default_rng(1)
+    cells = [cell(draw, 4 if number == 0 else 3, 3) for number in range(12)]
+    names = ["lstm", *(f"lstm_{number}" for number in range(1, 12))]  # a file lists lstm_10 before lstm_2
+    (tmp_path / "model.weights.h5").write_bytes(weights_file({f"{n}/cell": c for n, c in zip(names, cells, strict=True)}))
+    ours = cw.LSTM(4, 3, num_layers=12, dtype=torch.float64)
+    load_lstm(ours, read_lstm(tmp_path / "model.weights.h5"))
+    x = draw.normal(size=(2, 7, 4))
+    expected = x
+    for each in cells:
+        expected = by_keras(expected, each)
+    found = ours(torch.tensor(x).transpose(0, 1))[0].transpose(0, 1)
+    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-12, atol=1e-12)  # float64
+
+
+def test_both_directions_and_no_bias(tmp_path: Path) -> None:
+    draw = np.random.default_rng(2)
+    forth, back = cell(draw, 4, 3), cell(draw, 4, 3)
+    cells = {"bidirectional/forward_layer/cell": forth[:2], "bidirectional/backward_layer/cell": back[:2]}
+    ours = cw.LSTM(4, 3, bidirectional=True, dtype=torch.float64)
+    load_lstm(ours, read_lstm(keras_file(tmp_path / "m.keras", weights_file(cells), {"class_name": "Bidirectional", "config": {}})))
+    x = draw.normal(size=(2, 7, 4))
+    none = np.zeros(12, dtype="float32")
+    expected = np.concatenate([by_keras(x, (*forth[:2], none)), by_keras(x[:, ::-1], (*back[:2], none))[:, ::-1]], axis=-1)
+    found = ours(torch.tensor(x).transpose(0, 1))[0].transpose(0, 1)
+    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        ({"class_name": "LSTM", "config": {"name": "a", "activation": "relu"}}, "layer a has activation=relu, and carrywave's have tanh"),
+        (
+            {"class_name": "LSTM", "config": {"name": "a", "recurrent_activation": "hard_sigmoid"}},
+            "recurrent_activation=hard_sigmoid",
+        ),
+        ({"class_name": "LSTM", "config": {"name": "a", "go_backwards": True}}, "layer a goes backwards"),
+        ({"class_name": "Bidirectional", "config": {"name": "a", "merge_mode": "sum"}}, "a has merge_mode=sum"),
+    ],
+)
+def test_layers_that_compute_something_else_are_refused(layer: dict[str, Any], said: str, tmp_path: Path) -> None:
+    file = keras_file(tmp_path / "m.keras", weights_file({"lstm/cell": cell(np.random.default_rng(1), 4, 3)}), layer)
+    with pytest.raises(DataError, match=said):
+        read_lstm(file)
+
+
+def test_other_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(1)
+    gru = tuple(draw.normal(size=shape) for shape in ((4, 9), (3, 9), (2, 9)))
+    one, two = cell(draw, 4, 3), cell(draw, 3, 3)
+    contents = {
+        "which are not an LSTM's": weights_file({"gru/cell": gru}),
+        "holds no LSTM layers": weights_file({"dense": (np.zeros((2, 2)),)}),
+        "mixes layers of one direction and of both": weights_file(
+            {"lstm/cell": one, "bidirectional/forward_layer/cell": two, "bidirectional/backward_layer/cell": two}
+        ),
+        "is not a weights file of Keras 3": b"nothing",
+    }
+    for said, content in contents.items():
+        (tmp_path / "m.weights.h5").write_bytes(content)
+        with pytest.raises(DataError, match=said):
+            read_lstm(tmp_path / "m.weights.h5")
+    (tmp_path / "m.keras").write_bytes(b"nothing")
+    with pytest.raises(DataError, match="is not a model of Keras 3"):
+        read_lstm(tmp_path / "m.keras")
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(UserError, match=r"need the package h5py, which is not installed; pip install 'carrywave\[keras\]'"):
+        read_lstm(tmp_path / "m.weights.h5")
+
+
+IN_KERAS = """
+import sys
+import keras, numpy as np
+from keras import layers as L
+
+draw = np.random.default_rng(0)
+x = draw.normal(size=(3, 9, 4)).astype("float32")
+stack = [L.LSTM(3, return_sequences=True, name=f"mine{9 - number}") for number in range(2)]
+both = [L.Bidirectional(L.LSTM(width, return_sequences=True, use_bias=width > 5)) for width in (5, 7)]
+cells = [L.RNN([L.LSTMCell(5), L.LSTMCell(6)], return_sequences=True)]
+for name, layers in (("stack", stack), ("both", both), ("cells", cells)):
+    model = keras.Sequential([keras.Input((None, 4)), *layers])
+    for weight in model.weights:
+        weight.assign(draw.normal(size=weight.shape).astype("float32") * 0.4)
+    model.save(f"{sys.argv[1]}/{name}.keras")
+    model.save_weights(f"{sys.argv[1]}/{name}.weights.h5")
+    np.save(f"{sys.argv[1]}/{name}.npy", keras.ops.convert_to_numpy(model(x)))
+np.save(f"{sys.argv[1]}/x.npy", x)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed")
+def test_files_of_keras_itself_compute_what_keras_computes(tmp_path: Path) -> None:
+    environment = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(tmp_path), "PATH": ""}
+    subprocess.run([sys.executable, "-c", IN_KERAS, str(tmp_path)], env=environment, check=True, capture_output=True)
+    x = torch.tensor(np.load(tmp_path / "x.npy")).transpose(0, 1)
+    for name, widths, both in (("stack", [3, 3], False), ("both", [5, 7], True), ("cells", [5, 6], False)):
+        for suffix in (".keras", ".weights.h5"):
+            ours = cw.LSTM(4, widths, bidirectional=both)
+            load_lstm(ours, read_lstm(tmp_path / f"{name}{suffix}"))
+            expected = torch.tensor(np.load(tmp_path / f"{name}.npy"))
+            torch.testing.assert_close(ours(x)[0].transpose(0, 1).detach(), expected, rtol=1e-5, atol=1e-6)  # float32
