@@ -352,7 +352,11 @@ def test_predict(install: Install) -> None:
         call("predict", "r", "in.jsonl", "-o", "out.jsonl", "--prompt", "The", "--tokens", "5", "--temperature", "0", "--seed", "3")[0] == 0
     )
     files = (Path("r"), Path("in.jsonl"), Path("out.jsonl"))
-    assert seen == {"files": files, "prompt": "The", "tokens": 5, "temperature": 0.0, "seed": 3, "device": "auto"}
+    asked = {"prompt": "The", "tokens": 5, "temperature": 0.0, "seed": 3, "device": "auto"}
+    assert seen == {"files": files, **asked, "top_k": None, "top_p": None, "keep": (), "format": "auto", "as_csv": False}
+    assert call("predict", "r", "-", "-o", "-", "--keep", "id", "--keep", "label=truth", "--top-k", "5", "--top-p", "0.9", "--csv")[0] == 0
+    assert seen["files"] == (Path("r"), "-", None)
+    assert (seen["keep"], seen["top_k"], seen["top_p"], seen["as_csv"]) == (("id", "label=truth"), 5, 0.9, True)
 
 
 def test_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

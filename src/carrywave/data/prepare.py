@@ -15,7 +15,7 @@ from carrywave.data import examples, holdout
 from carrywave.data.codec import Codec
 from carrywave.data.files import cache, hashes
 from carrywave.data.files.arrays import MemoryAppender, NewArray
-from carrywave.data.files.rows import open_rows
+from carrywave.data.files.rows import Rows, open_rows
 from carrywave.data.files.source import Source, find, not_utf8
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
@@ -135,6 +135,14 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     small = source.path is None or source.path.stat().st_size <= SMALL_BYTES
     entry = build(MemoryAppender) if small else cache.fetch(place, key, build)
     return replace(entry.parts[part], notes=entry.notes, fingerprint=f"{key}:{part}")
+
+
+def rows_of_file(path: str, spec: Spec, *, part: str = "data", as_text: tuple[str, ...] = ()) -> Rows:
+    """Return the rows of a file to predict from, whose labels may be missing; columns of `as_text` stay text in CSV."""
+    place = cache.folder(spec.data.cache)
+    source = find(path, field=part, format=spec.data.format, any_bytes=_reads_bytes(spec), cache=place)
+    _check_format(source, spec, labelled=False)
+    return open_rows(source, numeric_label=False, as_text=as_text)
 
 
 def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:

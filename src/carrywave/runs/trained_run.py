@@ -51,10 +51,13 @@ class Saved:
     given_codec: bool  # from the run whose weights it started from; otherwise it built its own
 
 
-def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = None, *, world: World | None = None) -> Saved:
+def open_run(
+    path: Path | str, device: str = "auto", model: nn.Module | None = None, *, world: World | None = None, whole_for: str | None = None
+) -> Saved:
     """The best weights of a run, in the model of its spec, or in `model` if the run was trained with the user's own modules.
 
-    With other workers in `world`, each holds a part: stages as in training if their number allows it, else replicas.
+    With other workers in `world`, each holds a part: stages as in training if their number allows it, else replicas. Of a run whose task
+    is `whole_for`, every worker is a replica.
     """
     run = Run.open(folder_of(path))
     spec = load_own(run.path / "spec.yaml")
@@ -68,6 +71,8 @@ def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = N
             f"model=..., or load {run.weights} into it"
         )
     task, asked = Task(spec, codec, facts, scale), _asked_of(run, spec)
+    if spec.task == whole_for:
+        asked = asked.model_copy(update={"stages": 1, "cuts": None})
     world = world or World.alone(pick_device(device))
     configure(spec.train.precision)
     if model is None:

@@ -146,10 +146,11 @@ class CsvRows(_TableRows):
 
     numeric_label: bool
     join: bool = True
+    as_text: tuple[str, ...] = ()  # further columns that stay strings
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         # Read both columns as strings: inferring types from the first block would turn "007" into 7 and could be wrong for the next.
-        types = {"text": pa.string(), "label": pa.string()}
+        types = {"text": pa.string(), "label": pa.string()} | dict.fromkeys(self.as_text, pa.string())
         delimiter = self.source.separator()
         self.source.check_utf8()
         check_quotes(self.source, delimiter)
@@ -164,7 +165,7 @@ class CsvRows(_TableRows):
             for number, row in _batches(iter(reader), self.source):
                 if self.numeric_label and "label" in row:
                     row["label"] = self._number(number, row["label"])
-                elif not (row.get("label") or "").strip():
+                elif not (row.get("label") or "").strip() and "label" not in self.as_text:
                     row.pop("label", None)  # an empty cell means no label, and is not a class
                 yield number, row
 
@@ -192,14 +193,14 @@ def _batches(batches: Iterator[Any], source: Source) -> Iterator[tuple[int, Row]
             yield number, row
 
 
-def open_rows(source: Source, *, numeric_label: bool) -> Rows:
-    """Open a file as rows, according to its format."""
+def open_rows(source: Source, *, numeric_label: bool, as_text: tuple[str, ...] = ()) -> Rows:
+    """Open a file as rows, according to its format; columns of `as_text` stay text in CSV: 007 is not 7."""
     if source.format == "jsonl":
         return JsonRows(source)
     if source.format == "parquet":
         return ParquetRows(source)
     if source.format == "csv":
-        return CsvRows(source, numeric_label)
+        return CsvRows(source, numeric_label, as_text=as_text)
     return LineRows(source)
 
 
