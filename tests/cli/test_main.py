@@ -329,10 +329,13 @@ def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: 
 def test_evaluate(install: Install, tmp_path: Path) -> None:
     seen: list[object] = []
 
-    def evaluate_run(run: Path, data: Path | None, device: str, note: Callable[[str], None]) -> dict[str, object]:
+    def evaluate_run(
+        run: Path, data: Path | None, device: str, top_k: list[int], confusion: bool, note: Callable[[str], None]
+    ) -> dict[str, object]:
         note("odd")
-        seen.extend((run, data, device))
-        return {"split": "test", "loss": 0.25, "accuracy": 0.975}
+        seen.extend((run, data, device, top_k))
+        matrix = {"confusion": {"labels": ["a[b]", "c", "never"], "counts": [[3, 1, 0], [0, 2, 0], [0, 0, 0]]}}
+        return {"split": "test", "loss": 0.25, "accuracy": 0.975} | (matrix if confusion else {})
 
     install("carrywave.runs.trained_run", evaluate_run=evaluate_run)
     rows = tmp_path / "rows.json"
@@ -341,8 +344,16 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
         "test: loss 0.2500  accuracy 0.9750\n",
         "carrywave: odd\n",
     )
-    assert seen == [Path("r"), Path("d.jsonl"), "auto"]
+    assert seen == [Path("r"), Path("d.jsonl"), "auto", []]
     assert json.loads(rows.read_text()) == [{"split": "test", "loss": 0.25, "accuracy": 0.975}]
+    code, out, _ = call("evaluate", "r", "--top-k", "3,5", "--confusion", "--json", str(rows))
+    assert (code, seen[-1]) == (0, [3, 5])
+    shown = [line.replace("│", " ").replace("┃", " ").split() for line in out.splitlines()]
+    assert ["a[b]", "3", "1"] in shown
+    assert ["c", "0", "2"] in shown
+    assert not any("never" in line for line in shown)
+    assert json.loads(rows.read_text())[0]["confusion"]["counts"][0] == [3, 1, 0]
+    assert call("evaluate", "r", "--top-k", "many")[2] == "carrywave: --top-k many is not a list of whole numbers; write it as in 4,8,16\n"
 
 
 def test_predict(install: Install) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from carrywave import __version__
 from carrywave.cli import doctor as examining
@@ -29,7 +30,7 @@ from carrywave.cli.options import (
     plain,
     spec_and_overrides,
 )
-from carrywave.cli.show import PlainWatcher, Recorder, row_line, table_of, watcher_for
+from carrywave.cli.show import PlainWatcher, Recorder, confusion_table, row_line, table_of, watcher_for
 from carrywave.cli.workers import (
     DevicesOption,
     Elastic,
@@ -175,18 +176,29 @@ def evaluate(
     ] = None,
     device: DeviceOption = Device.auto,
     devices: FewDevicesOption = None,
+    top_k: Annotated[
+        str | None, typer.Option("--top-k", metavar="K,K", help="Labels: also how often the target is among the K most likely.")
+    ] = None,
+    confusion: Annotated[bool, typer.Option("--confusion", help="Labels: also the confusion matrix.")] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Evaluate the best weights of a run."""
     output_file.check(json_file)
+    tops = _numbers("--top-k", top_k) if top_k else []
     start_workers(devices, device.value)
     with leaving_at_once():
+        from carrywave.runs.rows.standard_input import data_on_all
         from carrywave.runs.trained_run import evaluate_run
         from carrywave.tasks.doubts import worse_than_naive
 
-    row = evaluate_run(_place(run), None if data is None else _file(data), device.value, note=note)
+    with data_on_all(data, _place(run), device.value) as found:
+        given = found if data == "-" else None if data is None else _file(data)
+        row = evaluate_run(_place(run), given, device.value, top_k=tops, confusion=confusion, note=note)
     if is_first():
-        typer.echo(printable(row_line(row)))
+        shown = {name: value for name, value in row.items() if name != "confusion"}
+        typer.echo(printable(row_line(shown)))
+        if confusion:
+            _print(confusion_table(row["confusion"]))
         if (verdict := worse_than_naive(row)) is not None:
             typer.echo(verdict)
     _write_rows(json_file, [row])
@@ -316,10 +328,14 @@ def bench(
     if unknown := [option for option in asked if option not in known]:
         raise UserError(f"bench {name} has no --{unknown[0].replace('_', '-')}; remove it")
     found: list[dict[str, object]] = run(quick=quick, **asked)
+    _print(table_of(f"bench {name}", found))
+    _write_rows(json_file, found)
+
+
+def _print(table: Table) -> None:
     console = Console()
     # A file or pipe has no width, so use one wide enough that rows are not wrapped.
-    (console if console.is_terminal else Console(width=240)).print(table_of(f"bench {name}", found))
-    _write_rows(json_file, found)
+    (console if console.is_terminal else Console(width=240)).print(table)
 
 
 def _numbers(option: str, text: str) -> list[int]:

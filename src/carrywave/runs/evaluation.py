@@ -53,17 +53,20 @@ def evaluate(
     stage: Stage | Whole | None = None,
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
+    tops: Sequence[int] = (),
+    look: Callable[[Metric], None] | None = None,
 ) -> dict[str, float]:
     """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
 
-    `capture` keeps CUDA graphs from one evaluation of a model to the next.
+    `capture` keeps CUDA graphs from one evaluation of a model to the next. `tops` as in `metrics.for_task`; `look` is shown the metric over
+    all workers.
     """
     device = mesh.device
     shards = own_shards(mesh) if task.spec.train.reproducible else None
     if shards is not None:
         settle(device)
     places, own = (1, range(1)) if shards is None else (SHARDS, shards)
-    judges = {shard: _Judge(task.meter(device, part) if model.has_output else None) for shard in own}
+    judges = {shard: _Judge(task.meter(device, part, tops) if model.has_output else None) for shard in own}
     watched = any(judge.meter is not None for judge in judges.values())
     sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
     observers = {shard: judge.of for shard, judge in judges.items()} if watched else {}
@@ -77,7 +80,10 @@ def evaluate(
     metrics: dict[str, float] = {}
     meters = {shard: judge.meter for shard, judge in judges.items() if judge.meter is not None}
     if meters and not unfit:
-        metrics = _joined(meters, places, mesh).values()
+        joined = _joined(meters, places, mesh)
+        metrics = joined.values()
+        if look is not None:
+            look(joined)
     loss = loss_sum / count
     return {"loss": loss} | task.derived(loss) | metrics | part.baseline
 

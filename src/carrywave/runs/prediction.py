@@ -6,6 +6,8 @@ must be sorted by time. Rank 0 reads and writes, all workers compute.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -127,7 +129,7 @@ def predict_run(
             yield write
             written = writer.rows
         if writer.gone and world.size == 1:
-            raise BrokenPipeError
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     note = lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr)  # noqa: E731
     asked = _Asked(path, input, prompt, tokens, Sampling(temperature, top_k, top_p, seed), keep, format, note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from carrywave.data.codec import Codec
 from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.python_inputs import file_of, read_python
-from carrywave.errors import DataError, RunError, option
+from carrywave.errors import DataError, RunError, UserError, option
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.model.parameter_placement import hold
@@ -35,6 +35,7 @@ from carrywave.spec.load import load_own
 from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.step.precision import configure, parameter_dtype
 from carrywave.tasks.changes import Changes
+from carrywave.tasks.metrics import Confusion, Metric
 from carrywave.tasks.task import POOLED, Part, Task
 
 
@@ -173,22 +174,46 @@ def evaluate_run(
     device: str = "auto",
     *,
     model: nn.Module | None = None,
+    top_k: Sequence[int] = (),
+    confusion: bool = False,
     note: Callable[[str], None] | None = None,
 ) -> dict[str, object]:
     """Loss and metrics of the best weights, on a file or an object as `fit` accepts them, or on the run's own test (or else valid) file.
+
+    For labels, `top_k=(3, 5)` adds how often the target is among the 3 and 5 likeliest (`top_3_accuracy`), and `confusion=True` a
+    confusion matrix: `{"labels": […], "counts": […]}`, where row i counts the predictions for targets of label i.
 
     Under a launcher, each worker evaluates its part, and all return the same. Oddities in the data are warnings, or lines for `note`.
     """
     world = join(device)
     with raise_on_all(world, patient=True):
         saved = open_run(path, device, model, world=world)
+        tops = _tops(saved, top_k, confusion)
         part = _part(saved, data)
     if world.rank == 0:
         for line in part.notes:
             (note or warn)(line)
-    values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage)
+    counts: list[list[list[int]]] = []
+
+    def look(metric: Metric) -> None:
+        if isinstance(metric, Confusion):
+            counts.append(metric.counts_KK.tolist())
+
+    values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, tops=tops, look=look if confusion else None)
     leave(world)
-    return {"split": part.name, **values}
+    matrix = {"confusion": {"labels": list(saved.task.codec.labels), "counts": counts[0]}} if counts else {}
+    return {"split": part.name, **values, **matrix}
+
+
+def _tops(saved: Saved, top_k: Sequence[int], confusion: bool) -> tuple[int, ...]:
+    task, classes = saved.spec.task, len(saved.task.codec.labels)
+    for wanted, name in ((bool(top_k), "top-k"), (confusion, "confusion")):
+        if wanted and not classes:
+            raise UserError(f"{option(name)} is for labels, but {saved.run.path} is a {task} model; remove it")
+    for top in top_k:
+        if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= classes:
+            raise UserError(f"{option('top-k')} {top} is not between 1 and {classes}, the number of classes; change it")
+    return tuple(dict.fromkeys(top_k))
 
 
 def warn(line: str) -> None:

@@ -39,18 +39,24 @@ class Metric(Protocol):
 
 
 def for_task(
-    spec: Spec, facts: DataFacts, device: torch.device | str = "cpu", change_SC: Tensor | None = None, unit_C: Tensor | None = None
+    spec: Spec,
+    facts: DataFacts,
+    device: torch.device | str = "cpu",
+    change_SC: Tensor | None = None,
+    unit_C: Tensor | None = None,
+    tops: Sequence[int] = (),
 ) -> Metric | None:
     """Return the metric of a spec's task; None for language models, whose metrics follow from the loss (see `language`).
 
     Forecasts are scored in standardised units, as they are trained, so that columns with different units weigh the same;
-    regression in the units of the data, where `unit_C` is the size of one standardised unit.
+    regression in the units of the data, where `unit_C` is the size of one standardised unit. With classes, `tops` are the numbers of
+    likeliest ones of which one must be right.
     """
     match spec.task:
         case "language":
             return None
         case "classification" | "tagging":
-            return Confusion(len(facts.labels), device)
+            return Confusion(len(facts.labels), device, tops)
         case "forecasting":
             return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device)
         case "regression":
@@ -64,10 +70,12 @@ def language(loss: float) -> dict[str, float]:
 
 
 class Confusion:
-    """Accuracy and macro F1, from a confusion matrix."""
+    """Accuracy and macro F1, from a confusion matrix; how often the target is among the `tops` likeliest classes, for each of `tops`."""
 
-    def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, classes: int, device: torch.device | str = "cpu", tops: Sequence[int] = ()) -> None:
         self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # [target, prediction]
+        self.tops = tuple(tops)
+        self.hits_N = torch.zeros(len(self.tops), dtype=torch.int64, device=device)
 
     def fits(self, out: object, target: Tensor) -> bool:
         """True if there is one logit per class."""
@@ -80,22 +88,37 @@ class Confusion:
         place = (target * self.counts_KK.shape[0] + out.argmax(-1)).reshape(-1)
         # Ignored targets add zero to the first cell: selecting the others would synchronise with the device to learn their number.
         self.counts_KK.view(-1).scatter_add_(0, torch.where(real, place, 0), real.to(torch.int64))
+        for number, top in enumerate(self.tops):
+            self.hits_N[number] += ((_rank(out, target) < top).reshape(-1) & real).sum()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
-        return {"confusion": self.counts_KK}
+        return {"confusion": self.counts_KK} | ({"top_hits": self.hits_N} if self.tops else {})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the sums from a snapshot."""
         _take(self.tensors(), tensors)
 
     def values(self) -> dict[str, float]:
-        """Return accuracy, and F1 averaged over the classes that occur as a target or a prediction."""
+        """Return accuracy, F1 averaged over the classes that occur as a target or a prediction, and the accuracies of `tops`."""
         counts_KK = self.counts_KK.cpu().to(torch.float64)
         hits_K = counts_KK.diagonal()
         occurrences_K = counts_KK.sum(0) + counts_KK.sum(1)
         f1_K = (2.0 * hits_K / occurrences_K)[occurrences_K > 0]
-        return {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
+        found = {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
+        shares = [_ratio(hits, counts_KK.sum()) for hits in self.hits_N]
+        return found | {f"top_{top}_accuracy": share for top, share in zip(self.tops, shares, strict=True)}
+
+
+def _rank(out: Tensor, target: Tensor) -> Tensor:
+    """How many classes come before the target: those of a larger logit, and of equal ones those with a lower number.
+
+    Counted from behind, so that a target whose logit is NaN comes last.
+    """
+    place = target.clamp(min=0).unsqueeze(-1)
+    own = out.gather(-1, place)
+    later = torch.arange(out.shape[-1], device=out.device) > place
+    return out.shape[-1] - 1 - ((out < own) | ((out == own) & later)).sum(-1)
 
 
 class Errors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -201,11 +202,11 @@ class Task:
         tokens = list(self.codec.vocabulary)
         load_pretrained(path, tokens if encoder.rows is None else tokens[encoder.rows.low : encoder.rows.high], encoder.weight)
 
-    def meter(self, device: torch.device, part: Part) -> metrics.Metric | None:
-        """Create an empty metric for one pass over a part."""
+    def meter(self, device: torch.device, part: Part, tops: Sequence[int] = ()) -> metrics.Metric | None:
+        """Create an empty metric for one pass over a part; `tops` as in `metrics.for_task`."""
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit = torch.tensor(self.codec.target_std, dtype=torch.float64) if self.spec.task == "regression" else None
-        return metrics.for_task(self.spec, self.facts, device, change, unit)
+        return metrics.for_task(self.spec, self.facts, device, change, unit, tops)
 
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""

@@ -71,9 +71,7 @@ def flattened(row: Row) -> Row:
             for label, share in value.items():
                 column = f"probability_{label}"
                 if column in row:
-                    raise UserError(
-                        f"two columns are named {column}: a class's probability and a field of the input; keep it by another name"
-                    )
+                    raise UserError(f"a kept field is named {column}, like the probability of a class; keep it as COLUMN=NAME instead")
                 flat[column] = share
         else:
             flat[name] = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,10 @@ from typing import Any
 from carrywave.data.files.source import FORMATS, Format, Source, not_utf8
 from carrywave.errors import DataError
 from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.world import all_gather_text, join, raise_on_all
+from carrywave.runs.remote_run import folder_of
+from carrywave.runs.run import Run
+from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
 
 DASH = "-"
@@ -65,6 +69,22 @@ def _format(head: bytes, spec: Spec) -> Format:
     suffixes = [] if spec.data.train is None else [FORMATS.get(suffix.lower()) for suffix in Path(spec.data.train).suffixes]
     of_train = next((kind for kind in reversed(suffixes) if kind is not None), None)
     return of_train if of_train in ("text", "csv") else "csv" if spec.task == "forecasting" else "jsonl"
+
+
+@contextmanager
+def data_on_all(data: str | None, run: Path | str, device: str) -> Iterator[Path | None]:
+    """Standard input, if that is the data, as a file that the workers of this host can read. Collective."""
+    if data != DASH:
+        yield None
+        return
+    world = join(device)
+    with ExitStack() as stack:
+        kept = ""
+        with raise_on_all(world, for_all_of_us=True, patient=True):
+            if world.rank == 0:
+                spec = load_own(Run.open(folder_of(run)).path / "spec.yaml")
+                kept = str(stack.enter_context(kept_in_a_file(open_stream(spec))))
+        yield Path(all_gather_text(world, kept)[0])
 
 
 @contextmanager
