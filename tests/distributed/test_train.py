@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, spec in (("language", language(folder)), ("classification", classification(folder))):
         train(parse(spec), run=folder / name, device="cpu")
     train(parse(classification(folder, bidirectional=True)), run=folder / "both", device="cpu")
-    (folder / "prompts.txt").write_text("the\nwave\n\nand\ncarry is\n")
+    (folder / "prompts.txt").write_text("the\nwave\nmoves\nand\ncarry is\n")
     (folder / "unknown.txt").write_text("the\n€\n")
     values = draw.normal(size=(2, 30)).cumsum(axis=1)
     rows = [f"{name},{day},{values[place, day]:.4f}" for place, name in enumerate("ab") for day in range(30 - 5 * place)]

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from carrywave import __version__
+from carrywave.cli import backtest as backtesting
 from carrywave.cli import doctor as examining
 from carrywave.cli import launch as launching
 from carrywave.cli import plan as planning
@@ -165,6 +166,7 @@ def _train(
 app.command(cls=Command)(with_exit_codes(planning.plan))
 app.command(cls=Command)(with_exit_codes(examining.doctor))
 app.command(cls=Command)(with_exit_codes(launching.launch))
+app.command(cls=Command)(with_exit_codes(backtesting.backtest))
 
 
 @app.command(cls=Command)

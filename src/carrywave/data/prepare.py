@@ -145,8 +145,8 @@ def rows_of_file(path: str, spec: Spec, *, part: str = "data", as_text: tuple[st
     return open_rows(source, numeric_label=False, as_text=as_text)
 
 
-def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:
-    """Return the series in a file, in their original units."""
+def table_of_file(path: str, codec: Codec | None, spec: Spec) -> Table:
+    """Return the series in a file, in their original units; read as the spec says or, given a codec, as the training data was."""
     place = cache.folder(spec.data.cache)
     return _table_opener(find(str(path), field="data", format=spec.data.format, cache=place), spec)(codec)
 
