@@ -67,4 +67,5 @@ def option(name: str, value: str | int | None = None) -> str:
         return f"--{name}" if value is None else f"--{name} {value}"
     if name == "resume":
         return "resume=True"
-    return f"{name}=..." if value is None else f"{name}={value!r}"
+    argument = name.replace("-", "_")
+    return f"{argument}=..." if value is None else f"{argument}={value!r}"

@@ -593,7 +593,7 @@ PREDICT: dict[str, tuple[list[str], str]] = {
     ),
     "unknown character": (["run", "--prompt", "cat?"], "the prompt: token '?' is not in the training vocabulary; train with"),
     "unknown in a file": (["run", "prompts.txt"], "prompts.txt:2: token '?' is not in the training vocabulary; train with"),
-    "no JSON": (["run", "prompts.jsonl"], "prompts.jsonl:2: not JSON ("),
+    "no JSON": (["run", "prompts.jsonl"], "prompts.jsonl:2: the line is not JSON ("),
     "no prompts": (["run", "empty.txt"], "empty.txt is empty; pass one prompt per line"),
     "both": (["run", "prompts.txt", "--prompt", "cat"], "--prompt and INPUT cannot be combined; pass only one of them"),
     "temperature": (["run", "--temperature", "nan"], "--temperature is nan; use a number >= 0"),
@@ -807,7 +807,7 @@ def test_no_room_for_the_cache(disk: Disk, work: Path) -> None:
 
 def test_no_room_for_predictions(run: Path, disk: Disk) -> None:
     write("out.jsonl", "old\n")
-    disk.full("out.jsonl")
+    disk.full(r"out.jsonl|/#\d+ \(deleted\)")  # it has no name yet
     message = f"out.jsonl could not be written: {FULL}; free disk space, or use another path"
     assert refused("predict", "run", "--prompt", "the", "-o", "out.jsonl") == message
 

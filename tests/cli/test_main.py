@@ -329,10 +329,13 @@ def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: 
 def test_evaluate(install: Install, tmp_path: Path) -> None:
     seen: list[object] = []
 
-    def evaluate_run(run: Path, data: Path | None, device: str, note: Callable[[str], None]) -> dict[str, object]:
+    def evaluate_run(
+        run: Path, data: Path | None, device: str, top_k: list[int], confusion: bool, note: Callable[[str], None]
+    ) -> dict[str, object]:
         note("odd")
-        seen.extend((run, data, device))
-        return {"split": "test", "loss": 0.25, "accuracy": 0.975}
+        seen.extend((run, data, device, top_k))
+        matrix = {"confusion": {"labels": ["a[b]", "c", "never"], "counts": [[3, 1, 0], [0, 2, 0], [0, 0, 0]]}}
+        return {"split": "test", "loss": 0.25, "accuracy": 0.975} | (matrix if confusion else {})
 
     install("carrywave.runs.trained_run", evaluate_run=evaluate_run)
     rows = tmp_path / "rows.json"
@@ -341,8 +344,16 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
         "test: loss 0.2500  accuracy 0.9750\n",
         "carrywave: odd\n",
     )
-    assert seen == [Path("r"), Path("d.jsonl"), "auto"]
+    assert seen == [Path("r"), Path("d.jsonl"), "auto", []]
     assert json.loads(rows.read_text()) == [{"split": "test", "loss": 0.25, "accuracy": 0.975}]
+    code, out, _ = call("evaluate", "r", "--top-k", "3,5", "--confusion", "--json", str(rows))
+    assert (code, seen[-1]) == (0, [3, 5])
+    shown = [line.replace("│", " ").replace("┃", " ").split() for line in out.splitlines()]
+    assert ["a[b]", "3", "1"] in shown
+    assert ["c", "0", "2"] in shown
+    assert not any("never" in line for line in shown)
+    assert json.loads(rows.read_text())[0]["confusion"]["counts"][0] == [3, 1, 0]
+    assert call("evaluate", "r", "--top-k", "many")[2] == "carrywave: --top-k many is not a list of whole numbers; write it as in 4,8,16\n"
 
 
 def test_predict(install: Install) -> None:
@@ -352,7 +363,11 @@ def test_predict(install: Install) -> None:
         call("predict", "r", "in.jsonl", "-o", "out.jsonl", "--prompt", "The", "--tokens", "5", "--temperature", "0", "--seed", "3")[0] == 0
     )
     files = (Path("r"), Path("in.jsonl"), Path("out.jsonl"))
-    assert seen == {"files": files, "prompt": "The", "tokens": 5, "temperature": 0.0, "seed": 3, "device": "auto"}
+    asked = {"prompt": "The", "tokens": 5, "temperature": 0.0, "seed": 3, "device": "auto"}
+    assert seen == {"files": files, **asked, "top_k": None, "top_p": None, "keep": (), "format": "auto", "as_csv": False}
+    assert call("predict", "r", "-", "-o", "-", "--keep", "id", "--keep", "label=truth", "--top-k", "5", "--top-p", "0.9", "--csv")[0] == 0
+    assert seen["files"] == (Path("r"), "-", None)
+    assert (seen["keep"], seen["top_k"], seen["top_p"], seen["as_csv"]) == (("id", "label=truth"), 5, 0.9, True)
 
 
 def test_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -45,6 +45,16 @@ def classification(folder: Path, plan: dict[str, Any] | None = None, **model: An
     }
 
 
+def forecasting(folder: Path) -> dict[str, Any]:
+    return {
+        "task": "forecasting",
+        "data": {"train": str(folder / "series.csv"), "horizon": 3, "quantiles": [0.1, 0.5, 0.9]},
+        "model": {"hidden": 4, "layers": 1},
+        "batch": {"lanes": 2, "steps": 7},
+        "train": {"precision": "fp64", "max_steps": 2},
+    }
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
@@ -57,6 +67,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, spec in (("language", language(folder)), ("classification", classification(folder))):
         train(parse(spec), run=folder / name, device="cpu")
     train(parse(classification(folder, bidirectional=True)), run=folder / "both", device="cpu")
+    (folder / "prompts.txt").write_text("the\nwave\nmoves\nand\ncarry is\n")
+    (folder / "unknown.txt").write_text("the\n€\n")
+    values = draw.normal(size=(2, 30)).cumsum(axis=1)
+    rows = [f"{name},{day},{values[place, day]:.4f}" for place, name in enumerate("ab") for day in range(30 - 5 * place)]
+    (folder / "series.csv").write_text("\n".join(["unique_id,ds,y", *rows]))
+    train(parse(forecasting(folder)), run=folder / "forecasting", device="cpu")
     return folder
 
 
@@ -168,7 +184,10 @@ EVALUATED = [
     {"evaluate": "language"},
     {"evaluate": "classification"},
     {"predict": "classification", "data": "test.jsonl"},
+    {"predict": "language", "data": "prompts.txt"},
     {"predict": "language", "data": "text.txt"},
+    {"predict": "forecasting", "data": "series.csv"},
+    {"predict": "language", "data": "unknown.txt"},
 ]
 
 
@@ -249,7 +268,19 @@ def test_evaluation_and_prediction_on_several_workers(folder: Path, told_by_thre
     assert [row["label"] for row in told[0][2]["rows"]] == [row["label"] for row in wanted_rows]
     assert [row["probability"] for row in told[0][2]["rows"]] == pytest.approx([row["probability"] for row in wanted_rows], abs=1e-6)
     assert told[1][2]["rows"] == []  # rank 0 has them all
-    assert all("continued token by token, on one device; start one worker instead of 3" in each[3]["error"] for each in told)
+    # Prompts do not divide evenly; there is one; there are fewer series than workers. Draws are keyed by the prompt, not by the worker.
+    for number in (3, 4):
+        assert told[0][number]["rows"] == predict(folder / "language", folder / EVALUATED[number]["data"], device="cpu")
+    assert len({row["continuation"] for row in told[0][3]["rows"]}) == 5
+    wanted_rows = predict(folder / "forecasting", folder / "series.csv", device="cpu")
+    assert len(wanted_rows) == 2 * 3
+    for row, expected in zip(told[0][5]["rows"], wanted_rows, strict=True):
+        assert row.keys() == expected.keys()
+        # Outputs come as float32 from float64.
+        assert all(row[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value) for key, value in expected.items())
+    # Rank 0 alone reads, and all say what is wrong.
+    assert {each[6]["error"] for each in told} == {told[0][6]["error"]}
+    assert "unknown.txt:2: token '€' is not in the training vocabulary" in told[0][6]["error"]
 
 
 def test_mistakes_are_met_by_all_workers_at_once(folder: Path, told_by_three: list[list[dict[str, Any]]]) -> None:

@@ -104,3 +104,34 @@ def test_standard_output_by_name_goes_on_where_it_is(tmp_path: Path) -> None:
 def test_half_a_pair_of_surrogates_stays_json(tmp_path: Path) -> None:
     output_file.write(tmp_path / "x", '"\ud83d"')
     assert (tmp_path / "x").read_bytes() == b'"\\ud83d"'
+
+
+def _half_way(fault: type[BaseException]) -> str:
+    raise fault
+
+
+def test_a_file_written_piece_by_piece_appears_when_it_is_complete(tmp_path: Path) -> None:
+    file = tmp_path / "out"
+    file.write_text("old")
+    with output_file.OutputFile(file) as out:
+        out.write("one ")
+        assert file.read_text() == "old"
+        out.write("two")
+    assert file.read_text() == "one two"
+    for fault in (KeyboardInterrupt, ValueError):
+        with pytest.raises(fault), output_file.OutputFile(file) as out:
+            out.write(_half_way(fault))
+    assert (file.read_text(), names(tmp_path)) == ("one two", ["out"])
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_where_files_cannot_be_nameless_they_have_a_name_of_their_own_for_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: bool
+) -> None:
+    if without:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    with output_file.OutputFile(tmp_path / "out") as out:
+        out.write("x")
+        # Killed here, a nameless file would be gone.
+        assert len(names(tmp_path)) == (1 if without else 0)
+    assert (names(tmp_path), (tmp_path / "out").read_text()) == (["out"], "x")

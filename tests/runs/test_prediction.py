@@ -14,10 +14,19 @@ import torch
 
 import carrywave as cw
 from carrywave.errors import UserError
-from carrywave.runs.prediction import predict_run
+from carrywave.runs import prediction
 from carrywave.runs.trained_run import evaluate_run, open_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
+
+
+def predict_run(run: Path, given: Path | None = None, output: Path | None = None, **how: Any) -> list[dict[str, Any]]:
+    """The rows; those that are written to a file are the same."""
+    if output is None:
+        return cw.predict(run, given, **how)
+    rows = cw.predict(run, given, note=lambda _: None, **how)
+    assert prediction.predict_run(run, given, output, **how) == len(rows)
+    return rows
 
 
 def lines(path: Path, rows: list[dict[str, Any]]) -> Path:

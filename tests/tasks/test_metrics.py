@@ -199,3 +199,17 @@ def test_updates_do_not_wait_for_the_device(quantiles: tuple[float, ...] | None)
     here.update(logits, tags)
     assert errors.values() == pytest.approx(there.values(), rel=1e-13)  # float64, summed in another order
     assert confusion.values() == here.values()
+
+
+def test_the_target_is_among_the_likeliest() -> None:
+    meter = Confusion(4, tops=(1, 2, 3))
+    out = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.5, 0.5, 0.5, 0.1], [9.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0], [math.nan] * 4])
+    target = torch.tensor([1, 2, 1, -100, 0])  # first; third among equals; last; ignored; nothing can be said of NaN
+    meter.update(out[:3], target[:3])
+    other = Confusion(4, tops=(1, 2, 3))
+    other.update(out[3:], target[3:])
+    for name, tensor in meter.tensors().items():
+        tensor += other.tensors()[name]
+    values = meter.values()
+    assert [values[f"top_{top}_accuracy"] for top in (1, 2, 3)] == [1 / 4, 1 / 4, 2 / 4]
+    assert "top_hits" not in Confusion(4).tensors()  # a snapshot holds what it held before

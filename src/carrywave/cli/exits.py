@@ -55,7 +55,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, SIGUSR1 or SIGHUP arrived before the first step."""
+    """SIGTERM, SIGUSR1 or SIGHUP arrived before the first step, or during a command that takes none."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -88,6 +88,31 @@ def ending_in_order() -> Iterator[None]:
         code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is unchanged, at step {waiting}")
         _say(code, f"stopped by {asked} before the first step; {what}", asked)
         raise typer.Exit(code) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def ending_at_a_signal() -> Iterator[None]:
+    """End a command that keeps nothing for later at SIGTERM, SIGUSR1 or SIGHUP as at Ctrl-C, so that what it began is cleared away."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second signal: exit at once
+        raise Terminated(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in wanted((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))}
+    try:
+        yield
+    except Terminated as asked:
+        let_go_of_terminal()
+        if launched():  # the launcher that sent the signal expects it to end this worker
+            signal.raise_signal(asked.code - 128)
+        _say(asked.code, f"stopped by {asked}; nothing was written")
+        raise typer.Exit(asked.code) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -12,18 +12,21 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from carrywave import __version__
+from carrywave.cli import backtest as backtesting
 from carrywave.cli import doctor as examining
 from carrywave.cli import export as exporting
 from carrywave.cli import launch as launching
 from carrywave.cli import plan as planning
-from carrywave.cli.exits import ending_in_order, leaving_at_once, with_exit_codes
+from carrywave.cli.exits import ending_at_a_signal, ending_in_order, leaving_at_once, with_exit_codes
 from carrywave.cli.options import (
     Command,
     Device,
     DeviceOption,
     Group,
+    InputFormat,
     JsonOption,
     note,
     plain,
@@ -53,7 +56,7 @@ from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
 from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
-from carrywave.runs.display import PlainWatcher, Recorder, row_line, table_of, watcher_for
+from carrywave.runs.display import PlainWatcher, Recorder, confusion_table, row_line, table_of, watcher_for
 from carrywave.runs.watcher import Silent, printable
 from carrywave.spec.describe import schema as spec_schema
 from carrywave.spec.load import dump, load, parse, parse_yaml, read_values, with_overrides
@@ -178,6 +181,7 @@ app.command(cls=Command)(with_exit_codes(planning.plan))
 app.command(cls=Command)(with_exit_codes(examining.doctor))
 app.command(cls=Command)(with_exit_codes(launching.launch))
 app.command(cls=Command)(with_exit_codes(exporting.export))
+app.command(cls=Command)(with_exit_codes(backtesting.backtest))
 
 
 @app.command(cls=Command)
@@ -193,25 +197,35 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="WHAT",
-            help="Metrics by column, series or step (forecasting, in the units of the file), or by label or confusion; repeatable.",
+            help="Metrics by column, series or step (forecasting, in the units of the file), or by label; repeatable.",
         ),
     ] = None,
+    top_k: Annotated[
+        str | None, typer.Option("--top-k", metavar="K,K", help="Labels: also how often the target is among the K most likely.")
+    ] = None,
+    confusion: Annotated[bool, typer.Option("--confusion", help="Labels: also the confusion matrix.")] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Evaluate the best weights of a run."""
     output_file.check(json_file)
+    tops = _numbers("--top-k", top_k) if top_k else []
     start_workers(devices, device.value)
     with leaving_at_once():
+        from carrywave.runs.rows.standard_input import data_on_all
         from carrywave.runs.trained_run import evaluate_run
         from carrywave.tasks.doubts import worse_than_naive
 
-    row = evaluate_run(_place(run), None if data is None else _file(data), device.value, note=note, by=by or ())
+    with data_on_all(data, _place(run), device.value) as found:
+        given = found if data == "-" else None if data is None else _file(data)
+        row = evaluate_run(_place(run), given, device.value, top_k=tops, confusion=confusion, note=note, by=by or ())
     told: dict[str, Any] = {name: row.pop(f"by_{name}") for name in dict.fromkeys(by or ()) if f"by_{name}" in row}
     if is_first():
-        typer.echo(printable(row_line(row)))
+        shown = {name: value for name, value in row.items() if name != "confusion"}
+        typer.echo(printable(row_line(shown)))
         for name, rows in told.items():
-            console = Console()
-            (console if console.is_terminal else Console(width=240)).print(table_of(f"by {name}", rows))
+            _print(table_of(f"by {name}", rows))
+        if confusion:
+            _print(confusion_table(row["confusion"]))
         if (verdict := worse_than_naive(row)) is not None:
             typer.echo(verdict)
     _write_rows(json_file, [row, *({"split": row["split"], "by": name, **each} for name, rows in told.items() for each in rows)])
@@ -222,12 +236,26 @@ def evaluate(
 def predict(
     run: RunArgument,
     input_file: Annotated[
-        str | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format of the training data.")
+        str | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format of the training data; - is standard input.")
     ] = None,
-    file: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Output file. Default: stdout.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Output file, .jsonl or .csv. Default: stdout, as JSON Lines.")
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="COLUMN[=NAME]", help="Carry a column of INPUT, such as an id, through to predictions; repeatable."),
+    ] = None,
+    input_format: Annotated[
+        InputFormat, typer.Option("--format", help="Format of INPUT; auto goes by its name or first bytes, or by the training data.")
+    ] = InputFormat.auto,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV whatever the name of the output file, also to stdout.")] = False,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Language models: text to continue.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Language models: number of tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(help="Language models: 0 picks the most likely token, 1 samples from the model.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, metavar="K", help="Language models: sample from the K most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Language models: sample from the fewest tokens that have probability P together.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Language models: random seed of the sampling.")] = 1,
     device: DeviceOption = Device.auto,
     devices: FewDevicesOption = None,
@@ -235,13 +263,31 @@ def predict(
     """Predict with the best weights of a run; a language model continues a prompt."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"--temperature is {temperature}; use a number >= 0")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"--top-p is {top_p}; use a probability above 0 and at most 1")
+    file = None if file == Path("-") else file
     output_file.check(file, wanted=True)
-    start_workers(devices, device.value)
-    with leaving_at_once():
-        from carrywave.runs.prediction import predict_run
+    with ending_at_a_signal():
+        start_workers(devices, device.value, direct_output=True)
+        with leaving_at_once():
+            from carrywave.runs.prediction import predict_run
 
-    given = None if input_file is None else _file(input_file)
-    predict_run(_place(run), given, file, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed, device=device.value)
+        given = input_file if input_file is None or input_file == "-" else _file(input_file)
+        predict_run(
+            _place(run),
+            given,
+            file,
+            prompt=prompt,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            keep=tuple(keep or ()),
+            format=input_format.value,
+            as_csv=as_csv,
+            device=device.value,
+        )
 
 
 @app.command(cls=Command)
@@ -309,10 +355,14 @@ def bench(
     if unknown := [option for option in asked if option not in known]:
         raise UserError(f"bench {name} has no --{unknown[0].replace('_', '-')}; remove it")
     found: list[dict[str, object]] = run(quick=quick, **asked)
+    _print(table_of(f"bench {name}", found))
+    _write_rows(json_file, found)
+
+
+def _print(table: Table) -> None:
     console = Console()
     # A file or pipe has no width, so use one wide enough that rows are not wrapped.
-    (console if console.is_terminal else Console(width=240)).print(table_of(f"bench {name}", found))
-    _write_rows(json_file, found)
+    (console if console.is_terminal else Console(width=240)).print(table)
 
 
 def _numbers(option: str, text: str) -> list[int]:

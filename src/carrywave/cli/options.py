@@ -25,6 +25,16 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class InputFormat(StrEnum):
+    """How a file is read."""
+
+    auto = "auto"
+    jsonl = "jsonl"
+    csv = "csv"
+    parquet = "parquet"
+    text = "text"
+
+
 class _Flags:
     """Help shows no metavar for flags, since they take no value."""
 

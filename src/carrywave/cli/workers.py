@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,13 +135,14 @@ def start_workers(
     where: Surroundings | None = None,
     elastic: Elastic | None = None,
     dry_run: bool = False,
+    direct_output: bool = False,
 ) -> int | None:
     """Start workers if several are needed and exit with their result; return only in a process that does the work itself.
 
     In a dry run nothing is started: the number of workers is returned, or None for one. Without a plan, one worker is the default. If
     GPUs are divided into shares, each worker has one, even a single worker; a command without a plan, only if `devices` is given.
     Without `elastic` dead workers are not restarted: such commands are short, and the user can run them again. Without `where` it is
-    found out, if there is a plan.
+    found out, if there is a plan. With `direct_output`, rank 0 writes its result to our standard output itself.
     """
     if devices is not None and devices < 1:
         raise PlanError(f"--devices is {devices}; use a number >= 1")
@@ -175,8 +178,21 @@ def start_workers(
         _check_shared(count, gpus)
     restarts = 0 if elastic is None else RESTARTS if elastic.restarts is None else elastic.restarts
     least = None if elastic is None else elastic.min_devices
-    end_as(start(script_command(), count, hosts=hosts, restarts=restarts, min_devices=least, shares=shares, say=note))
-    raise typer.Exit
+    end_as(
+        start(
+            script_command(), count, hosts=hosts, restarts=restarts, min_devices=least, shares=shares, direct_output=direct_output, say=note
+        )
+    )
+    raise typer.Exit(1 if direct_output and _nobody_reads() else 0)
+
+
+def _nobody_reads() -> bool:
+    """True if standard output is a pipe whose other end is closed: what a single process learns when it writes."""
+    if sys.stdout is None:
+        return False
+    watch = select.poll()
+    watch.register(1, 0)
+    return any(events & select.POLLERR for _, events in watch.poll(0))
 
 
 def start_on_ray(devices: int | None, device: str, plan: PlanSpec, elastic: Elastic) -> None:

@@ -151,8 +151,16 @@ def read(path: str, codec: Codec, spec: Spec, *, labelled: bool = True, part: st
     return replace(entry.parts[part], notes=entry.notes, fingerprint=f"{key}:{part}")
 
 
-def table_of_file(path: str, codec: Codec, spec: Spec) -> Table:
-    """Return the series in a file, in their original units."""
+def rows_of_file(path: str, spec: Spec, *, part: str = "data", as_text: tuple[str, ...] = ()) -> Rows:
+    """Return the rows of a file to predict from, whose labels may be missing; columns of `as_text` stay text in CSV."""
+    place = cache.folder(spec.data.cache)
+    source = _find(path, part, spec, place)
+    _check_format(source, spec, labelled=False)
+    return open_rows(source, numeric_label=False, data=spec.data, labelled=False, as_text=as_text)
+
+
+def table_of_file(path: str, codec: Codec | None, spec: Spec) -> Table:
+    """Return the series in a file, in their original units; read as the spec says or, given a codec, as the training data was."""
     place = cache.folder(spec.data.cache)
     return _table_opener(_find(str(path), "data", spec, place), spec)(codec)
 

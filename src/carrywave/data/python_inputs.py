@@ -26,7 +26,7 @@ from carrywave.data.files.remote import is_address
 from carrywave.data.files.rows import BATCH_ROWS, Row, Rows, renamed
 from carrywave.data.files.source import COMPRESSIONS, FORMATS
 from carrywave.data.holdout import held_out
-from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, key_of, prepare, read, table_of_file
+from carrywave.data.prepare import Prepared, bundle, check_codec, check_spec, hold_out, key_of, prepare, read, rows_of_file, table_of_file
 from carrywave.data.sequences import Sequences
 from carrywave.data.tables import series
 from carrywave.data.tables.columns import ColumnChoice
@@ -88,6 +88,12 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
         join = spec.task == "language" and spec.streams and rows.join
         found = examples.encode(rows, codec, MemoryAppender, labelled=labelled, join=join)
     return replace(found, fingerprint=_fingerprint({part: found}, codec))
+
+
+def rows_for(data: Any, spec: Spec, *, part: str = "data", as_text: tuple[str, ...] = ()) -> Rows:
+    """Return the rows of a file or an object, to be read one at a time without their labels; columns of `as_text` stay text in CSV."""
+    file = file_of(data, spec)
+    return _rows(data, part, spec) if file is None else rows_of_file(file, spec, part=part, as_text=as_text)
 
 
 def series_of(data: Any, codec: Codec, spec: Spec) -> Table:
@@ -288,6 +294,8 @@ def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], 
 
     def open_table(codec: Codec | None) -> Table:
         choice = ColumnChoice.of(spec.data, codec)
+        if isinstance(data, Table):  # read already, as a whole
+            return series.choose_columns(data, choice)
         frame = as_table(data, part)
         if frame is not None:
             return arrange(frame.table, part, choice, index=frame.index)

@@ -52,6 +52,7 @@ def start(
     restarts: int = 0,
     min_devices: int | None = None,
     shares: int = 1,
+    direct_output: bool = False,
     say: Callable[[str], None] | None = None,
     attend: Callable[[WorkerGroup, Path, Signals], AttemptOutcome] = supervise,
 ) -> Ended:
@@ -59,7 +60,8 @@ def start(
 
     If one dies, all are restarted, up to `restarts` times without progress; with `min_devices` below `devices`, also with fewer workers.
     With several hosts, those of all hosts are, and `min_devices` counts the workers of all of them. With `shares` above 1 each GPU is
-    divided among so many workers. `attend` runs one attempt, if not on this host then elsewhere.
+    divided among so many workers. With `direct_output`, rank 0 writes to our standard output itself. `attend` runs one
+    attempt, if not on this host then elsewhere.
     """
     say = say or _say
     if shares > 1:
@@ -79,7 +81,7 @@ def start(
         while True:
             shared = launch | {launch_record.ATTEMPT: str(number)} | ({launch_record.FEWER: "1"} if policy.fewer else {})
             folder = Path(place) / f"attempt-{number}"
-            crew = _crew(command, [each.device for each in policy.places], shared, folder)
+            crew = _crew(command, [each.device for each in policy.places], shared, folder, direct_output)
             outcome = attend(crew, folder, signals)
             # A worker that dies early has not reported its run; the previous attempt did.
             outcome = replace(outcome, run=outcome.run or run)
@@ -139,8 +141,8 @@ def _say(line: str) -> None:
     print(f"{shown}carrywave: {line}", file=sys.stderr, flush=True)
 
 
-def _crew(command: Sequence[str], devices: Sequence[int], shared: dict[str, str], folder: Path) -> WorkerGroup:
+def _crew(command: Sequence[str], devices: Sequence[int], shared: dict[str, str], folder: Path, direct: bool) -> WorkerGroup:
     shared["CARRYWAVE_STORE"] = str(folder / "store")
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     shared |= {name: loopback for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
-    return WorkerGroup(command, *of_workers(devices, shared, first=0, size=len(devices)), len(devices))
+    return WorkerGroup(command, *of_workers(devices, shared, first=0, size=len(devices)), len(devices), direct)

@@ -66,6 +66,7 @@ class WorkerGroup:
     shared: Mapping[str, str]
     own: Mapping[int, Mapping[str, str]]  # by rank
     size: int
+    direct_output: bool = False  # rank 0 inherits standard output
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def supervise(
     told, beats = folder / "causes", folder / "beats"
     for made in (told, beats):
         made.mkdir(parents=True)
-    outputs = Outputs(folder / "logs")
+    outputs = Outputs(folder / "logs", direct=crew.direct_output)
     shared = {**crew.shared, exit_reports.FOLDER: str(told), heartbeat.FOLDER: str(beats), "CARRYWAVE_PARENT": str(os.getpid())}
     workers: dict[int, subprocess.Popen[bytes]] = {}
     try:

@@ -24,16 +24,17 @@ SHOWN_BYTES = 4000  # of the stderr of a worker that reported nothing else
 class Outputs:
     """The output of one attempt's workers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, direct: bool = False) -> None:
         self.folder = folder
+        self._direct = direct  # rank 0 writes its result to our standard output itself, and finds out if nobody reads it
         folder.mkdir(parents=True)
         self._shown: list[tuple[int, IO[bytes]]] = []  # a descriptor to forward to, and a log file read up to what was forwarded
         self._handles: list[int] = []
 
     def of(self, rank: int) -> tuple[int | None, int]:
         """File descriptors for a worker's stdout (None: inherit ours) and stderr."""
-        to_terminal = rank == 0 and os.isatty(OUT)  # a live display needs the terminal itself
-        return None if to_terminal else self._open(f"rank-{rank}.out", OUT), self._open(f"rank-{rank}.log", ERR if rank == 0 else None)
+        inherited = rank == 0 and (self._direct or os.isatty(OUT))  # a live display needs the terminal itself
+        return None if inherited else self._open(f"rank-{rank}.out", OUT), self._open(f"rank-{rank}.log", ERR if rank == 0 else None)
 
     def _open(self, name: str, shown: int | None) -> int:
         path = self.folder / name

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -233,4 +234,20 @@ def table_of(title: str, rows: list[dict[str, object]]) -> Table:
     for row in rows:
         # As text, not markup: a name from the data may have brackets.
         table.add_row(*(Text(printable(figure(row[name]))) if name in row else "" for name in columns))
+    return table
+
+
+def confusion_table(confusion: object) -> Table:
+    """A confusion matrix: a row for each label that is a target, a column for each that is predicted, as far as they occur."""
+    if not isinstance(confusion, dict):
+        raise TypeError(f"a confusion matrix has labels and counts, got {type(confusion).__name__}")
+    labels, counts = confusion["labels"], confusion["counts"]
+    predicted = [place for place in range(len(labels)) if any(row[place] for row in counts)]
+    table = Table(title="confusion: targets in rows, predictions in columns")
+    table.add_column("")
+    for place in predicted:
+        table.add_column(escape(printable(labels[place])), justify="right", overflow="fold")
+    for label, row in zip(labels, counts, strict=True):
+        if any(row):
+            table.add_row(escape(printable(label)), *(str(row[place]) for place in predicted))
     return table

@@ -62,10 +62,13 @@ def evaluate(
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
     details: Details | None = None,
+    tops: Sequence[int] = (),
+    look: Callable[[Metric], None] | None = None,
 ) -> dict[str, float]:
     """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
 
-    `capture` keeps CUDA graphs from one evaluation of a model to the next. `details` gets the metrics by what it asks for.
+    `capture` keeps CUDA graphs from one evaluation of a model to the next. `details` gets the metrics by what it asks for. `tops` as in
+    `metrics.for_task`; `look` is shown the metric over all workers.
     """
     device = mesh.device
     shards = own_shards(mesh) if task.spec.train.reproducible else None
@@ -73,7 +76,7 @@ def evaluate(
         settle(device)
     by_series = details is not None and "series" in details.by
     places, own = (1, range(1)) if shards is None else (SHARDS, shards)
-    judges = {shard: _Judge(task.meter(device, part, by_series=by_series) if model.has_output else None) for shard in own}
+    judges = {shard: _Judge(task.meter(device, part, by_series=by_series, tops=tops) if model.has_output else None) for shard in own}
     watched = any(judge.meter is not None for judge in judges.values())
     sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
     observers = {shard: judge.of for shard, judge in judges.items()} if watched else {}
@@ -91,6 +94,8 @@ def evaluate(
         metrics = joined.values()
         if details is not None:
             details.rows.update({by: joined.rows(by) for by in details.by})
+        if look is not None:
+            look(joined)
     loss = loss_sum / count
     return {"loss": loss} | task.derived(loss) | metrics | part.baseline
 

@@ -1,7 +1,8 @@
 """Writes a command's output to a file that the user named: completely or not at all, and never to anything else.
 
-A regular file is replaced atomically, also behind a symbolic link, which stays; it keeps its permissions. Anything else (a device, a named
-pipe, `/dev/stdout`) is written in place. Torch-free.
+A regular file is replaced atomically, also behind a symbolic link, which stays; it keeps its permissions. While it is written it has no
+name at all, where the file system can do that, so a killed process leaves nothing behind. Anything else (a device, a named pipe,
+`/dev/stdout`) is written in place. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from carrywave.errors import UserError
 
@@ -43,19 +46,63 @@ def check(path: Path | None, *, wanted: bool = False) -> None:
 
 def write(path: Path, text: str) -> None:
     """Write a text to the file that the user named."""
-    data = text.encode(errors="backslashreplace")  # unpaired surrogates, which JSON can hold and UTF-8 cannot
-    check(path)
-    try:
-        known = _known(path)
-        handle = _open_file(path)
-        if handle is not None:
-            _write_all(os.dup(handle), data)
-        elif known is not None and not stat.S_ISREG(known.st_mode):
-            _write_all(os.open(path, os.O_WRONLY), data)
-        else:
-            _replace(_target(path), data, None if known is None else stat.S_IMODE(known.st_mode))
-    except OSError as error:
-        raise UserError(f"{path} could not be written: {error.strerror or error}; free disk space, or use another path") from error
+    with OutputFile(path) as file:
+        file.write(text)
+
+
+class OutputFile:
+    """A file that is written piece by piece, as a context: complete if the context ends without an error, else as if it never began."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+        self._new: _NewFile | None = None
+
+    def __enter__(self) -> Self:
+        check(self.path)
+        try:
+            known = _known(self.path)
+            handle = _open_file(self.path)
+            if handle is not None:
+                self._handle = os.dup(handle)
+            elif known is not None and not stat.S_ISREG(known.st_mode):
+                self._handle = os.open(self.path, os.O_WRONLY)
+            else:
+                self._new = _NewFile(_target(self.path), None if known is None else stat.S_IMODE(known.st_mode))
+                self._handle = self._new.handle
+        except OSError as error:
+            raise self._failed(error) from error
+        return self
+
+    def write(self, text: str) -> None:
+        """Append a text."""
+        if self._handle is None:
+            raise ValueError(f"{self.path} is not open; use it in a with statement")
+        data = text.encode(errors="backslashreplace")  # unpaired surrogates, which JSON can hold and UTF-8 cannot
+        try:
+            while data:
+                data = data[os.write(self._handle, data) :]
+        except BrokenPipeError:
+            raise  # nobody reads the named pipe any more: not a mistake, and nothing to remedy
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        handle, new = self._handle, self._new
+        self._handle = self._new = None
+        try:
+            if new is not None and kind is None:
+                new.publish()
+        except OSError as fault:
+            raise self._failed(fault) from fault
+        finally:
+            if new is not None:
+                new.clear()
+            if handle is not None:
+                os.close(handle)
+
+    def _failed(self, error: OSError) -> UserError:
+        return UserError(f"{self.path} could not be written: {error.strerror or error}; free disk space, or use another path")
 
 
 def _known(path: Path) -> os.stat_result | None:
@@ -86,25 +133,37 @@ def _open_file(path: Path) -> int | None:
     return None
 
 
-def _replace(target: Path, data: bytes, mode: int | None) -> None:
-    part = target.with_name(f".{target.name[:40]}.{os.getpid()}.part")
-    try:
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666 if mode is None else 0o600)
+class _NewFile:
+    """A new version of a file: it takes the old one's name when it is complete."""
+
+    def __init__(self, target: Path, mode: int | None) -> None:
+        self._target = target
+        self._part = target.with_name(f".{target.name[:40]}.{os.getpid()}.part")
+        self._nameless = True
+        flags, rights = os.O_WRONLY | os.O_CLOEXEC, 0o666 if mode is None else 0o600
+        try:
+            if not os.path.isdir("/proc/self/fd"):
+                raise OSError("a nameless file could not be given its name")
+            self.handle = os.open(target.parent, flags | getattr(os, "O_TMPFILE", os.O_DIRECTORY), rights)
+        except OSError:  # neither this system nor every file system has nameless files
+            self._nameless = False
+            self.handle = os.open(self._part, flags | os.O_CREAT | os.O_TRUNC, rights)
         if mode is not None:
-            os.fchmod(handle, mode)
-        _write_all(handle, data, sync=True)
-        os.replace(part, target)
-    finally:
+            os.fchmod(self.handle, mode)
+
+    def publish(self) -> None:
+        os.fsync(self.handle)
+        if self._nameless:
+            self.clear()  # of a process that had the same number
+            # Python follows the link in /proc, as must be done here, only relative to a folder.
+            place = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.link(str(self.handle), self._part, src_dir_fd=place, follow_symlinks=True)
+            finally:
+                os.close(place)
+            self._nameless = False
+        os.replace(self._part, self._target)
+
+    def clear(self) -> None:
         with suppress(OSError):
-            part.unlink()
-
-
-def _write_all(handle: int, data: bytes, *, sync: bool = False) -> None:
-    """Write all of the data, and close the descriptor."""
-    try:
-        while data:
-            data = data[os.write(handle, data) :]
-        if sync:
-            os.fsync(handle)
-    finally:
-        os.close(handle)
+            self._part.unlink()

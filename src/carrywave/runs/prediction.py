@@ -1,45 +1,56 @@
-"""Predicts with a trained run: a label, tags, numbers or a forecast for each sequence; a continuation for each prompt."""
+"""Predicts with a trained run: a label, tags, numbers or a forecast for each sequence; a continuation for each prompt.
+
+Rows are read, predicted and written block by block, so memory does not grow with the input; only series are read as a whole, since they
+must be sorted by time. Rank 0 reads and writes, all workers compute.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
+import errno
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from carrywave.data.codec import Codec
-from carrywave.data.files.fields import as_plain
-from carrywave.data.files.frames import columns_of, is_frame, plain_column
-from carrywave.data.files.source import HEAD_BYTES, not_utf8, to_utf8
-from carrywave.data.python_inputs import file_of, read_python, series_of
-from carrywave.data.sequences import Sequences
-from carrywave.data.tables.series import scales, unseen_series
-from carrywave.data.tables.table import Table
-from carrywave.errors import DataError, PlanError, RunError, UserError
-from carrywave.model.model import Model
-from carrywave.parallel.gather import collect
-from carrywave.parallel.startup.launcher_env import is_first
-from carrywave.parallel.world import join, leave, raise_on_all
-from carrywave.runs import output_file as outputs
-from carrywave.runs.evaluation import passes
-from carrywave.runs.generation import generate
+from carrywave.data.files.rows import Rows, open_rows
+from carrywave.data.python_inputs import read_python, rows_for, series_of
+from carrywave.data.tables.series import unseen_series
+from carrywave.errors import PlanError, RunError, UserError, option
+from carrywave.parallel.world import World, all_gather_text, join, leave, raise_on_all
+from carrywave.runs.rows import row_writer
+from carrywave.runs.rows.blocks import Block, read_blocks, shared
+from carrywave.runs.rows.carried import Carried
+from carrywave.runs.rows.outputs import Outputs
+from carrywave.runs.rows.predicted import forecasts, rows_of
+from carrywave.runs.rows.prompts import continued, prompts_of
+from carrywave.runs.rows.sampling import Sampling
+from carrywave.runs.rows.standard_input import is_standard, kept_in_a_file, open_stream
 from carrywave.runs.trained_run import Saved, open_run, warn
 from carrywave.runs.watcher import printable
-from carrywave.spec.spec import BatchSpec
-from carrywave.tasks.task import Part
-from carrywave.tasks.views import Naive
+from carrywave.spec.spec import Spec
 
-BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
 Row = dict[str, Any]
-Prompt = tuple[str, str]  # its name in errors, and the text to continue
+Sink = Callable[[Iterable[Row]], bool]  # takes rows on rank 0; False: no more are wanted
+AT_ONCE = 4096  # rows of a forecast that are written together
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What to predict for, and how."""
+
+    path: Path | str
+    data: Any
+    prompt: str | None
+    tokens: int
+    how: Sampling
+    keep: Sequence[str]
+    format: str
+    note: Callable[[str], None]
 
 
 def predict(
@@ -49,16 +60,21 @@ def predict(
     prompt: str | None = None,
     tokens: int = 200,
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     seed: int = 1,
+    keep: Sequence[str] = (),
+    format: str = "auto",
     device: str = "auto",
     model: nn.Module | None = None,
     note: Callable[[str], None] | None = None,
 ) -> list[Row]:
     """Predict for a file or an object as `fit` accepts them, labels not needed; for a language model, for one prompt or a list of them.
 
-    `model` is the model of a run that was trained with the user's own modules; the best weights are loaded into it. Under a launcher, each
-    worker predicts its part, and rank 0 returns all of it. Oddities in the data, such as gaps in the times, are warnings, or lines for
-    `note`.
+    Fields of the input named in `keep`, such as an id, are carried through (`"label=truth"` gives one another name). `top_k` and `top_p`
+    restrict which tokens are drawn. `format` is that of a file, where its name does not say it. `model` is the model of a run that was
+    trained with the user's own modules; the best weights are loaded into it. Under a launcher, each worker predicts its part, and rank 0
+    returns all of it. Oddities in the data, such as gaps in the times, are warnings, or lines for `note`.
 
     >>> import carrywave as cw
     >>> how = {"batch": {"lanes": 2, "steps": 8}, "train": {"epochs": 1}}
@@ -67,245 +83,156 @@ def predict(
     >>> len(row["continuation"])
     5
     """
-    world = join(device)
-    with raise_on_all(world):
-        saved = open_run(path, device, model, world=world)
-        _check(saved, path, data, prompt)
-    if saved.spec.task == "language":
-        return continuations(saved, _prompts(data, prompt, saved), tokens, temperature, seed)
-    codec, spec = saved.task.codec, saved.spec
-    with raise_on_all(world, patient=True):
-        table = series_of(data, codec, spec) if spec.task == "forecasting" else None
-        if table is not None:
-            table.check_ahead(spec.data.horizon)
-        sequences = read_python(data, codec, spec, labelled=False)
-    if world.rank == 0:
-        for line in () if table is None else (*sequences.notes, *unseen_series(table.name, table.names, codec)):
-            (note or warn)(line)
-    rows = predictions(saved, sequences, table)
-    leave(world)
+    rows: list[Row] = []
+
+    def keep_all(more: Iterable[Row]) -> bool:
+        rows.extend(more)
+        return True
+
+    how = Sampling(temperature, top_k, top_p, seed)
+    asked = _Asked(path, data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, note or warn)
+    _predict(asked, device, model, lambda world: _nothing_around(keep_all))
     return rows
-
-
-def _check(saved: Saved, path: Path | str, data: Any, prompt: str | None) -> None:
-    workers = saved.mesh.world.size
-    if workers > 1 and saved.spec.task == "language":
-        raise PlanError(f"a prompt is continued token by token, on one device; start one worker instead of {workers}")
-    if not saved.model.has_output:
-        raise RunError(f"head {type(saved.model.head).__name__} has no forward method, so it cannot predict; add one")
-    if prompt is not None and saved.spec.task != "language":
-        raise UserError(f"--prompt needs a language model, but {path} is a {saved.spec.task} model; pass an INPUT file instead")
-    if prompt is not None and data is not None:
-        raise UserError("--prompt and INPUT cannot be combined; pass only one of them")
-    if data is None and saved.spec.task != "language":
-        raise UserError(f"predict needs an INPUT file for a {saved.spec.task} model; pass it after the run folder")
 
 
 def predict_run(
-    path: Path | str, input: Path | None = None, output: Path | None = None, *, prompt: str | None = None, **how: Any
-) -> list[Row]:
-    """Predict for a file (or, for a language model, a prompt), and write rows to a .jsonl or .csv file or to standard output."""
-    kind = "" if output is None else output.suffix.lower()
-    if kind not in ("", ".csv", ".json", ".jsonl", ".txt"):
-        raise UserError(
-            f"{output}: predictions are written as JSON Lines or CSV, not as {kind}; use a file name that ends in .jsonl or .csv"
-        )
-    rows = predict(path, input, prompt=prompt, note=lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr), **how)
-    if not is_first():
-        return rows
-    text = _csv(rows) if kind == ".csv" else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if output is None:
-        _show(text if prompt is None else rows[0]["text"] + "\n")
-    else:
-        outputs.write(output, text)
-    return rows
+    path: Path | str,
+    input: Path | str | None = None,
+    output: Path | None = None,
+    *,
+    prompt: str | None = None,
+    tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 1,
+    keep: Sequence[str] = (),
+    format: str = "auto",
+    as_csv: bool = False,
+    device: str = "auto",
+) -> int:
+    """Predict for a file, standard input (`-`) or a prompt, and write rows to a .jsonl or .csv file or to standard output.
 
-
-def _show(text: str) -> None:
-    """Write to standard output: verbatim for a program, escaped for a terminal."""
-    if sys.stdout is None:
-        raise UserError("standard output is closed, so the result would be lost; open it, or pass a file with -o")
-    try:
-        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-    except UnicodeEncodeError:  # an encoding that lacks some characters, or an unpaired surrogate
-        sys.stdout.write(text.encode(sys.stdout.encoding, errors="backslashreplace").decode(sys.stdout.encoding))
-
-
-def continuations(saved: Saved, prompts: list[Prompt], count: int, temperature: float, seed: int) -> list[Row]:
-    """Continue each prompt."""
-    if not isinstance(saved.model, Model):
-        raise RunError(
-            f"{type(saved.model.module).__name__} passes no carry from token to token, so it cannot continue prompts; "
-            "train a cw.Model(encoder, lstm, head)"
-        )
-    codec = saved.task.codec
-    starts = [_start(codec, text, where) for where, text in prompts]
-    made = generate(saved.model, [ids.tolist() for ids in starts], count, temperature=temperature, seed=seed, device=saved.mesh.device)
-    rows = []
-    for (_, text), ids, more in zip(prompts, starts, made, strict=True):
-        whole = codec.decode([*ids.tolist(), *more]) if text else codec.decode(more)
-        rows.append({"prompt": text, "continuation": codec.decode(more), "text": whole})
-    return rows
-
-
-def _start(codec: Codec, text: str, where: str) -> NDArray[Any]:
-    """The tokens to continue from. A model must have read something: for an empty prompt, a line end."""
-    if not text:
-        end = codec.tokens.ids("\n")[-1:]
-        if not len(end) or end[0] < 0:
-            raise DataError(f"{where} is empty, and the vocabulary has no newline to start from; pass some text to continue")
-        return end
-    ids = codec.encode(text, where)
-    if not len(ids):
-        raise DataError(f"{where}: {text!r:.40} contains no tokens; pass some text to continue")
-    return ids
-
-
-def _prompts(data: Any, prompt: str | None, saved: Saved) -> list[Prompt]:
-    """The prompts: `prompt` itself, the lines of a file, a text, or a list of texts."""
-    if data is None:
-        return [("the prompt", prompt or "")]
-    file = file_of(data, saved.spec)
-    texts = [data] if isinstance(data, str) else _texts(data)
-    found = list(_lines(Path(file))) if file is not None else [(f"prompt {number}", text) for number, text in enumerate(texts)]
-    if not found:
-        raise DataError(f"{file or 'data'} is empty; pass one prompt per line")
-    for where, text in found:
-        if not isinstance(text, str):
-            raise DataError(f"{where} must be a string, got {type(text).__name__}; pass a list of strings")
-    return found
-
-
-def _texts(data: Any) -> Any:
-    """The texts in order; from a frame, its column prompt or text, or its only column."""
-    if not is_frame(data):
-        return as_plain(data)
-    columns = dict(columns_of(data))
-    name = next((name for name in ("prompt", "text") if name in columns), next(iter(columns)) if len(columns) == 1 else None)
-    if name is None:
-        raise DataError(f"the frame has no column named prompt or text (columns: {', '.join(list(columns)[:8])}); rename or add one")
-    return plain_column(columns[name])
-
-
-def _lines(path: Path) -> Iterator[Prompt]:
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path} is not a regular file; pass a file with one prompt per line")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}; pass a file with one prompt per line") from error
-    except UnicodeDecodeError as error:
-        known = not_utf8(path, path.read_bytes()[:HEAD_BYTES])
-        raise DataError(known or f"{path} is not UTF-8 text at byte {error.start}; {to_utf8(path)}") from error
-    for number, line in enumerate(lines, start=1):
-        if path.suffix != ".jsonl":
-            yield f"{path}:{number}", line
-            continue
-        try:
-            value = json.loads(line)
-            text = value.get("prompt", value.get("text")) if isinstance(value, dict) else value
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not JSON ({error}); write one object per line") from error
-        if not isinstance(text, str):
-            raise DataError(f'{path}:{number}: no text; write {{"text": "…"}} on each line')
-        yield f"{path}:{number}", text
-
-
-def predictions(saved: Saved, data: Sequences, table: Table | None = None) -> list[Row]:
-    """One row for each sequence, in the order of the file; for a forecast, one for each step ahead of the end of each series.
-
-    `table` holds the series as in the file: their times and their scale.
+    Returns the number of rows. Raises BrokenPipeError, in a world of one, if nobody reads standard output to the end; several workers end
+    without a word.
     """
-    match saved.spec.task:
-        case "classification":
-            return [_label(saved, logits) for logits in _outputs(saved, data)]
-        case "regression":
-            values = [saved.task.codec.restore(out).tolist() for out in _outputs(saved, data)]
-            return [{"label": value[0] if len(value) == 1 else value} for value in values]
-        case "tagging":
-            codec = saved.task.codec
-            return [{"labels": [codec.label(int(tag)) for tag in logits.argmax(-1)]} for logits in _outputs(saved, data)]
-        case _:
-            return list(_forecasts(saved, data, table)) if table is not None else []
+    written = 0
 
+    @contextmanager
+    def to_output(world: World) -> Iterator[Sink]:
+        nonlocal written
+        if world.rank > 0:
+            yield lambda rows: True
+            return
+        with row_writer.writing(output, ".csv" if as_csv else "") as writer:
 
-def _label(saved: Saved, logits: NDArray[Any]) -> Row:
-    shares = torch.softmax(torch.from_numpy(logits).double(), dim=-1).tolist()
-    labels = saved.task.codec.labels
-    best = int(np.argmax(logits))
-    return {
-        "label": saved.task.codec.label(best),
-        "probability": round(shares[best], 6),
-        "probabilities": {n: round(s, 6) for n, s in zip(labels, shares, strict=True)},
-    }
-
-
-def _forecasts(saved: Saved, data: Sequences, table: Table) -> Iterator[Row]:
-    """Every step ahead of the last row of every series, in the units of the file."""
-    spec, codec = saved.spec.data, saved.task.codec
-    targets = np.array(codec.targets)
-    lasts = data.starts + data.lengths - 1
-    naive_NHC = Naive(data, targets, spec.horizon, spec.season, spec.residual)(lasts)
-    columns = [codec.columns[index] for index in targets]
-    known = scales(table, codec)
-    for number, out in enumerate(_outputs(saved, data)):
-        mean, std = (np.array(values)[targets] for values in known[number])
-        times = table.ahead(number, spec.horizon)
-        for step in range(spec.horizon):
-            row: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
-            if codec.series is None and len(data) > 1:
-                row[BY_PLACE] = number  # unnamed series are told apart by their position
-            if times is not None:
-                row[str(codec.time)] = times[step]
-            row["step"] = step + 1
-            for place, column in enumerate(columns):
-                value = (out[step, place] + naive_NHC[number, step, place]) * std[place] + mean[place]
-                if spec.quantiles is None:
-                    row[column] = float(value)
+            def write(rows: Iterable[Row]) -> bool:
+                if output is None and prompt is not None:
+                    writer.say("".join(row["text"] + "\n" for row in rows))
                 else:
-                    row |= {f"{column}-q{quantile:g}": float(v) for quantile, v in zip(spec.quantiles, value, strict=True)}
-            yield row
+                    writer.add(rows)
+                return not writer.gone
+
+            yield write
+            written = writer.rows
+        if writer.gone and world.size == 1:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    note = lambda line: print(f"carrywave: {printable(line)}", file=sys.stderr)  # noqa: E731
+    asked = _Asked(path, input, prompt, tokens, Sampling(temperature, top_k, top_p, seed), keep, format, note)
+    row_writer.check(output)
+    _predict(asked, device, None, to_output)
+    return written
 
 
-def _outputs(saved: Saved, data: Sequences) -> list[NDArray[Any]]:
-    """The head's output for each sequence: of its last step for a forecast, of every step for tags, of the whole sequence otherwise."""
+@contextmanager
+def _nothing_around(sink: Sink) -> Iterator[Sink]:
+    yield sink
+
+
+def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Callable[[World], Any]) -> None:
+    world = join(device)
+    with raise_on_all(world):
+        saved = open_run(asked.path, device, model, world=world, whole_for="language")
+        _check(saved, asked)
+        carried = Carried.of(asked.keep, saved.spec.task)
     spec = saved.spec
-    if spec.task == "tagging" and spec.streams:
-        # Predictions are for each sequence by itself, however the model was trained.
-        spec = spec.model_copy(update={"batch": BatchSpec(tokens=spec.lanes * spec.steps)})
-    part = Part("input", data, saved.task.unlabelled(data))
-    pieces: dict[int, list[Tensor]] = {}
-    seen: list[Tensor] = []
-
-    def observe(out: Tensor, targets: Tensor | None) -> None:
-        seen.append(out)
-
-    for batch, _ in passes(saved.model, spec, part, mesh=saved.mesh, stage=saved.stage, observe=observe):
-        if not saved.stage.has_head:
-            continue
-        # Chunks are concatenated over time; a pooled head's output counts after the last one.
-        out = torch.cat(seen) if len(seen) > 1 and not saved.stage.pooled else seen[-1]
-        seen.clear()
-        out = out.float().cpu()
-        lengths, owners = batch.lengths.tolist(), batch.sequence.tolist()
-        for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
-            if owner < 0 or not length:
-                continue
-            if saved.stage.pooled:
-                pieces[owner] = [out[lane]]
-            elif spec.task == "forecasting":
-                pieces[owner] = [out[length - 1, lane]]
-            else:
-                pieces.setdefault(owner, []).append(out[:length, lane])
-    own = {str(owner): torch.cat(parts) if saved.spec.task == "tagging" else parts[0] for owner, parts in pieces.items()}
-    found = {int(owner): out for part in collect(saved.mesh.world, own) for owner, out in part.items()}
-    return [found[number].numpy() for number in range(len(data))] if found else []
+    if asked.format != "auto":
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"format": asked.format})})
+    with ExitStack() as stack:
+        with raise_on_all(world, for_all_of_us=True):
+            sink = stack.enter_context(sink_for(world))
+        if spec.task == "language":
+            prompts = prompts_of(asked.data, asked.prompt, spec, carried)
+            for rows in continued(saved, prompts, asked.tokens, asked.how):
+                if not _written(world, sink, rows):
+                    break
+        elif spec.task == "forecasting":
+            _forecast(saved, spec, asked, sink)
+        else:
+            outputs = Outputs(saved)
+            for block in shared(world, lambda: _blocks(stack, saved, spec, asked.data, carried)):
+                if not _written(world, sink, rows_of(outputs, block)):
+                    break
+        leave(world)
 
 
-def _csv(rows: list[Row]) -> str:
-    plain = [{name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in row.items()} for row in rows]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(plain[0]) if plain else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(plain)
-    return text.getvalue()
+def _written(world: World, sink: Sink, rows: Iterable[Row]) -> bool:
+    """Hand rows over on rank 0; on every worker, whether more are wanted."""
+    go_on = True
+    # Patiently: whoever reads our output may take its time.
+    with raise_on_all(world, for_all_of_us=True, patient=True):
+        if world.rank == 0:
+            go_on = sink(rows)
+    return go_on if world.size == 1 else all_gather_text(world, "1" if go_on else "")[0] == "1"
+
+
+def _blocks(stack: ExitStack, saved: Saved, spec: Spec, data: Any, carried: Carried) -> Iterator[Block]:
+    yield from read_blocks(_open(stack, spec, data, carried), saved.task.codec, carried)
+
+
+def _open(stack: ExitStack, spec: Spec, data: Any, carried: Carried) -> Rows:
+    """The rows of the input; on rank 0 only."""
+    if not is_standard(data):
+        return rows_for(data, spec, as_text=carried.names)
+    stream = open_stream(spec)
+    if stream.format in ("jsonl", "text"):
+        return open_rows(stream, numeric_label=False)
+    return rows_for(stack.enter_context(kept_in_a_file(stream)), spec, as_text=carried.names)
+
+
+def _forecast(saved: Saved, spec: Spec, asked: _Asked, sink: Sink) -> None:
+    world, codec = saved.mesh.world, saved.task.codec
+    with ExitStack() as stack:
+        data = asked.data
+        if is_standard(data):
+            kept = ""
+            with raise_on_all(world, for_all_of_us=True, patient=True):
+                if world.rank == 0:
+                    kept = str(stack.enter_context(kept_in_a_file(open_stream(spec))))
+            data = Path(all_gather_text(world, kept)[0])
+        with raise_on_all(world, patient=True):
+            table = series_of(data, codec, spec)
+            table.check_ahead(spec.data.horizon)
+            sequences = read_python(data, codec, spec, labelled=False)
+        if world.rank == 0:
+            for line in (*table.notes[1:], *unseen_series(table.name, table.names, codec)):
+                asked.note(line)  # notes[0], which lists the columns read, was reported in training
+        _written(world, sink, forecasts(Outputs(saved), sequences, table))
+
+
+def _check(saved: Saved, asked: _Asked) -> None:
+    task, prompt, data = saved.spec.task, asked.prompt, asked.data
+    if saved.mesh.plan.splits_vocabulary and task == "language":
+        raise PlanError(
+            "a prompt is continued by workers that each hold the whole vocabulary, but this run splits it over them; "
+            f"start one worker instead of {saved.mesh.world.size}"
+        )
+    if not saved.model.has_output:
+        raise RunError(f"head {type(saved.model.head).__name__} has no forward method, so it cannot predict; add one")
+    if prompt is not None and task != "language":
+        raise UserError(f"{option('prompt')} needs a language model, but {asked.path} is a {task} model; pass an INPUT file instead")
+    if prompt is not None and data is not None:
+        raise UserError(f"{option('prompt')} and INPUT cannot be combined; pass only one of them")
+    if data is None and task != "language":
+        raise UserError(f"predict needs an INPUT file for a {task} model; pass it after the run folder")

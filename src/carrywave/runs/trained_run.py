@@ -35,7 +35,7 @@ from carrywave.spec.load import load_own
 from carrywave.spec.spec import PlanSpec, Spec
 from carrywave.step.precision import configure, parameter_dtype
 from carrywave.tasks.changes import Changes
-from carrywave.tasks.metrics import BY
+from carrywave.tasks.metrics import BY, Confusion, Metric
 from carrywave.tasks.task import POOLED, Part, Task
 
 
@@ -52,10 +52,13 @@ class Saved:
     given_codec: bool  # from the run whose weights it started from; otherwise it built its own
 
 
-def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = None, *, world: World | None = None) -> Saved:
+def open_run(
+    path: Path | str, device: str = "auto", model: nn.Module | None = None, *, world: World | None = None, whole_for: str | None = None
+) -> Saved:
     """The best weights of a run, in the model of its spec, or in `model` if the run was trained with the user's own modules.
 
-    With other workers in `world`, each holds a part: stages as in training if their number allows it, else replicas.
+    With other workers in `world`, each holds a part: stages as in training if their number allows it, else replicas. Of a run whose task
+    is `whole_for`, every worker is a replica.
     """
     run = Run.open(folder_of(path))
     spec = load_own(run.path / "spec.yaml")
@@ -69,6 +72,8 @@ def open_run(path: Path | str, device: str = "auto", model: nn.Module | None = N
             f"model=..., or load {run.weights} into it"
         )
     task, asked = Task(spec, codec, facts, scale), _asked_of(run, spec)
+    if spec.task == whole_for:
+        asked = asked.model_copy(update={"stages": 1, "cuts": None})
     world = world or World.alone(pick_device(device))
     configure(spec.train.precision)
     if model is None:
@@ -169,13 +174,17 @@ def evaluate_run(
     device: str = "auto",
     *,
     model: nn.Module | None = None,
+    top_k: Sequence[int] = (),
+    confusion: bool = False,
     note: Callable[[str], None] | None = None,
     by: Sequence[str] = (),
 ) -> dict[str, object]:
     """Loss and metrics of the best weights, on a file or an object as `fit` accepts them, or on the run's own test (or else valid) file.
 
-    `by` asks for more rows, under `by_series` and so on: by column, series or step for a forecast, in the units of the data; by label or
-    confusion for labels.
+    `by` asks for more rows, under `by_series` and so on: by column, series or step for a forecast, in the units of the data; by label for
+    labels. `top_k=(3, 5)` adds how often the target is among the 3 and 5 likeliest labels (`top_3_accuracy`), and `confusion=True` a
+    confusion matrix: `{"labels": […], "counts": […]}`, where row i counts the predictions for targets of label i.
+
     Under a launcher, each worker evaluates its part, and all return the same. Oddities in the data are warnings, or lines for `note`.
 
     >>> import carrywave as cw
@@ -189,13 +198,22 @@ def evaluate_run(
     with raise_on_all(world, patient=True):
         saved = open_run(path, device, model, world=world)
         details = Details(_checked_by(by, saved.spec.task))
+        tops = _tops(saved, top_k, confusion)
         part = _part(saved, data)
     if world.rank == 0:
         for line in part.notes:
             (note or warn)(line)
-    values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, details=details)
+    counts: list[list[list[int]]] = []
+
+    def look(metric: Metric) -> None:
+        if isinstance(metric, Confusion):
+            counts.append(metric.counts_KK.tolist())
+
+    show = look if confusion else None
+    values = evaluate(saved.model, saved.task, part, mesh=saved.mesh, stage=saved.stage, details=details, tops=tops, look=show)
     leave(world)
-    return {"split": part.name, **values, **{f"by_{name}": rows for name, rows in details.rows.items()}}
+    matrix = {"confusion": {"labels": list(saved.task.codec.labels), "counts": counts[0]}} if counts else {}
+    return {"split": part.name, **values, **matrix, **{f"by_{name}": rows for name, rows in details.rows.items()}}
 
 
 def _checked_by(by: Sequence[str], task: str) -> tuple[str, ...]:
@@ -205,6 +223,17 @@ def _checked_by(by: Sequence[str], task: str) -> tuple[str, ...]:
             remedy = f"use {', '.join(known)}" if known else "remove it"
             raise UserError(f"the metrics of {task} cannot be told by {name}; {remedy}")
     return tuple(dict.fromkeys(by))
+
+
+def _tops(saved: Saved, top_k: Sequence[int], confusion: bool) -> tuple[int, ...]:
+    task, classes = saved.spec.task, len(saved.task.codec.labels)
+    for wanted, name in ((bool(top_k), "top-k"), (confusion, "confusion")):
+        if wanted and not classes:
+            raise UserError(f"{option(name)} is for labels, but {saved.run.path} is a {task} model; remove it")
+    for top in top_k:
+        if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= classes:
+            raise UserError(f"{option('top-k')} {top} is not between 1 and {classes}, the number of classes; change it")
+    return tuple(dict.fromkeys(top_k))
 
 
 def warn(line: str) -> None:

@@ -21,8 +21,8 @@ from carrywave.spec.spec import Spec
 
 Row = dict[str, str | int | float]
 BY: dict[str, tuple[str, ...]] = {  # what the metrics of a task can be told by
-    "classification": ("label", "confusion"),
-    "tagging": ("label", "confusion"),
+    "classification": ("label",),
+    "tagging": ("label",),
     "forecasting": ("column", "series", "step"),
     "regression": ("column",),
     "language": (),
@@ -69,18 +69,19 @@ def for_task(
     change_SC: Tensor | None = None,
     unit_C: Tensor | None = None,
     columns: Columns | None = None,
+    tops: Sequence[int] = (),
 ) -> Metric | None:
     """Return the metric of a spec's task; None for language models, whose metrics follow from the loss (see `language`).
 
     Forecasts are scored in standardised units, as they are trained, so that columns with different units weigh the same;
     regression in the units of the data, where `unit_C` is the size of one standardised unit. With `columns`, forecasts are scored in the
-    units of the data as well, column by column.
+    units of the data as well, column by column. With classes, `tops` are further numbers of likeliest ones of which one must be right.
     """
     match spec.task:
         case "language":
             return None
         case "classification" | "tagging":
-            return Confusion(len(facts.labels), device, facts.labels)
+            return Confusion(len(facts.labels), device, facts.labels, tops)
         case "forecasting":
             return Errors(spec.data.horizon, facts.outputs, spec.data.quantiles, change_SC, device, columns=columns)
         case "regression":
@@ -94,12 +95,14 @@ def language(loss: float) -> dict[str, float]:
 
 
 class Confusion:
-    """Accuracy and macro F1, from a confusion matrix."""
+    """Accuracy and macro F1, from a confusion matrix; how often the target is among the `tops` likeliest classes, for each of `tops`."""
 
-    def __init__(self, classes: int, device: torch.device | str = "cpu", labels: Sequence[str] = ()) -> None:
+    def __init__(self, classes: int, device: torch.device | str = "cpu", labels: Sequence[str] = (), tops: Sequence[int] = ()) -> None:
         self.counts_KK = torch.zeros(classes, classes, dtype=torch.int64, device=device)  # [target, prediction]
-        self.among_top = torch.zeros(1, dtype=torch.int64, device=device)  # targets among the `TOP` most likely labels
         self.labels = tuple(labels) or tuple(map(str, range(classes)))
+        # With few labels, the right one is always among the `TOP` likeliest.
+        self.tops = tuple(dict.fromkeys([*([TOP] if classes > TOP else []), *tops]))
+        self.hits_N = torch.zeros(len(self.tops), dtype=torch.int64, device=device)
 
     def fits(self, out: object, target: Tensor) -> bool:
         """True if there is one logit per class."""
@@ -112,44 +115,47 @@ class Confusion:
         place = (target * self.counts_KK.shape[0] + out.argmax(-1)).reshape(-1)
         # Ignored targets add zero to the first cell: selecting the others would synchronise with the device to learn their number.
         self.counts_KK.view(-1).scatter_add_(0, torch.where(real, place, 0), real.to(torch.int64))
-        if self._has_top:
-            of_target = out.gather(-1, target.clamp(min=0).unsqueeze(-1))
-            self.among_top += ((out > of_target).sum(-1).reshape(-1) < TOP).logical_and(real).sum()
+        for number, top in enumerate(self.tops):
+            self.hits_N[number] += ((_rank(out, target) < top).reshape(-1) & real).sum()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
-        return {"confusion": self.counts_KK} | ({"among_top": self.among_top} if self._has_top else {})
-
-    @property
-    def _has_top(self) -> bool:
-        """True if there are so many labels that the right one is not always among the most likely."""
-        return self.counts_KK.shape[0] > TOP
+        return {"confusion": self.counts_KK} | ({"top_hits": self.hits_N} if self.tops else {})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the sums from a snapshot."""
         _take(self.tensors(), tensors)
 
     def values(self) -> dict[str, float]:
-        """Return accuracy, and F1 averaged over the classes that occur as a target or a prediction."""
+        """Return accuracy, F1 averaged over the classes that occur as a target or a prediction, and the accuracies of `tops`."""
         counts_KK = self.counts_KK.cpu().to(torch.float64)
         hits_K = counts_KK.diagonal()
         occurrences_K = counts_KK.sum(0) + counts_KK.sum(1)
         f1_K = (2.0 * hits_K / occurrences_K)[occurrences_K > 0]
         found = {"accuracy": _ratio(hits_K.sum(), counts_KK.sum()), "macro_f1": f1_K.mean().item() if len(f1_K) else math.nan}
-        return found | ({f"top_{TOP}_accuracy": _ratio(self.among_top.sum(), counts_KK.sum())} if self._has_top else {})
+        shares = [_ratio(hits, counts_KK.sum()) for hits in self.hits_N]
+        return found | {f"top_{top}_accuracy": share for top, share in zip(self.tops, shares, strict=True)}
 
     def rows(self, by: str) -> list[Row]:
-        """Return precision, recall and F1 by `label`, or the cells of the confusion matrix that are not empty."""
+        """Return precision, recall and F1 by `label`."""
         counts_KK = self.counts_KK.cpu().to(torch.float64)
-        if by == "confusion":
-            cells = torch.nonzero(counts_KK).tolist()
-            return [{"label": self.labels[t], "predicted": self.labels[p], "count": int(counts_KK[t, p])} for t, p in cells]
         found: list[Row] = []
         for place, label in enumerate(self.labels):
             hits, predicted, targets = counts_KK[place, place], counts_KK[:, place].sum(), counts_KK[place].sum()
             scores = {"precision": _ratio(hits, predicted), "recall": _ratio(hits, targets), "f1": _ratio(2 * hits, predicted + targets)}
             found.append({"label": label, **scores, "targets": int(targets), "predicted": int(predicted)})
         return found
+
+
+def _rank(out: Tensor, target: Tensor) -> Tensor:
+    """How many classes come before the target: those of a larger logit, and of equal ones those with a lower number.
+
+    Counted from behind, so that a target whose logit is NaN comes last.
+    """
+    place = target.clamp(min=0).unsqueeze(-1)
+    own = out.gather(-1, place)
+    later = torch.arange(out.shape[-1], device=out.device) > place
+    return out.shape[-1] - 1 - ((out < own) | ((out == own) & later)).sum(-1)
 
 
 class Errors:

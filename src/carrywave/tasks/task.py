@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -208,8 +209,10 @@ class Task:
         tokens = list(self.codec.vocabulary)
         load_pretrained(path, tokens if encoder.rows is None else tokens[encoder.rows.low : encoder.rows.high], encoder.weight)
 
-    def meter(self, device: torch.device, part: Part, *, by_series: bool = False) -> metrics.Metric | None:
-        """Create an empty metric for one pass over a part; `by_series`: forecasts are scored for each series, too."""
+    def meter(self, device: torch.device, part: Part, *, by_series: bool = False, tops: Sequence[int] = ()) -> metrics.Metric | None:
+        """Create an empty metric for one pass over a part; `by_series`: forecasts are scored for each series, too. `tops` as in
+        `metrics.for_task`.
+        """
         change = None if part.change_SC is None else torch.from_numpy(part.change_SC)
         unit = torch.tensor(self.codec.target_std, dtype=torch.float64) if self.spec.task == "regression" else None
         columns: metrics.Columns | None = None
@@ -217,7 +220,7 @@ class Task:
             names = tuple(self.codec.columns[place] for place in self.codec.targets)
             units = torch.from_numpy(np.ascontiguousarray(part.data.units[:, list(self.codec.targets)]))
             columns = metrics.Columns(names, units, tuple(part.data.names or ()) if by_series else ())
-        return metrics.for_task(self.spec, self.facts, device, change, unit, columns)
+        return metrics.for_task(self.spec, self.facts, device, change, unit, columns, tops)
 
     def derived(self, loss: float) -> dict[str, float]:
         """Return the metrics that follow from the loss alone."""

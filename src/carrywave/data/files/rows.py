@@ -151,10 +151,11 @@ class CsvRows(_TableRows):
     label: str = "label"
     decimal: str = "auto"
     join: bool = True
+    as_text: tuple[str, ...] = ()  # further columns that stay strings
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         # Read both columns as strings: inferring types from the first block would turn "007" into 7 and could be wrong for the next.
-        types = {self.text: pa.string(), self.label: pa.string()}
+        types = dict.fromkeys((self.text, self.label, *self.as_text), pa.string())
         self.source.check_utf8()
         delimiter = self.source.separator()
         check_quotes(self.source, delimiter)
@@ -169,7 +170,7 @@ class CsvRows(_TableRows):
             for number, row in _batches(iter(reader), self.source):
                 if self.numeric_label and self.label in row:
                     row[self.label] = self._number(number, row[self.label])
-                elif self.label in row and not (row[self.label] or "").strip():
+                elif self.label in row and self.label not in self.as_text and not (row[self.label] or "").strip():
                     row[self.label] = None  # an empty cell means no label, and is not a class
                 yield number, row
 
@@ -237,7 +238,7 @@ class RenamedRows:
             content = self._take(renamed, self.text, "data.text", number)
             renamed = {name: value for name, value in renamed.items() if name not in ("text", "tokens", "steps")}
             renamed["text" if isinstance(content, str) or content is None else "tokens" if _is_tokens(content) else "steps"] = content
-        if self.label is not None and (self.labelled or self.label in row):
+        if self.label is not None and self.labelled:
             renamed[self.target] = self._take(renamed, self.label, "data.label", number)
         return renamed
 
@@ -245,7 +246,7 @@ class RenamedRows:
         if name not in row:
             near = difflib.get_close_matches(name, list(row), n=3, cutoff=0.4) or list(row)[:8]
             raise DataError(f"{self.where(number)} has no column {name!r} ({setting}); the nearest are {', '.join(near)}")
-        return row.pop(name)
+        return row.pop(name) if self.labelled else row[name]  # what a prediction does not read may be carried through to it
 
 
 def _is_tokens(content: Any) -> bool:
@@ -259,10 +260,18 @@ def renamed(rows: Rows, data: DataSpec, *, target: str, labelled: bool) -> Rows:
     return rows if data.text is None and data.label is None else RenamedRows(rows, data.text, data.label, target, labelled)
 
 
-def open_rows(source: Source, *, numeric_label: bool, data: DataSpec | None = None, target: str = "label", labelled: bool = True) -> Rows:
+def open_rows(
+    source: Source,
+    *,
+    numeric_label: bool,
+    data: DataSpec | None = None,
+    target: str = "label",
+    labelled: bool = True,
+    as_text: tuple[str, ...] = (),
+) -> Rows:
     """Open a file as rows, according to its format and to how the spec says it is written.
 
-    If not `labelled`, the column of the target may be missing.
+    If not `labelled`, the column of the target may be missing. Columns of `as_text` stay text in CSV: 007 is not 7.
     """
     data = data or DataSpec()
     rows: Rows
@@ -271,7 +280,7 @@ def open_rows(source: Source, *, numeric_label: bool, data: DataSpec | None = No
     elif source.format == "parquet":
         rows = ParquetRows(source)
     elif source.format == "csv":
-        rows = CsvRows(source, numeric_label, data.text or "text", data.label or "label", data.decimal)
+        rows = CsvRows(source, numeric_label, data.text or "text", data.label or "label", data.decimal, as_text=as_text)
     else:
         rows = LineRows(source)
     return renamed(rows, data, target=target, labelled=labelled)

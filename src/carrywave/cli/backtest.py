@@ -1,0 +1,127 @@
+"""`carrywave backtest`: forecasts from rolling origins within known data, with scores, a table of all forecasts and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from carrywave.cli.exits import leaving_at_once
+from carrywave.cli.options import Device, DeviceOption, JsonOption, note, plain, spec_and_overrides
+from carrywave.cli.workers import FewDevicesOption, start_workers
+from carrywave.data.files.remote import is_address
+from carrywave.errors import UserError
+from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
+from carrywave.parallel.startup.launcher_env import is_first
+from carrywave.runs import output_file
+from carrywave.runs.display import table_of, watcher_for
+from carrywave.runs.watcher import Silent
+from carrywave.spec.load import load
+
+if TYPE_CHECKING:
+    from carrywave.train.backtest import Backtest
+
+CSV, SVG = "backtest.csv", "backtest.svg"
+SHOWN_STEPS = 12  # rows of the table of steps ahead; further ones are in --json
+
+
+def backtest(
+    words: Annotated[
+        list[str], typer.Argument(metavar="SPEC.yaml|RUN [key=value]", help="Spec to train and backtest, with overrides; or a trained run.")
+    ],
+    data: Annotated[str | None, typer.Option(metavar="FILE", help="Data to backtest on. Default: the training file.")] = None,
+    horizon: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps ahead of each origin. Default: data.horizon.")] = None,
+    stride: Annotated[int | None, typer.Option(min=1, metavar="N", help="Rows from one origin to the next. Default: the horizon.")] = None,
+    origins: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Origins; the last is a horizon before the end. Default: 5.")
+    ] = None,
+    retrain: Annotated[bool, typer.Option("--retrain", help="Train anew for every origin, on all rows before it.")] = False,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of what is trained. Default: runs/backtest-NUMBER.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the backtest in --run where it stopped.")] = False,
+    file: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="CSV of all forecasts. Default: backtest.csv in the run's folder.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Picture of them against the truth. Default: backtest.svg in the run's folder.")
+    ] = None,
+    device: DeviceOption = Device.auto,
+    devices: FewDevicesOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Forecast from rolling origins within known data, and compare with what came."""
+    trained, overrides = _trained(words)
+    if trained is not None and overrides:
+        raise UserError(f"{overrides[0]} changes a spec, but {trained} is a trained run; pass its SPEC.yaml instead")
+    if trained is not None and not retrain and (run is not None or resume):
+        raise UserError("a trained run is not trained again, so there is nothing for --run and --resume; add --retrain, or remove them")
+    spec = None if trained is not None else load(*spec_and_overrides(words))
+    for path in (file, svg, json_file):
+        output_file.check(path)
+    if trained is not None and is_address(trained) and (file is None or svg is None):
+        raise UserError(f"{trained} is in an object store, where a backtest writes nothing; say where with -o FILE.csv --svg FILE.svg")
+    start_workers(devices, device.value)
+    with leaving_at_once():
+        from carrywave.train import backtest as backtesting
+
+    asked = backtesting.Asked(horizon, stride, origins)
+    if trained is not None and not retrain:
+        found = backtesting.backtest_run(_place(trained), data, asked, device.value, note)
+    else:
+        spec = spec or backtesting.spec_of_run(_place(str(trained)))
+        how: dict[str, Any] = {"retrain": retrain, "run": run, "resume": resume, "device": device.value, "note": note}
+        with watcher_for(Console()) if is_first() else nullcontext(Silent()) as watch:
+            found = backtesting.backtest_spec(spec, data, asked, watch=watch, **how)
+    if found.ending is not None:
+        raise typer.Exit(INTERRUPTED if found.ending == "interrupted" else STOPPED)
+    if is_first():
+        _report(found, file or found.folder / CSV, svg or found.folder / SVG, json_file)
+
+
+def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The trained run among the words, if one is named, and the overrides."""
+    path, overrides = spec_and_overrides(list(words))
+    named = next((word for word in words if "=" not in word), None)
+    is_run = named is not None and path is not None and (path.is_dir() or is_address(named))
+    return (named if is_run else None), overrides
+
+
+def _place(run: str) -> Path | str:
+    return run if is_address(run) else Path(run)
+
+
+def _report(found: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
+    from carrywave.runs.backtest import listing, picture
+    from carrywave.runs.rows.row_writer import writing
+
+    with writing(csv_file, ".csv") as writer:
+        writer.add(listing.rows_of(found.table, found.forecasts, found.columns, found.quantiles))
+    rolling = found.rolling
+    title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {found.table.name}"
+    output_file.write(svg_file, picture.draw(found.table, found.forecasts, found.columns, found.quantiles, title))
+    if json_file is not None:
+        lines = (json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) for row in found.scores)
+        output_file.write(json_file, "[\n" + ",\n".join(lines) + "\n]\n")
+    console = Console()
+    console = console if console.is_terminal else Console(width=240)
+    for title, by in (("all forecasts", ()), ("by column", ("column",)), ("by origin", ("origin",)), ("by step ahead", ("step",))):
+        rows = [_shown(row, by) for row in found.scores if _is_by(row, by)]
+        if rows:
+            console.print(table_of(title, rows[:SHOWN_STEPS]))
+            if len(rows) > SHOWN_STEPS:
+                console.print(f"… and {len(rows) - SHOWN_STEPS} more; --json FILE writes all of them", markup=False, highlight=False)
+    typer.echo(f"forecasts: {csv_file}\npicture: {svg_file}")
+
+
+def _is_by(row: dict[str, object], by: Sequence[str]) -> bool:
+    return all((row[name] is not None) == (name in by) for name in ("origin", "step", "column"))
+
+
+def _shown(row: dict[str, object], by: Sequence[str]) -> dict[str, object]:
+    """The group and its figures, without those that are only for programs."""
+    figures = {name: value for name, value in row.items() if name not in ("origin", "step", "column") and not name.startswith("coverage")}
+    return {name: row[name] for name in by} | figures

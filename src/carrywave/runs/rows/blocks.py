@@ -1,0 +1,128 @@
+"""Reads rows to predict for in blocks, so that memory does not grow with the file. Rank 0 reads; the others get each block from it.
+
+Blocks are cut by the rows alone, so they, and the batches made of them, are the same for any number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from carrywave.data import examples
+from carrywave.data.codec import Codec
+from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.files.rows import Row, Rows
+from carrywave.data.sequences import Sequences
+from carrywave.errors import DataError
+from carrywave.parallel.gather import broadcast
+from carrywave.parallel.world import World, raise_on_all
+from carrywave.runs.rows.carried import Carried
+
+MOST_ROWS = 4096
+MOST_ELEMENTS = 1 << 20  # numbers, tokens or characters; a row that has more is a block of its own
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that follow each other in the input."""
+
+    data: Sequences
+    carried: Sequence[Row] = ()  # of each row; on rank 0 only
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some of the rows of another `Rows`."""
+
+    of: Rows
+    rows: list[tuple[int, Row]]
+    join: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.of.name
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        return iter(self.rows)
+
+    def count(self) -> int:
+        return len(self.rows)
+
+    def where(self, number: int) -> str:
+        return self.of.where(number)
+
+
+def read_blocks(
+    rows: Rows, codec: Codec, carried: Carried, *, most_rows: int = MOST_ROWS, most_elements: int = MOST_ELEMENTS
+) -> Iterator[Block]:
+    """Yield all rows in order, encoded with a codec; an input without rows is an error."""
+    piece: list[tuple[int, Row]] = []
+    kept: list[Row] = []
+    elements = count = 0
+    for number, row in rows:
+        size = _elements(row, codec.field)
+        if piece and (len(piece) == most_rows or elements + size > most_elements):
+            yield _block(_Piece(rows, piece), codec, kept)
+            piece, kept, elements = [], [], 0
+        kept.append(carried.take(row, rows.where(number)))
+        # Other fields are not held: a row may have much that nobody asked for.
+        piece.append((number, row if row.get(codec.field) is None else {codec.field: row[codec.field]}))
+        elements += size
+        count += 1
+    if not count:
+        raise DataError(f"{rows.name} is empty; use data with at least one row")
+    yield _block(_Piece(rows, piece), codec, kept)
+
+
+def _block(piece: _Piece, codec: Codec, carried: list[Row]) -> Block:
+    return Block(examples.encode(piece, codec, MemoryAppender, labelled=False, join=False), carried)
+
+
+def _elements(row: Row, field: str) -> int:
+    """Roughly how much a row holds; what it is worth is checked when it is encoded."""
+    value = row.get(field)
+    if isinstance(value, np.ndarray):
+        return int(value.size)
+    if not isinstance(value, list | tuple | str):
+        return 1
+    first = value[0] if value else None
+    return len(value) * (len(first) if isinstance(first, list | tuple | np.ndarray) else 1)
+
+
+def shared(world: World, read: Callable[[], Iterator[Block]]) -> Iterator[Block]:
+    """The blocks that rank 0 reads, on every worker. Collective; a mistake in the input is raised on all of them."""
+    blocks: Iterator[Block] | None = None
+    while True:
+        block: Block | None = None
+        # Patiently: the other end of a pipe may take its time.
+        with raise_on_all(world, for_all_of_us=True, patient=True):
+            if world.rank == 0:
+                blocks = read() if blocks is None else blocks
+                block = next(blocks, None)
+        given = broadcast(world, {} if block is None else _packed(block.data))
+        if not given:
+            return
+        yield block if block is not None else Block(_unpacked(given))
+
+
+def _packed(data: Sequences) -> dict[str, Tensor]:
+    """The arrays as bytes, named with what they hold: not every dtype of NumPy can be sent."""
+    arrays = {"inputs": data.inputs, "starts": data.starts, "lengths": data.lengths}
+    return {
+        f"{name} {array.dtype.str} {'x'.join(map(str, array.shape))}": torch.from_numpy(
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        )
+        for name, array in arrays.items()
+    }
+
+
+def _unpacked(given: dict[str, Tensor]) -> Sequences:
+    arrays = {}
+    for key, flat in given.items():
+        name, dtype, shape = key.split(" ")
+        arrays[name] = flat.numpy().view(np.dtype(dtype)).reshape([int(size) for size in shape.split("x")])
+    return Sequences(arrays["inputs"], arrays["starts"], arrays["lengths"])

@@ -1,0 +1,120 @@
+"""The head's output for each sequence, computed by all workers and brought together on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from carrywave.data.sequences import Ints, Sequences
+from carrywave.parallel.gather import collect
+from carrywave.runs.evaluation import passes
+from carrywave.runs.trained_run import Saved
+from carrywave.spec.spec import BatchSpec
+from carrywave.step.graphs.capture import Capture
+from carrywave.tasks.task import Part
+
+Numbers = NDArray[Any]
+
+
+class Outputs:
+    """Computes outputs for any number of `Sequences`, keeping CUDA graphs from one to the next."""
+
+    def __init__(self, saved: Saved) -> None:
+        self.saved = saved
+        spec = saved.spec
+        if spec.task == "tagging" and spec.streams:
+            # Predictions are for each sequence by itself, however the model was trained.
+            spec = spec.model_copy(update={"batch": BatchSpec(tokens=spec.lanes * spec.steps)})
+        self._spec = spec
+        mesh = saved.mesh
+        self._capture = Capture.of(mesh.device, mesh.plan, saved.model, in_stream=mesh.messages_in_stream)
+
+    def of(self, data: Sequences) -> list[Numbers]:
+        """The output for the whole of each sequence (classification, regression), its tags (tagging), or the forecast after its last step.
+
+        Empty on ranks other than 0. Collective.
+        """
+        pieces: dict[int, Tensor] = {}
+        for out, lengths, owners in self._walk(data):
+            if self.saved.spec.task == "tagging":
+                out = out.argmax(-1)
+            for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
+                if owner < 0 or not length:
+                    continue
+                # Of a stream, the last window counts; a copy, since a view would keep the whole window.
+                if self.saved.stage.pooled:
+                    pieces[owner] = out[lane]
+                elif self.saved.spec.task == "tagging":
+                    pieces[owner] = out[:length, lane].clone()
+                else:
+                    pieces[owner] = out[length - 1, lane].clone()
+        found = self._together(pieces)
+        return [found[number] for number in range(len(data))] if found else []
+
+    def after(self, data: Sequences, rows: Mapping[int, Ints]) -> dict[int, Numbers]:
+        """The forecasts made after the given rows of each series, counted from its first: [rows, horizon, columns, …] by series.
+
+        They are those that `of` would make if the series ended there. Empty on ranks other than 0. Collective.
+        """
+        pieces: dict[tuple[int, int], Tensor] = {}
+        done: dict[int, int] = {}  # rows of each series in earlier windows
+        for out, lengths, owners in self._walk(data):
+            for lane, (length, owner) in enumerate(zip(lengths, owners, strict=True)):
+                if owner < 0 or not length:
+                    continue
+                before = done.get(owner, 0)
+                done[owner] = before + length
+                for row in rows[owner].tolist():
+                    if before <= row < before + length:
+                        pieces[owner, row] = out[row - before, lane].clone()
+        places = {(owner, row): number for number, (owner, row) in enumerate((o, r) for o, each in rows.items() for r in each.tolist())}
+        found = self._together({places[key]: out for key, out in pieces.items()})
+        if not found:
+            return {}
+        return {owner: np.stack([found[places[owner, row]] for row in each.tolist()]) for owner, each in rows.items()}
+
+    def _walk(self, data: Sequences) -> Iterator[tuple[Tensor, list[int], list[int]]]:
+        """Yield the outputs of each batch, in host memory, with the length and the sequence of each lane."""
+        saved = self.saved
+        seen: list[Tensor] = []
+
+        def observe(out: Tensor, targets: Tensor | None) -> None:
+            seen.append(out)
+
+        part = Part("input", data, saved.task.unlabelled(data))
+        each = passes(saved.model, self._spec, part, mesh=saved.mesh, stage=saved.stage, observe=observe, capture=self._capture)
+        for batch, _ in each:
+            if not saved.stage.has_head:
+                continue
+            # Chunks are concatenated over time; a pooled head's output counts after the last one.
+            out = torch.cat(seen) if len(seen) > 1 and not saved.stage.pooled else seen[-1]
+            seen.clear()
+            yield out.float().cpu(), batch.lengths.tolist(), batch.sequence.tolist()
+
+    def _together(self, pieces: Mapping[int, Tensor]) -> dict[int, Numbers]:
+        """On rank 0, the pieces of all workers by number."""
+        own: dict[str, Tensor] = {}
+        if pieces:
+            outs = list(pieces.values())
+            ragged = self.saved.spec.task == "tagging"
+            sizes = [len(out) for out in outs] if ragged else [1] * len(outs)
+            # A few large messages instead of one for each sequence.
+            own = {
+                "number": torch.tensor(list(pieces), dtype=torch.int64),
+                "size": torch.tensor(sizes, dtype=torch.int64),
+                "out": torch.cat(outs) if ragged else torch.stack(outs),
+            }
+        found: dict[int, Numbers] = {}
+        for given in collect(self.saved.mesh.world, own):
+            if given:
+                parts = torch.split(given["out"], given["size"].tolist())
+                alone = self.saved.spec.task != "tagging"
+                found |= {
+                    number: (part[0] if alone else part).numpy() for number, part in zip(given["number"].tolist(), parts, strict=True)
+                }
+        return found

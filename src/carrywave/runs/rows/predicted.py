@@ -1,0 +1,85 @@
+"""Turns outputs of a model into rows: a label with its probabilities, tags, numbers, or a forecast in the units of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from carrywave.data.sequences import Sequences
+from carrywave.data.tables.series import scales
+from carrywave.data.tables.table import Table
+from carrywave.runs.rows.blocks import Block
+from carrywave.runs.rows.outputs import Numbers, Outputs
+from carrywave.runs.trained_run import Saved
+from carrywave.tasks.views import Naive
+
+BY_PLACE = "series"  # the field of a forecast with the index, from 0, of one of several unnamed series
+Row = dict[str, Any]
+
+
+def rows_of(outputs: Outputs, block: Block) -> Iterator[Row]:
+    """A row for each of a block, in order, after the fields that are carried. Empty on ranks other than 0. Collective when it is called."""
+    found = outputs.of(block.data)
+    predicted = _PREDICTED[outputs.saved.spec.task](outputs.saved, found) if found else ()
+    return ({**carried, **row} for carried, row in zip(block.carried, predicted, strict=True))
+
+
+def _labels(saved: Saved, found: list[Numbers]) -> Iterator[Row]:
+    codec = saved.task.codec
+    logits_BK = torch.from_numpy(np.stack(found))
+    shares_BK = torch.softmax(logits_BK.double(), dim=-1)
+    for best, shares in zip(logits_BK.argmax(-1).tolist(), shares_BK, strict=True):
+        rounded = [round(share, 6) for share in shares.tolist()]
+        yield {
+            "label": codec.label(best),
+            "probability": rounded[best],
+            "probabilities": dict(zip(codec.labels, rounded, strict=True)),
+        }
+
+
+def _numbers(saved: Saved, found: list[Numbers]) -> Iterator[Row]:
+    for out in found:
+        values = saved.task.codec.restore(out).tolist()
+        yield {"label": values[0] if len(values) == 1 else values}
+
+
+def _tags(saved: Saved, found: list[Numbers]) -> Iterator[Row]:
+    codec = saved.task.codec
+    return ({"labels": [codec.label(int(tag)) for tag in tags]} for tags in found)
+
+
+_PREDICTED = {"classification": _labels, "regression": _numbers, "tagging": _tags}
+
+
+def forecasts(outputs: Outputs, data: Sequences, table: Table) -> Iterator[Row]:
+    """Every step ahead of the last row of every series. Empty on ranks other than 0. Collective when it is called."""
+    return _forecasts(outputs.saved, outputs.of(data), data, table)
+
+
+def _forecasts(saved: Saved, found: list[Numbers], data: Sequences, table: Table) -> Iterator[Row]:
+    spec, codec = saved.spec.data, saved.task.codec
+    targets = np.array(codec.targets)
+    lasts = data.starts + data.lengths - 1
+    naive_NHC = Naive(data, targets, spec.horizon, spec.season, spec.residual)(lasts)
+    columns = [codec.columns[index] for index in targets]
+    known = scales(table, codec)
+    for number, out in enumerate(found):
+        mean, std = (np.array(values)[targets] for values in known[number])
+        times = table.ahead(number, spec.horizon)
+        for step in range(spec.horizon):
+            row: Row = {} if codec.series is None else {codec.series: table.series_name(number)}
+            if codec.series is None and len(data) > 1:
+                row[BY_PLACE] = number  # unnamed series are told apart by their position
+            if times is not None:
+                row[str(codec.time)] = times[step]
+            row["step"] = step + 1
+            for place, column in enumerate(columns):
+                value = (out[step, place] + naive_NHC[number, step, place]) * std[place] + mean[place]
+                if spec.quantiles is None:
+                    row[column] = float(value)
+                else:
+                    row |= {f"{column}-q{quantile:g}": float(v) for quantile, v in zip(spec.quantiles, value, strict=True)}
+            yield row

@@ -1,0 +1,122 @@
+"""Writes predictions as they are made, as JSON lines or CSV, to a file or to standard output."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from carrywave.errors import UserError
+from carrywave.runs import output_file
+from carrywave.runs.output_file import OutputFile
+from carrywave.runs.watcher import printable
+
+Row = dict[str, Any]
+KINDS = ("", ".csv", ".json", ".jsonl", ".ndjson", ".txt")
+TEXT_CHARACTERS = 1 << 20  # that are written at once
+
+
+class RowWriter:
+    """Formats rows and writes them. `gone` is True once nobody reads them any more."""
+
+    def __init__(self, write: Callable[[str], None], kind: str) -> None:
+        self._write, self._csv = write, kind == ".csv"
+        self._columns: list[str] | None = None
+        self.rows = 0
+        self.gone = False
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Write rows, a part at a time."""
+        text = io.StringIO()
+        for row in rows:
+            if self._csv:
+                self._add_csv(text, row)
+            else:
+                text.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            self.rows += 1
+            if text.tell() >= TEXT_CHARACTERS:
+                self.say(text.getvalue())
+                text = io.StringIO()
+        self.say(text.getvalue())
+
+    def say(self, text: str) -> None:
+        """Write a text as it is."""
+        if self.gone or not text:
+            return
+        try:
+            self._write(text)
+        except BrokenPipeError:
+            self.gone = True
+
+    def _add_csv(self, text: io.StringIO, row: Row) -> None:
+        flat = flattened(row)
+        writer = csv.writer(text, lineterminator="\n")
+        if self._columns is None:
+            self._columns = list(flat)
+            writer.writerow(self._columns)
+        writer.writerow([flat.get(column) for column in self._columns])
+
+
+def flattened(row: Row) -> Row:
+    """A row as CSV has it: a column for the probability of each class; other lists and objects as JSON."""
+    flat: Row = {}
+    for name, value in row.items():
+        if name == "probabilities" and isinstance(value, dict):
+            for label, share in value.items():
+                column = f"probability_{label}"
+                if column in row:
+                    raise UserError(f"a kept field is named {column}, like the probability of a class; keep it as COLUMN=NAME instead")
+                flat[column] = share
+        else:
+            flat[name] = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value
+    return flat
+
+
+def check(path: Path | None) -> None:
+    """Refuse before the work what could not be written after it."""
+    kind = "" if path is None else path.suffix.lower()
+    if kind not in KINDS:
+        raise UserError(f"{path}: predictions are written as JSON Lines or CSV, not as {kind}; use a file name that ends in .jsonl or .csv")
+    output_file.check(path, wanted=True)
+
+
+@contextmanager
+def writing(path: Path | None, kind: str = "") -> Iterator[RowWriter]:
+    """A writer to a file, which appears when the context ends without an error, or to standard output; `kind` is the suffix there."""
+    check(path)
+    if path is not None:
+        with OutputFile(path) as file:
+            yield RowWriter(file.write, kind or path.suffix.lower())
+        return
+    writer = RowWriter(_show, kind)
+    try:
+        yield writer
+    finally:
+        if writer.gone:
+            _hang_up()
+
+
+def _show(text: str) -> None:
+    """Write to standard output: verbatim for a program, escaped for a terminal."""
+    out = sys.stdout
+    if out is None:
+        raise UserError("standard output is closed, so the result would be lost; open it, or pass a file with -o")
+    try:
+        out.write(printable(text) if out.isatty() else text)
+    except UnicodeEncodeError:  # an encoding that lacks some characters, or an unpaired surrogate
+        out.write(text.encode(out.encoding, errors="backslashreplace").decode(out.encoding))
+    out.flush()
+
+
+def _hang_up() -> None:
+    """Point standard output elsewhere: Python would fail to flush it at the end."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

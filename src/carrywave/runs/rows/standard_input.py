@@ -1,0 +1,97 @@
+"""Standard input as data: lines are read as they arrive; what must be read twice is kept in a temporary file for the time."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from carrywave.data.files.source import FORMATS, Format, Source, not_utf8
+from carrywave.errors import DataError
+from carrywave.parallel.startup.launcher_env import launched
+from carrywave.parallel.world import all_gather_text, join, raise_on_all
+from carrywave.runs.remote_run import folder_of
+from carrywave.runs.run import Run
+from carrywave.spec.load import load_own
+from carrywave.spec.spec import Spec
+
+DASH = "-"
+NAME = "standard input"
+SUFFIXES: dict[Format, str] = {"text": ".txt", "jsonl": ".jsonl", "csv": ".csv", "parquet": ".parquet"}
+
+
+def is_standard(data: Any) -> bool:
+    """True if data is asked to come from standard input."""
+    return isinstance(data, str | Path) and str(data) == DASH
+
+
+@dataclass(frozen=True)
+class Stream(Source):
+    """A source that is read once, as it arrives."""
+
+    stream: Any = None
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield what has arrived, in blocks."""
+        while block := self.stream.read1(self.block_bytes):
+            yield block
+
+
+def open_stream(spec: Spec) -> Stream:
+    """Standard input, in the format that the spec says, or that its first bytes and the run's training file suggest."""
+    stream = None if sys.stdin is None else getattr(sys.stdin, "buffer", None)
+    if stream is None:
+        raise DataError("standard input is closed; open it, or pass a file instead of -")
+    if launched() and sys.stdin.isatty():
+        raise DataError("workers cannot read from a terminal; pipe the data into the command, or pass a file instead of -")
+    head = stream.peek(64)
+    kind = _format(head, spec)
+    if kind != "parquet" and (wrong := not_utf8(NAME, head)) is not None:
+        raise DataError(f"{wrong.partition(';')[0]}; unpack or convert it before it is piped in, as in: gunzip -c FILE | carrywave …")
+    return Stream(NAME, None, kind, stream=stream)
+
+
+def _format(head: bytes, spec: Spec) -> Format:
+    asked = spec.data.format
+    if asked != "auto":
+        return asked
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if spec.task == "language":
+        return "text"  # a prompt for each line, whatever its first character
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        return "jsonl"
+    suffixes = [] if spec.data.train is None else [FORMATS.get(suffix.lower()) for suffix in Path(spec.data.train).suffixes]
+    of_train = next((kind for kind in reversed(suffixes) if kind is not None), None)
+    return of_train if of_train in ("text", "csv") else "csv" if spec.task == "forecasting" else "jsonl"
+
+
+@contextmanager
+def data_on_all(data: str | None, run: Path | str, device: str) -> Iterator[Path | None]:
+    """Standard input, if that is the data, as a file that the workers of this host can read. Collective."""
+    if data != DASH:
+        yield None
+        return
+    world = join(device)
+    with ExitStack() as stack:
+        kept = ""
+        with raise_on_all(world, for_all_of_us=True, patient=True):
+            if world.rank == 0:
+                spec = load_own(Run.open(folder_of(run)).path / "spec.yaml")
+                kept = str(stack.enter_context(kept_in_a_file(open_stream(spec))))
+        yield Path(all_gather_text(world, kept)[0])
+
+
+@contextmanager
+def kept_in_a_file(source: Stream) -> Iterator[Path]:
+    """A temporary file with all of standard input."""
+    with tempfile.TemporaryDirectory(prefix="carrywave-") as folder:
+        path = Path(folder) / f"standard-input{SUFFIXES[source.format]}"
+        with path.open("wb") as file:
+            shutil.copyfileobj(source.stream, file, 1 << 20)
+        yield path

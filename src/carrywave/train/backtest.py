@@ -1,0 +1,197 @@
+"""Backtests a forecaster: trains it on what was known at the first of several origins, or at each, and forecasts from all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from carrywave.data.prepare import table_of_file
+from carrywave.data.tables import series
+from carrywave.data.tables.columns import COVARIATES
+from carrywave.data.tables.table import Table
+from carrywave.errors import DataError, SpecError, UserError, option
+from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
+from carrywave.runs.backtest.origins import Rolling, at_origin, long_enough
+from carrywave.runs.backtest.rolled import Rolled, forecast
+from carrywave.runs.backtest.scores import Score, scores
+from carrywave.runs.remote_run import folder_of
+from carrywave.runs.run import Run
+from carrywave.runs.trained_run import Saved, codec_of, open_run
+from carrywave.runs.watcher import Watcher
+from carrywave.spec.load import load_own
+from carrywave.spec.spec import Spec
+from carrywave.train.fit import fit
+from carrywave.train.loop_state import ASKED, Ending
+
+ORIGINS = 5
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How origins roll; None leaves the default: the model's horizon, a stride of one horizon, five origins."""
+
+    horizon: int | None = None
+    stride: int | None = None
+    origins: int | None = None
+
+    def rolling(self, horizon: int) -> Rolling:
+        """The origins for a model with this horizon."""
+        own = self.horizon or horizon
+        if own > horizon:
+            raise UserError(
+                f"{option('horizon')} {own} is more than the {horizon} steps that the model forecasts; use {horizon} or less, or train "
+                f"with data.horizon={own}"
+            )
+        return Rolling(own, self.stride or own, self.origins or ORIGINS)
+
+
+@dataclass(frozen=True)
+class Backtest:
+    """What came of a backtest. Forecasts and scores are known to rank 0 alone."""
+
+    folder: Path  # of the run, or of the runs of all origins
+    table: Table
+    columns: tuple[str, ...]
+    quantiles: tuple[float, ...] | None
+    rolling: Rolling
+    forecasts: list[Rolled]
+    scores: list[Score]
+    ending: Ending | None = None  # that of a training that was asked to stop
+
+
+def backtest_run(path: Path | str, data: str | None, asked: Asked, device: str, note: Callable[[str], None]) -> Backtest:
+    """Forecast with a trained run, from origins in a file: its own training file, or `data`."""
+    world = join(device)
+    with raise_on_all(world, patient=True):
+        saved = open_run(path, device, world=world)
+        spec, codec = saved.spec, saved.task.codec
+        _check(spec, str(path))
+        file = data or spec.data.train
+        if file is None:
+            raise DataError(f"{path} was trained on data from Python, which is not stored in the run; pass a file with {option('data')}")
+        rolling = asked.rolling(spec.data.horizon)
+        whole = table_of_file(file, codec, spec)
+        table, left_out = long_enough(whole, rolling, before=1)
+        seen = _seen(whole, table, rolling, spec) if data is None else ()
+    if world.rank == 0:
+        for line in (*whole.notes[1:], *left_out, *seen, *series.unseen_series(table.name, table.names, codec)):
+            note(line)
+    made = forecast(saved, table, rolling, range(rolling.origins))
+    leave(world)
+    return _result(saved, table, rolling, made)
+
+
+def backtest_spec(
+    spec: Spec,
+    data: str | None,
+    asked: Asked,
+    *,
+    retrain: bool,
+    run: Path | None,
+    resume: bool,
+    device: str,
+    watch: Watcher | None,
+    note: Callable[[str], None],
+) -> Backtest:
+    """Train on the rows before the first origin and forecast from all of them; with `retrain`, train anew for every origin.
+
+    Series are scored on the rows after the first origin, which training does not see; a part of those before it is held out to choose the
+    best weights.
+    """
+    world = join(device)
+    with raise_on_all(world, patient=True):
+        _check(spec, "the spec")
+        file = data or spec.data.train
+        if file is None:
+            raise SpecError("data.train is not set; set it to the file to backtest on")
+        if asked.horizon is not None:
+            spec = spec.model_copy(update={"data": spec.data.model_copy(update={"horizon": asked.horizon})})
+        rolling = asked.rolling(spec.data.horizon)
+        whole = table_of_file(file, None, spec)
+        # Train needs a horizon and a row, and valid another horizon.
+        table, left_out = long_enough(whole, rolling, before=2 * spec.data.horizon + 1)
+        alone = _alone(spec)
+        base = _folder(run, resume) if world.rank == 0 else Path()
+    base = Path(all_gather_text(world, str(base))[0])
+    if world.rank == 0:
+        for line in left_out:
+            note(line)
+    leave(world)
+    made: list[Rolled] = []
+    saved: Saved | None = None
+    for number in range(rolling.origins if retrain else 1):
+        folder = base / f"origin-{number + 1}" if retrain else base
+        known = at_origin(table, rolling, number)
+        again = resume and (folder / "spec.yaml").is_file()
+        if watch is not None and retrain:
+            watch.say(f"origin {number + 1} of {rolling.origins}: {int(known.lengths.sum()):,} rows are known")
+        result = fit(None, known, spec=alone, run=folder, resume=again, device=device, watch=watch)
+        if result.ending in ASKED:
+            return Backtest(base, table, (), None, rolling, [], [], result.ending)
+        world = join(device)
+        with raise_on_all(world):
+            saved = open_run(folder, device, world=world)
+        made += forecast(saved, table, rolling, [number] if retrain else range(rolling.origins))
+        leave(world)
+    assert saved is not None
+    made.sort(key=lambda each: (each.series, each.origin))
+    return Backtest(base, table, *_read(saved), rolling, made, scores(made, *_read(saved)))
+
+
+def spec_of_run(path: Path | str) -> Spec:
+    """The spec of a run that is to be trained anew."""
+    run = Run.open(folder_of(path))
+    spec = load_own(run.path / "spec.yaml")
+    codec_of(run, spec)
+    return spec
+
+
+def _read(saved: Saved) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    codec = saved.task.codec
+    return tuple(codec.columns[place] for place in codec.targets), saved.spec.data.quantiles
+
+
+def _result(saved: Saved, table: Table, rolling: Rolling, made: list[Rolled]) -> Backtest:
+    return Backtest(saved.run.path, table, *_read(saved), rolling, made, scores(made, *_read(saved)))
+
+
+def _check(spec: Spec, what: str) -> None:
+    if spec.task != "forecasting":
+        raise UserError(f"a backtest is for forecasts, but {what} has task {spec.task}; use carrywave evaluate")
+    if (asked := next((name for name in COVARIATES if getattr(spec.data, name)), None)) is not None:
+        raise UserError(f"a backtest does not read covariates, but {what} has data.{asked}; remove it, or hold out data.test and evaluate")
+
+
+def _alone(spec: Spec) -> Spec:
+    """The spec without files and without a split of its own: all rows but the held-out share are trained on."""
+    share = spec.data.share if spec.data.split is None else min(0.5, spec.data.split[1] / sum(spec.data.split[:2]))
+    update = {"train": None, "valid": None, "test": None, "split": None, "share": share}
+    return spec.model_copy(update={"data": spec.data.model_copy(update=update)})
+
+
+def _folder(run: Path | None, resume: bool) -> Path:
+    if run is not None:
+        if run.exists() and any(run.iterdir()) and not resume:
+            raise UserError(f"{run} already exists and is not empty; pass another folder, or {option('resume')}")
+        return run
+    if resume:
+        raise UserError(f"{option('resume')} needs the folder of the backtest; pass {option('run')}")
+    number = 1
+    while (folder := Path("runs") / f"backtest-{number}").exists():
+        number += 1
+    return folder
+
+
+def _seen(whole: Table, table: Table, rolling: Rolling, spec: Spec) -> tuple[str, ...]:
+    """A line if some origins lie within the rows that the run was trained on."""
+    train = series.spans(whole, spec, valid_file=spec.data.valid is not None, test_file=spec.data.test is not None)["train"]
+    ends = dict(zip(whole.names, train.lengths.tolist(), strict=True))
+    inside = sum(int((rolling.known(int(length)) < ends[name]).sum()) for name, length in zip(table.names, table.lengths, strict=True))
+    if not inside:
+        return ()
+    total = rolling.origins * len(table.names)
+    return (
+        f"{inside} of {total} forecasts start within the rows that the run was trained on, so they look better than they are; use fewer "
+        "origins or later data, or backtest the SPEC, which trains on the rows before the first origin alone",
+    )
