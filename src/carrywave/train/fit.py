@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from carrywave import __version__, heap
 from carrywave.data.files.remote import is_address
 from carrywave.data.prepare import Prepared
 from carrywave.data.python_inputs import from_python, naming
-from carrywave.errors import PlanError, SpecError, UserError
+from carrywave.errors import PlanError, RunError, SpecError, UserError
 from carrywave.launch import launch_record, script_workers
 from carrywave.launch.hardware import shares_on
 from carrywave.launch.launcher import RESTARTS
@@ -34,9 +34,10 @@ from carrywave.parallel.world import World, check_agreement, join, leave, pick_d
 from carrywave.plan import canonical_shards
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync, check_vocabulary
+from carrywave.runs import history
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights, take_weights
 from carrywave.runs.evaluation import order_for
-from carrywave.runs.run import Run
+from carrywave.runs.run import TIMING, Run
 from carrywave.runs.run_source import weights_file
 from carrywave.runs.summary import backends, summarize, ways_of_run
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
@@ -260,6 +261,7 @@ def _train(
             data = Data(prepared.fingerprint, files)
             checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.reach)
         state = LoopState.start(trainer.device)
+        left = history.last_trace(folder.path / TIMING) if world.rank == 0 else None
         if start.snapshot is not None:
             state = checkpointer.restore(start.snapshot)
             state.extend(spec.train)
@@ -276,7 +278,7 @@ def _train(
                 watch,
                 state,
                 checkpointer,
-                compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted and trainer.sync is None else None,
+                compare=Comparison(trainer, planned.prediction, watch.say) if trainer.sync is None else None,
             )
         if loop.trains:
             # The files of a finished run describe what was trained, so they stay as they are.
@@ -290,6 +292,7 @@ def _train(
                 folder.write_json("facts.json", asdict(prepared.facts) | origin)
                 if start.snapshot is None:
                     folder.expect_snapshot(start.init)
+                folder.write_history(_started(state.step, left, trainer))
             with raise_on_all(world, for_all_of_us=True, patient=True):
                 folder.upload()
         checkpointer.writer.meet()
@@ -306,6 +309,15 @@ def _train(
                     folder.close()  # the events of TensorBoard are complete then
                     folder.upload()
             return result
+
+
+def _started(step: int, left: history.Trace | None, trainer: Trainer) -> dict[str, Any]:
+    """The line of the run's history that training starts here."""
+    device = trainer.device
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    versions = {"carrywave": __version__, "torch": torch.__version__}
+    workers, attempt = trainer.plan.workers, launch_record.attempt()
+    return history.start_row(step, left, attempt=attempt, workers=workers, device=named, versions=versions)
 
 
 def _begin_from(source: str, model: Model | Whole, world: World) -> None:
@@ -352,6 +364,7 @@ def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts) -> Model | Whole:
 
 
 def _carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
+    trained = loop.trains  # the files of a finished run stay as they are
     with Stop() as stop:
         loop.stop = stop
         try:
@@ -360,6 +373,9 @@ def _carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) ->
         except Stopped as asked:
             ending = asked.reason
     at = loop.state
+    if trained:
+        with suppress(RunError):  # a run that is complete does not fail over a line of its history
+            loop.folder.write_history(history.end_row(at.step, ending))
     if ending in ASKED:
         watch.end(f"{ending} at step {at.step}; resume with: {again_with}")
         return Result(loop.folder.path, ending, {}, _shown(loop.trainer.model), loop.task)
