@@ -17,6 +17,7 @@ from carrywave import __version__
 from carrywave.cli import doctor as examining
 from carrywave.cli import launch as launching
 from carrywave.cli import plan as planning
+from carrywave.cli import report as reporting
 from carrywave.cli.exits import ending_in_order, leaving_at_once, with_exit_codes
 from carrywave.cli.options import (
     Command,
@@ -163,6 +164,7 @@ def _train(
 app.command(cls=Command)(with_exit_codes(planning.plan))
 app.command(cls=Command)(with_exit_codes(examining.doctor))
 app.command(cls=Command)(with_exit_codes(launching.launch))
+app.command(cls=Command)(with_exit_codes(reporting.report))
 
 
 @app.command(cls=Command)

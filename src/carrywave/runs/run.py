@@ -1,8 +1,8 @@
 """A `Run` is a folder: spec, plan, codec, metrics, events, weights, snapshots, logs. It is created at the first write, not before.
 
 `metrics.jsonl` holds nothing that depends on the clock, so that equal runs give equal bytes; timings go to `timing.jsonl`. Both are
-truncated to the snapshot on resume; `history.jsonl` (see `history`) is not. While a run is trained its folder has one owner (`owner`), from `hold` or the first write to the end of
-the context.
+truncated to the snapshot on resume; `history.jsonl` (see `history`) is not. While a run is trained its folder has one owner (`owner`), from
+`hold` or the first write to the end of the context.
 """
 
 from __future__ import annotations
