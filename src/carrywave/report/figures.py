@@ -11,7 +11,6 @@ from carrywave.plan.show.text import seconds_text
 from carrywave.report.chart import number
 from carrywave.report.record import RunRecord, is_number
 
-HIGHER_IS_BETTER = ("accuracy", "macro_f1")
 SHARES = ("accuracy", "macro_f1", "coverage", "top")  # metrics that are parts of one
 NAMES = {"macro_f1": "macro F1", "mae": "MAE", "rmse": "RMSE", "mase": "MASE", "bits": "bits per token"}
 PARTS = ("compute", "messages", "wait", "rest")  # of a worker's step
@@ -72,7 +71,7 @@ class WorkerTime:
 
 def counted(count: int, noun: str) -> str:
     """`1 step`, `2 steps`, `2 batches`."""
-    return f"{count:,} {noun}{('es' if noun.endswith('ch') else 's') * (count != 1)}"
+    return f"{count:,} {noun}{('es' if noun.endswith('batch') else 's') * (count != 1)}"
 
 
 def duration(seconds: float) -> str:
@@ -227,7 +226,7 @@ def tiles(record: RunRecord) -> list[Tile]:
         spent = evaluating_seconds(record)
         found.append(Tile("time", duration(took), f"{duration(spent)} of it in evaluations" if spent else ""))
     if record.history:
-        again = [each for each in restarts(record) if each.what.startswith(("restarted", "resumed", "went"))]
+        again = restarts(record)
         lost = sum(each.repeated or 0 for each in again)
         found.append(Tile("restarts", str(len(again)), f"{counted(lost, 'step')} computed again" if again else "it ran in one go"))
     return found

@@ -22,6 +22,7 @@ MOST_METRICS = 8  # charts of metrics
 MOST_WORKERS = 64  # rows of the table of workers
 MOST_PICTURED = 12  # chunks of a schedule that is shown as text
 COLOURS = 6
+COVERAGE = "coverage_"  # and the quantile: the share of values below its forecast
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Figure:
 
 def render(records: Sequence[RunRecord], samples: Sequence[Samples | None], *, live: str = "") -> str:
     """The whole page; `live` is the nonce of the script that keeps it up to date, or empty for a page without any script."""
-    views = [_view(number, record, some) for number, (record, some) in enumerate(zip(records, samples, strict=True))]
+    most = pictures.MOST_SPANS // len(records)
+    views = [_view(number, record, some, most) for number, (record, some) in enumerate(zip(records, samples, strict=True))]
     title = records[0].name if len(records) == 1 else f"{len(records)} runs"
     return (
         _environment()
@@ -53,7 +55,7 @@ def _environment() -> Environment:
     return found
 
 
-def _view(number: int, record: RunRecord, samples: Samples | None) -> dict[str, Any]:
+def _view(number: int, record: RunRecord, samples: Samples | None, most: int) -> dict[str, Any]:
     """What the template shows of one run."""
     times = figures.workers(record)
     bubble = pictures.bubble(record)
@@ -74,9 +76,9 @@ def _view(number: int, record: RunRecord, samples: Samples | None) -> dict[str, 
         "timed_step": record.timeline.get("step"),
         "no_times": _why_no_times(record),
         "plan": Markup(pictures.plan_picture(record)),
-        "plan_sentence": figures.plan_sentence(record.plan) if record.plan else "",
+        "plan_sentence": figures.plan_sentence(record.plan).capitalize() if record.plan else "",
         "schedule": _schedule(record),
-        "step": Markup(pictures.step_picture(record)),
+        "step": Markup(pictures.step_picture(record, most)),
         "step_sentence": _step_sentence(record, bubble),
         "restarts": figures.restarts(record),
         "no_history": not record.history,
@@ -88,10 +90,11 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
     """Loss and every metric over the steps, with the best step marked."""
     best = record.best
     train, valid = _points(record.rows("train"), "loss"), _points(record.rows("valid"), "loss")
-    lines = [Line("train", train, "c1"), Line("validation", valid, "c0", dots=True)]
+    lines = [Line("train", train, "c1", dots=True), Line("validation", valid, "c0", dots=True)]
     marks = [Mark(best["step"], best["loss"], f"best: {chart.number(best['loss'])} at step {best['step']:,}")] if best else []
     yield from _figure("loss (nats per target)" if record.task == "language" else "loss", lines, marks=marks)
-    for name in record.metric_names[:MOST_METRICS]:
+    covered = [name for name in record.metric_names if name.startswith(COVERAGE)]
+    for name in [name for name in record.metric_names if name not in covered][:MOST_METRICS]:
         points = _points(record.rows("valid"), name)
         lines = [Line("validation", points, "c0", dots=True)]
         naive = _points(record.rows("valid"), f"naive_{name}")
@@ -100,6 +103,13 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
         value = best.get(name) if best else None
         said = [Mark(best["step"], value, f"{figures.metric_text(name, value)}")] if best and is_number(value) else []
         yield from _figure(figures.metric_name(name), lines, marks=said, percent=name.startswith(figures.SHARES))
+    if covered:
+        lines = []
+        for place, name in enumerate(covered):
+            points, wanted = _points(record.rows("valid"), name), float(name.removeprefix(COVERAGE))
+            lines.append(Line(f"quantile {wanted:g}", points, f"c{place % COLOURS}", dots=True))
+            lines.append(Line("wanted", [(x, wanted) for x, _ in points], "base", dashed=True, legend=place == 0))
+        yield from _figure("values below a quantile's forecast", lines, percent=True)
 
 
 def _speeds(record: RunRecord) -> Iterator[Figure]:
@@ -147,7 +157,7 @@ def _step_sentence(record: RunRecord, bubble: float | None) -> str:
     elif found:
         parts.append("There is no prediction: this machine had not been measured for such a model when the run started.")
     if bubble is not None:
-        parts.append(f"In the step drawn here, workers were not computing for {bubble:.1%} of their time; timing it adds a little to it.")
+        parts.append(f"In the step drawn here, {bubble:.1%} of the workers' time was not spent computing. Timing adds a little to it.")
     return " ".join(parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 from carrywave.plan.cost.simulation import TaskSpan, Timeline
@@ -16,6 +16,7 @@ from carrywave.report.record import RunRecord, is_number
 BOX, GAP, TALL, LINE, MARGIN = 176, 44, 64, 26, 8  # pixels: width of a stage, between stages, height of a stage, between replicas
 MOST_REPLICAS, MOST_STAGES = 4, 12  # drawn
 MOST_WORKERS = 12  # rows of the measured step
+MOST_SPANS = 3000  # in the drawing of a step: each takes about 130 bytes of the page
 TASKS = ("F", "B", "H", "W")
 
 
@@ -28,7 +29,7 @@ def plan_picture(record: RunRecord) -> str:
     names = _stage_units(record, stages)
     shown_stages, shown_replicas = min(stages, MOST_STAGES), min(replicas, MOST_REPLICAS)
     width = MARGIN * 2 + shown_stages * (BOX + GAP) - GAP
-    width = max(width, 420)
+    width = max(width, 560)
     parts, top = _chunks(record, width)
     seats = {(seat.get("replica"), seat.get("stage")): seat for seat in plan.get("workers") or () if isinstance(seat, dict)}
     for replica in range(shown_replicas):
@@ -36,7 +37,9 @@ def plan_picture(record: RunRecord) -> str:
             parts.append(f'<text x="{MARGIN}" y="{top + 12}">replica {replica}: its part of the lanes</text>')
             top += 20
         for stage in range(shown_stages):
-            parts += _box(stage, names, seats.get((replica, stage)), MARGIN + stage * (BOX + GAP), top, alone=replicas * stages == 1)
+            parts += _box(
+                stage, names, seats.get((replica, stage)), MARGIN + stage * (BOX + GAP), top, first=_first(replicas, stages, stage)
+            )
             if stage + 1 < shown_stages:
                 parts += _arrows(MARGIN + stage * (BOX + GAP) + BOX, top)
         top += TALL + LINE - 8
@@ -56,21 +59,25 @@ def plan_picture(record: RunRecord) -> str:
     )
 
 
-def step_picture(record: RunRecord) -> str:
-    """The predicted and the measured step on one time axis, as far as the run has them; empty if it has neither."""
+def step_picture(record: RunRecord, most: int = MOST_SPANS) -> str:
+    """The predicted and the measured step on one time axis, as far as the run has them; empty if it has neither.
+
+    Rows that would bring more than `most` spans into the drawing are left out.
+    """
     panels = []
     predicted = record.timeline.get("predicted")
-    if isinstance(predicted, Mapping) and (rows := _rows(predicted.get("rows"))):
+    if isinstance(predicted, Mapping) and (rows := _that_fit(_rows(predicted.get("rows")), most // 2)):
         timeline = Timeline(tuple(rows), (0,) * len(rows))
         panels.append(Panel(f"predicted: {seconds_text(timeline.seconds)}", timeline, [str(n) for n in predicted.get("stages") or ()]))
-    measured = _measured(record)
+    measured = _measured(record, most // 2)
     if measured is not None:
         panels.append(measured)
     return draw(panels, "who did which chunk when", within="steps") if panels else ""
 
 
-def _measured(record: RunRecord) -> Panel | None:
-    rows, names = [], []
+def _measured(record: RunRecord, most: int = MOST_SPANS) -> Panel | None:
+    rows: list[tuple[TaskSpan, ...]] = []
+    names = []
     for each in (record.timeline.get("workers") or ())[:MOST_WORKERS]:
         spans = _spans(each.get("spans") if isinstance(each, Mapping) else None)
         if not spans or not is_number(each.get("begun")) or not is_number(each.get("seconds")):
@@ -80,6 +87,7 @@ def _measured(record: RunRecord) -> Panel | None:
         own = [span._replace(start=span.start + begun, end=span.end + begun) for span in spans if span.label != "wait"]
         rows.append((*own, TaskSpan("rest", own[-1].end, max(own[-1].end, begun + float(each["seconds"])))))
         names.append(f"replica {each.get('replica')}, stage {each.get('stage')}")
+    rows = _that_fit(rows, most)
     if not rows:
         return None
     timeline = Timeline(tuple(rows), (0,) * len(rows))
@@ -94,6 +102,12 @@ def bubble(record: RunRecord) -> float | None:
         return None
     busy = sum(span.end - span.start for row in panel.timeline.rows for span in row if span.label in TASKS)
     return 1 - busy / (panel.timeline.seconds * len(panel.timeline.rows)) if panel.timeline.seconds else None
+
+
+def _that_fit(rows: list[tuple[TaskSpan, ...]], most: int) -> list[tuple[TaskSpan, ...]]:
+    """The first rows, with at most so many spans together."""
+    sizes = accumulate(map(len, rows))
+    return [row for row, size in zip(rows, sizes, strict=True) if size <= most]
 
 
 def _rows(given: object) -> list[tuple[TaskSpan, ...]]:
@@ -147,11 +161,10 @@ def _chunks(record: RunRecord, width: int) -> tuple[list[str], int]:
     return parts, MARGIN + 54
 
 
-def _box(stage: int, names: Sequence[str], seat: Mapping[str, Any] | None, x: int, y: int, *, alone: bool) -> list[str]:
+def _box(stage: int, names: Sequence[str], seat: Mapping[str, Any] | None, x: int, y: int, *, first: str) -> list[str]:
     who = "" if seat is None else f"rank {seat.get('rank')}"
     host = "" if seat is None or seat.get("host") in (None, "this host") else f"{seat.get('host')}"
     units = names[stage] if stage < len(names) else ""
-    first = "one device" if alone else f"stage {stage}"
     return [
         f'<rect class="box" x="{x}" y="{y}" width="{BOX}" height="{TALL}" rx="6"/>',
         f'<text class="strong" x="{x + 10}" y="{y + 18}">{first}</text>',
@@ -159,6 +172,10 @@ def _box(stage: int, names: Sequence[str], seat: Mapping[str, Any] | None, x: in
         f'<text x="{x + 10}" y="{y + 37}">{escape(_short(units, 26))}</text>',
         f'<text class="soft" x="{x + 10}" y="{y + 54}">{escape(_short(host, 26))}</text>',
     ]
+
+
+def _first(replicas: int, stages: int, stage: int) -> str:
+    return f"stage {stage}" if stages > 1 else "all of the model" if replicas > 1 else "one device"
 
 
 def _arrows(x: int, y: int) -> list[str]:

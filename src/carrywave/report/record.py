@@ -21,6 +21,7 @@ Row = dict[str, Any]
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 SPEC, PLAN, FACTS, WEIGHTS = "spec.yaml", "plan.json", "facts.json", "weights.safetensors"
 LOGS = (METRICS, TIMING, HISTORY, TIMELINE)  # what a report needs besides what prediction needs
+FIRST = ("perplexity", "accuracy", "mae", "rmse", "mase", "pinball")  # of the metrics that are shown
 NOT_METRICS = ("split", "epoch", "step", "loss", "weights_step", "lr", "norm", "waste", "steps", "targets", "skipped")
 
 
@@ -52,9 +53,10 @@ class RunRecord:
 
     @property
     def metric_names(self) -> list[str]:
-        """The task's metrics in the order in which they appear; baselines (`naive_…`) are shown with their metric, not by themselves."""
+        """The task's metrics, the best known first; baselines (`naive_…`) are shown with their metric, not by themselves."""
         found = dict.fromkeys(name for row in self.metrics if row.get("split") != "train" for name in row)
-        return [name for name in found if name not in NOT_METRICS and not name.startswith("naive_")]
+        names = [name for name in found if name not in NOT_METRICS and not name.startswith("naive_")]
+        return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
     @property
     def task(self) -> str:

@@ -192,7 +192,7 @@ def _panel(
     std: float,
 ) -> Forecasted:
     spec, shares = saved.spec.data, saved.spec.data.quantiles
-    start = max(int(data.starts[np.searchsorted(data.starts, row, side="right") - 1]), row + 1 - 3 * spec.horizon)
+    start = max(int(data.starts[np.searchsorted(data.starts, row, side="right") - 1]), row + 1 - 2 * spec.horizon)
     past = np.asarray(data.inputs[start : row + 1, column], np.float64) * std + mean
     came = np.asarray(data.inputs[row + 1 : row + 1 + spec.horizon, column], np.float64) * std + mean
     history = [(float(start - row + at), float(value)) for at, value in enumerate(past)]

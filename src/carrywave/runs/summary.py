@@ -205,5 +205,5 @@ def _batches(count: int) -> str:
 
 
 def _count(count: int, noun: str) -> str:
-    """`1 feature`, `2 features`, `2 micro-batches`."""
-    return f"{count:,} {noun}{('es' if noun.endswith('ch') else 's') * (count != 1)}"
+    """`1 feature`, `2 epochs`, `2 micro-batches`."""
+    return f"{count:,} {noun}{('es' if noun.endswith('batch') else 's') * (count != 1)}"
