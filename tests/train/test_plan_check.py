@@ -96,3 +96,28 @@ def test_a_run_says_it_once_and_keeps_it(evaluate_every: int | None, tmp_path: P
     assert len(found) == 1
     assert steps == [FIRST + STEPS + 1]
     assert all(row["step_seconds"] > 0 for row in rows if "step_seconds" in row)
+
+
+@pytest.mark.parametrize(("steps", "timed"), [(40, FIRST + STEPS + 1), (10, 10), (FIRST + 1, None)])
+def test_one_step_is_kept_task_by_task(steps: int, timed: int | None, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the carry is passed along. " * 100)
+    data = {"train": str(tmp_path / "text.txt"), "tokens": "char"}
+    batch, plan = {"lanes": 4, "steps": 8}, {"chunk_steps": 4}
+    train = {"max_steps": steps, "epochs": 9}
+    watch = Lines()
+    cw.fit({"hidden": 8}, None, data=data, batch=batch, train=train, plan=plan, run=tmp_path / "run", watch=watch, device="cpu")
+    path = tmp_path / "run" / "timeline.json"
+    assert path.exists() == (timed is not None)
+    # A mean over fewer steps is no fair comparison with the prediction.
+    assert any(line.startswith("a step takes") for line in watch.said) == (timed == FIRST + STEPS + 1)
+    if timed is None:
+        return
+    found = json.loads(path.read_text())
+    [worker] = found["workers"]
+    assert found["step"] == timed
+    assert [(span[0], span[3]) for span in worker["spans"]] == [("F", 0), ("F", 1), ("B", 1), ("B", 0), ("W", 0)]
+    times = [moment for span in worker["spans"] for moment in span[1:3]]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    assert times[-1] <= worker["seconds"]
+    assert worker["seconds"] == pytest.approx(sum(worker[part] for part in ("compute", "messages", "wait", "rest")))

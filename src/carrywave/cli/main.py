@@ -20,6 +20,7 @@ from carrywave.cli import doctor as examining
 from carrywave.cli import export as exporting
 from carrywave.cli import launch as launching
 from carrywave.cli import plan as planning
+from carrywave.cli import report as reporting
 from carrywave.cli.exits import ending_at_a_signal, ending_in_order, leaving_at_once, with_exit_codes
 from carrywave.cli.options import (
     Command,
@@ -182,6 +183,7 @@ app.command(cls=Command)(with_exit_codes(examining.doctor))
 app.command(cls=Command)(with_exit_codes(launching.launch))
 app.command(cls=Command)(with_exit_codes(exporting.export))
 app.command(cls=Command)(with_exit_codes(backtesting.backtest))
+app.command(cls=Command)(with_exit_codes(reporting.report))
 
 
 @app.command(cls=Command)

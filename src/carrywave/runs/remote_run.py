@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -197,10 +197,11 @@ class RemoteRun:
             self._there.add(name)
 
 
-def copy_of(address: str, asked_cache: str | None = None) -> Path:
-    """A folder on this host with what evaluation and prediction need of a run in a store."""
+def copy_of(address: str, asked_cache: str | None = None, also: Sequence[str] = ()) -> Path:
+    """A folder on this host with what evaluation and prediction need of a run in a store, and `also` these files."""
     store = Store(address, RunError)
-    there = [name for name in NEEDED if name in store.names()]
+    names = store.names()
+    there = [name for name in (*NEEDED, *also) if name in names]
     if "spec.yaml" not in there:
         raise RunError(f"{address} is not a run: it has no spec.yaml; pass the address of a run, such as s3://bucket/runs/words")
     marks = {name: store.marks(name) for name in there}
@@ -219,9 +220,9 @@ def copy_of(address: str, asked_cache: str | None = None) -> Path:
     return place
 
 
-def folder_of(run: Path | str, asked_cache: str | None = None) -> Path:
+def folder_of(run: Path | str, asked_cache: str | None = None, also: Sequence[str] = ()) -> Path:
     """The folder of a run that is only read: the folder itself, or a copy of one in a store."""
-    return copy_of(run, asked_cache) if isinstance(run, str) and remote.is_address(run) else Path(run)
+    return copy_of(run, asked_cache, also) if isinstance(run, str) and remote.is_address(run) else Path(run)
 
 
 def _others(folder: Path) -> Iterator[Path]:

@@ -1,8 +1,8 @@
 """A `Run` is a folder: spec, plan, codec, metrics, events, weights, snapshots, logs. It is created at the first write, not before.
 
 `metrics.jsonl` holds nothing that depends on the clock, so that equal runs give equal bytes; timings go to `timing.jsonl`. Both are
-truncated to the snapshot on resume. While a run is trained its folder has one owner (`owner`), from `hold` or the first write to the end of
-the context.
+truncated to the snapshot on resume; `history.jsonl` (see `history`) is not. While a run is trained its folder has one owner (`owner`), from
+`hold` or the first write to the end of the context.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -26,6 +27,7 @@ from carrywave.runs.checkpoint import atomic_files
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER, save_weights
 from carrywave.runs.event_log import EventLog
 from carrywave.runs.hashed_log import HashedLog
+from carrywave.runs.history import HISTORY, TIMELINE
 from carrywave.runs.remote_run import RemoteRun
 from carrywave.runs.tracking.tracking import FOLDER as TRACKING
 from carrywave.runs.tracking.tracking import Tracking
@@ -40,6 +42,8 @@ MADE = (
     "facts.json",
     METRICS,
     TIMING,
+    HISTORY,
+    TIMELINE,
     EVENTS,
     "snapshots",
     TRACKING,
@@ -203,8 +207,12 @@ class Run:
             self.tracking.wake()
 
     def write_timing(self, row: Mapping[str, Value]) -> None:
-        """Append a line to timing.jsonl, for everything that depends on the clock."""
-        self._append(TIMING, row)
+        """Append a line to timing.jsonl, for everything that depends on the clock, with the time of day."""
+        self._append(TIMING, {**row, "time": time.time()})
+
+    def write_history(self, row: Mapping[str, Value]) -> None:
+        """Append a line to history.jsonl."""
+        self._append(HISTORY, row)
 
     def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Replace weights.safetensors; its metadata holds the spec and the codec, so that the file is self-contained."""
@@ -285,8 +293,8 @@ class Run:
                     self.remote.withdraw()
 
     def _clear(self) -> None:
-        """Remove what an earlier attempt wrote, and nothing else from the folder."""
-        for entry in (self.path / name for name in (*MADE, WEIGHTS) if name not in launch_record.KEPT):
+        """Remove what an earlier attempt wrote, except for its history, and nothing else from the folder."""
+        for entry in (self.path / name for name in (*MADE, WEIGHTS) if name not in (*launch_record.KEPT, HISTORY)):
             atomic_files.remove(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
 
     def _withdraw(self, error: BaseException) -> bool:

@@ -248,14 +248,14 @@ def _part(saved: Saved, data: Any) -> Part:
         return replace(part, notes=(*given.notes, *part.notes))
     if saved.spec.data.train is None:
         raise DataError(f"{saved.run.path} was trained on data from Python, which is not stored in the run; pass data to evaluate on")
-    prepared = _prepared(saved)
+    prepared = own_data(saved)
     for name, found in (("test", prepared.test), ("valid", prepared.valid)):
         if found is not None:
             return saved.task.part(name, found)
     raise DataError(f"{saved.run.path} was trained without valid or test data; pass a file with {option('data')}")
 
 
-def _prepared(saved: Saved) -> Prepared:
+def own_data(saved: Saved) -> Prepared:
     """The run's own files, read with the run's codec, even if its training data has changed since."""
     codec = saved.task.codec
     if not saved.given_codec:

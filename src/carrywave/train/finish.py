@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from torch import Tensor, nn
 
+from carrywave.errors import RunError
 from carrywave.launch.signals import Stop
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
@@ -11,6 +14,7 @@ from carrywave.model.parameter_placement import fill
 from carrywave.model.vocabulary_split import join_vocabulary
 from carrywave.parallel.gather import broadcast
 from carrywave.parallel.world import raise_on_all
+from carrywave.runs import history
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights
 from carrywave.runs.watcher import Watcher
 from carrywave.step.row_parts import cut, cutter
@@ -30,6 +34,7 @@ def shown(model: Model | Whole) -> nn.Module:
 
 def carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
     """Train what is left to train, and finish: `again_with` resumes a run that was asked to stop."""
+    trained = loop.trains  # the files of a finished run stay as they are
     with Stop() as stop:
         loop.stop = stop
         try:
@@ -38,6 +43,9 @@ def carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> 
         except Stopped as asked:
             ending = asked.reason
     at = loop.state
+    if trained:
+        with suppress(RunError):  # a run that is complete does not fail over a line of its history
+            loop.folder.write_history(history.end_row(at.step, ending))
     if ending in ASKED:
         watch.end(f"{ending} at step {at.step}; resume with: {again_with}")
         return Result(loop.folder.path, ending, {}, shown(loop.trainer.model), loop.task)

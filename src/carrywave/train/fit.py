@@ -32,10 +32,11 @@ from carrywave.parallel.world import World, check_agreement, join, leave, pick_d
 from carrywave.plan import canonical_shards
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync, check_vocabulary
+from carrywave.runs import history
 from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights, take_weights
 from carrywave.runs.display import watcher_of_call
 from carrywave.runs.evaluation import order_for
-from carrywave.runs.run import METRICS, Run
+from carrywave.runs.run import METRICS, TIMING, Run
 from carrywave.runs.run_source import weights_file
 from carrywave.runs.summary import backends, summarize, ways_of_run
 from carrywave.runs.tracking.tracker import Description
@@ -270,6 +271,7 @@ def _train(
             data = Data(prepared.fingerprint, files)
             checkpointer = Checkpointer(spec, trainer, folder, data, watch, start.reach)
         state = LoopState.start(trainer.device)
+        left = history.last_trace(folder.path / TIMING) if world.rank == 0 else None
         if start.snapshot is not None:
             state = checkpointer.restore(start.snapshot)
             state.extend(spec.train)
@@ -286,7 +288,7 @@ def _train(
                 watch,
                 state,
                 checkpointer,
-                compare=Comparison(trainer, planned.prediction, watch.say) if planned.predicted and trainer.sync is None else None,
+                compare=Comparison(trainer, planned.prediction, watch.say) if trainer.sync is None else None,
                 callbacks=Callbacks(callbacks, world),
             )
         if loop.trains:
@@ -301,6 +303,7 @@ def _train(
                 folder.write_json("facts.json", asdict(prepared.facts) | origin)
                 if start.snapshot is None:
                     folder.expect_snapshot(start.init)
+                folder.write_history(_started(state.step, left, trainer))
             with raise_on_all(world, for_all_of_us=True, patient=True):
                 folder.upload()
         checkpointer.writer.meet()
@@ -320,6 +323,15 @@ def _train(
                     folder.close()  # the events of TensorBoard are complete then
                     folder.upload()
             return result
+
+
+def _started(step: int, left: history.Trace | None, trainer: Trainer) -> dict[str, Any]:
+    """The line of the run's history that training starts here."""
+    device = trainer.device
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    versions = {"carrywave": __version__, "torch": torch.__version__}
+    workers, attempt = trainer.plan.workers, launch_record.attempt()
+    return history.start_row(step, left, attempt=attempt, workers=workers, device=named, versions=versions)
 
 
 def _begin_from(source: str, model: Model | Whole, world: World) -> None:

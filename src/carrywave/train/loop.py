@@ -23,6 +23,7 @@ from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import raise_on_all
 from carrywave.runs.evaluation import evaluate
+from carrywave.runs.history import TIMELINE, back_row
 from carrywave.runs.run import Run
 from carrywave.runs.watcher import StepInfo, Watcher
 from carrywave.spec.spec import Spec
@@ -87,6 +88,8 @@ class Loop:
         epochs = spec.train.epochs if spec.batch.vary else 1
         counted = sum(-(-self.order.num_steps(epoch) // spec.train.accumulate) for epoch in range(epochs))
         self.total_steps = min(counted * spec.train.epochs // epochs, spec.train.max_steps or math.inf)
+        if compare is not None:
+            compare.fit_into(self.total_steps - state.step)
 
     @property
     def trains(self) -> bool:
@@ -221,6 +224,7 @@ class Loop:
         at.step += 1
         if self.compare is not None and (measured := self.compare.after()) is not None:
             self.folder.write_timing(place_of(at) | measured)
+            self.folder.write_json(TIMELINE, {"step": at.step, **(self.compare.timeline or {})})
         at.batch += len(group)
         real, padded = (sum(cells) for cells in zip(*(batch.cells for batch in group), strict=True))
         at.cells = [at.cells[0] + real, at.cells[1] + padded]
@@ -296,6 +300,7 @@ class Loop:
         check_can_go_back(at, self.spec.train, error)
         # The file of the best weights stays as it is, even if it was written after the snapshot.
         self.state = replace(self.checkpointer.go_back(), backs=at.backs + 1, best=at.best)
+        self.folder.write_history(back_row(self.state.step, at.step))
         if self.meetings is not None:
             self.meetings.forget()
         self.watch.say(went_back(self.state, error))

@@ -1,4 +1,5 @@
-"""Compares predicted with measured step time, once and over a few steps of a run; if they differ much, names the cause.
+"""Compares predicted with measured step time, once and over a few steps of a run; if they differ much, names the cause. Keeps the step
+that was timed task by task, for the report.
 
 Collective, because one step is timed task by task on every worker. It does not affect the results.
 """
@@ -6,11 +7,13 @@ Collective, because one step is timed task by task on every worker. It does not 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from carrywave.parallel.world import World, all_gather_text
+from carrywave.parallel.world import all_gather_text
 from carrywave.plan.cost.simulation import TaskSpan
+from carrywave.plan.schedule.schedule import StageTask
 from carrywave.plan.search.predictor import Prediction
 from carrywave.plan.show.text import stage_names
 from carrywave.step.task_clock import TaskClock
@@ -19,6 +22,8 @@ from carrywave.step.trainer import Trainer
 FIRST, STEPS = 5, 20  # skipped, then timed: first steps are slower (allocation, kernel selection, graph capture)
 FAR_OFF = 0.25
 TASKS = ("F", "B", "H", "W")
+MOST_SPANS = 1000  # of a worker; if there are more, none is kept
+MOST_ROWS = 24  # workers whose spans are kept; of the others, only the sums
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,17 @@ class Comparison:
 
     def __init__(self, trainer: Trainer, prediction: Prediction | None, say: Callable[[str], None]) -> None:
         self.trainer, self.prediction, self.say = trainer, prediction, say
+        self.first, self.steps = FIRST, STEPS
         self.number = 0  # steps seen
         self.begun = 0.0
         self.seconds = 0.0  # per step, measured
         self.ready = self.done = False
+        self.timeline: dict[str, Any] | None = None  # the step that was timed task by task, on rank 0
+
+    def fit_into(self, steps: float) -> None:
+        """Follow fewer steps in a run that has only this many left; none if not even one can be timed after the first."""
+        self.steps = int(min(STEPS, steps - FIRST - 1))
+        self.done = self.steps < 1
 
     def skip(self, seconds: float) -> None:
         """Exclude time spent on other work."""
@@ -50,10 +62,10 @@ class Comparison:
             return
         self.number += 1
         clock = TaskClock(self.trainer.device)
-        if self.number == FIRST + 1:
+        if self.number == self.first + 1:
             self.begun = clock.now()
-        if self.number == FIRST + STEPS + 1:
-            self.seconds = (clock.now() - self.begun) / STEPS
+        if self.number == self.first + self.steps + 1:
+            self.seconds = (clock.now() - self.begun) / self.steps
             self.ready = True
             if self.trainer.capture is None:  # a captured graph has no tasks to time, and a step without it may not fit in memory
                 self.trainer.compute.clock = clock
@@ -66,19 +78,55 @@ class Comparison:
         self.done = True
         clock, self.trainer.compute.clock = self.trainer.compute.clock, None
         spent: list[Spent] = []
+        told: list[dict[str, Any]] = []
         if clock is not None:
-            total, work, wait = clock.now() - self.begun, clock.seconds(*TASKS), clock.seconds("wait")
-            mesh = self.trainer.mesh
-            told = _gather(mesh.world, Spent(work, wait, max(0.0, total - work - wait)))
-            spent = [told[rank] for rank in mesh.ranks]  # replica by replica, stage by stage
-        if self.prediction is None:
+            told = self._gather(clock, clock.now())
+            # Replica by replica, stage by stage.
+            spent = [Spent(each["compute"], each["wait"], each["messages"] + each["rest"]) for each in told]
+        predicted = self.prediction
+        self.timeline = {"step_seconds": self.seconds, "steps": self.steps, "workers": _laid_side_by_side(told)}
+        if predicted is None:
             return {"step_seconds": self.seconds}
-        self.say(line(self.prediction, self.seconds, spent))
-        return {"step_seconds": self.seconds, "predicted_step_seconds": self.prediction.seconds}
+        names = stage_names(predicted, predicted.stages[-1].last)
+        lines = predicted.timeline.rows if max(map(len, predicted.timeline.rows)) <= MOST_SPANS else ()
+        rows = [[_plain(span.label, span.start, span.end, span.task) for span in row] for row in lines[:MOST_ROWS]]
+        self.timeline |= {"predicted": {"step_seconds": predicted.seconds, "bubble": predicted.bubble, "stages": names, "rows": rows}}
+        if self.steps == STEPS:  # a mean over fewer is no fair comparison
+            self.say(line(predicted, self.seconds, spent))
+        return {"step_seconds": self.seconds, "predicted_step_seconds": predicted.seconds}
+
+    def _gather(self, clock: TaskClock, ended: float) -> list[dict[str, Any]]:
+        """What every worker did in the step that was timed, by position."""
+        mesh, begun = self.trainer.mesh, self.begun
+        work, wait, messages = clock.seconds(*TASKS), clock.seconds("wait"), clock.seconds("send")
+        shown = mesh.replica * mesh.plan.stages + mesh.stage < MOST_ROWS and len(clock.laps) <= MOST_SPANS
+        own = {
+            "rank": mesh.world.rank,
+            "replica": mesh.replica,
+            "stage": mesh.stage,
+            "begun": begun,
+            "seconds": ended - begun,
+            "compute": work,
+            "wait": wait,
+            "messages": messages,
+            "rest": max(0.0, ended - begun - work - wait - messages),
+            "spans": [_plain(lap.label, lap.start - begun, lap.end - begun, lap.task) for lap in clock.laps] if shown else [],
+        }
+        told: list[dict[str, Any]] = [json.loads(text) for text in all_gather_text(mesh.world, json.dumps(own))]
+        hosts = mesh.world.hosts or ("",) * mesh.world.size
+        return [{**told[rank], "host": hosts[rank]} for rank in mesh.ranks]
 
 
-def _gather(world: World, own: Spent) -> list[Spent]:
-    return [Spent(*json.loads(text)) for text in all_gather_text(world, json.dumps([own.work, own.wait, own.rest]))]
+def _plain(label: str, start: float, end: float, task: StageTask | None) -> list[Any]:
+    """A span as JSON: label, start and end in seconds, chunk, micro-batch."""
+    place = [None, None] if task is None else [task.chunk, task.micro_batch]
+    return [label, round(start, 7), round(end, 7), *place]
+
+
+def _laid_side_by_side(told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The workers on one time axis: those of a host read one clock; every host begins at 0, as clocks of hosts differ."""
+    first = {host: min(each["begun"] for each in told if each["host"] == host) for host in {each["host"] for each in told}}
+    return [{**each, "begun": round(each["begun"] - first[each["host"]], 7)} for each in told]
 
 
 def line(prediction: Prediction, measured: float, spent: Sequence[Spent]) -> str:

@@ -26,11 +26,13 @@ _NAMES = {
     "W": "deferred weight gradients",
     "reduce": "gradients summed over workers",
     "update": "update",
+    "send": "message sent",
+    "rest": "sums and update",
 }
 _STYLE = """
 .ground{fill:#ffffff}.track{fill:#eceff3}.tick{stroke:#c3cad4}text{fill:#1d2430;font:12px sans-serif}.title{font-size:15px}
 .in{fill:#10151d;font-size:10px;text-anchor:middle}.mid{text-anchor:middle}
-.F{fill:#6ea8e5}.B{fill:#f2a65a}.H{fill:#7fc48a}.W{fill:#bd93d8}.reduce{fill:#e2727b}.update{fill:#a9a196}
+.F{fill:#6ea8e5}.B{fill:#f2a65a}.H{fill:#7fc48a}.W{fill:#bd93d8}.reduce,.send{fill:#e2727b}.update,.rest{fill:#a9a196}
 @media (prefers-color-scheme:dark){.ground{fill:#161b22}.track{fill:#262d37}.tick{stroke:#4a5462}text{fill:#e6eaf0}.in{fill:#10151d}}
 """.strip().replace("\n", "")
 
@@ -44,8 +46,8 @@ class Panel:
     names: Sequence[str]
 
 
-def draw(panels: Sequence[Panel], title: str = "") -> str:
-    """The SVG of one or several timelines on a common time axis."""
+def draw(panels: Sequence[Panel], title: str = "", *, within: str = "") -> str:
+    """The SVG of one or several timelines on a common time axis. `within`: its class in a page that has styles and a ground of its own."""
     seconds = max(panel.timeline.seconds for panel in panels)
     scale = (WIDTH - LABEL - 2 * MARGIN) / seconds if seconds else 0.0
     parts, top = [], MARGIN
@@ -65,9 +67,12 @@ def draw(panels: Sequence[Panel], title: str = "") -> str:
     labels = {span.label for panel in panels for row in panel.timeline.rows for span in row}
     parts += _legend([label for label in _NAMES if label in labels], top)
     height = top + HEAD
+    said = f"<title>{escape(title or panels[0].title)}</title>"
+    if within:
+        return f'<svg class="{within}" viewBox="0 0 {WIDTH} {height}" role="img">{said}\n' + "\n".join(parts) + "\n</svg>\n"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">'
-        f"<title>{escape(title or panels[0].title)}</title><style>{_STYLE}</style>"
+        f"{said}<style>{_STYLE}</style>"
         f'<rect class="ground" width="{WIDTH}" height="{height}" rx="6"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 

@@ -1,0 +1,249 @@
+"""Puts the page together: what the template shows of each run, and the HTML itself. Everything a user or a file can name is escaped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from carrywave.plan.plan import Plan
+from carrywave.plan.schedule.schedule import show, wavefront
+from carrywave.report import chart, figures, pictures
+from carrywave.report.chart import Band, Line, Mark
+from carrywave.report.record import RunRecord, is_number
+from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paired, Samples
+
+MOST_METRICS = 8  # charts of metrics
+MOST_WORKERS = 64  # rows of the table of workers
+MOST_PICTURED = 12  # chunks of a schedule that is shown as text
+COLOURS = 6
+COVERAGE = "coverage_"  # and the quantile: the share of values below its forecast
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with its title and legend."""
+
+    title: str
+    svg: Markup
+    legend: str = ""
+
+
+def render(records: Sequence[RunRecord], samples: Sequence[Samples | None], *, live: str = "") -> str:
+    """The whole page; `live` is the nonce of the script that keeps it up to date, or empty for a page without any script."""
+    most = pictures.MOST_SPANS // len(records)
+    views = [_view(number, record, some, most) for number, (record, some) in enumerate(zip(records, samples, strict=True))]
+    title = records[0].name if len(records) == 1 else f"{len(records)} runs"
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(title=title, runs=views, compared=_compared(records) if len(records) > 1 else None, live=live, parts=figures.PARTS)
+    )
+
+
+@cache
+def _environment() -> Environment:
+    found = Environment(
+        loader=PackageLoader("carrywave.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    found.filters |= {"percent": lambda share: f"{100 * share:.1f}%", "seconds": figures.duration}
+    return found
+
+
+def _view(number: int, record: RunRecord, samples: Samples | None, most: int) -> dict[str, Any]:
+    """What the template shows of one run."""
+    times = figures.workers(record)
+    bubble = pictures.bubble(record)
+    return {
+        "id": f"run-{number}",
+        "colour": f"c{number % COLOURS}",
+        "name": record.name,
+        "state": figures.state(record),
+        "running": record.trained_now,
+        "tiles": figures.tiles(record),
+        "about": list(figures.about(record)),
+        "spec": record.spec_text,
+        "curves": list(_curves(record)),
+        "speeds": list(_speeds(record)),
+        "workers": times[:MOST_WORKERS],
+        "more_workers": max(0, len(times) - MOST_WORKERS),
+        "slowest": max(times, key=lambda worker: worker.compute, default=None),
+        "timed_step": record.timeline.get("step"),
+        "no_times": _why_no_times(record),
+        "plan": Markup(pictures.plan_picture(record)),
+        "plan_sentence": figures.plan_sentence(record.plan).capitalize() if record.plan else "",
+        "schedule": _schedule(record),
+        "step": Markup(pictures.step_picture(record, most)),
+        "step_sentence": _step_sentence(record, bubble),
+        "restarts": figures.restarts(record),
+        "no_history": not record.history,
+        "samples": None if samples is None else _samples(samples),
+    }
+
+
+def _curves(record: RunRecord) -> Iterator[Figure]:
+    """Loss and every metric over the steps, with the best step marked."""
+    best = record.best
+    train, valid = _points(record.rows("train"), "loss"), _points(record.rows("valid"), "loss")
+    lines = [Line("train", train, "c1", dots=True), Line("validation", valid, "c0", dots=True)]
+    marks = [Mark(best["step"], best["loss"], f"best: {chart.number(best['loss'])} at step {best['step']:,}")] if best else []
+    yield from _figure("loss (nats per target)" if record.task == "language" else "loss", lines, marks=marks)
+    covered = [name for name in record.metric_names if name.startswith(COVERAGE)]
+    for name in [name for name in record.metric_names if name not in covered][:MOST_METRICS]:
+        points = _points(record.rows("valid"), name)
+        lines = [Line("validation", points, "c0", dots=True)]
+        naive = _points(record.rows("valid"), f"naive_{name}")
+        if naive:
+            lines.append(Line("naive forecast", naive, "base", dashed=True))
+        value = best.get(name) if best else None
+        said = [Mark(best["step"], value, f"{figures.metric_text(name, value)}")] if best and is_number(value) else []
+        yield from _figure(figures.metric_name(name), lines, marks=said, percent=name.startswith(figures.SHARES))
+    if covered:
+        lines = []
+        for place, name in enumerate(covered):
+            points, wanted = _points(record.rows("valid"), name), float(name.removeprefix(COVERAGE))
+            lines.append(Line(f"quantile {wanted:g}", points, f"c{place % COLOURS}", dots=True))
+            lines.append(Line("wanted", [(x, wanted) for x, _ in points], "base", dashed=True, legend=place == 0))
+        yield from _figure("values below a quantile's forecast", lines, percent=True)
+
+
+def _speeds(record: RunRecord) -> Iterator[Figure]:
+    """Throughput, padding, learning rate and gradient norm over the steps."""
+    timed = [row for row in record.timing if row.get("split") == "train"]
+    yield from _figure(f"{figures.speed_unit(record)} per second", [Line("speed", _points(timed, "tokens_per_second"), "c2")], zero=True)
+    rows = record.rows("train")
+    padding = _points(rows, "waste")
+    if any(value for _, value in padding):
+        yield from _figure("padding", [Line("padding", padding, "c3")], zero=True, percent=True)
+    yield from _figure("learning rate", [Line("learning rate", _points(rows, "lr"), "c4")], zero=True)
+    yield from _figure("gradient norm", [Line("norm", _points(rows, "norm"), "c5")], zero=True)
+
+
+def _figure(title: str, lines: Sequence[Line], **how: Any) -> Iterator[Figure]:
+    """The drawing, if there is anything to draw."""
+    if svg := chart.draw(title, lines, **how):
+        yield Figure(title, Markup(svg), Markup(chart.legend(lines)))
+
+
+def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [(float(row["step"]), float(row[name])) for row in rows if is_number(row.get("step")) and is_number(row.get(name))]
+
+
+def _why_no_times(record: RunRecord) -> str:
+    """Why there are no times of workers, in a sentence."""
+    train = record.spec.get("train")
+    if isinstance(train, Mapping) and train.get("sync", "step") != "step":
+        return "Tasks are not timed where replicas train on their own (train.sync)."
+    if record.timeline:
+        return "Steps were replayed from CUDA graphs, which have no tasks to time; the mean step is above."
+    return "No step was timed task by task: the run is too short or too young for it (a few steps are enough), or older than the timeline."
+
+
+def _step_sentence(record: RunRecord, bubble: float | None) -> str:
+    found, predicted = record.timeline.get("step_seconds"), record.timeline.get("predicted")
+    parts = []
+    if is_number(found):
+        many = record.timeline.get("steps")
+        parts.append(f"A step took {figures.duration(found)} on average" + (f" over {many} steps" if many else "") + ".")
+    if isinstance(predicted, Mapping) and is_number(predicted.get("step_seconds")):
+        expected = predicted["step_seconds"]
+        off = f" ({found / expected - 1:+.0%})" if is_number(found) and expected else ""
+        parts.append(f"The planner had predicted {figures.duration(expected)}{off}.")
+    elif found:
+        parts.append("There is no prediction: this machine had not been measured for such a model when the run started.")
+    if bubble is not None:
+        parts.append(f"In the step drawn here, {bubble:.1%} of the workers' time was not spent computing. Timing adds a little to it.")
+    return " ".join(parts)
+
+
+def _schedule(record: RunRecord) -> str:
+    """The wavefront as the schedule has it, if it is small; empty otherwise."""
+    plan, batch = record.plan, record.spec.get("batch")
+    steps = batch.get("steps") if isinstance(batch, Mapping) else None
+    if not isinstance(steps, int) or not isinstance(plan.get("stages"), int):
+        return ""
+    chunk_steps, micro_batches, stages = plan.get("chunk_steps"), plan.get("micro_batches") or 1, plan["stages"]
+    known = Plan(1, stages, tuple(plan.get("cuts") or ()), chunk_steps if isinstance(chunk_steps, int) else None)
+    chunks = known.chunks(steps)
+    if chunks * micro_batches * stages == 1 or chunks * micro_batches > MOST_PICTURED or stages > MOST_PICTURED:
+        return ""
+    return show(wavefront(stages, chunks, micro_batches, share_head=bool(plan.get("share_head")), weights=not plan.get("recompute")))
+
+
+def _samples(samples: Samples) -> dict[str, Any]:
+    texts = [each for each in samples.shown if isinstance(each, Continued)]
+    drawn = [_forecast(each) for each in samples.shown if isinstance(each, Forecasted)]
+    drawn += [_paired(each) for each in samples.shown if isinstance(each, Paired)]
+    matrices = [each.folded() for each in samples.shown if isinstance(each, Confused)]
+    return {"note": samples.note, "texts": texts, "drawn": drawn, "matrices": [_matrix(each) for each in matrices]}
+
+
+def _forecast(sample: Forecasted) -> Figure:
+    lines = [
+        Line("truth", sample.history, "base", legend=False),
+        Line("truth", sample.truth, "base"),
+        Line(sample.point_name, sample.forecast, "c0"),
+    ]
+    bands = [Band(sample.band_name, sample.band, "c0")] if sample.band else []
+    svg = chart.draw(sample.title, lines, x_name="steps ahead", bands=bands, at=0)
+    return Figure(sample.title, Markup(svg), Markup(chart.legend(lines, bands)))
+
+
+def _paired(sample: Paired) -> Figure:
+    values = [value for point in sample.points for value in point] or [0.0]
+    ends = [(min(values), min(values)), (max(values), max(values))]
+    exact = Line("prediction = truth", ends, "base", dashed=True)
+    return Figure(sample.title, Markup(chart.draw(sample.title, [exact], x_name="truth", dots=sample.points, square=True)))
+
+
+def _matrix(sample: Confused) -> dict[str, Any]:
+    rows = []
+    for label, counts in zip(sample.labels, sample.counts, strict=True):
+        total = sum(counts)
+        rows.append({"label": label, "cells": [(many, many / total if total else 0.0) for many in counts]})
+    return {"labels": sample.labels, "rows": rows, "accuracy": sample.accuracy}
+
+
+def _compared(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Several runs side by side: their figures, what differs in their specs, and their curves in one chart."""
+    names = dict.fromkeys(tile.name for record in records for tile in figures.tiles(record))
+    tiles = [{tile.name: tile for tile in figures.tiles(record)} for record in records]
+    rows = [("task", [record.task for record in records]), ("state", [figures.state(record) for record in records])]
+    rows += [("plan", [figures.plan_sentence(record.plan) if record.plan else "not recorded" for record in records])]
+    rows += [(name, [of[name].value if name in of else "–" for of in tiles]) for name in names]
+    flat = [_flat(record.spec) for record in records]
+    keys = sorted({key for one in flat for key in one if len({other.get(key) for other in flat}) > 1})
+    drawn: list[Figure] = []
+    for title, part, name in _common(records):
+        lines = [
+            Line(record.name, _points(record.rows(part), name), f"c{number % COLOURS}", dots=part == "valid")
+            for number, record in enumerate(records)
+        ]
+        marks = []
+        for number, record in enumerate(records):
+            if part == "valid" and name == "loss" and (best := record.best):
+                marks.append(Mark(best["step"], best["loss"], chart.number(best["loss"]), f"c{number % COLOURS}"))
+        drawn += _figure(title, lines, marks=marks, percent=name.startswith(figures.SHARES))
+    return {"rows": rows, "spec": [(key, [one.get(key, "–") for one in flat]) for key in keys], "drawn": drawn}
+
+
+def _common(records: Sequence[RunRecord]) -> Iterator[tuple[str, str, str]]:
+    """Charts in which all runs are shown: title, part of the data, name."""
+    yield "validation loss", "valid", "loss"
+    yield "train loss", "train", "loss"
+    shared = [name for name in records[0].metric_names if all(name in record.metric_names for record in records)]
+    for name in shared[: MOST_METRICS // 2]:
+        yield f"validation {figures.metric_name(name)}", "valid", name
+
+
+def _flat(spec: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for section, value in spec.items():
+        pairs = value.items() if isinstance(value, Mapping) else [("", value)]
+        found |= {f"{section}.{key}".rstrip("."): given if isinstance(given, str) else json.dumps(given) for key, given in pairs}
+    return found

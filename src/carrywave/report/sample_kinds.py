@@ -1,0 +1,77 @@
+"""What a trained model does with data it was not trained on, to be shown: texts, forecasts, confusions, pairs of numbers. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_CLASSES = 24
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A text from the data, what the model wrote after it, and what really follows."""
+
+    prompt: str
+    written: str
+    truth: str
+
+
+@dataclass(frozen=True)
+class Forecasted:
+    """The last forecast of a series within the data, beside what came."""
+
+    title: str
+    history: Sequence[tuple[float, float]]  # steps relative to the origin, values
+    truth: Sequence[tuple[float, float]]
+    forecast: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float, float]]  # step, lower, upper; empty: no quantiles
+    band_name: str = ""
+    point_name: str = "forecast"
+
+
+@dataclass(frozen=True)
+class Confused:
+    """How often each label was taken for each other."""
+
+    labels: Sequence[str]
+    counts: Sequence[Sequence[int]]  # [truth][prediction]
+
+    def folded(self, most: int = MOST_CLASSES) -> Confused:
+        """The labels that occur most often; the rest counts as one."""
+        if len(self.labels) <= most:
+            return self
+        seen = [sum(row) for row in self.counts]
+        kept = sorted(sorted(range(len(seen)), key=lambda at: -seen[at])[: most - 1])
+        place = {at: number for number, at in enumerate(kept)}
+        counts = [[0] * most for _ in range(most)]
+        for truth, row in enumerate(self.counts):
+            for guess, many in enumerate(row):
+                counts[place.get(truth, most - 1)][place.get(guess, most - 1)] += many
+        rest = f"{len(self.labels) - most + 1} others"
+        return Confused([*(self.labels[at] for at in kept), rest], counts)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of targets that were met; None without any."""
+        total = sum(map(sum, self.counts))
+        return sum(row[at] for at, row in enumerate(self.counts)) / total if total else None
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Numbers that were to be predicted, and those that were."""
+
+    title: str
+    points: Sequence[tuple[float, float]]  # truth, prediction
+
+
+Sample = Continued | Forecasted | Confused | Paired
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a run, and a sentence about them; or the reason why there are none."""
+
+    note: str
+    shown: Sequence[Sample] = ()

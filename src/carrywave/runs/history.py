@@ -1,0 +1,57 @@
+"""What a run keeps of its own making besides its results: `history.jsonl`, when it was started, went back and ended, and `timeline.json`,
+one step task by task.
+
+Both depend on the clock, and neither is truncated on resume: steps that were computed twice are part of a run's history. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HISTORY, TIMELINE = "history.jsonl", "timeline.json"
+TAIL_BYTES = 1 << 16  # of a log: enough for its last line
+
+
+@dataclass(frozen=True)
+class Trace:
+    """How far an earlier process got, before the logs are truncated to its snapshot."""
+
+    step: int
+    time: float | None  # UNIX time of its last line; None: not known
+
+
+def last_trace(timing: Path) -> Trace | None:
+    """The last line of timing.jsonl; None if there is none that can be read."""
+    try:
+        with timing.open("rb") as file:
+            file.seek(max(0, timing.stat().st_size - TAIL_BYTES))
+            for line in reversed(file.read().splitlines()):
+                row = json.loads(line)
+                when = row.get("time")
+                return Trace(int(row["step"]), float(when) if when is not None else None)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return None
+
+
+def start_row(step: int, before: Trace | None, *, attempt: int, workers: int, device: str, versions: Mapping[str, str]) -> dict[str, Any]:
+    """The line that says that training starts at `step`; `before` is what a process before this one left."""
+    row: dict[str, Any] = {"event": "start", "time": time.time(), "step": step, "attempt": attempt, "workers": workers, "device": device}
+    row |= dict(versions) | {"python": platform.python_version(), "machine": platform.machine()}
+    return row if before is None else row | {"reached": before.step, "last_seen": before.time}
+
+
+def back_row(step: int, reached: int) -> dict[str, Any]:
+    """The line that says that a run went back from a non-finite step to its last snapshot."""
+    return {"event": "back", "time": time.time(), "step": step, "reached": reached}
+
+
+def end_row(step: int, ending: str) -> dict[str, Any]:
+    """The line that says that training ended in order: done, stopped early, or asked to stop."""
+    return {"event": "end", "time": time.time(), "step": step, "ending": ending}

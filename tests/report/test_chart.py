@@ -1,0 +1,59 @@
+"""Charts: nothing is lost in the drawing, and nothing but text comes out of text."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from carrywave.report.chart import Band, Line, Mark, draw, legend, number, reduced, ticks
+
+
+def points_of(svg: str) -> list[tuple[float, float]]:
+    [way] = re.findall(r'<polyline class="line c0" points="([^"]*)"', svg)
+    return [tuple(map(float, point.split(","))) for point in way.split()]  # type: ignore[misc]
+
+
+def test_a_line_goes_through_its_points() -> None:
+    found = points_of(draw("t", [Line("a", [(0, 0.0), (5, 10.0), (10, 5.0)])]))
+    xs, ys = zip(*found, strict=True)
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)  # coordinates have one decimal
+    assert ys[0] - ys[1] == pytest.approx(2 * (ys[0] - ys[2]), abs=0.3)
+    assert ys[1] < ys[2] < ys[0]  # up is down in SVG
+
+
+def test_every_text_is_escaped() -> None:
+    evil = "</title><script>alert(1)</script>&"
+    line = Line(evil, [(1, 1.0), (2, 2.0)], dots=True)
+    svg = draw(evil, [line], x_name=evil, bands=[Band(evil, [(1, 0.0, 1.0), (2, 1.0, 2.0)])], marks=[Mark(1, 1.0, evil)])
+    html = legend([line], [Band(evil, [])])
+    ElementTree.fromstring(svg)
+    assert "<script" not in svg + html
+    assert svg.count("&lt;script&gt;") >= 5
+
+
+def test_a_spike_survives_the_reduction() -> None:
+    points = [(float(at), 1.0) for at in range(10_000)]
+    points[7_777] = (7_777.0, 99.0)
+    few = reduced(points)
+    assert len(few) <= 300
+    assert (7_777.0, 99.0) in few
+    assert few == sorted(few)
+    assert (few[0], few[-1]) == (points[0], points[-1])
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(3, 2.0)], [(1, 0.0), (2, 0.0)], [(1, -5.0), (2, -5.0)], [(0, 1e-9), (1, 2e-9)], [(0, 1e12), (1, 2e12)]]
+)
+def test_odd_values_can_be_drawn(points: list[tuple[float, float]]) -> None:
+    svg = draw("t", [Line("a", points)], zero=False) + draw("t", [Line("a", points)], zero=True)
+    assert ("<svg" in svg) == bool(points)
+    assert "nan" not in svg
+    assert "inf" not in svg
+
+
+def test_ticks_are_round_and_within() -> None:
+    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+    assert ticks(0.13, 0.47) == pytest.approx([0.2, 0.3, 0.4])
+    assert [number(value) for value in (0, 0.07359, 3.2311, 1234.4, 1e-7)] == ["0", "0.07359", "3.231", "1,234", "1e-07"]

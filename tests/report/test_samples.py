@@ -1,0 +1,116 @@
+"""Samples are what the best weights predict: the same as `evaluate` and `predict` say. Small real runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import carrywave as cw
+from carrywave.report.sample_kinds import Confused, Continued, Forecasted, Paired
+from carrywave.report.samples import samples_of
+from carrywave.runs.trained_run import open_run, own_data
+
+
+def labelled(path: Path, *, numbers: bool = False) -> str:
+    draw = random.Random(1)
+    rows = []
+    for at in range(60):
+        steps = [[draw.gauss(at % 3, 1.0)] for _ in range(draw.randint(2, 6))]
+        rows.append({"steps": steps, "label": sum(step[0] for step in steps) if numbers else "abc"[at % 3]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def train(task: str, data: dict[str, object], run: Path, **batch: int) -> Path:
+    cw.fit({"hidden": 8, "layers": 1}, None, task=task, data=data, batch=batch, train={"epochs": 2, "lr": 0.02}, run=run, device="cpu")
+    return run
+
+
+@pytest.mark.slow
+def test_a_confusion_matrix_is_that_of_the_evaluation(tmp_path: Path) -> None:
+    run = train("classification", {"train": labelled(tmp_path / "rows.jsonl")}, tmp_path / "run", tokens=64)
+    found = samples_of(run, "cpu")
+    [confused] = found.shown
+    assert isinstance(confused, Confused)
+    assert confused.labels == ("a", "b", "c")
+    assert confused.accuracy == pytest.approx(cw.evaluate(run, device="cpu")["accuracy"])
+    assert found.note.startswith(f"{sum(map(sum, confused.counts))} targets of the validation data")
+
+
+@pytest.mark.slow
+def test_numbers_are_paired_in_the_units_of_the_file(tmp_path: Path) -> None:
+    file = labelled(tmp_path / "rows.jsonl", numbers=True)
+    run = train("regression", {"train": file}, tmp_path / "run", tokens=64)
+    [paired] = samples_of(run, "cpu").shown
+    assert isinstance(paired, Paired)
+    truths = {round(json.loads(line)["label"], 3) for line in Path(file).read_text().splitlines()}
+    assert {round(truth, 3) for truth, _ in paired.points} <= truths
+    errors = [abs(truth - guess) for truth, guess in paired.points]
+    assert np.mean(errors) == pytest.approx(cw.evaluate(run, device="cpu")["mae"], rel=1e-4)  # float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantiles", [None, [0.1, 0.5, 0.9]])
+@pytest.mark.parametrize("residual", ["none", "last", "season"])
+def test_a_forecast_is_that_of_predict_from_the_same_origin(quantiles: list[float] | None, residual: str, tmp_path: Path) -> None:
+    draw = random.Random(2)
+    rows = [(100 + 30 * math.sin(at * math.pi / 6) + draw.gauss(0, 3), draw.gauss(5, 1)) for at in range(200)]
+    lines = [f"{load:.3f},{other:.3f}" for load, other in rows]
+    (tmp_path / "all.csv").write_text("\n".join(["load,other", *lines]) + "\n")
+    (tmp_path / "known.csv").write_text("\n".join(["load,other", *lines[:-6]]) + "\n")
+    data = {"train": str(tmp_path / "all.csv"), "horizon": 6, "season": 12, "residual": residual, "targets": ["load"], "context": 200}
+    run = train("forecasting", data | {"quantiles": quantiles}, tmp_path / "run", lanes=2, steps=16)
+    [found] = samples_of(run, "cpu").shown
+    assert isinstance(found, Forecasted)
+    predicted = cw.predict(run, str(tmp_path / "known.csv"), device="cpu")
+    names = ["load"] if quantiles is None else ["load-q0.1", "load-q0.5", "load-q0.9"]
+    middle = names[len(names) // 2]
+    # The carry is warmed up over the same rows, in windows: float32.
+    assert [value for _, value in found.forecast] == pytest.approx([row[middle] for row in predicted], rel=1e-4)
+    assert [value for _, value in found.truth[1:]] == pytest.approx([load for load, _ in rows[-6:]], rel=1e-3)
+    if quantiles is not None:
+        assert [(low, high) for _, low, high in found.band] == [
+            pytest.approx((row[names[0]], row[names[2]]), rel=1e-4) for row in predicted
+        ]
+
+
+@pytest.mark.slow
+def test_a_text_is_continued_beside_the_truth(tmp_path: Path) -> None:
+    text = "the carry is passed along, and the wave goes on. " * 100
+    (tmp_path / "text.txt").write_text(text)
+    run = train("language", {"train": str(tmp_path / "text.txt"), "tokens": "char"}, tmp_path / "run", lanes=4, steps=16)
+    shown = samples_of(run, "cpu").shown
+    assert len(shown) == 2
+    for each in shown:
+        assert isinstance(each, Continued)
+        assert each.prompt + each.truth in text
+        assert len(each.written) == len(each.truth) == 200
+    assert samples_of(run, "cpu").shown == shown  # keyed, not drawn by the clock
+
+
+@pytest.mark.slow
+def test_tags_are_counted_step_by_step_and_reasons_are_given(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    rows = []
+    for _ in range(20):
+        steps = [[draw.gauss(0, 1)] for _ in range(draw.randint(2, 6))]
+        rows.append({"steps": steps, "labels": ["up" if step[0] > 0 else "down" for step in steps]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = train("tagging", {"train": str(tmp_path / "rows.jsonl")}, tmp_path / "run", tokens=64)
+    [confused] = samples_of(run, "cpu").shown
+    assert isinstance(confused, Confused)
+    valid = own_data(open_run(run, "cpu")).valid
+    assert valid is not None
+    assert sum(map(sum, confused.counts)) == int(valid.lengths.sum())
+    (tmp_path / "rows.jsonl").unlink()
+    gone = samples_of(run, "cpu")
+    assert gone.shown == ()
+    assert gone.note.startswith("No samples: ")
+    assert "rows.jsonl" in gone.note
+    (run / "weights.safetensors").unlink()
+    assert "has no weights.safetensors yet" in samples_of(run, "cpu").note

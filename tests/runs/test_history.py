@@ -1,0 +1,55 @@
+"""What a run keeps of its own making: starts, ends, and how far a process before it got."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import carrywave as cw
+from carrywave.runs.history import TAIL_BYTES, Trace, last_trace
+
+
+def test_the_last_line_is_found(tmp_path: Path) -> None:
+    log = tmp_path / "timing.jsonl"
+    assert last_trace(log) is None
+    log.write_text("")
+    assert last_trace(log) is None
+    rows = [json.dumps({"split": "train", "step": step, "time": 100.0 + step}) + "\n" for step in range(5000)]
+    log.write_text("".join(rows))
+    assert log.stat().st_size > TAIL_BYTES
+    assert last_trace(log) == Trace(4999, 5099.0)
+    log.write_text(json.dumps({"step": 7}) + "\n")  # of an older version
+    assert last_trace(log) == Trace(7, None)
+    log.write_text(json.dumps({"step": 7}) + '\n{"split": "tr')
+    assert last_trace(log) is None
+
+
+def test_a_run_and_its_resumption_are_recorded_and_metrics_stay_the_same(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the carry is passed along. " * 100)
+
+    def train(run: str, steps: int, *, resume: bool = False) -> None:
+        data = {"train": str(tmp_path / "text.txt"), "tokens": "char"}
+        limits = {"max_steps": steps, "epochs": 9, "log_every": 4}
+        batch = {"lanes": 4, "steps": 8}
+        cw.fit({"hidden": 8}, None, data=data, batch=batch, train=limits, run=tmp_path / run, resume=resume, device="cpu")
+
+    train("straight", 30)
+    train("parts", 12)
+    train("parts", 30, resume=True)
+    rows = [json.loads(line) for line in (tmp_path / "parts" / "history.jsonl").read_text().splitlines()]
+    assert [(row["event"], row["step"]) for row in rows] == [("start", 0), ("end", 12), ("start", 12), ("end", 30)]
+    assert rows[0].keys() >= {"time", "attempt", "workers", "device", "carrywave", "torch", "python"}
+    assert "reached" not in rows[0]
+    assert rows[2]["reached"] == 12
+    assert rows[1]["time"] <= rows[2]["time"]
+    finished = (tmp_path / "parts" / "history.jsonl").read_bytes()
+    train("parts", 30, resume=True)  # nothing is left to train, so nothing is written
+    assert (tmp_path / "parts" / "history.jsonl").read_bytes() == finished
+    straight, parts = ((tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("straight", "parts"))
+    assert straight[-1] == parts[-1]
+    assert "time" not in json.loads(parts[-1])
+    assert (tmp_path / "straight" / "weights.safetensors").read_bytes() != b""
+    timing = [json.loads(line) for line in (tmp_path / "parts" / "timing.jsonl").read_text().splitlines()]
+    assert all(row["time"] == pytest.approx(rows[0]["time"], abs=3600) for row in timing)
