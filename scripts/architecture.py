@@ -114,7 +114,9 @@ def draw() -> str:
         if importer in boxes and target in boxes
     ]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:.0f}" font-family="sans-serif" font-size="11">'
-    style = '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    # In the dark the same picture with light and dark exchanged; turning the hues back keeps the colours of the floors.
+    style = "<style>@media (prefers-color-scheme:dark){svg{filter:invert(0.9) hue-rotate(180deg)}}</style>"
+    style += '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     tip = '<path d="M0 0L8 4L0 8z" fill="#5f6368"/></marker></defs>'
     return "\n".join([head, f'<rect width="{WIDTH}" height="{top:.0f}" fill="white"/>', style + tip, *arrows, *parts, "</svg>"]) + "\n"
 
