@@ -186,12 +186,10 @@ class Forecaster:
         """The part of the data section that follows from the frame and the forecaster's own settings."""
         assert is_frame(frame)
         index = getattr(frame, "index", None)
-        names = {name for name, _ in columns_of(frame)} | {str(name) for name in getattr(index, "names", ())}
+        names = {name for name, _ in columns_of(frame)} | {str(name) for name in getattr(index, "names", ()) if name is not None}
         for target in self.targets:
             if target not in names:
-                raise DataError(
-                    f"the frame has no column {target!r} to forecast; its columns are {', '.join(sorted(names))}; set target=..."
-                )
+                raise DataError(f"the frame has no column {target!r} to forecast; it has {', '.join(sorted(names))}; set target=...")
         data: dict[str, Any] = {"horizon": self.horizon, "season": self.season, "targets": list(self.targets)}
         if self.quantiles is not None:
             data["quantiles"] = list(self.quantiles)
