@@ -151,6 +151,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # mlflow's own
 def test_mlflow_in_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("mlflow", reason="needs mlflow")
     pytest.importorskip("sqlalchemy", reason="a local store of mlflow needs sqlalchemy")
@@ -171,6 +172,7 @@ def test_mlflow_in_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_a_server_that_is_not_there_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,6 +184,7 @@ def test_a_server_that_is_not_there_does_not_end_a_run(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # wandb's own
 def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("wandb", reason="needs wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -198,6 +201,7 @@ def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # wandb's own
 def test_wandb_without_a_key_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("wandb", reason="needs wandb")
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
@@ -208,16 +212,21 @@ def test_wandb_without_a_key_says_what_to_do(tmp_path: Path, monkeypatch: pytest
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
-    """What a file of W&B has logged, read with its own reader."""
+    """What a file of W&B has logged. It is a log of LevelDB: blocks of 32 KiB, with records in one piece or several."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store = DataStore()
-    store.open_for_scan(str(path))
-    found = []
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+    data, place, whole, found = path.read_bytes(), 7, b"", []
+    while place < len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # in one piece, or the last of several
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            whole = b""
+            if record.WhichOneof("record_type") == "history":
+                found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
     return found
