@@ -12,6 +12,7 @@ from carrywave.errors import DataError, RunError, UserError
 from carrywave.runs.prediction import predict
 from carrywave.runs.run import Run
 from carrywave.runs.trained_run import codec_of, evaluate_run
+from carrywave.runs.watcher import Logged
 from carrywave.spec.load import load_own
 from carrywave.train.fit import fit
 from carrywave.train.result import Result
@@ -148,7 +149,7 @@ class Forecaster:
             raise UserError("this forecaster was loaded from its run, which holds no data; pass predict a frame that ends where it begins")
         given = self._frame if frame is None else frame
         self._check(given, "the frame")
-        rows = predict(run, given, device=self.device)
+        rows = predict(run, given, device=self.device, note=Logged().say)
         return frame_like(given, [{name: value for name, value in row.items() if name != "step"} for row in rows])
 
     def score(self, frame: Any) -> float:
@@ -166,7 +167,7 @@ class Forecaster:
         """
         run = self._opened("score")
         self._check(frame, "the frame")
-        values = evaluate_run(run, frame, self.device)
+        values = evaluate_run(run, frame, self.device, note=Logged().say)
         error = next(name for name in ERRORS if name in values)
         ours, naive = (float(str(values[name])) for name in (error, f"naive_{error}"))
         if not naive:

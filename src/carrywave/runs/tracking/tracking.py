@@ -23,7 +23,7 @@ from carrywave.runs.tracking.wandb_tracker import WandbTracker
 
 FOLDER = "tracking"  # within the run's
 TRACKERS: dict[str, Callable[[Description], Tracker]] = {"mlflow": MlflowTracker, "wandb": WandbTracker}
-CLOSE_SECONDS = 30.0  # that the end of a run waits for trackers
+CLOSE_SECONDS = 60.0  # that the end of a run waits for trackers, of which some take long to begin
 MOST_ROWS = 1000  # at once
 
 Say = Callable[[str], None]
