@@ -8,8 +8,19 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from carrywave.runs.display import PlainWatcher, Recorder, RichWatcher, duration, figure, row_line, step_line, table_of, watcher_for
-from carrywave.runs.watcher import Silent, StepInfo
+from carrywave.runs.display import (
+    PlainWatcher,
+    Recorder,
+    RichWatcher,
+    duration,
+    figure,
+    row_line,
+    step_line,
+    table_of,
+    watcher_for,
+    watcher_of_call,
+)
+from carrywave.runs.watcher import Logged, Silent, StepInfo
 
 INFO = StepInfo(epoch=2, epochs=10, step=30, steps=120, loss=2.34567, tokens_per_second=12345.6, waste=0.0123, lr=0.002, eta_seconds=83.4)
 ROW = {"split": "valid", "epoch": 2, "step": 300, "loss": 1.23456, "perplexity": 3.4369}
@@ -175,3 +186,34 @@ def test_a_table_has_the_columns_of_all_rows() -> None:
     assert ["who", "tokens/s", "note"] in lines
     assert ["ours", "2.5000"] in lines
     assert ["theirs", "1.2500", "eager"] in lines
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "progress", "shown"),
+    [
+        (io.StringIO, None, Logged),  # a pipe
+        (io.StringIO, True, PlainWatcher),
+        (Terminal, None, RichWatcher),
+        (Terminal, False, Logged),
+    ],
+)
+def test_a_call_shows_its_progress_to_people(
+    stream: type[io.StringIO], progress: bool | None, shown: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", stream())
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    with watcher_of_call(progress) as watch:
+        assert type(watch) is shown
+
+
+def test_a_notebook_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    with watcher_of_call(None) as watch:
+        assert isinstance(watch, PlainWatcher)

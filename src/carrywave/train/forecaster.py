@@ -12,6 +12,7 @@ from carrywave.errors import DataError, RunError, UserError
 from carrywave.runs.prediction import predict
 from carrywave.runs.run import Run
 from carrywave.runs.trained_run import codec_of, evaluate_run
+from carrywave.runs.watcher import Logged
 from carrywave.spec.load import load_own
 from carrywave.train.fit import fit
 from carrywave.train.result import Result
@@ -148,7 +149,7 @@ class Forecaster:
             raise UserError("this forecaster was loaded from its run, which holds no data; pass predict a frame that ends where it begins")
         given = self._frame if frame is None else frame
         self._check(given, "the frame")
-        rows = predict(run, given, device=self.device)
+        rows = predict(run, given, device=self.device, note=Logged().say)
         return frame_like(given, [{name: value for name, value in row.items() if name != "step"} for row in rows])
 
     def score(self, frame: Any) -> float:
@@ -166,7 +167,7 @@ class Forecaster:
         """
         run = self._opened("score")
         self._check(frame, "the frame")
-        values = evaluate_run(run, frame, self.device)
+        values = evaluate_run(run, frame, self.device, note=Logged().say)
         error = next(name for name in ERRORS if name in values)
         ours, naive = (float(str(values[name])) for name in (error, f"naive_{error}"))
         if not naive:
@@ -186,12 +187,10 @@ class Forecaster:
         """The part of the data section that follows from the frame and the forecaster's own settings."""
         assert is_frame(frame)
         index = getattr(frame, "index", None)
-        names = {name for name, _ in columns_of(frame)} | {str(name) for name in getattr(index, "names", ())}
+        names = {name for name, _ in columns_of(frame)} | {str(name) for name in getattr(index, "names", ()) if name is not None}
         for target in self.targets:
             if target not in names:
-                raise DataError(
-                    f"the frame has no column {target!r} to forecast; its columns are {', '.join(sorted(names))}; set target=..."
-                )
+                raise DataError(f"the frame has no column {target!r} to forecast; it has {', '.join(sorted(names))}; set target=...")
         data: dict[str, Any] = {"horizon": self.horizon, "season": self.season, "targets": list(self.targets)}
         if self.quantiles is not None:
             data["quantiles"] = list(self.quantiles)

@@ -23,7 +23,7 @@ from carrywave.runs.tracking.wandb_tracker import WandbTracker
 
 FOLDER = "tracking"  # within the run's
 TRACKERS: dict[str, Callable[[Description], Tracker]] = {"mlflow": MlflowTracker, "wandb": WandbTracker}
-CLOSE_SECONDS = 30.0  # that the end of a run waits for trackers
+CLOSE_SECONDS = 60.0  # that the end of a run waits for trackers, of which some take long to begin
 MOST_ROWS = 1000  # at once
 
 Say = Callable[[str], None]
@@ -63,7 +63,7 @@ class Tracking:
 
     def __enter__(self) -> Self:
         for copy in self._copies:
-            copy.thread.start()
+            copy.begin()
         self.wake()
         return self
 
@@ -98,7 +98,13 @@ class _Copy:
         self._awake = False
         self._cut_bytes: int | None = None
         self._how: How | None = None
+        self._known: str | None = None
         self._id, self._done_bytes = "", 0
+
+    def begin(self) -> None:
+        # Before the run writes anything: where the file ends now is where a resumed run begins to write.
+        self._known, self._done_bytes = self._read_note()
+        self.thread.start()
 
     def wake(self) -> None:
         with self._news:
@@ -125,9 +131,8 @@ class _Copy:
             self.failure = f"{type(error).__name__}: {said}" if said else type(error).__name__
 
     def _open(self) -> None:
-        known, self._done_bytes = self._read_note()
         try:
-            self._id = self.tracker.open(known)
+            self._id = self.tracker.open(self._known)
         except NotFound:
             self._id, self._done_bytes = self.tracker.open(None), 0
         self._write_note()

@@ -26,7 +26,7 @@ class WandbTracker:
         import wandb
 
         mode = os.environ.get("WANDB_MODE", "online")
-        if mode == "online" and not wandb.Api().api_key:
+        if mode == "online" and not wandb.api.api_key:
             # It would ask for one on the terminal, and wait.
             raise RuntimeError("there is no API key, so run wandb login, or set WANDB_MODE=offline")
         folder = self.described.folder / "tracking"

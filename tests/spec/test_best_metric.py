@@ -1,0 +1,37 @@
+"""Which metric may pick the best weights of which task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from carrywave.errors import SpecError
+from carrywave.spec.best_metric import HIGHER, OF_TASK, score
+from carrywave.spec.load import parse
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "metric", "remedy"),
+    [
+        ("language", {}, "accuracy", "use loss, perplexity, bits"),
+        ("classification", {}, "mae", "use loss, accuracy, macro_f1"),
+        ("forecasting", {}, "pinball", "needs data.quantiles"),
+        ("forecasting", {"quantiles": [0.1, 0.9]}, "mase", "add 0.5 to data.quantiles"),
+    ],
+)
+def test_a_metric_that_evaluations_do_not_have_is_refused(task: str, data: dict[str, Any], metric: str, remedy: str) -> None:
+    with pytest.raises(SpecError, match=remedy):
+        parse({"task": task, "data": data, "train": {"best": metric}})
+
+
+def test_every_metric_of_a_task_is_accepted() -> None:
+    for task, metrics in OF_TASK.items():
+        for metric in metrics:
+            data = {"quantiles": [0.1, 0.5]} if metric == "pinball" else {}
+            assert parse({"task": task, "data": data, "train": {"best": metric}}).train.best == metric
+
+
+def test_lower_scores_are_better() -> None:
+    assert all(score(metric, 0.9) < score(metric, 0.1) for metric in HIGHER)
+    assert score("loss", 0.1) < score("loss", 0.9)

@@ -1,0 +1,109 @@
+"""The estimator: frames in, frames of the same kind out, with the types that their columns had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+import carrywave as cw
+from carrywave.errors import DataError, RunError, UserError
+
+DAYS = pd.date_range("2026-01-01", periods=40)
+FRAME = pd.DataFrame(
+    {"unique_id": ["a"] * 40 + ["b"] * 40, "ds": [*DAYS, *DAYS], "y": [float(day % 5) for day in range(80)], "price": range(80)}
+)
+SMALL: dict[str, Any] = {"model": {"hidden": 4, "layers": 1}, "batch": {"lanes": 2, "steps": 16}, "train": {"epochs": 1}}
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> cw.Forecaster:
+    run = tmp_path_factory.mktemp("runs") / "days"
+    return cw.Forecaster(3, season=5, quantiles=[0.1, 0.5], run=run, **SMALL).fit(FRAME, progress=False)
+
+
+def test_a_frame_of_the_same_kind_with_future_dates(fitted: cw.Forecaster) -> None:
+    ahead = fitted.predict()
+    assert list(ahead.columns) == ["unique_id", "ds", "y-q0.1", "y-q0.5"]
+    assert ahead.dtypes["ds"] == FRAME.dtypes["ds"]
+    assert ahead.dtypes["unique_id"] == FRAME.dtypes["unique_id"]
+    assert ahead["unique_id"].tolist() == ["a"] * 3 + ["b"] * 3
+    assert ahead["ds"].tolist() == [*pd.date_range("2026-02-10", periods=3)] * 2
+    rows = cw.predict(fitted.run or "", FRAME)
+    assert ahead["y-q0.1"].tolist() == [row["y-q0.1"] for row in rows]
+
+
+def test_every_kind_of_frame_gives_the_same_forecast(fitted: cw.Forecaster) -> None:
+    ahead = fitted.predict()
+    of_polars, of_arrow = fitted.predict(pl.from_pandas(FRAME)), fitted.predict(pa.Table.from_pandas(FRAME, preserve_index=False))
+    assert isinstance(of_polars, pl.DataFrame)
+    assert isinstance(of_arrow, pa.Table)
+    assert of_polars.schema["ds"] == pl.from_pandas(FRAME).schema["ds"]
+    for other in (of_polars.to_pandas(), of_arrow.to_pandas()):
+        assert other["ds"].tolist() == ahead["ds"].tolist()
+        assert other["y-q0.5"].tolist() == ahead["y-q0.5"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("unique_id", FRAME["unique_id"].astype("category")),
+        ("ds", FRAME["ds"].dt.tz_localize("Europe/Paris")),
+        ("ds", FRAME["ds"].dt.date),
+        ("ds", FRAME["ds"].astype("datetime64[ns]")),
+        ("ds", FRAME["ds"].astype(str)),
+    ],
+)
+def test_columns_keep_their_types(column: str, values: pd.Series[Any], fitted: cw.Forecaster) -> None:
+    given = FRAME.assign(**{column: values})
+    ahead = fitted.predict(given)
+    assert ahead.dtypes[column] == given.dtypes[column]
+    assert type(ahead[column][0]) is type(given[column][0])
+    assert [str(each)[:10] for each in ahead["ds"]] == ["2026-02-10", "2026-02-11", "2026-02-12"] * 2
+
+
+def test_a_run_opened_again_forecasts_the_same(fitted: cw.Forecaster) -> None:
+    again = cw.Forecaster.load(fitted.run or "")
+    assert (again.horizon, again.season, again.quantiles, again.targets) == (3, 5, (0.1, 0.5), ("y",))
+    pd.testing.assert_frame_equal(again.predict(FRAME), fitted.predict())
+    with pytest.raises(UserError, match="holds no data; pass predict a frame"):
+        again.predict()
+
+
+def test_the_score_is_the_share_of_the_naive_error_that_is_avoided(fitted: cw.Forecaster) -> None:
+    late = FRAME[FRAME["ds"] > "2026-01-05"]
+    with pytest.warns(UserWarning, match="less than a season"):
+        values = cw.evaluate(fitted.run or "", late)
+    assert fitted.score(late) == pytest.approx(1 - values["mae"] / values["naive_mae"])  # type: ignore[operator]
+
+
+def test_other_names_and_a_single_series(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"shop": ["x"] * 40, "day": DAYS, "sold": [float(day % 5) for day in range(40)], "rain": 1.5})
+    shops = cw.Forecaster(2, series="shop", time="day", target="sold", run=tmp_path / "shops", **SMALL).fit(frame)
+    assert list(shops.predict().columns) == ["shop", "day", "sold"]
+    alone = cw.Forecaster(2, time="day", target="sold", run=tmp_path / "alone", **SMALL).fit(frame.drop(columns="shop"))
+    assert list(alone.predict().columns) == ["day", "sold"]
+    assert alone.run == tmp_path / "alone"
+
+
+def test_mistakes_are_said_in_one_line(tmp_path: Path, fitted: cw.Forecaster) -> None:
+    forecaster = cw.Forecaster(2, run=tmp_path / "run", **SMALL)
+    for call, said in (
+        (lambda: forecaster.predict(FRAME), "predict needs a forecaster that is trained; call fit first"),
+        (lambda: forecaster.fit([1.0, 2.0]), "train is a list; pass a DataFrame of pandas or polars"),
+        (lambda: forecaster.fit(FRAME, valid=3), "valid is a int; pass a DataFrame"),
+        (
+            lambda: forecaster.fit(FRAME.rename(columns={"y": "z"})),
+            "no column 'y' to forecast; it has ds, price, unique_id, z; set target=",
+        ),
+        (lambda: cw.Forecaster(2, series="shop", **SMALL).fit(FRAME), "no column 'shop'"),
+    ):
+        with pytest.raises((UserError, DataError), match=said):
+            call()
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RunError, match="already exists"):
+        cw.Forecaster(3, run=fitted.run, **SMALL).fit(FRAME)
