@@ -206,4 +206,4 @@ def _batches(count: int) -> str:
 
 def _count(count: int, noun: str) -> str:
     """`1 feature`, `2 features`, `2 micro-batches`."""
-    return f"{count:,} {noun}{('es' if noun.endswith('ch') else 's') * (count != 1)}"
+    return f"{count:,} {noun}{('es' if noun.endswith('tch') else 's') * (count != 1)}"
