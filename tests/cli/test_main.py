@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -329,10 +329,11 @@ def test_a_stop_before_the_first_step_ends_in_order(install: Install, tmp_path: 
 def test_evaluate(install: Install, tmp_path: Path) -> None:
     seen: list[object] = []
 
-    def evaluate_run(run: Path, data: Path | None, device: str, note: Callable[[str], None]) -> dict[str, object]:
+    def evaluate_run(run: Path, data: Path | None, device: str, note: Callable[[str], None], by: Sequence[str]) -> dict[str, object]:
         note("odd")
         seen.extend((run, data, device))
-        return {"split": "test", "loss": 0.25, "accuracy": 0.975}
+        found: dict[str, object] = {"split": "test", "loss": 0.25, "accuracy": 0.975}
+        return found | {f"by_{name}": [{name: "[red]", "f1": 0.5}] for name in by}
 
     install("carrywave.runs.trained_run", evaluate_run=evaluate_run)
     rows = tmp_path / "rows.json"
@@ -343,6 +344,14 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     )
     assert seen == [Path("r"), Path("d.jsonl"), "auto"]
     assert json.loads(rows.read_text()) == [{"split": "test", "loss": 0.25, "accuracy": 0.975}]
+    code, out, _ = call("evaluate", "r", "--by", "label", "--json", str(rows))
+    assert (code, "[red]" in out) == (0, True)  # a name in the data is not markup
+    assert json.loads(rows.read_text())[1:] == [{"split": "test", "by": "label", "label": "[red]", "f1": 0.5}]
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["predict"], ["plan"], ["schema"]])
+def test_help_is_short_too(command: list[str]) -> None:
+    assert call(*command, "-h") == call(*command, "--help")
 
 
 def test_predict(install: Install) -> None:
