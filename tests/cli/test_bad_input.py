@@ -163,7 +163,11 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     ),
     "one token": ([*LANGUAGE, "data.valid=bad"], "t", "bad has 1 token, but a language model needs 2 to have a target; add more"),
     "unknown token": ([*LANGUAGE, "data.valid=bad"], "the cat\nthe ox\n", "bad:2: token 'x' is not in the training vocabulary"),
-    "not utf-8": ([*LANGUAGE, "data.train=bad"], b"the \xff", "bad: byte 4 is not valid utf-8; convert the file to utf-8"),
+    "not utf-8": (
+        [*LANGUAGE, "data.train=bad"],
+        b"the \xff",
+        "bad: byte 4 is not valid utf-8; set data.encoding (as in data.encoding=latin-1), or convert it with: iconv",
+    ),
     "negative token": (
         [*LANGUAGE, "data.train=bad", "data.format=jsonl"],
         [{"tokens": [1, 2]}, {"tokens": [3, -1]}],
@@ -204,24 +208,24 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
     "short series": (
         [*SERIES, "data.train=bad", "data.format=csv"],
         "ds,y\n2024-01-01,1\n",
-        "bad: series bad has 0 rows in train, but a horizon of 2 needs 3; reduce data.horizon, add rows to train, or remove the series",
+        "bad: series bad has 0 rows in train, but a horizon of 2 needs 3; reduce data.horizon, or add rows to train",
     ),
     "no time": ([*SERIES, "data.time=when"], "", "train.csv has no column 'when' (data.time); the nearest are ds, y, x"),
     "no columns": ([*SERIES, "data.columns=[yy]"], "", "train.csv has no column 'yy' (data.columns); the nearest are y"),
     "nan in csv": (
         [*SERIES, "data.train=bad", "data.format=csv"],
         TABLE.replace("2024-01-03,3.5", "2024-01-03,nan"),
-        "bad: row 3, column y is empty or NaN, not a finite number (below 1e25); fill the gap or remove the row",
+        "bad: row 3, column y is empty or NaN, not a finite number; fill the gap, remove the row, or set data.missing=",
     ),
     "infinite in csv": (
         [*SERIES, "data.train=bad", "data.format=csv"],
         TABLE.replace("2024-01-04,4.5,4", "2024-01-04,4.5,inf"),
-        "bad: row 4, column x is inf, not a finite number (below 1e25); fill the gap or remove the row",
+        "bad: row 4, column x is inf, not a finite number (below 1e25); correct it or remove the row",
     ),
     "gap in csv": (
         [*SERIES, "data.train=bad", "data.format=csv"],
         TABLE.replace("2024-01-04,4.5,4", "2024-01-04,,4"),
-        "bad: row 4, column y is empty or NaN, not a finite number (below 1e25); fill the gap or remove the row",
+        "bad: row 4, column y is empty or NaN, not a finite number; fill the gap, remove the row, or set data.missing=",
     ),
     "ragged csv": ([*SERIES, "data.train=bad", "data.format=csv"], TABLE + "2024-02-01,1\n", "bad cannot be read (CSV parse error: "),
     "no gzip": ([*LANGUAGE, "data.train=bad.gz"], "plain", "bad.gz cannot be read ("),

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -330,12 +330,13 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     seen: list[object] = []
 
     def evaluate_run(
-        run: Path, data: Path | None, device: str, top_k: list[int], confusion: bool, note: Callable[[str], None]
+        run: Path, data: Path | None, device: str, top_k: list[int], confusion: bool, note: Callable[[str], None], by: Sequence[str]
     ) -> dict[str, object]:
         note("odd")
         seen.extend((run, data, device, top_k))
         matrix = {"confusion": {"labels": ["a[b]", "c", "never"], "counts": [[3, 1, 0], [0, 2, 0], [0, 0, 0]]}}
-        return {"split": "test", "loss": 0.25, "accuracy": 0.975} | (matrix if confusion else {})
+        found = {"split": "test", "loss": 0.25, "accuracy": 0.975} | (matrix if confusion else {})
+        return found | {f"by_{name}": [{name: "[red]", "f1": 0.5}] for name in by}
 
     install("carrywave.runs.trained_run", evaluate_run=evaluate_run)
     rows = tmp_path / "rows.json"
@@ -354,6 +355,14 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     assert not any("never" in line for line in shown)
     assert json.loads(rows.read_text())[0]["confusion"]["counts"][0] == [3, 1, 0]
     assert call("evaluate", "r", "--top-k", "many")[2] == "carrywave: --top-k many is not a list of whole numbers; write it as in 4,8,16\n"
+    code, out, _ = call("evaluate", "r", "--by", "label", "--json", str(rows))
+    assert (code, "[red]" in out) == (0, True)  # a name in the data is not markup
+    assert json.loads(rows.read_text())[1:] == [{"split": "test", "by": "label", "label": "[red]", "f1": 0.5}]
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["predict"], ["plan"], ["schema"]])
+def test_help_is_short_too(command: list[str]) -> None:
+    assert call(*command, "-h") == call(*command, "--help")
 
 
 def test_predict(install: Install) -> None:

@@ -300,7 +300,7 @@ def test_evaluation_sees_every_output_and_makes_no_graph() -> None:
     batch = batch_of(7, [7, 5, 2], pooled=False)
     seen: list[Tensor] = []
     plan = Plan(chunk_steps=3)
-    job = Job(batch, model.start(3), observe=lambda out, target: seen.append(out))
+    job = Job(batch, model.start(3), observe=lambda out, *_: seen.append(out))
     [outcome] = run(Stage(model), plan, program_for(plan, [batch], backward=False), [job])
     assert [len(out) for out in seen] == [3, 3, 1]
     assert not outcome.loss_sum.requires_grad

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -213,3 +214,42 @@ def test_the_target_is_among_the_likeliest() -> None:
     values = meter.values()
     assert [values[f"top_{top}_accuracy"] for top in (1, 2, 3)] == [1 / 4, 1 / 4, 2 / 4]
     assert "top_hits" not in Confusion(4).tensors()  # a snapshot holds what it held before
+
+
+def test_errors_in_the_units_of_the_data_by_column_step_and_series() -> None:
+    draw = np.random.default_rng(2)
+    out, target = draw.normal(size=(2, 4, 3, 2, 2))  # [T, B, H, C]
+    target[1, 2, 0, 1] = np.nan
+    sequence = torch.tensor([1, 0, 1, -1])
+    target[:, 3] = np.nan  # an idle lane
+    unit = np.array([[10.0, 1.0], [100.0, 5.0]])
+    columns = metrics.Columns(("load", "temperature"), torch.from_numpy(unit), ("a", "b"))
+    meter = metrics.Errors(3, 2, columns=columns)
+    meter.update(torch.from_numpy(out), torch.from_numpy(target), sequence)
+    error = (out - target) * unit[sequence.clamp(min=0).numpy()][None, :, None]
+    values = meter.values()
+    for place, name in enumerate(columns.names):
+        own = error[..., place]
+        assert values[f"mae[{name}]"] == pytest.approx(np.nanmean(np.abs(own)), rel=1e-12)
+        assert values[f"rmse[{name}]"] == pytest.approx(np.sqrt(np.nanmean(own**2)), rel=1e-12)
+    for row in meter.rows("step"):
+        own = error[:, :, int(row["step"]) - 1, columns.names.index(str(row["column"]))]
+        assert (row["mae"], row["targets"]) == (pytest.approx(np.nanmean(np.abs(own)), rel=1e-12), np.isfinite(own).sum())
+    for row in meter.rows("series"):
+        lanes = [lane for lane in range(4) if sequence[lane] == "ab".index(str(row["series"]))]
+        own = error[:, lanes][..., columns.names.index(str(row["column"]))]
+        assert (row["rmse"], row["targets"]) == (pytest.approx(np.sqrt(np.nanmean(own**2)), rel=1e-12), np.isfinite(own).sum())
+    assert len(meter.rows("series")) == 4
+
+
+def test_labels_and_the_five_most_likely() -> None:
+    logits = torch.eye(7, dtype=torch.float64)[[0, 0, 1, 6, 5]] + torch.arange(7.0) / 100
+    target = torch.tensor([0, 1, 1, 0, metrics.IGNORED])
+    meter = metrics.Confusion(7, labels="abcdefg")
+    meter.update(logits, target)
+    assert meter.values()["accuracy"] == 0.5
+    # Of the two that are wrong, target b is the sixth most likely at first, and target a the seventh.
+    assert meter.values()["top_5_accuracy"] == 0.5
+    a, b, *_ = meter.rows("label")
+    assert a == {"label": "a", "precision": 0.5, "recall": 0.5, "f1": 0.5, "targets": 2, "predicted": 2}
+    assert (b["precision"], b["recall"], b["targets"]) == (1.0, 0.5, 2)

@@ -28,7 +28,7 @@ from carrywave.step.reproducible.shards import own_shards, parts_of, settle
 from carrywave.tasks.metrics import Metric, Row
 from carrywave.tasks.task import Part, Task
 
-_Seen = tuple[executor.BatchOutcome, list[tuple[Tensor, Tensor | None]]]
+_Seen = tuple[executor.BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor]]]
 
 
 def order_for(spec: Spec, view: View, *, training: bool) -> Order:
@@ -79,7 +79,7 @@ def evaluate(
     judges = {shard: _Judge(task.meter(device, part, by_series=by_series, tops=tops) if model.has_output else None) for shard in own}
     watched = any(judge.meter is not None for judge in judges.values())
     sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
-    observers = {shard: judge.of for shard, judge in judges.items()} if watched else {}
+    observers: dict[int, executor.Observer] = {shard: judge.see for shard, judge in judges.items()} if watched else {}
     for shard, _, outcome in _walk(model, task.spec, part, mesh, stage, observers, tick, capture, shards):
         sums[shard, :2] += torch.stack([outcome.loss_sum, outcome.count])
     for shard, judge in judges.items():
@@ -119,7 +119,7 @@ def passes(
     *,
     mesh: Mesh,
     stage: Stage | Whole | None = None,
-    observe: executor.Observer | None = None,
+    observe: Callable[[Tensor, Tensor | None], None] | None = None,
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
 ) -> Iterator[tuple[Batch, executor.BatchOutcome]]:
@@ -128,7 +128,8 @@ def passes(
     Each worker sees its own lanes, and only the sums of its own stage. Workers do not wait for each other between batches. On CUDA, batches
     of a recurring shape are captured and replayed; what is observed, and the outcome, are then valid until the next batch.
     """
-    observers = {} if observe is None else {0: lambda _: observe}
+    see: executor.Observer | None = None if observe is None else lambda out, target, _: observe(out, target)
+    observers = {} if see is None else {0: see}
     for _, batch, outcome in _walk(model, spec, part, mesh, stage, observers, tick, capture, None):
         yield batch, outcome
 
@@ -139,7 +140,7 @@ def _walk(
     part: Part,
     mesh: Mesh,
     stage: Stage | Whole | None,
-    observers: Mapping[int, Callable[[Batch], executor.Observer]],
+    observers: Mapping[int, executor.Observer],
     tick: Callable[[int, int], None] | None,
     capture: Capture | None,
     shards: Sequence[int] | None,
@@ -160,7 +161,7 @@ def _walk(
                 state = states.get(shard)
                 if state is None or not spec.streams:
                     state = stage.start(own.lanes.shape[0], mesh.device).detach()
-                observe = observers[shard](own) if shard in observers else None
+                observe = observers.get(shard)
                 # What a pooled head has accumulated is not among the tensors passed from one graph to the next.
                 if capture is None or (state.acc is not None and spec.streams):
                     outcome = forward.run(own, state, observe)
@@ -189,15 +190,15 @@ class _Forward:
         def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: FlatCarry) -> tuple[_Seen, FlatCarry]:
             [own] = batches
             entered = self.stage.start(own.lanes.shape[0], self.mesh.device).detach() if carries is None else unflatten(carries)
-            shown: list[tuple[Tensor, Tensor | None]] = []
-            outcome = self.run(own, entered, None if observe is None else lambda out, target: shown.append((out, target)))
+            shown: list[tuple[Tensor, Tensor | None, Tensor]] = []
+            outcome = self.run(own, entered, None if observe is None else lambda *seen: shown.append(seen))
             return (outcome, shown), None if carries is None else flatten(outcome.state)
 
         carries = flatten(state) if self.spec.streams else None
         (outcome, shown), left = capture("evaluation", forward, [batch], [], carries, under=(observe is not None,))
         if observe is not None:
-            for out, target in shown:
-                observe(out, target)
+            for out, target, sequence_B in shown:
+                observe(out, target, sequence_B)
         return outcome if left is None else replace(outcome, state=unflatten(left))
 
 
@@ -207,15 +208,11 @@ class _Judge:
     def __init__(self, meter: Metric | None) -> None:
         self.meter = meter
 
-    def of(self, batch: Batch) -> executor.Observer:
-        """An observer of the outputs for a batch."""
-
-        def see(out: Tensor, target: Tensor | None) -> None:
-            if self.meter is None or target is None:
-                return
-            if self.meter.fits(out, target):
-                self.meter.update(out, target, batch.sequence)
-            else:
-                self.meter = None
-
-        return see
+    def see(self, out: Tensor, target: Tensor | None, sequence_B: Tensor) -> None:
+        """Add an output and its targets, with the sequence in each of its lanes: those of a micro-batch, not of the whole batch."""
+        if self.meter is None or target is None:
+            return
+        if self.meter.fits(out, target):
+            self.meter.update(out, target, sequence_B)
+        else:
+            self.meter = None

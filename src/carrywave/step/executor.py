@@ -46,7 +46,7 @@ from carrywave.step.precision import HALVES, autocast
 from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock
 
-Observer = Callable[[Tensor, Tensor | None], None]  # the head's output, and the targets
+Observer = Callable[[Tensor, Tensor | None, Tensor], None]  # the head's output, the targets, and the sequence in each lane
 
 
 @dataclass(frozen=True)
@@ -408,7 +408,7 @@ class _Run:
             first, end = self._span(task)
             targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
             if job.observe is not None:
-                root, count = self._observed(job.observe, y, left, targets, chunk, count, idle=batch.idle)
+                root, count = self._observed(job.observe, y, left, targets, chunk, count, batch)
             elif targets is not None and (not batch.idle or self._has_rows(self.stage.head)):
                 # A replica without lanes still has rows of a split vocabulary, which the others need.
                 root, count = self.stage.loss(y, left, targets, chunk)
@@ -429,9 +429,9 @@ class _Run:
         return self.plan.splits_vocabulary and getattr(module, "rows", None) is not None
 
     def _observed(
-        self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, *, idle: bool
+        self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, batch: Batch
     ) -> tuple[Tensor | None, Tensor]:
         """Pass the head's output to the observer, and return its loss and count if there are targets."""
         out = self.stage.output(y, left, chunk)
-        observe(out, targets)
-        return (None, count) if targets is None or idle else self.stage.score(out, y, left, targets, chunk)
+        observe(out, targets, batch.sequence)
+        return (None, count) if targets is None or batch.idle else self.stage.score(out, y, left, targets, chunk)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: executor.Observer | None) -> float:
+def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: Callable[[Tensor, Tensor | None], None] | None) -> float:
     """The mean loss over the real targets of all batches; the same on every worker."""
     model, mesh = trainer.model, trainer.mesh
+    see: executor.Observer | None = None if observe is None else lambda out, target, _: observe(out, target)
     shards = trainer.engine.shards
     sums = torch.zeros(1 if shards is None else SHARDS, 2, dtype=torch.float64, device=mesh.device)
     states: dict[int, State] = {}
@@ -35,7 +37,7 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: executor.Obse
             # number of replicas.
             for shard, part in parts_of(mesh, own, shards, pooled=model.pooled):
                 try:
-                    outcome = _forward(trainer, part, states.get(shard), observe)
+                    outcome = _forward(trainer, part, states.get(shard), see)
                 except BaseException as error:
                     trainer.broke_off(error)
                     raise

@@ -44,7 +44,6 @@ from carrywave.step.checks.splitting import check_splits
 from carrywave.step.checks.trainable import Followed
 from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine
-from carrywave.step.executor import Observer
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.mean_loss import mean_loss
 from carrywave.step.micro_batches import flatten, unflatten
@@ -206,7 +205,7 @@ class Trainer:
         return result
 
     @lost_contact.kept
-    def evaluate(self, batches: Iterable[Batch], observe: Observer | None = None) -> float:
+    def evaluate(self, batches: Iterable[Batch], observe: Callable[[Tensor, Tensor | None], None] | None = None) -> float:
         """The mean loss over the real targets of these batches, without dropout or gradients; the same on every worker.
 
         All workers are given the same whole batches. Lanes have a carry that passes from batch to batch, separate from the one in training.

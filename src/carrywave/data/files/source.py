@@ -97,7 +97,7 @@ class Source:
         """Call `read` and convert pyarrow's errors about a broken file to a `DataError`."""
         try:
             return read()
-        except UnicodeError as error:
+        except UnicodeDecodeError as error:
             fact = f"{self.name} is not text in {self.encoding or 'utf-8'} ({one_line(error)})"
             raise DataError(f"{fact}; set data.encoding to the encoding it was written in") from error
         except (OSError, pa.ArrowException) as error:

@@ -46,14 +46,17 @@ class ColumnChoice:
     categorical: tuple[str, ...] = ()
     static: tuple[str, ...] = ()
     missing: str = "error"  # how empty cells and missing rows are filled
+    targets: tuple[str, ...] = ()  # to forecast; empty: all that are measured
 
     @staticmethod
     def of(data: DataSpec, codec: Codec | None) -> ColumnChoice:
         """Take the choice from the spec or, given a codec, from the training data."""
         if codec is None:
             asked: dict[str, Any] = {name: getattr(data, name) or () for name in COVARIATES}
+            asked["targets"] = data.targets or ()
             return ColumnChoice(data.columns, data.time, data.series, data.rhythm, missing=data.missing, **asked)
         learned: dict[str, Any] = {name: getattr(codec, name) for name in COVARIATES}
+        learned["targets"] = tuple(codec.columns[place] for place in codec.targets)
         strict = codec.frequency is not None
         return ColumnChoice(
             codec.measured, codec.time, codec.series, codec.frequency, strict, trained=True, missing=data.missing, **learned

@@ -56,7 +56,8 @@ def completed(given: SortedRows, table: Any) -> tuple[SortedRows, tuple[str, ...
         origin = np.where(there, rows.rows[found.source], -1)
         rows = replace(rows, cells=cells, codes=found.codes, rows=origin, times=found.times)
     numbers = len(rows.roles.columns)
-    measured = [place for place in range(numbers) if rows.columns[place] not in (*choice.known, *choice.static)]
+    # A series ends with the last value of what is to be forecast; rows after it can only tell what is known ahead.
+    measured = rows.places(choice.targets) or [at for at in range(numbers) if rows.columns[at] not in (*choice.known, *choice.static)]
     ahead = rows_ahead(rows.cells[:, measured], rows.codes) if choice.known and measured else np.zeros(len(rows.codes), np.bool_)
     rows = replace(rows, ahead=ahead)
     _refuse_nothing_measured(rows)

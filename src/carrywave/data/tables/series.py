@@ -101,7 +101,8 @@ def check(kept: NDArray[np.bool_], span: SeriesPart, table: Table, spec: Spec, p
             raise DataError(f"{table.name}: {many}, but data.split asks for {rows}{others}; use fewer, or shares below 1")
         needs = f"a horizon of {data.horizon} needs {data.horizon + int(span.warm[place] == 0)}"
         raise DataError(f"{table.name}: {many} in {part}, but {needs}{others}; reduce data.horizon, or add rows to {part}")
-    shown = ", ".join(f"{table.names[place]} ({int(table.lengths[place]):,} rows)" for place in short[:8])
+    counted = [(table.names[place], int(table.lengths[place])) for place in short[:8]]
+    shown = ", ".join(f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in counted)
     shown += f" and {len(short) - 8:,} more" if len(short) > 8 else ""
     needs = f"a horizon of {data.horizon}" if rows is None else f"data.split and a horizon of {data.horizon}"
     are = "is" if len(short) == 1 else "are"

@@ -1,0 +1,128 @@
+"""Forecasts with covariates on several workers: the rows, weights and metrics of one worker, and the same after a stop. Real processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from carrywave.launch.launcher import start
+from carrywave.runs.prediction import predict
+from carrywave.runs.trained_run import evaluate_run
+from carrywave.spec.load import parse
+from carrywave.train.fit import train
+
+WORKER = Path(__file__).with_name("_train.py")
+CLOSE = 1e-9  # sums in another order, in float64, over some dozen steps
+PLANS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"stages": 2, "chunk_steps": 3}),
+    (2, {"replicas": 2}),
+    (2, {"stages": 2, "cuts": [1], "micro_batches": 2, "chunk_steps": 4}),
+]
+
+
+def spec(folder: Path, plan: dict[str, Any] | None = None, **steps: Any) -> dict[str, Any]:
+    data = {
+        "train": str(folder / "sales.csv"),
+        "cache": str(folder / "cache"),
+        "targets": ["y"],
+        "known": ["price", "promo"],
+        "categorical": ["promo"],
+        "static": ["region", "size"],
+        "calendar": ["weekday"],
+        "missing": "interpolate",
+        "horizon": 3,
+        "season": 7,
+        "residual": "season",
+    }
+    return {
+        "task": "forecasting",
+        "data": data,
+        "model": {"hidden": 5, "layers": 2, "dropout": 0.2, "dropout_input": 0.1},
+        "batch": {"lanes": 3, "steps": 8},
+        "train": {"precision": "fp64", "lr": 0.02, "epochs": 2, "log_every": 3, "evaluate_every": 5, **steps},
+        **({"plan": plan} if plan else {}),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("covariates")
+    draw = np.random.default_rng(3)
+    parts = []
+    for name, rows in (("p", 70), ("q", 55), ("r", 5)):
+        days = pd.date_range("2024-01-01", periods=rows + 3)
+        part = pd.DataFrame({"unique_id": name, "ds": days, "y": draw.normal(size=rows + 3), "price": draw.normal(size=rows + 3)})
+        part = part.assign(promo=draw.choice(["none", "tv", "web"], rows + 3), region=name < "q", size=rows)
+        part.loc[rows:, "y"] = np.nan
+        parts.append(part.drop(index=[2]))
+    pd.concat(parts).to_csv(folder / "sales.csv", index=False)
+    train(parse(spec(folder)), run=folder / "serial", device="cpu")
+    return folder
+
+
+def carry_out(folder: Path, workers: int, jobs: list[dict[str, Any]], name: str) -> list[list[dict[str, Any]]]:
+    (folder / name).write_text(json.dumps(jobs))
+    ended = start([sys.executable, str(WORKER), str(folder), name], workers)
+    assert ended.code == 0, ended
+    return [json.loads((folder / f"{name}.{rank}.out").read_text()) for rank in range(workers)]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_any_plan_gives_the_answer_of_one_device(folder: Path) -> None:
+    jobs = [{"run": f"plan{number}", "spec": spec(folder, plan)} for number, (_, plan) in enumerate(PLANS)]
+    jobs += [{"evaluate": "serial"}, {"predict": "serial", "data": "sales.csv"}]
+    told = carry_out(folder, 2, jobs, "jobs")[0]
+    assert not [each["error"] for each in told if "error" in each]
+    wanted, weights = rows_of(folder / "serial"), load_file(folder / "serial/weights.safetensors")
+    assert {"train_loss", "mae[y]", "rmse[y]"} <= set(next(row for row in wanted if row["split"] == "valid"))
+    for number in range(len(PLANS)):
+        found = rows_of(folder / f"plan{number}")
+        assert [list(row) for row in found] == [list(row) for row in wanted]
+        for row, expected in zip(found, wanted, strict=True):
+            for key, value in expected.items():
+                assert row[key] == (pytest.approx(value, rel=CLOSE, abs=1e-12) if isinstance(value, float) else value), (key, row, expected)
+        for name, tensor in load_file(folder / f"plan{number}/weights.safetensors").items():
+            torch.testing.assert_close(tensor, weights[name], rtol=CLOSE, atol=1e-12)
+    assert any(name.startswith("encoder.tables") for name in weights)
+    serial = evaluate_run(folder / "serial", device="cpu")
+    for key, value in serial.items():
+        assert told[-2]["row"][key] == (pytest.approx(value, rel=CLOSE) if isinstance(value, float) else value), key
+    alone = predict(folder / "serial", folder / "sales.csv", device="cpu", note=lambda _: None)
+    assert [row["y"] for row in told[-1]["rows"]] == pytest.approx([row["y"] for row in alone], rel=1e-5)  # outputs travel in float32
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_bit_for_bit(folder: Path) -> None:
+    train(parse(spec(folder, max_steps=7)), run=folder / "stopped", device="cpu")
+    train(parse(spec(folder)), run=folder / "stopped", resume=True, device="cpu")
+    at = [row for row in rows_of(folder / "stopped") if row["step"] != 7]  # the end of the first part was evaluated and logged
+    wanted = [row for row in rows_of(folder / "serial") if row["step"] != 7]
+    assert load_file(folder / "stopped/weights.safetensors")["head.weight"].equal(
+        load_file(folder / "serial/weights.safetensors")["head.weight"]
+    )
+    assert [row["loss"] for row in at if row["split"] == "valid"] == [row["loss"] for row in wanted if row["split"] == "valid"]
+
+
+@pytest.mark.slow
+def test_errors_of_series_steps_and_columns_add_up(folder: Path) -> None:
+    row: dict[str, Any] = evaluate_run(folder / "serial", device="cpu", by=("series", "step", "column"))
+    [column] = row["by_column"]
+    assert (column["mae"], column["rmse"]) == (row["mae[y]"], row["rmse[y]"])
+    assert [each["series"] for each in row["by_series"]] == ["p", "q"]
+    assert [each["step"] for each in row["by_step"]] == [1, 2, 3]
+    for rows in (row["by_series"], row["by_step"]):
+        assert sum(each["targets"] for each in rows) == column["targets"]
+        mean = sum(each["mae"] * each["targets"] for each in rows) / column["targets"]
+        assert mean == pytest.approx(column["mae"], rel=1e-12)
