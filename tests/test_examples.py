@@ -147,7 +147,8 @@ def test_every_start_that_a_program_names_is_tested() -> None:
         command for command in re.findall(r"`((?:python|torchrun) examples[^`]*|torchrun --nproc[^`]*)`", readme) if "NAME" not in command
     }
     alone = {f"python examples/{name}.py" for name in MANY}
-    defaults = {"python examples/replicas.py 2", "python examples/stages.py 2"}  # what they do without the number
+    # What two do without the number; and tests/test_recipes.py has what writes data.
+    defaults = {"python examples/replicas.py 2", "python examples/stages.py 2", "python examples/python_data.py"}
     assert told - alone - defaults <= SCRIPTS.keys() | UNDER_TORCHRUN.keys()
 
 
@@ -155,7 +156,7 @@ def test_the_readme_lists_every_example() -> None:
     listed = re.findall(r"^- `([^`]+)`", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
     there = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml")}
     assert sorted(listed) == sorted(there)
-    assert {f"{name}.py" for name in (*ALONE, *MANY)} == {name for name in there if name.endswith(".py")}
+    assert {f"{name}.py" for name in (*ALONE, *MANY, "python_data")} == {name for name in there if name.endswith(".py")}
 
 
 @pytest.mark.parametrize("page", ["docs/python.md", "README.md"])

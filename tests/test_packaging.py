@@ -55,10 +55,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a wheel, built from a source distribution, built from a copy of the tree."""
     pytest.importorskip("build", reason="needs the package build, which is in the extra dev")
     folder = tmp_path_factory.mktemp("built")
-    left_out = (".git", ".venv", "build", "dist", "runs", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", ".carry")
-    shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*left_out))
+    tree = folder / "tree"
+    tree.mkdir()
+    for name in ("docs", "examples", "scripts", "src", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for path in ROOT.glob("[!.]*"):
+        if path.is_file():
+            shutil.copy(path, tree)
     # Without isolation nothing is fetched: setuptools is among the pinned packages.
-    succeeded(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "tree"), folder=folder)
+    succeeded(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(tree), folder=folder)
     return folder
 
 
@@ -71,7 +76,8 @@ def test_the_wheel_has_all_files_and_says_what_it_needs(built: Path) -> None:
         names = set(archive.namelist())
         [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
         told = message_from_string(archive.read(metadata).decode())
-    assert {f"carrywave/{name}" for name in data_files()} <= names
+    modules = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    assert {f"carrywave/{name}" for name in (*data_files(), *modules)} <= names
     assert not [name for name in names if not name.startswith(("carrywave/", "carrywave-"))]  # no tests, no scripts
     assert any(name.endswith("licenses/LICENSE") for name in names)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

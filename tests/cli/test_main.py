@@ -177,11 +177,11 @@ def test_a_pipe_is_no_spec(tmp_path: Path) -> None:
 def test_what_a_dry_run_prints_is_a_spec(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 20)
     words = [f"data.train={tmp_path / 'text.txt'}", "model.hidden=4", "batch.lanes=2", "train.class_weights=null", "plan.chunk_steps=16"]
-    code, first, err = call("train", *words, "--dry-run")
+    code, first, err = call("train", *words, "--dry-run", "--device", "cpu")
     assert (code, err) == (0, "")
     (tmp_path / "printed.yaml").write_text(first)
-    assert load(tmp_path / "printed.yaml") == load(None, words)
-    code, second, _ = call("train", str(tmp_path / "printed.yaml"), "--dry-run")
+    assert load(tmp_path / "printed.yaml") == load(None, [*words, "train.precision=fp32"])  # what auto is on a CPU
+    code, second, _ = call("train", str(tmp_path / "printed.yaml"), "--dry-run", "--device", "cpu")
     assert code == 0
     assert [line for line in second.splitlines() if "into the cache" not in line] == [
         line for line in first.splitlines() if "into the cache" not in line
@@ -225,9 +225,9 @@ def test_train_hands_everything_on(install: Install, tmp_path: Path) -> None:
 
 def test_a_dry_run_prints_the_resolved_spec(install: Install) -> None:
     install("carrywave.train.fit", train=lambda spec, **rest: SimpleNamespace(ending="done"))
-    code, out, _ = call("train", "model.hidden=8", "--dry-run")
+    code, out, _ = call("train", "model.hidden=8", "--dry-run", "--device", "cpu")
     assert code == 0
-    assert out.startswith(dump(load(None, ["model.hidden=8"])))
+    assert out.startswith(dump(load(None, ["model.hidden=8", "train.precision=fp32"])))
 
 
 def test_continue_resumes_what_is_there(install: Install, tmp_path: Path) -> None:
