@@ -145,6 +145,7 @@ def test_onnx_continues_text_as_documented(speaker: Path, tmp_path: Path) -> Non
         "out/config.pbtxt",
         "out/model.json",
     ]
+    assert 'name: "out"' in (tmp_path / "out" / "config.pbtxt").read_text()  # as Triton demands: the folder's name
     found: dict[str, Any] = {}
     exec(SNIPPETS[1].replace("exports/NAME-onnx", str(tmp_path / "out")), found)
     from carrywave.runs.prediction import predict
