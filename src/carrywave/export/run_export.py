@@ -68,7 +68,7 @@ def export_run(
     saved = open_run(path, "cpu")
     if not isinstance(saved.model, Model):
         raise RunError(f"{path} was trained with your own modules; export them yourself, with the weights in {saved.run.weights}")
-    folder = _free(Path("exports", f"{saved.run.path.name}-{to}") if output is None else output)
+    folder = _free(Path("exports", f"{_name(saved)}-{to}") if output is None else output)
     with _whole_or_nothing(folder) as draft:
         if to == "safetensors":
             return _safetensors(saved, draft, folder)
@@ -95,7 +95,7 @@ def _safetensors(saved: Saved, draft: Path, folder: Path) -> Exported:
 def _onnx(saved: Saved, portable: Portable, draft: Path, folder: Path, *, int8: bool, data: Any, note: Note) -> Exported:
     # First of all: data that cannot be read should not be noticed after minutes of work.
     part = valid_part(saved, data) if int8 else None
-    about = f"{saved.spec.task} model of {saved.run.path.name}, by carrywave export; see {DESCRIPTION}"
+    about = f"{saved.spec.task} model of {_name(saved)}, by carrywave export; see {DESCRIPTION}"
     model = onnx_graph.graph(portable, about)
     gap = largest_difference(portable, onnx_file.runner(model.SerializeToString(), portable), what="the ONNX model")
     losses: dict[str, float] = {}
@@ -133,6 +133,11 @@ def _finish(
         (draft / name).write_bytes(content)
     (draft / DESCRIPTION).write_text(describe(saved.task, portable, to, precision), encoding="utf-8")
     return Exported(folder, (*files, DESCRIPTION), **found)
+
+
+def _name(saved: Saved) -> str:
+    """The name of a run: the last part of its path, or of its address in an object store."""
+    return saved.run.path.resolve().name if saved.run.remote is None else saved.run.remote.address.rstrip("/").rpartition("/")[2]
 
 
 def _free(folder: Path) -> Path:
