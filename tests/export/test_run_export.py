@@ -145,6 +145,7 @@ def test_onnx_continues_text_as_documented(speaker: Path, tmp_path: Path) -> Non
         "out/config.pbtxt",
         "out/model.json",
     ]
+    assert 'name: "out"' in (tmp_path / "out" / "config.pbtxt").read_text()  # as Triton demands: the folder's name
     found: dict[str, Any] = {}
     exec(SNIPPETS[1].replace("exports/NAME-onnx", str(tmp_path / "out")), found)
     from carrywave.runs.prediction import predict
@@ -211,6 +212,26 @@ def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> N
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_the_command_says_what_it_wrote(speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["export", str(speaker), "--to", "safetensors"])
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == "wrote exports/run-safetensors: model.safetensors, model.json\n"
+    about = json.loads(Path("exports/run-safetensors/model.json").read_text())
+    stored = load_file("exports/run-safetensors/model.safetensors")
+    assert about["weights"] == {name: list(tensor.shape) for name, tensor in stored.items()}
+    assert about["model"]["head"]["tied"]
+
+
+@needs_onnx
+def test_the_command_says_what_int8_costs(speaker: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["export", str(speaker), "--to", "onnx", "--int8", "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.stderr
+    _, difference, loss = result.stdout.splitlines()
+    assert re.fullmatch(r"largest difference from the model: [0-9.]+e-0[1-3]", difference)
+    assert re.fullmatch(r"loss: \d+\.\d{4} in float32, \d+\.\d{4} in int8 \([+-]\d+\.\d{4}\)", loss)
 
 
 def test_the_loss_that_is_measured_is_the_loss_of_evaluation(speaker: Path) -> None:

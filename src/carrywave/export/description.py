@@ -11,8 +11,9 @@ from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Forecast, Pooled, Softmax
 from carrywave.model.model import Model
-from carrywave.model.portable_names import arguments
+from carrywave.model.portable_names import arguments, outside
 from carrywave.spec.spec import Spec
+from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Task
 
 
@@ -32,6 +33,9 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
             "outputs": [port.to_json() for port in portable.outputs],
             "state": {port.name: port.name + NEXT for port in portable.state},
         }
+    else:
+        tensors = tensors_of(model)
+        whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
     whole |= {"model": _network(model), "data": _data(task.spec), "codec": json.loads(task.codec.to_json())}
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 

@@ -68,34 +68,47 @@ def export_run(
     saved = open_run(path, "cpu")
     if not isinstance(saved.model, Model):
         raise RunError(f"{path} was trained with your own modules; export them yourself, with the weights in {saved.run.weights}")
-    folder = _free(Path("exports", f"{saved.run.path.name}-{to}") if output is None else output)
+    folder = _free(Path("exports", f"{_name(saved)}-{to}") if output is None else output)
+    if to == "safetensors":
+        return _safetensors(saved, folder)
+    portable = Portable(saved.model.float(), stateful=stateful).eval()
+    if to == "torch":
+        program = torch_program.archive(portable)
+        found = {"difference": largest_difference(portable, torch_program.runner(program), what="the torch program")}
+        files = {"model.pt2": program}
+    else:
+        files, found = _onnx(saved, portable, folder, int8=int8, data=data, note=note or (lambda line: None))
+    files[DESCRIPTION] = describe(saved.task, portable, to, "int8" if int8 else "float32").encode()
+    # Only now, so that nothing has to be cleared away if the work before is stopped.
     with _whole_or_nothing(folder) as draft:
-        if to == "safetensors":
-            return _safetensors(saved, draft, folder)
-        portable = Portable(saved.model.float(), stateful=stateful).eval()
-        if to == "torch":
-            program = torch_program.archive(portable)
-            gap = largest_difference(portable, torch_program.runner(program), what="the torch program")
-            return _finish(saved, portable, draft, folder, {"model.pt2": program}, to, difference=gap)
-        return _onnx(saved, portable, draft, folder, int8=int8, data=data, note=note or (lambda line: None))
+        for name, content in files.items():
+            (draft / name).parent.mkdir(exist_ok=True)
+            (draft / name).write_bytes(content)
+    return Exported(folder, tuple(files), **found)
 
 
-def _safetensors(saved: Saved, draft: Path, folder: Path) -> Exported:
+def _safetensors(saved: Saved, folder: Path) -> Exported:
     assert isinstance(saved.model, Model)
     tensors = tensors_of(saved.model)
     named = {theirs: tensors[ours] for ours, theirs in outside(tensors, saved.model.lstm).items()}
     about = {"format": "pt", EXPORTED: "1", "codec": saved.task.codec.to_json(), "spec": dump(saved.spec)}
-    with (draft / "model.safetensors").open("wb") as file:
-        write_tensors(file, named, about, sealed=True)
     precision = str(saved.model.lstm.dtype).removeprefix("torch.")
-    (draft / DESCRIPTION).write_text(describe(saved.task, Portable(saved.model), "safetensors", precision), encoding="utf-8")
+    description = describe(saved.task, Portable(saved.model), "safetensors", precision)
+    with _whole_or_nothing(folder) as draft:
+        with (draft / "model.safetensors").open("wb") as file:
+            write_tensors(file, named, about, sealed=True)
+        (draft / DESCRIPTION).write_text(description, encoding="utf-8")
     return Exported(folder, ("model.safetensors", DESCRIPTION))
 
 
-def _onnx(saved: Saved, portable: Portable, draft: Path, folder: Path, *, int8: bool, data: Any, note: Note) -> Exported:
-    # First of all: data that cannot be read should not be noticed after minutes of work.
+def _onnx(
+    saved: Saved, portable: Portable, folder: Path, *, int8: bool, data: Any, note: Note
+) -> tuple[dict[str, bytes], dict[str, float]]:
+    """The files, and what the checks of the model found."""
+    # First of all: a name that cannot be used, or data that cannot be read, should not be noticed after minutes of work.
+    config = triton.config(portable, folder.absolute().name) if portable.stateful else None
     part = valid_part(saved, data) if int8 else None
-    about = f"{saved.spec.task} model of {saved.run.path.name}, by carrywave export; see {DESCRIPTION}"
+    about = f"{saved.spec.task} model of {_name(saved)}, by carrywave export; see {DESCRIPTION}"
     model = onnx_graph.graph(portable, about)
     gap = largest_difference(portable, onnx_file.runner(model.SerializeToString(), portable), what="the ONNX model")
     losses: dict[str, float] = {}
@@ -106,9 +119,9 @@ def _onnx(saved: Saved, portable: Portable, draft: Path, folder: Path, *, int8: 
         gap = largest_difference(portable, run, what="the int8 model", tolerance=None)
         losses = _cost_of_int8(saved, portable, part)
     files = {"1/model.onnx" if portable.stateful else "model.onnx": model.SerializeToString()}
-    if portable.stateful:
-        files["config.pbtxt"] = triton.config(portable, folder.absolute().name).encode()
-    return _finish(saved, portable, draft, folder, files, "onnx", precision="int8" if int8 else "float32", difference=gap, **losses)
+    if config is not None:
+        files["config.pbtxt"] = config.encode()
+    return files, {"difference": gap, **losses}
 
 
 def _cost_of_int8(saved: Saved, portable: Portable, part: Any) -> dict[str, float]:
@@ -118,21 +131,9 @@ def _cost_of_int8(saved: Saved, portable: Portable, part: Any) -> dict[str, floa
     return {name: mean_loss(reader, onnx_file.runner(graph.SerializeToString(), reader), saved, part) for name, graph in graphs.items()}
 
 
-def _finish(
-    saved: Saved,
-    portable: Portable,
-    draft: Path,
-    folder: Path,
-    files: dict[str, bytes],
-    to: str,
-    precision: str = "float32",
-    **found: float,
-) -> Exported:
-    for name, content in files.items():
-        (draft / name).parent.mkdir(exist_ok=True)
-        (draft / name).write_bytes(content)
-    (draft / DESCRIPTION).write_text(describe(saved.task, portable, to, precision), encoding="utf-8")
-    return Exported(folder, (*files, DESCRIPTION), **found)
+def _name(saved: Saved) -> str:
+    """The name of a run: the last part of its path, or of its address in an object store."""
+    return saved.run.path.resolve().name if saved.run.remote is None else saved.run.remote.address.rstrip("/").rpartition("/")[2]
 
 
 def _free(folder: Path) -> Path:
@@ -142,6 +143,9 @@ def _free(folder: Path) -> Path:
             raise UserError(f"{folder} is not empty; remove it, or choose another folder with -o")
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file, and an export is a folder; choose another name with -o")
+        parent = next(each for each in folder.absolute().parents if each.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise UserError(f"{folder} cannot be written: {parent} is read-only or no folder; choose another folder with -o")
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error.strerror or error}; choose another folder with -o") from error
     return folder

@@ -1,0 +1,74 @@
+"""Weights under their names outside, in plain torch modules: nn.Embedding, nn.LSTM, nn.LayerNorm, as docs/export.md says."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _export_models import MODELS, made
+
+from carrywave.export.portable import Portable
+from carrywave.model.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.heads import Forecast
+from carrywave.model.portable_names import arguments, outside
+from carrywave.step.worker_setup import tensors_of
+
+
+def below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def stack(weights: dict[str, Tensor], listed: list[dict[str, int]], x: Tensor) -> Tensor:
+    """The layers as a user of plain torch would build them."""
+    for number, each in enumerate(listed):
+        lstm = nn.LSTM(**each, dtype=torch.float64)
+        lstm.load_state_dict(below(weights, "lstm." if len(listed) == 1 else f"lstm.{number}."))
+        first, depth = (0, each["num_layers"]) if len(listed) == 1 else (number, 1)
+        carry = None
+        if "carry.h.0" in weights:
+            rows = ([weights[f"carry.{part}.{layer}"] for layer in range(first, first + depth)] for part in "hc")
+            carry = tuple(torch.cat(row)[:, None].expand(-1, x.shape[1], -1).contiguous() for row in rows)
+        x, _ = lstm(x, carry)
+        norm = below(weights, f"norms.{number}.")
+        if norm:
+            x = nn.functional.layer_norm(x, x.shape[-1:], norm["weight"], norm["bias"])
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_modules_compute_what_the_model_computes(name: str) -> None:
+    model = made(name).double()
+    tensors = tensors_of(model)
+    weights = {theirs: tensors[ours] for ours, theirs in outside(tensors, model.lstm).items()}
+    portable = Portable(model)
+    given = portable.sample(3, 5, seed=1)
+    if portable.takes_lengths:
+        given[1] = torch.full((3,), 5)
+    with torch.no_grad():
+        [expected] = portable(*given)
+        x = given[0].transpose(0, 1)
+        x = x if "embedding.weight" not in weights else nn.functional.embedding(x, weights["embedding.weight"])
+        y = stack(weights, arguments(model.lstm), x)
+        if isinstance(model.head, AdaptiveSoftmax):
+            head = nn.AdaptiveLogSoftmaxWithLoss(16, 23, [4, 10], dtype=torch.float64)
+            head.load_state_dict(below(weights, "head."))
+            out = head.log_prob(y.flatten(0, 1)).view(*y.shape[:2], -1)
+        elif model.pooled:
+            half = y.shape[-1] // 2
+            last = torch.cat([y[-1, :, :half], y[0, :, half:]], dim=-1) if "both ways" in name else y[-1]
+            out = nn.functional.linear(y.mean(0) if "mean" in name else last, weights["head.weight"], weights["head.bias"])
+        else:
+            out = nn.functional.linear(y, weights.get("head.weight", weights.get("embedding.weight")), weights["head.bias"])
+        if isinstance(model.head, Forecast):
+            out = out.view(5, 3, 3, 2, -1)
+            rises = nn.functional.softplus(out[..., 1:] - math.log(2))
+            out = torch.cat([out[..., :1], out[..., :1] + rises.cumsum(-1)], -1) if "quantiles" in name else out[..., 0]
+    out = out if model.pooled else out.transpose(0, 1)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)  # float64
