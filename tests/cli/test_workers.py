@@ -44,7 +44,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         asked.clear()
         divided.clear()
 
-        def start(command: list[str], devices: int, *, hosts: Any, restarts: int, min_devices: int | None, shares: int, say: Any) -> Ended:
+        def start(
+            command: list[str],
+            devices: int,
+            *,
+            hosts: Any,
+            restarts: int,
+            min_devices: int | None,
+            shares: int,
+            direct_output: bool,
+            say: Any,
+        ) -> Ended:
             started.append((devices, hosts and hosts.node))
             asked.append((restarts, min_devices))
             divided.append(shares)

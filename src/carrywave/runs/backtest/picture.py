@@ -18,6 +18,7 @@ from carrywave.runs.backtest.listing import times_of
 from carrywave.runs.backtest.rolled import Rolled
 
 WIDTH, PANEL, HEAD, MARGIN, LEFT, FOOT = 1000, 200, 30, 14, 80, 26  # pixels; FOOT holds the times below a panel
+LETTER = 6.5  # pixels, about
 MOST_PANELS = 8
 BEFORE = 1.0  # rows shown ahead of the first origin, as a share of those after it
 _STYLE = """
@@ -73,7 +74,8 @@ def _panel(table: Table, own: Sequence[Rolled], place: int, column: str, quantil
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - MARGIN}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(f'<text class="end" x="{LEFT - 6}" y="{y(value) + 4:.1f}">{value:g}</text>')
     parts.append(f'<rect class="frame" x="{LEFT}" y="{top}" width="{width}" height="{PANEL}"/>')
-    for number, each in enumerate(own):
+    free = 0.0  # from where there is room for another time
+    for each in own:
         # A forecast begins where its origin is, at a value that is known.
         rows = np.arange(each.known - 1, each.known + len(each.truth_HC))
         now = float(table.values[start + each.known - 1, table.columns.index(column)])
@@ -85,8 +87,10 @@ def _panel(table: Table, own: Sequence[Rolled], place: int, column: str, quantil
             parts.append(f'<polygon class="band" points="{_points(around, x, y)}"/>')
         middle = _middle(quantiles)
         parts.append(f'<polyline class="forecast" points="{_points(zip(rows, lines[:, middle], strict=True), x, y)}"/>')
-        if number % max(1, math.ceil(len(own) / 8)) == 0:
-            parts.append(f'<text class="mid" x="{at:.1f}" y="{top + PANEL + 16}">{escape(str(times_of(table, each)[0]))}</text>')
+        when = str(times_of(table, each)[0])
+        if at - free > LETTER * len(when) / 2:
+            parts.append(f'<text class="mid" x="{at:.1f}" y="{top + PANEL + 16}">{escape(when)}</text>')
+            free = at + LETTER * (len(when) / 2 + 2)
     parts.append(f'<polyline class="truth" points="{_points(zip(range(begin, end), truth, strict=True), x, y)}"/>')
     return parts
 
