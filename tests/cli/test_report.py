@@ -82,14 +82,8 @@ def test_live_serves_until_it_is_interrupted(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_run_tells_what_the_restart_cost(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    settings = [
-        "train.max_steps=400",
-        "train.epochs=9",
-        "train.log_every=5",
-        "train.snapshot_every=20",
-        "model.hidden=16",
-        "model.layers=1",
-    ]
+    settings = ["train.max_steps=400", "train.epochs=9", "train.log_every=5", "train.snapshot_every=20", "model.hidden=16"]
+    settings += ["model.layers=2", "plan.stages=2", "plan.chunk_steps=16"]
     command = [sys.executable, "-m", "carrywave", "train", *settings, "--run", str(run), "--devices", "2", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         ends = time.monotonic() + 300
@@ -104,6 +98,19 @@ def test_a_killed_run_tells_what_the_restart_cost(tmp_path: Path) -> None:
     assert again["step"] % 20 == 0
     assert again["reached"] >= 50
     assert again["last_seen"] < again["time"]
+    timeline = json.loads((run / "timeline.json").read_text())
+    assert [(worker["rank"], worker["stage"]) for worker in timeline["workers"]] == [(0, 0), (1, 1)]
+    assert min(worker["begun"] for worker in timeline["workers"]) == 0.0
+    for worker, after in zip(timeline["workers"], (1, 0), strict=True):
+        chunks = [(span[0], span[3]) for span in worker["spans"] if span[0] in "FB"]
+        assert chunks == [*(("F", chunk) for chunk in range(4)), *(("B", 3 - chunk) for chunk in range(4))]
+        assert {span[0] for span in worker["spans"]} == {"F", "B", "W", "send", "wait"}
+        # On one clock: no chunk is worked on before the stage before it has finished it.
+        ends = {(span[0], span[3]): worker["begun"] + span[2] for span in worker["spans"]}
+        other = timeline["workers"][after]
+        starts = {(span[0], span[3]): other["begun"] + span[1] for span in other["spans"]}
+        way = "F" if after == 1 else "B"
+        assert all(ends[way, chunk] <= starts[way, chunk] for chunk in range(4))
     said(str(run), "--no-samples")
     page = (run / "report.html").read_text()
     assert "restarted by its launcher after it was killed or failed" in page

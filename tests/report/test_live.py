@@ -6,6 +6,7 @@ import http.client
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,8 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.sampled = folder, 0
-        self.server = server_of(LiveReport([(folder, "runs/words")], self.sample))
+        self.report = LiveReport([(folder, "runs/words")], self.sample)
+        self.server = server_of(self.report)
         self.port = self.server.server_port
 
     def sample(self, folder: Path) -> Samples:
@@ -38,6 +40,13 @@ class Served:
         text = answer.read().decode()
         line.close()
         return answer.status, text
+
+    def wait(self, text: str) -> None:
+        """Until the page says it, as a person would."""
+        ends = time.monotonic() + 60
+        while text not in self.get()[1]:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
 
 
 @pytest.fixture
@@ -53,9 +62,10 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 def test_the_page_follows_the_run(served: Served) -> None:
     code, before = served.get()
-    stamp = served.get("/stamp")[1]
     assert code == 200
-    assert "sample number 1" in before
+    assert "Samples are being computed." in before
+    served.wait("sample number 1")
+    stamp = served.get("/stamp")[1]
     assert served.get("/stamp")[1] == stamp
     with (served.folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"split": "valid", "epoch": 2, "step": 120, "loss": 1.5}) + "\n")
@@ -64,7 +74,15 @@ def test_the_page_follows_the_run(served: Served) -> None:
     assert "best: 1.5 at step 120" in after
     assert served.sampled == 1  # the weights are the same
     (served.folder / "weights.safetensors").write_bytes(b"new")
-    assert "sample number 2" in served.get()[1]
+    served.wait("sample number 2")
+
+
+def test_a_fault_in_the_samples_is_said_on_the_page(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path) -> Samples:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(served.report, "sampler", broken)
+    served.wait("No samples: RuntimeError: out of memory")
 
 
 def test_the_script_is_the_only_one_that_may_run(served: Served) -> None:

@@ -11,6 +11,7 @@ import typer
 from carrywave.cli.options import Device, note
 from carrywave.data.files.remote import is_address
 from carrywave.errors import UserError
+from carrywave.report.sample_kinds import Samples
 from carrywave.runs import output_file
 
 PAGE = "report.html"
@@ -44,11 +45,7 @@ def report(
     records = [read_run(folder, name) for folder, name in folders]
     if not live:
         output_file.check(target)
-    sampler = None
-    if samples:
-        from carrywave.report.samples import samples_of
-
-        sampler = partial(samples_of, device=device.value)
+    sampler = partial(_samples, device=device.value) if samples else None
     if live:
         from carrywave.report.live import ADDRESS, LiveReport, server_of
 
@@ -62,6 +59,13 @@ def report(
         raise UserError(f"the page would be larger than {MOST_BYTES / 1e6:g} MB; report fewer runs at a time")
     output_file.write(target, text)
     note(f"wrote {target}")
+
+
+def _samples(folder: Path, device: str) -> Samples:
+    """The samples of a run; torch is loaded here, when a live page has long been there."""
+    from carrywave.report.samples import samples_of
+
+    return samples_of(folder, device)
 
 
 def _folder(run: str) -> Path:

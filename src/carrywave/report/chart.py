@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 440, 250
+WIDTH, HEIGHT, WIDE = 440, 250, 620  # pixels; WIDE is the width of a chart that has half of the page
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 34  # pixels around the plot
 MOST_POINTS = 300  # of a line: more are reduced to the lowest and highest of neighbours
 MOST_DOTS = 40  # points of a line that are drawn as dots
@@ -62,6 +62,7 @@ def draw(
     zero: bool = False,
     percent: bool = False,
     square: bool = False,
+    width: int = WIDTH,
 ) -> str:
     """The SVG of a chart; empty if there is nothing to draw.
 
@@ -82,11 +83,11 @@ def draw(
 
     def place(x: float, y: float) -> tuple[float, float]:
         return (
-            LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (WIDTH - LEFT - RIGHT),
+            LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (width - LEFT - RIGHT),
             HEIGHT - BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (HEIGHT - TOP - BOTTOM),
         )
 
-    parts = [*_grid(x_range, y_range, place, x_name, percent=percent)]
+    parts = _grid(x_range, y_range, place, x_name, width, percent=percent)
     if at is not None:
         x = place(at, y_range[0])[0]
         parts.append(f'<line class="here" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
@@ -99,8 +100,8 @@ def draw(
     for x, y in (place(*point) for point in dots):
         parts.append(f'<circle class="dot c0" cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>')
     for mark in marks:
-        parts += _mark(mark, place)
-    return f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{escape(title)}</title>\n' + "\n".join(parts) + "\n</svg>"
+        parts += _mark(mark, place, width)
+    return f'<svg class="chart" viewBox="0 0 {width} {HEIGHT}" role="img"><title>{escape(title)}</title>\n' + "\n".join(parts) + "\n</svg>"
 
 
 def legend(lines: Sequence[Line], bands: Sequence[Band] = ()) -> str:
@@ -152,18 +153,20 @@ def _range(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
     return low if zero and low == 0 else low - margin, high + margin
 
 
-def _grid(x_range: tuple[float, float], y_range: tuple[float, float], place: _Place, x_name: str, *, percent: bool) -> list[str]:
+def _grid(
+    x_range: tuple[float, float], y_range: tuple[float, float], place: _Place, x_name: str, width: int, *, percent: bool
+) -> list[str]:
     parts = []
     for value in ticks(*y_range):
         _, y = place(x_range[0], value)
         said = f"{100 * value:.3g}%" if percent else _tick(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="end" x="{LEFT - 6}" y="{y + 4:.1f}">{said}</text>')
     for value in ticks(*x_range, most=6):
         x, _ = place(value, y_range[0])
         parts.append(f'<text class="mid" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{_tick(value)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
-    parts.append(f'<text class="mid" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 4}">{escape(x_name)}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
+    parts.append(f'<text class="mid" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{HEIGHT - 4}">{escape(x_name)}</text>')
     return parts
 
 
@@ -188,9 +191,9 @@ def _line(line: Line, place: _Place) -> list[str]:
     return parts
 
 
-def _mark(mark: Mark, place: _Place) -> list[str]:
+def _mark(mark: Mark, place: _Place, width: int) -> list[str]:
     x, y = place(mark.x, mark.y)
-    side, gap = ("end", -9) if x > WIDTH / 2 else ("start", 9)
+    side, gap = ("end", -9) if x > width / 2 else ("start", 9)
     above = y - 8 if y > TOP + 24 else y + 18
     return [
         f'<circle class="ring {mark.kind}" cx="{x:.1f}" cy="{y:.1f}" r="5.5"><title>{escape(mark.text)}</title></circle>',

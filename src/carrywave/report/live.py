@@ -23,32 +23,45 @@ Sampler = Callable[[Path], Samples]
 
 
 class LiveReport:
-    """The page of some runs, made again only when their files have changed; samples only when the weights have."""
+    """The page of some runs as their files are now. Samples are computed in the background, again only when the weights have changed."""
 
     def __init__(self, runs: Sequence[tuple[Path, str]], sampler: Sampler | None) -> None:
         self.runs, self.sampler = runs, sampler
-        self._lock = threading.Lock()  # one page at a time: samples are work
         self._samples: dict[Path, tuple[object, Samples]] = {}
+        self._busy: set[Path] = set()  # whose samples are being computed
+        self._lock = threading.Lock()  # over both
 
     def stamp(self) -> str:
         """A text that changes when a run's files do."""
-        found = [(str(folder), stamp(folder), read_run(folder).trained_now) for folder, _ in self.runs]
+        with self._lock:
+            sampled = [self._samples.get(folder, ("",))[0] for folder, _ in self.runs]
+        found = [(str(folder), stamp(folder), read_run(folder).trained_now, sampled) for folder, _ in self.runs]
         return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
     def page(self, nonce: str) -> str:
         """The page as the files are now."""
-        with self._lock:
-            records = [read_run(folder, name) for folder, name in self.runs]
-            return render(records, [self._of(folder) for folder, _ in self.runs], live=nonce)
+        records = [read_run(folder, name) for folder, name in self.runs]
+        return render(records, [self._of(folder) for folder, _ in self.runs], live=nonce)
 
     def _of(self, folder: Path) -> Samples | None:
         if self.sampler is None:
             return None
         weights = [each for each in stamp(folder) if each[0] == WEIGHTS]
-        known = self._samples.get(folder)
-        if known is None or known[0] != weights:
-            known = self._samples[folder] = weights, self.sampler(folder)
-        return known[1]
+        with self._lock:
+            known = self._samples.get(folder)
+            if (known is None or known[0] != weights) and folder not in self._busy:
+                self._busy.add(folder)
+                threading.Thread(target=self._compute, args=(self.sampler, folder, weights), daemon=True).start()
+        return Samples("Samples are being computed.") if known is None else known[1]
+
+    def _compute(self, sampler: Sampler, folder: Path, weights: object) -> None:
+        try:
+            found = sampler(folder)
+        except Exception as error:  # shown where a person looks; the rest of the page is still true
+            found = Samples(f"No samples: {type(error).__name__}: {error}")
+        with self._lock:
+            self._samples[folder] = weights, found
+            self._busy.discard(folder)
 
 
 def server_of(report: LiveReport, port: int = 0) -> ThreadingHTTPServer:

@@ -104,12 +104,12 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
         said = [Mark(best["step"], value, f"{figures.metric_text(name, value)}")] if best and is_number(value) else []
         yield from _figure(figures.metric_name(name), lines, marks=said, percent=name.startswith(figures.SHARES))
     if covered:
-        lines = []
+        lines, wanted = [], []
         for place, name in enumerate(covered):
-            points, wanted = _points(record.rows("valid"), name), float(name.removeprefix(COVERAGE))
-            lines.append(Line(f"quantile {wanted:g}", points, f"c{place % COLOURS}", dots=True))
-            lines.append(Line("wanted", [(x, wanted) for x, _ in points], "base", dashed=True, legend=place == 0))
-        yield from _figure("values below a quantile's forecast", lines, percent=True)
+            points, share = _points(record.rows("valid"), name), float(name.removeprefix(COVERAGE))
+            lines.append(Line(f"quantile {share:g}", points, f"c{place % COLOURS}", dots=True))
+            wanted.append(Line("wanted", [(x, share) for x, _ in points], "base", dashed=True, legend=place == 0))
+        yield from _figure("values below a quantile's forecast", [*lines, *wanted], percent=True)
 
 
 def _speeds(record: RunRecord) -> Iterator[Figure]:
@@ -190,7 +190,7 @@ def _forecast(sample: Forecasted) -> Figure:
         Line(sample.point_name, sample.forecast, "c0"),
     ]
     bands = [Band(sample.band_name, sample.band, "c0")] if sample.band else []
-    svg = chart.draw(sample.title, lines, x_name="steps ahead", bands=bands, at=0)
+    svg = chart.draw(sample.title, lines, x_name="steps ahead", bands=bands, at=0, width=chart.WIDE)
     return Figure(sample.title, Markup(svg), Markup(chart.legend(lines, bands)))
 
 
@@ -198,7 +198,9 @@ def _paired(sample: Paired) -> Figure:
     values = [value for point in sample.points for value in point] or [0.0]
     ends = [(min(values), min(values)), (max(values), max(values))]
     exact = Line("prediction = truth", ends, "base", dashed=True)
-    return Figure(sample.title, Markup(chart.draw(sample.title, [exact], x_name="truth", dots=sample.points, square=True)))
+    return Figure(
+        sample.title, Markup(chart.draw(sample.title, [exact], x_name="truth", dots=sample.points, square=True, width=chart.WIDE))
+    )
 
 
 def _matrix(sample: Confused) -> dict[str, Any]:
@@ -244,6 +246,8 @@ def _common(records: Sequence[RunRecord]) -> Iterator[tuple[str, str, str]]:
 def _flat(spec: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for section, value in spec.items():
+        if section == "plan" and isinstance(value, Mapping):
+            value = ", ".join(f"{key}={json.dumps(given)}" for key, given in value.items() if given not in (None, False))
         pairs = value.items() if isinstance(value, Mapping) else [("", value)]
         found |= {f"{section}.{key}".rstrip("."): given if isinstance(given, str) else json.dumps(given) for key, given in pairs}
     return found
