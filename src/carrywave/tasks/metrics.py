@@ -113,8 +113,11 @@ class Confusion:
         # Ignored targets add zero to the first cell: selecting the others would synchronise with the device to learn their number.
         self.counts_KK.view(-1).scatter_add_(0, torch.where(real, place, 0), real.to(torch.int64))
         if self._has_top:
-            of_target = out.gather(-1, target.clamp(min=0).unsqueeze(-1))
-            self.among_top += ((out > of_target).sum(-1).reshape(-1) < TOP).logical_and(real).sum()
+            number = target.clamp(min=0).unsqueeze(-1)
+            of_target = out.gather(-1, number)
+            # Of equal logits the first counts as the more likely one, as for argmax.
+            before = (out > of_target) | ((out == of_target) & (torch.arange(out.shape[-1], device=out.device) < number))
+            self.among_top += (before.sum(-1).reshape(-1) < TOP).logical_and(real).sum()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
