@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import carrywave as cw
 from carrywave.launch.launcher import start
 from carrywave.runs.prediction import predict
 from carrywave.runs.trained_run import evaluate_run
@@ -126,3 +127,17 @@ def test_errors_of_series_steps_and_columns_add_up(folder: Path) -> None:
         assert sum(each["targets"] for each in rows) == column["targets"]
         mean = sum(each["mae"] * each["targets"] for each in rows) / column["targets"]
         assert mean == pytest.approx(column["mae"], rel=1e-12)
+
+
+@pytest.mark.slow
+def test_what_is_known_ahead_is_used(tmp_path: Path) -> None:
+    """Noise that the past says nothing about, but a number and a category that are known ahead say everything."""
+    draw = np.random.default_rng(1)
+    number, kind = draw.normal(size=400), draw.choice(["a", "b", "c"], 400)
+    y = 2 * number + np.array([-2.0, 0.0, 3.0])[np.searchsorted(["a", "b", "c"], kind)]
+    frame = pd.DataFrame({"ds": pd.date_range("2024-01-01", periods=400), "y": y, "x": number, "kind": kind})
+    covariates = {"known": ["x", "kind"], "categorical": ["kind"]}
+    how: dict[str, Any] = {"task": "forecasting", "batch": {"lanes": 8, "steps": 16}, "train": {"epochs": 30, "lr": 0.02}, "device": "cpu"}
+    data = {"targets": ["y"], "horizon": 2, "residual": "none", **covariates}
+    found = cw.fit({"hidden": 16, "layers": 1}, frame, data=data, run=tmp_path / "run", **how).metrics["valid"]
+    assert found["mae"] < found["naive_mae"] / 10

@@ -48,9 +48,11 @@ TARGETS, GUESSES = [0, 1, 2, 2, -100, 1, 0, 2, -100, 2], [0, 2, 2, 2, 0, 1, 3, 0
 
 
 def test_accuracy_and_macro_f1_by_counting() -> None:
-    confusion = Confusion(5)  # class 4 never occurs, 3 only as a guess
-    confusion.update(logits_for(GUESSES, 5), torch.tensor(TARGETS))
-    assert confusion.values() == pytest.approx(counted(TARGETS, GUESSES), rel=1e-15)
+    confusion = Confusion(6)  # classes 4 and 5 never occur, 3 only as a guess
+    confusion.update(logits_for(GUESSES, 6), torch.tensor(TARGETS))
+    found = confusion.values()
+    assert found.pop("top_5_accuracy") == 1.0
+    assert found == pytest.approx(counted(TARGETS, GUESSES), rel=1e-15)
 
 
 def test_tags_in_batches_of_time_and_lanes() -> None:
@@ -218,7 +220,7 @@ def test_the_target_is_among_the_likeliest() -> None:
 
 def test_errors_in_the_units_of_the_data_by_column_step_and_series() -> None:
     draw = np.random.default_rng(2)
-    out, target = draw.normal(size=(2, 4, 3, 2, 2))  # [T, B, H, C]
+    out, target = draw.normal(size=(2, 2, 4, 3, 2))  # [T, B, H, C]
     target[1, 2, 0, 1] = np.nan
     sequence = torch.tensor([1, 0, 1, -1])
     target[:, 3] = np.nan  # an idle lane

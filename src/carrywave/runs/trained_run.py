@@ -160,6 +160,8 @@ def facts_of(run: Run, codec: Codec) -> tuple[DataFacts, Changes, bool, bool]:
         own_model, given_codec = (bool(known.pop(name, False)) for name in ("own_model", "given_codec"))
         facts = DataFacts.of(known)
         said = {"vocabulary": codec.size, "features": len(codec.columns), "labels": codec.labels, "outputs": codec.outputs}
+        said |= {"known": len(codec.known_columns), "fixed": len(codec.fixed)}
+        said["categories"] = tuple(len(values) + 1 for values in codec.categories)
         for name, value in said.items():
             if getattr(facts, name) != value:
                 raise ValueError(f"{name} is {getattr(facts, name)!r:.40}, but {value!r:.40} in codec.json")
