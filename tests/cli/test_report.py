@@ -82,7 +82,7 @@ def test_live_serves_until_it_is_interrupted(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_run_tells_what_the_restart_cost(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    settings = ["train.max_steps=400", "train.epochs=9", "train.log_every=5", "train.snapshot_every=20", "model.hidden=16"]
+    settings = ["train.max_steps=120", "train.epochs=9", "train.log_every=5", "train.snapshot_every=20", "model.hidden=16"]
     settings += ["model.layers=2", "plan.stages=2", "plan.chunk_steps=16"]
     command = [sys.executable, "-m", "carrywave", "train", *settings, "--run", str(run), "--devices", "2", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:

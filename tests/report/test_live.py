@@ -99,5 +99,9 @@ def test_only_this_machine_is_answered(served: Served) -> None:
     assert served.get(host="evil.example")[0] == 403
     assert served.get(host=f"localhost:{served.port}")[0] == 200
     assert served.get("/../../etc/passwd")[0] == 404
+    (served.folder / "spec.yaml").unlink()
+    code, text = served.get()
+    assert code == 404
+    assert "is not a run" in text
     with pytest.raises(UserError, match=f"port {served.port} cannot be used: .*; use another --port"):
         server_of(LiveReport([(served.folder, "")], None), served.port)

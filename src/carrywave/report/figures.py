@@ -211,7 +211,7 @@ def tiles(record: RunRecord) -> list[Tile]:
                 note = f"naive forecast {metric_text(name, naive)}" if is_number(naive) else "validation, at the best step"
                 found.append(Tile(metric_name(name), metric_text(name, best[name]), note))
     elif is_number(last.get("loss")):
-        found.append(Tile("train loss", number(last["loss"]), f"at step {last.get('step'):,}; nothing was held out for validation"))
+        found.append(Tile("train loss", number(last["loss"]), f"at step {last.get('step'):,}; no validation so far"))
     for row in record.rows("test")[-1:]:
         shown = (record.metric_names or ["loss"])[0]
         if is_number(row.get(shown)):
@@ -228,7 +228,7 @@ def tiles(record: RunRecord) -> list[Tile]:
     if record.history:
         again = restarts(record)
         lost = sum(each.repeated or 0 for each in again)
-        found.append(Tile("restarts", str(len(again)), f"{counted(lost, 'step')} computed again" if again else "it ran in one go"))
+        found.append(Tile("restarts", str(len(again)), f"{counted(lost, 'step')} computed again" if again else "it was started once"))
     return found
 
 

@@ -10,6 +10,7 @@ import hashlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def server_of(report: LiveReport, port: int = 0) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            with suppress(ConnectionError):  # a reader that leaves early is no fault
+                try:
+                    self._serve()
+                except UserError as error:  # the folder is gone
+                    self._answer(404, "text/plain", str(error))
+
+        def _serve(self) -> None:
             own = server.server_port
             if self.headers.get("Host") not in (f"{ADDRESS}:{own}", f"localhost:{own}"):
                 self._answer(403, "text/plain", "this report is served to this machine only")

@@ -1,13 +1,18 @@
 // Asks whether the run's files have changed, and replaces what is shown if they have; open details stay open.
 (() => {
   let seen = "";
+  const get = async path => {
+    const answer = await fetch(path, {cache: "no-store"});
+    if (!answer.ok) throw new Error(answer.statusText);
+    return answer.text();
+  };
   const ask = async () => {
     let lost = false;
     try {
-      const stamp = await (await fetch("stamp", {cache: "no-store"})).text();
+      const stamp = await get("stamp");
       if (stamp !== seen) {
         if (seen) {
-          const text = await (await fetch("./", {cache: "no-store"})).text();
+          const text = await get("./");
           const next = new DOMParser().parseFromString(text, "text/html").querySelector("main");
           const open = [...document.querySelectorAll("details")].map(each => each.open);
           next.querySelectorAll("details").forEach((each, at) => { each.open = open[at] ?? false; });
