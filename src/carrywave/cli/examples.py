@@ -36,6 +36,21 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("carrywave predict runs/vowels new.jsonl -o labels.jsonl", "a label for each sequence of a file"),
         ("carrywave predict runs/load recent.csv -o forecast.csv", "forecast what follows"),
     ),
+    "export": (
+        ("carrywave export runs/words --to safetensors -o words", "weights under the names of torch.nn.LSTM"),
+        ("carrywave export runs/words --to onnx --stateful --int8 -o models/words", "for a server: the carry goes in and comes out"),
+        ("carrywave export runs/words --to torch", "a program of torch.export"),
+    ),
+    "backtest": (
+        ("carrywave backtest runs/load --data recent.csv", "a trained run, from five origins in a file"),
+        ("carrywave backtest load.yaml --origins 12 --stride 24", "train on what is before the first origin, then forecast"),
+        ("carrywave backtest load.yaml --retrain --run runs/rolling", "train anew for every origin"),
+    ),
+    "report": (
+        ("carrywave report runs/words", "one page: report.html in the run's folder"),
+        ("carrywave report runs/a runs/b -o both.html", "two runs side by side"),
+        ("carrywave report runs/words --live", "while it trains"),
+    ),
     "bench": (
         ("carrywave bench train --quick", "see that it works, in seconds"),
         ("carrywave bench step --json step.json", "whole steps on a GPU beside plain PyTorch, with the rows in a file"),
