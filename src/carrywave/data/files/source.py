@@ -97,7 +97,9 @@ class Source:
         """Call `read` and convert pyarrow's errors about a broken file to a `DataError`."""
         try:
             return read()
-        except UnicodeDecodeError as error:
+        except UnicodeEncodeError:
+            raise  # of the file's name, not of its content
+        except UnicodeError as error:
             fact = f"{self.name} is not text in {self.encoding or 'utf-8'} ({one_line(error)})"
             raise DataError(f"{fact}; set data.encoding to the encoding it was written in") from error
         except (OSError, pa.ArrowException) as error:
