@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import carrywave as cw
 from carrywave.errors import SpecError
 from carrywave.train import loop as loops
-from carrywave.train.best_weights import improves, score_of
+from carrywave.train.best_weights import check_can_judge, improves, score_of
 from carrywave.train.result import Result
 
 SEQUENCES = [([[float(up), float(step)] for step in range(4)], "up" if up else "down") for up in [0, 1] * 10]
@@ -62,3 +64,18 @@ def test_what_is_not_a_number_is_never_better() -> None:
 def test_a_metric_that_is_missing_is_said() -> None:
     with pytest.raises(SpecError, match=r"train\.best=mase, but the evaluation of valid gives only loss, mae; use one of these"):
         score_of("mase", {"loss": 1.0, "mae": 1.0, "naive_mae": 1.0, "coverage_0.5": 0.5})
+
+
+class OnlyLoss(nn.Module):
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return y.sum(), torch.tensor(1)
+
+
+def test_a_metric_that_cannot_be_had_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="there are only 2 labels; use accuracy"):
+        fit(tmp_path / "run", best="top_5_accuracy")
+    assert not (tmp_path / "run").exists()
+    model = cw.Model(nn.Linear(2, 2), cw.LSTM(2, 2), OnlyLoss())
+    with pytest.raises(SpecError, match="the head has only a loss; add a forward method"):
+        check_can_judge("accuracy", model, ["a", "b"])
+    check_can_judge("loss", model, ["a", "b"])

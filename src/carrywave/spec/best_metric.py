@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-BestMetric = Literal["loss", "perplexity", "bits", "accuracy", "macro_f1", "mae", "rmse", "mase", "pinball"]
+BestMetric = Literal["loss", "perplexity", "bits", "accuracy", "macro_f1", "top_5_accuracy", "mae", "rmse", "mase", "pinball"]
 
 OF_TASK: Mapping[str, tuple[str, ...]] = {
     "language": ("loss", "perplexity", "bits"),
-    "classification": ("loss", "accuracy", "macro_f1"),
-    "tagging": ("loss", "accuracy", "macro_f1"),
+    "classification": ("loss", "accuracy", "macro_f1", "top_5_accuracy"),
+    "tagging": ("loss", "accuracy", "macro_f1", "top_5_accuracy"),
     "forecasting": ("loss", "mae", "rmse", "mase", "pinball"),
     "regression": ("loss", "mae", "rmse"),
 }
-HIGHER = ("accuracy", "macro_f1")  # better if higher; every other metric is better if lower
+HIGHER = ("accuracy", "macro_f1", "top_5_accuracy")  # better if higher; every other metric is better if lower
+OF_LOSS = ("loss", "perplexity", "bits")  # follow from the loss; the others need what a head predicts
 OF_POINTS = ("mae", "rmse", "mase")  # need a point forecast, which among quantiles is the median
 
 

@@ -300,8 +300,8 @@ class TrainSpec(Section):
     evaluate_every: Positive | None = Field(None, description="optimizer steps between evaluations; by default at the end of each epoch")
     best: BestMetric = Field(
         "loss",
-        description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracy and macro_f1 better if "
-        "higher, the others if lower",
+        description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracies and macro_f1 better "
+        "if higher, the others if lower",
     )
     early_stop: Positive | None = Field(None, description="stop after this many evaluations without improvement of train.best")
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from carrywave.errors import SpecError
-from carrywave.spec.best_metric import score
+from carrywave.model.model import Model
+from carrywave.model.opaque_model import Whole
+from carrywave.spec.best_metric import OF_LOSS, score
+from carrywave.tasks.metrics import TOP
 
 Values = Mapping[str, float]
+
+
+def check_can_judge(metric: str, model: Model | Whole, labels: Sequence[str]) -> None:
+    """Refuse, before anything is trained, a metric that this model or these labels cannot have."""
+    if metric not in OF_LOSS and not model.has_output:
+        raise SpecError(f"train.best={metric} needs predictions, but the head has only a loss; add a forward method, or use loss")
+    if metric == "top_5_accuracy" and len(labels) <= TOP:
+        raise SpecError(f"train.best={metric}, but there are only {len(labels)} labels; use accuracy")
 
 
 def score_of(metric: str, values: Values) -> float:

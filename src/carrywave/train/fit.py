@@ -57,10 +57,12 @@ from carrywave.step.trainer import Trainer
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import POOLED, Task
 from carrywave.train.asked_spec import spec_of
+from carrywave.train.best_weights import check_can_judge
 from carrywave.train.callbacks import Callback, Callbacks, check_callbacks, in_words
 from carrywave.train.checkpointer import Checkpointer, Data
+from carrywave.train.data_parts import DataParts
 from carrywave.train.finish import carry_out, shown
-from carrywave.train.loop import DataParts, Loop
+from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED, LoopState
 from carrywave.train.opening_notes import noted
 from carrywave.train.plan_check import Comparison
@@ -248,6 +250,7 @@ def _train(
         if spec.train.reproducible:
             canonical_shards.check(plan)
         check_sync(plan, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
+        check_can_judge(spec.train.best, model, prepared.facts.labels)
         model.to(parameter_dtype(spec.train.precision))
         order = order_for(spec, parts.train.view, training=True)
     if start.init is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -38,6 +38,7 @@ from carrywave.train import lr_schedule as rates
 from carrywave.train.best_weights import improves, score_of
 from carrywave.train.callbacks import Callbacks, Moment
 from carrywave.train.checkpointer import Checkpointer
+from carrywave.train.data_parts import DataParts
 from carrywave.train.evaluation_stop import Stopped, leave_if_asked
 from carrywave.train.loop_state import Ending, LoopState
 from carrywave.train.nonfinite_steps import check_can_go_back, heed, went_back
@@ -46,15 +47,6 @@ from carrywave.train.run_clock import RunClock
 from carrywave.train.step_reports import info_of, mean_loss, moment_of, place_of, train_row
 
 LOOK_EVERY = 8  # steps between two checks of what a GPU has computed, with several workers
-
-
-@dataclass(frozen=True)
-class DataParts:
-    """The parts of the data that a run reads."""
-
-    train: Part
-    valid: Part | None
-    test: Part | None
 
 
 class Loop:

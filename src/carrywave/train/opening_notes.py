@@ -10,7 +10,7 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.spec.spec import Spec
 from carrywave.tasks.doubts import doubts
-from carrywave.train.loop import DataParts
+from carrywave.train.data_parts import DataParts
 
 
 def _ours(model: Model | Whole) -> bool:
