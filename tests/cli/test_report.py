@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,9 @@ def test_a_run_without_weights_is_reported_with_the_reason(tmp_path: Path) -> No
 def test_live_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
     command = [sys.executable, "-m", "carrywave", "report", str(run), "--live", "--no-samples"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    # A shell's background jobs, and what they start, ignore SIGINT unless told otherwise.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listening) as process:
         assert process.stderr is not None
         found = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
         assert found is not None
