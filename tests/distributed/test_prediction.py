@@ -89,15 +89,18 @@ def test_each_row_once_and_in_order_on_any_number_of_workers(folder: Path, tmp_p
     same([json.loads(line) for line in piped.stdout.splitlines()], found["1"])
 
 
+# The peak of this process alone: what getrusage tells begins with the memory of the process that started it.
 MEASURED = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from carrywave.runs.prediction import predict_run
 
-print(predict_run(sys.argv[1], sys.argv[2], __import__("pathlib").Path(sys.argv[3]), keep=["id"], device="cpu"), file=sys.stderr)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+print(predict_run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), keep=["id"], device="cpu"), file=sys.stderr)
+print(1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]), file=sys.stderr)
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
 @pytest.mark.parametrize("standard", [False, True])
 def test_memory_does_not_grow_with_the_file(folder: Path, tmp_path: Path, standard: bool) -> None:
     peaks = []
@@ -117,9 +120,9 @@ def test_memory_does_not_grow_with_the_file(folder: Path, tmp_path: Path, standa
         peaks.append(peak)
         size = given.stat().st_size
     print(f"file {size:,} bytes, peaks {peaks[0]:,} and {peaks[1]:,} bytes")
-    # The second file has 18 blocks more, and is larger than what either run may add by the luck of the allocator.
+    # The allocator settles after some seven blocks, within 25 MB. As Python's numbers, the file's rows would take several times its size.
     assert size > 60 << 20
-    assert peaks[1] - peaks[0] < 24 << 20
+    assert peaks[1] - peaks[0] < size // 2
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
