@@ -832,10 +832,11 @@ def test_a_cache_that_is_read_only(disk: Disk, work: Path) -> None:
 def test_rows_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = os.open
 
-    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
-        if str(path).endswith(".part"):
+    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        nameless = getattr(os, "O_TMPFILE", None)
+        if str(path).endswith(".part") or (nameless is not None and flags & nameless == nameless):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return plain(path, *args, **kwargs)
+        return plain(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
     message = "rows.json could not be written: Permission denied; free disk space, or use another path"
