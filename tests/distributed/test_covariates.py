@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 import carrywave as cw
-from carrywave.launch.launcher import start
 from carrywave.runs.prediction import predict
 from carrywave.runs.trained_run import evaluate_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
-WORKER = Path(__file__).with_name("_train.py")
+sys.path.insert(0, str(Path(__file__).parent))
+from _train_jobs import carry_out, rows_of
+
 CLOSE = 1e-9  # sums in another order, in float64, over some dozen steps
 PLANS: list[tuple[int, dict[str, Any]]] = [
     (2, {"stages": 2, "chunk_steps": 3}),
@@ -67,17 +67,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pd.concat(parts).to_csv(folder / "sales.csv", index=False)
     train(parse(spec(folder)), run=folder / "serial", device="cpu")
     return folder
-
-
-def carry_out(folder: Path, workers: int, jobs: list[dict[str, Any]], name: str) -> list[list[dict[str, Any]]]:
-    (folder / name).write_text(json.dumps(jobs))
-    ended = start([sys.executable, str(WORKER), str(folder), name], workers)
-    assert ended.code == 0, ended
-    return [json.loads((folder / f"{name}.{rank}.out").read_text()) for rank in range(workers)]
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from carrywave.launch.launcher import start
 from carrywave.runs.prediction import predict
 from carrywave.runs.trained_run import evaluate_run
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 
-WORKER = Path(__file__).with_name("_train.py")
+sys.path.insert(0, str(Path(__file__).parent))
+from _train_jobs import carry_out, rows_of
+
 # Sums in another order, in float64, over some dozen steps.
 CLOSE = 1e-9
 
@@ -74,18 +75,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "series.csv").write_text("\n".join(["unique_id,ds,y", *rows]))
     train(parse(forecasting(folder)), run=folder / "forecasting", device="cpu")
     return folder
-
-
-def carry_out(folder: Path, workers: int, jobs: list[dict[str, Any]], name: str) -> list[list[dict[str, Any]]]:
-    """What each worker told of each job, by rank."""
-    (folder / name).write_text(json.dumps(jobs))
-    ended = start([sys.executable, str(WORKER), str(folder), name], workers)
-    assert ended.code == 0, ended
-    return [json.loads((folder / f"{name}.{rank}.out").read_text()) for rank in range(workers)]
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_same_run(run: Path, serial: Path) -> None:

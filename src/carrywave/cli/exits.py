@@ -63,6 +63,17 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
+def _handled_by(end: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Stop signals, unless they are ignored, are handled by `end`."""
+    before = {number: signal.signal(number, end) for number in wanted((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def ending_in_order() -> Iterator[None]:
     """Handle a stop signal that arrives before training starts like Ctrl-C: clean up and report it.
 
@@ -78,19 +89,16 @@ def ending_in_order() -> Iterator[None]:
     if launched() or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, end) for number in wanted((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))}
-    try:
-        yield
-    except Terminated as asked:
-        let_go_of_terminal()
-        # A resumed run still has its snapshot, so this counts as an ordinary stop.
-        waiting = launch_record.last_step(launch_record.run_in_hand())
-        code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is unchanged, at step {waiting}")
-        _say(code, f"stopped by {asked} before the first step; {what}", asked)
-        raise typer.Exit(code) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _handled_by(end):
+        try:
+            yield
+        except Terminated as asked:
+            let_go_of_terminal()
+            # A resumed run still has its snapshot, so this counts as an ordinary stop.
+            waiting = launch_record.last_step(launch_record.run_in_hand())
+            code, what = (asked.code, "nothing was trained") if waiting is None else (STOPPED, f"the run is unchanged, at step {waiting}")
+            _say(code, f"stopped by {asked} before the first step; {what}", asked)
+            raise typer.Exit(code) from None
 
 
 @contextmanager
@@ -104,18 +112,15 @@ def ending_at_a_signal() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, end) for number in wanted((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))}
-    try:
-        yield
-    except Terminated as asked:
-        let_go_of_terminal()
-        if launched():  # the launcher that sent the signal expects it to end this worker
-            signal.raise_signal(asked.code - 128)
-        _say(asked.code, f"stopped by {asked}; nothing was written")
-        raise typer.Exit(asked.code) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _handled_by(end):
+        try:
+            yield
+        except Terminated as asked:
+            let_go_of_terminal()
+            if launched():  # the launcher that sent the signal expects it to end this worker
+                signal.raise_signal(asked.code - 128)
+            _say(asked.code, f"stopped by {asked}; nothing was written")
+            raise typer.Exit(asked.code) from None
 
 
 def with_exit_codes(command: Callable[P, None]) -> Callable[P, None]:

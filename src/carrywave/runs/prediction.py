@@ -10,7 +10,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def predict(
 
     how = Sampling(temperature, top_k, top_p, seed)
     asked = _Asked(path, data, prompt, tokens, how, (keep,) if isinstance(keep, str) else keep, format, note or warn)
-    _predict(asked, device, model, lambda world: _nothing_around(keep_all))
+    _predict(asked, device, model, lambda world: nullcontext(keep_all))
     return rows
 
 
@@ -143,11 +143,6 @@ def predict_run(
     row_writer.check(output)
     _predict(asked, device, None, to_output)
     return written
-
-
-@contextmanager
-def _nothing_around(sink: Sink) -> Iterator[Sink]:
-    yield sink
 
 
 def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Callable[[World], Any]) -> None:

@@ -56,7 +56,7 @@ def summarize(
         f"model     {_network(model, tied=spec.model.tie)}: {parameters:,} parameters",
         f"memory    {_memory(spec, parameters, plan, units, ways)}",
         f"batch     {_batch(spec, order)}; {_whole(spec, plan)}",
-        f"epoch     {_batches(per_epoch)}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
+        f"epoch     {_count(per_epoch, 'batch')}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
         f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
     ]
     if str(ways or ""):
@@ -198,10 +198,6 @@ def _sync(train: TrainSpec, plan: Plan) -> str:
     if train.sync == "diloco":
         how = f"moved by an outer step, learning rate {train.outer_lr:g}, momentum {train.outer_momentum:g}"
     return f"{train.sync}: {many} train on their own; every {every} the weights are exchanged{fragments}{wire} and {how}"
-
-
-def _batches(count: int) -> str:
-    return f"{count:,} batch{'es' * (count != 1)}"
 
 
 def _count(count: int, noun: str) -> str:

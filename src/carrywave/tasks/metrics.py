@@ -115,8 +115,10 @@ class Confusion:
         place = (target * self.counts_KK.shape[0] + out.argmax(-1)).reshape(-1)
         # Ignored targets add zero to the first cell: selecting the others would synchronise with the device to learn their number.
         self.counts_KK.view(-1).scatter_add_(0, torch.where(real, place, 0), real.to(torch.int64))
-        for number, top in enumerate(self.tops):
-            self.hits_N[number] += ((_rank(out, target) < top).reshape(-1) & real).sum()
+        if self.tops:
+            rank = _rank(out, target).reshape(-1)
+            for number, top in enumerate(self.tops):
+                self.hits_N[number] += ((rank < top) & real).sum()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums."""
