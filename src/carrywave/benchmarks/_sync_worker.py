@@ -1,7 +1,7 @@
 """`python -m carrywave.benchmarks._sync_worker JOB.json`: one of the workers of `bench sync`; trains one run after the other.
 
-Started once for each worker with a launcher's variables. Rank 0 writes what became of the runs, and the bytes that it sent from the first
-step to the last, as the kernel counts them.
+Started once for each worker with a launcher's variables. Rank 0 writes what became of each run as soon as it is over, and the
+bytes that it sent from the first step to the last, as the kernel counts them.
 """
 
 from __future__ import annotations
@@ -60,19 +60,20 @@ class Counted:
 def main(path: Path) -> None:
     """Carry out the runs of a job."""
     job: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    told: list[dict[str, Any]] = []
     counted = Counted()
     counted.watch()
     for number, spec in enumerate(job["specs"]):
         counted.first = None
         try:
             result = train(parse(spec), run=path.parent / f"run-{number}", device=job["device"])
+            told = {"metrics": result.metrics, "sent_bytes": counted.last - (counted.first or 0)}
         except UserError as error:
-            told.append({"error": str(error)})
-            break
-        told.append({"metrics": result.metrics, "sent_bytes": counted.last - (counted.first or 0)})
-    if os.environ["RANK"] == "0":
-        (path.parent / "told.json").write_text(json.dumps(told), encoding="utf-8")
+            told = {"error": str(error)}
+        if os.environ["RANK"] == "0":
+            with (path.parent / "told.jsonl").open("a", encoding="utf-8") as file:
+                print(json.dumps(told), file=file)
+        if "error" in told:
+            return
 
 
 if __name__ == "__main__":

@@ -18,10 +18,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+
+import typer
 
 import carrywave
 from carrywave.benchmarks import _slow_links
@@ -71,7 +74,6 @@ MODES: tuple[dict[str, Any], ...] = (
 EVERY, QUICK_EVERY = 50, 5
 CURVE, QUICK_CURVE = (1, 2, 5, 10, 20, 50, 100, 200, 500), (1, 5)
 TIMED_STEPS = 12  # of step and async on a slow link, where every step takes long; the others take three rounds of `EVERY`
-LONGEST_SECONDS = 3600.0
 
 
 def run(
@@ -158,8 +160,7 @@ def _trained(specs: Sequence[dict[str, Any]], link: int | None, *, shares: bool)
         else:
             with _slow_links.hosts(REPLICAS, link) as words:
                 _work(folder, words, _slow_links.INTERFACE)
-        told = json.loads((folder / "told.json").read_text())
-        return [_found(folder / f"run-{number}", one) for number, one in enumerate(told)]
+        return [_found(folder / f"run-{number}", one) for number, one in enumerate(_told(folder))]
 
 
 def _found(folder: Path, told: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,16 +196,33 @@ def _work(folder: Path, words: Sequence[Sequence[str]], interface: str, environm
             command = [*before, sys.executable, "-m", "carrywave.benchmarks._sync_worker", str(folder / "job.json")]
             with (folder / f"{rank}.log").open("wb") as log:
                 crew.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=own))
-        codes = [process.wait(LONGEST_SECONDS) for process in crew]
+        codes = _codes(crew, folder)
     finally:
         for process in crew:
             process.kill()
             process.wait()
-    told = json.loads((folder / "told.json").read_text()) if (folder / "told.json").exists() else []
-    errors = [one["error"] for one in told if "error" in one]
+    errors = [one["error"] for one in _told(folder) if "error" in one]
     logs = [(folder / f"{rank}.log").read_text(errors="replace").strip().rpartition("\n")[2] for rank, code in enumerate(codes) if code]
     if errors or logs:
         raise RunError(f"a worker of bench sync failed: {(errors or logs)[0]}")
+
+
+def _codes(crew: Sequence[subprocess.Popen[bytes]], folder: Path) -> list[int]:
+    """Wait for the workers, and say on stderr what came of each run when it is over: all of them can take long."""
+    said = 0
+    while any(process.poll() is None for process in crew):
+        time.sleep(0.2)
+        for number, one in enumerate(_told(folder)[said:], start=said + 1):
+            loss = one["metrics"]["valid"]["loss"] if "metrics" in one else None
+            typer.echo(f"run {number}: {one['error'] if loss is None else f'valid loss {loss:.4f}'}", err=True)
+            said = number
+    return [process.wait() for process in crew]
+
+
+def _told(folder: Path) -> list[dict[str, Any]]:
+    """What became of the runs that are over."""
+    file = folder / "told.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
 
 
 def _given(text: Path | None, valid: Path | None) -> dict[str, Any]:
