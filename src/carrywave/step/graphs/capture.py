@@ -154,7 +154,7 @@ class Capture:
                     _copy(own_state, left)
                     left = own_state
         except Exception as error:
-            known.failures.append(" ".join(str(error).split())[:200] or type(error).__name__)
+            known.failures.append(_reason(error))
             self._pool = None
             torch.cuda.synchronize(self.device)
             if len(known.failures) == MOST_TRIES:
@@ -165,6 +165,13 @@ class Capture:
         if len(known.recorded) > self.most:
             known.recorded.popitem(last=False)
         return recorded
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong first, in one line: ending a capture that has failed raises an error of its own, which says only that it has."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 @contextmanager
