@@ -127,11 +127,14 @@ class Mesh:
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce in place over all workers; gives the same bits on each."""
-        if self._all is not None:
-            work = self._all.all_reduce(tensor)
-            if work is not None:
-                work.wait()
+        work = self.sum_later(tensor)
+        if work is not None:
+            work.wait()
         return tensor
+
+    def sum_later(self, tensor: Tensor) -> dist.Work | None:
+        """Begin to all-reduce in place over all workers; the sum is there after the returned work, if any, has been waited for."""
+        return None if self._all is None else self._all.all_reduce(tensor)
 
     @property
     def hung_up(self) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from carrywave.parallel.device_sums import DeviceSum
 from carrywave.parallel.group_sums import Summing
-from carrywave.plan.cost.link_memory import BUCKET_BYTES
+from carrywave.plan.cost.link_memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from carrywave.step.gradients import FlatBuffers, Gradients
 from carrywave.step.norms import by_dtype, norm_of_each
 from carrywave.step.optim.pieces import Pieces
@@ -58,7 +58,7 @@ class AllReduce(Gradients):
         trained: Sequence[nn.Parameter],
         held: Sequence[nn.Parameter],
         wanted: Sequence[Reduced],
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         *,
         watched: Sequence[nn.Parameter] = (),
     ) -> None:
@@ -74,7 +74,7 @@ class AllReduce(Gradients):
             self._summed |= buffers.by_id
             for part, flat in zip(buffers.parts, buffers.flats, strict=True):
                 start = 0
-                for run in _runs(part, bucket_bytes):
+                for run in _runs(part, bucket_bytes or (DEVICE_BUCKET_BYTES if each.group.in_stream else BUCKET_BYTES)):
                     size = sum(p.numel() for p in run)
                     owned = _owned(each, [self._summed[id(p)] for p in run])
                     self.buckets.append(_Bucket(each.group, run, flat[start : start + size], early=each.early, owned=owned))
@@ -116,7 +116,7 @@ class AllReduce(Gradients):
                 return
             self._start(each)
 
-    def reduce(self) -> None:
+    def start(self) -> None:
         self._armed = False
         self.unreached = set()
         for parameter, given in zip(self.trained, self.given, strict=True):
@@ -133,6 +133,9 @@ class AllReduce(Gradients):
                 parameter.grad.zero_()
         for bucket in self.buckets:
             self._start(bucket)
+
+    def reduce(self) -> None:
+        self.start()
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()

@@ -27,7 +27,7 @@ from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.reproducible.fixed_tree import FixedTree
 from carrywave.step.reproducible.shards import Cut
 from carrywave.step.stats import total
-from carrywave.step.update import StepResult, Update, Votes
+from carrywave.step.update import StatsAhead, StepResult, Update, Votes
 
 Passes = dict[int, Tensor]  # what the passes of each shard reported, added up; a step without shards has one, number 0
 
@@ -71,10 +71,12 @@ class Engine:
     ) -> tuple[StepResult, FlatCarry]:
         self.gradients.begin()
         passes, carry = self.forward_backward(batches, keys, carry, graphs)
+        self.gradients.start()
+        ahead = self.update.ahead(passes, told)
         self.gradients.reduce()
         if self.gradients.unreached:
             self._missed.add(_kind(batches))
-        return self._update(passes, told, graphs), self._reset(carry)
+        return self._update(passes, told, graphs, ahead), self._reset(carry)
 
     def forward_backward(
         self, batches: Sequence[Batch], keys: Sequence[Tensor], carry: FlatCarry, graphs: Capture | None
@@ -134,9 +136,9 @@ class Engine:
         stats, carry = self.compute(batches, keys, carry, self.gradients if final else None)
         return (stats, self.gradients.collect()), carry
 
-    def _update(self, passes: Passes, told: Tensor | None, graphs: Capture | None) -> StepResult:
+    def _update(self, passes: Passes, told: Tensor | None, graphs: Capture | None, ahead: StatsAhead | None) -> StepResult:
         if graphs is None or not self._is_alone:
-            return self.update(passes, told)
+            return self.update(passes, told, ahead)
 
         def update(batches: Sequence[Batch], tensors: Sequence[Tensor], carry: FlatCarry) -> tuple[StepResult, FlatCarry]:
             return self.update({0: tensors[0]}, None), None

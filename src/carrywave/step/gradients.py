@@ -119,6 +119,9 @@ class Gradients:
     def close(self) -> None:
         """The gradients of a shard are complete."""
 
+    def start(self) -> None:
+        """The gradients of the step are complete: begin to sum them over workers, where that can go on beside other work."""
+
     def reduce(self) -> None:
         """The gradients of the step are complete: sum them over workers. One that no pass has reached is removed, as torch would."""
         for parameter, given in zip(self.trained, self.given, strict=True):

@@ -130,6 +130,13 @@ class NonfiniteRecord:
         bad = values - values != 0
         return (bad * self._tensor(tuple(codes))).amax()
 
+    @torch.no_grad()
+    def summed_code(self, counted: Sequence[Tensor], norms: Tensor) -> Tensor:
+        """The code for gradients that are summed over all workers: the same on each."""
+        codes = tuple(self.units.backward(self.unit[id(p)], summed=True) for p in counted)
+        values = norms.square()
+        return ((values - values != 0) * self._tensor(codes)).amax()
+
     def _tensor(self, codes: tuple[int, ...]) -> Tensor:
         """The codes as a tensor, cached because a step being captured cannot copy from the host."""
         if codes not in self._on_device:

@@ -1,7 +1,8 @@
 """The update: from summed gradients and the stats of the backward passes to new weights, in one pass over the gradients for each of:
 unscale (fp16), norm, divide and clip, optimizer.
 
-Between norm and division, a single all-reduce shares what all workers must know (`step_slots`). The host waits for the device only in rare
+Between norm and division, a single all-reduce shares what all workers must know (`step_slots`). Where all workers are replicas, each knows
+the norm by itself, and the all-reduce runs beside those of the gradients. The host waits for the device only in rare
 cases: backward missed a parameter here that it may have reached on another worker, or the user's optimizer cannot skip a step by a flag on
 the device.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from carrywave.parallel.mesh import Mesh
@@ -54,6 +56,14 @@ class StepResult:
         return torch.where(self.finite, numbers, _one_bad(numbers.device))
 
 
+@dataclass(frozen=True)
+class StatsAhead:
+    """Stats on their way to the sum over all workers, still without what the summed gradient adds."""
+
+    stats: StepStats
+    work: dist.Work | None  # to wait for
+
+
 @dataclass
 class Update:
     """Everything between the passes of a step and its new weights."""
@@ -73,6 +83,7 @@ class Update:
     guards_weights: bool  # True if a non-finite step leaves the weights unchanged
     reproducible: bool
     pieces: Pieces | None = None  # of the optimizer state, if the replicas divide it
+    early: bool = False  # True if every worker has the whole summed gradient, so that nothing has to be exchanged after it
 
     def __post_init__(self) -> None:
         columns, flags = self.agreement.columns, self.reach.count
@@ -92,13 +103,22 @@ class Update:
         if not self.agreement.at_once:
             self.agreement.after(result.marks)
 
-    def __call__(self, passes: Mapping[int, Tensor], told: Tensor | None) -> StepResult:
-        """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard."""
+    def ahead(self, passes: Mapping[int, Tensor], told: Tensor | None) -> StatsAhead | None:
+        """Begin to share what is known before the gradients are summed; None if that has to wait for them. Collective."""
+        if not self.early:
+            return None
+        of_passes = total(list(passes.values()))
+        code = self.nonfinite.code([], self._zeros(0), of_passes, self.gradients)
+        vector = self._packed(passes, told, squared=self._zeros(1), overflow=self._zeros(), code=code)
+        return StatsAhead(StepStats(self.slots, vector), self.mesh.sum_later(vector))
+
+    def __call__(self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
+        """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard. `ahead`: from the method."""
         if self.pieces is not None and self.gradients.scattered:
             self.pieces.take()
         grads = [grad for _, p in self.named if (grad := self._grad(p)) is not None]
         overflow = self.scaler.unscale_(grads) if self.scaler is not None else None
-        stats = self._own(passes, told, overflow).over(self.mesh)
+        stats = self._own(passes, told, overflow).over(self.mesh) if ahead is None else self._completed(ahead, overflow)
         if self.agreement.at_once:
             self.agreement.after(stats["marks"])
         self.reach.forget(stats["reached"])
@@ -123,21 +143,45 @@ class Update:
 
     def _own(self, passes: Mapping[int, Tensor], told: Tensor | None, overflow: Tensor | None) -> StepStats:
         """This worker's numbers, before the all-reduce."""
-        pairs = [(p, grad) for p in self.counted if (grad := self._grad(p)) is not None]
-        counted = [p for p, _ in pairs]
-        of_grads = norms([grad for _, grad in pairs]).to(self.mesh.device)
+        counted, of_grads = self._norms()
         of_passes = total(list(passes.values())) if passes else self._zeros(self.pass_slots.size)
-        zero = self._zeros()
-        vector = self.slots.pack(
-            score=self._by_shard(passes),
+        vector = self._packed(
+            passes,
+            told,
             squared=self._at("squared", self.mesh.stage, of_grads.square().sum()),
-            overflow=zero if overflow is None else overflow.double(),
-            votes=self._zeros(2) if told is None else told[:2],
-            reached=self.reach.own(),
-            codes=self._at("codes", self.mesh.world.rank, self.nonfinite.code(counted, of_grads, of_passes, self.gradients)),
-            marks=self._at("marks", self.mesh.world.rank, self._zeros(0) if told is None else told[2:]),
+            overflow=self._zeros() if overflow is None else overflow.double(),
+            code=self.nonfinite.code(counted, of_grads, of_passes, self.gradients),
         )
         return StepStats(self.slots, vector)
+
+    def _completed(self, ahead: StatsAhead, overflow: Tensor | None) -> StepStats:
+        """What was shared ahead, with what the summed gradient adds, the same on every worker."""
+        stats = ahead.stats
+        if ahead.work is not None:
+            ahead.work.wait()
+        counted, of_grads = self._norms()
+        stats["squared"].copy_(of_grads.square().sum())
+        if overflow is not None:
+            stats["overflow"].copy_(overflow.double())
+        codes = stats["codes"]
+        torch.maximum(codes, self.nonfinite.summed_code(counted, of_grads), out=codes)
+        return stats
+
+    def _norms(self) -> tuple[list[Tensor], Tensor]:
+        """The parameters that this worker counts, and the norms of their gradients."""
+        pairs = [(p, grad) for p in self.counted if (grad := self._grad(p)) is not None]
+        return [p for p, _ in pairs], norms([grad for _, grad in pairs]).to(self.mesh.device)
+
+    def _packed(self, passes: Mapping[int, Tensor], told: Tensor | None, *, squared: Tensor, overflow: Tensor, code: Tensor) -> Tensor:
+        return self.slots.pack(
+            score=self._by_shard(passes),
+            squared=squared,
+            overflow=overflow,
+            votes=self._zeros(2) if told is None else told[:2],
+            reached=self.reach.own(),
+            codes=self._at("codes", self.mesh.world.rank, code),
+            marks=self._at("marks", self.mesh.world.rank, self._zeros(0) if told is None else told[2:]),
+        )
 
     def _grad(self, parameter: Tensor) -> Tensor | None:
         """What this worker knows of a parameter's summed gradient: all of it, or its piece."""

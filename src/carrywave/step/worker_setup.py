@@ -152,9 +152,12 @@ def engine_of(
         gradients = _fixed_tree(mesh, named, list(held.parameters.values()), tied, nonfinite.watched)
     else:
         gradients = _all_reduce(mesh, named, held, tied, nonfinite.watched, pieces)
+    # If all workers are replicas and add up all gradients through the host, each knows their norm without asking the others.
+    through_host = mesh.plan.stages == 1 and not (mesh.in_stream or spec.reproducible)
+    early = through_host and bool(named) and all(gradients.reduces(p) for _, p in named)
     # Replicas hold the same reduced gradients, and stages share tied ones: the norm must count each once. Rows of a split vocabulary are
     # on one replica only, and so are gradients that are summed to their owners.
-    first = mesh.replica == 0 or gradients.scattered
+    first = mesh.replica == 0 or gradients.scattered or early
     counted = [p for name, p in named if name in held.rows or (first and name not in elsewhere)]
     names = [name for name, _ in model.named_parameters()]
     update = Update(
@@ -173,6 +176,7 @@ def engine_of(
         guards_weights=guards_weights,
         reproducible=spec.reproducible,
         pieces=pieces,
+        early=early,
     )
     shards = canonical_shards.shards_of(mesh.replica, mesh.plan.replicas) if spec.reproducible else None
     return Engine(compute, gradients, update, shards=shards, pooled=model.pooled, resets=spec.on_nan == "skip")

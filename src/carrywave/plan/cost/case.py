@@ -12,7 +12,7 @@ from typing import Protocol
 from carrywave.plan.cost.cluster import Cluster, Placed, reduce_seconds
 from carrywave.plan.cost.footprint import Footprint
 from carrywave.plan.cost.interpolation import NOTHING, Seconds
-from carrywave.plan.cost.link_memory import BUCKET_BYTES
+from carrywave.plan.cost.link_memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from carrywave.plan.cost.profile import Link, Overheads, Piped, Profile
 from carrywave.plan.cost.programs import program_of
 from carrywave.plan.cost.simulation import TaskTimes, Timeline, simulate
@@ -263,7 +263,7 @@ class PlanCase(Footprint):
         if self.units.reproducible:  # pairwise exchanges between replicas, one after another, once all gradients are complete
             link = self.cluster.link_between(self.placed.profiles[0]) if self.placed.apart else self.link_of_host()
             return (replicas.bit_length() - 1) * _message(link, num_bytes)
-        buckets = -(-num_bytes // BUCKET_BYTES)
+        buckets = -(-num_bytes // (DEVICE_BUCKET_BYTES if self.ways.recorded else BUCKET_BYTES))
         each = self._reduce(replicas, num_bytes // buckets)
         hidden = max(each, buckets * each - window * (1 - 1 / buckets))
         # In a pipeline on GPUs, only stage-to-stage messages may be in flight: all-reduces run after them. Recorded work and sums in device

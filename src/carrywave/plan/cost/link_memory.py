@@ -14,7 +14,9 @@ from carrywave.plan.schedule.buffers import shared_bytes
 
 SUMS_LEAST_BYTES = 1 << 16  # of memory in which replicas sum
 _ALIGNED = 256  # bytes at whose multiples parts of it begin
-BUCKET_BYTES = 8 << 20  # of gradients that are summed together; a larger parameter is summed alone
+# Gradients that are summed together; a larger parameter is summed alone. A collective costs its workers the same messages whatever it sums,
+# so that few large ones cost least; in device memory, where a sum costs hardly more than its bytes, the buffer is as large as a bucket.
+BUCKET_BYTES, DEVICE_BUCKET_BYTES = 25 << 20, 8 << 20
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def link_bytes(units: Units, first: int, last: int, links: Links, *, lanes: int,
         whole = units.parameters(first, last, share_head=share_head) * units.parameter_bytes
         own = [*units.units[first:last], *([units.units[-1]] if share_head else [])]
         largest = max((_largest_tensor(unit) for unit in own), default=0) * units.parameter_bytes
-        part = -(-max(min(whole, BUCKET_BYTES), largest) // links.sums)  # of a bucket, which one replica adds up
+        part = -(-max(min(whole, DEVICE_BUCKET_BYTES), largest) // links.sums)  # of a bucket, which one replica adds up
         found += shared_bytes(2 * links.sums * -(-part // _ALIGNED) * _ALIGNED, least=SUMS_LEAST_BYTES) if whole else 0
     return found
 
