@@ -210,8 +210,8 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
         "ds,y\n2024-01-01,1\n",
         "bad: series bad has 0 rows in train, but a horizon of 2 needs 3; reduce data.horizon, or add rows to train",
     ),
-    "no time": ([*SERIES, "data.time=when"], "", "train.csv has no column 'when' (data.time); the nearest are ds, y, x"),
-    "no columns": ([*SERIES, "data.columns=[yy]"], "", "train.csv has no column 'yy' (data.columns); the nearest are y"),
+    "no time": ([*SERIES, "data.time=when"], "", "train.csv has no column 'when' (data.time); use one of ds, y, x"),
+    "no columns": ([*SERIES, "data.columns=[yy]"], "", "train.csv has no column 'yy' (data.columns); did you mean y?"),
     "nan in csv": (
         [*SERIES, "data.train=bad", "data.format=csv"],
         TABLE.replace("2024-01-03,3.5", "2024-01-03,nan"),
@@ -289,7 +289,7 @@ SPEC: dict[str, tuple[list[str], str]] = {
         ["plan.micro_batches=5"],
         "batch.lanes=4 cannot be divided among plan.replicas=1 x plan.micro_batches=5; use batch.lanes >= 5",
     ),
-    "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] must be 0 increasing unit numbers"),
+    "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] makes 2 stages, but plan.stages is 1"),
     "bidirectional": (["model.bidirectional=true"], "model.bidirectional cannot read a stream backwards; use separate sequences"),
     "tie": (
         ["model.tie=true", "model.embedding=3"],

@@ -192,7 +192,7 @@ def _open(stack: ExitStack, spec: Spec, data: Any, carried: Carried) -> Rows:
         return rows_for(data, spec, as_text=carried.names)
     stream = open_stream(spec)
     if stream.format in ("jsonl", "text"):
-        return open_rows(stream, numeric_label=False)
+        return open_rows(stream, numeric_label=False, data=spec.data, labelled=False)
     return rows_for(stack.enter_context(kept_in_a_file(stream)), spec, as_text=carried.names)
 
 
@@ -211,8 +211,8 @@ def _forecast(saved: Saved, spec: Spec, asked: _Asked, sink: Sink) -> None:
             table.check_ahead(spec.data.horizon)
             sequences = read_python(data, codec, spec, labelled=False)
         if world.rank == 0:
-            for line in (*table.notes[1:], *unseen_series(table.name, table.names, codec)):
-                asked.note(line)  # notes[0], which lists the columns read, was reported in training
+            for line in (*sequences.notes, *unseen_series(table.name, table.names, codec)):
+                asked.note(line)
         _written(world, sink, forecasts(Outputs(saved), sequences, table))
 
 

@@ -150,7 +150,7 @@ class DataSpec(Section):
         ):
             both = sorted(set(getattr(self, one) or ()) & set(getattr(self, other) or ()))
             if both:
-                raise ValueError(f"{both[0]!r} is in both data.{one} and data.{other}, but {why}; remove it from one of them")
+                raise ValueError(f"{one} and data.{other} both name {both[0]!r}, but {why}; remove it from one of them")
         if self.split is not None:
             if len(self.split) not in (2, 3) or any(part <= 0 for part in self.split):
                 raise ValueError(f"split {list(self.split)} must have two or three positive parts: train, valid and optionally test")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from carrywave.data.files.frames import columns_of, is_frame
-from carrywave.data.files.same_kind import frame_like, kind_of
+from carrywave.data.files.same_kind import appended, frame_like, kind_of
 from carrywave.errors import DataError, RunError, UserError
 from carrywave.runs.prediction import predict
 from carrywave.runs.run import Run
@@ -26,7 +26,8 @@ class Forecaster:
 
     Rows have the columns `unique_id`, `ds` and `y`; other names are given as `series`, `time` and `target` (or several). A frame without
     `unique_id` is a single series; other numeric columns are read too, up to the last row. `quantiles` asks for a column for each of them
-    instead of one. `model`, `data`, `batch` and `train` are sections of a spec.
+    instead of one. `model`, `data`, `batch` and `train` are sections of a spec; covariates are in `data`, as in
+    `data={"known": ["price"], "calendar": ["weekday"]}`.
 
     A fitted forecaster is a run folder, `run`: `Forecaster.load(folder)` opens it again, in any process.
 
@@ -131,10 +132,12 @@ class Forecaster:
         self._frame = frame
         return self
 
-    def predict(self, frame: Any = None) -> Any:
+    def predict(self, frame: Any = None, *, future: Any = None) -> Any:
         """Forecast what follows the last row of each series: a frame of the same kind, with a row for each series and future time.
 
         Without a frame, it is what follows the frame that `fit` was given. Series that the forecaster was not trained on are forecast too.
+        With known covariates, `future` is a frame of the same kind with their values: a row for each series and time ahead. They may also
+        be rows at the end of `frame`, with nothing in the columns to forecast.
 
         >>> import pyarrow as pa
         >>> import carrywave as cw
@@ -149,7 +152,10 @@ class Forecaster:
             raise UserError("this forecaster was loaded from its run, which holds no data; pass predict a frame that ends where it begins")
         given = self._frame if frame is None else frame
         self._check(given, "the frame")
-        rows = predict(run, given, device=self.device, note=Logged().say)
+        if future is not None:
+            self._check(future, "future")
+        whole = given if future is None else appended(given, future, "future")
+        rows = predict(run, whole, device=self.device, note=Logged().say)
         return frame_like(given, [{name: value for name, value in row.items() if name != "step"} for row in rows])
 
     def score(self, frame: Any) -> float:

@@ -144,6 +144,9 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
         return "whole number", str(value)
     if isinstance(value, str):
         return "string", value
+    if field == "label" and hasattr(value, "__len__"):
+        fact = f"label is {_kind(value)} of length {len(value)}, but classification has one label for each sequence"
+        raise DataError(f"{where}: {fact}; for one-hot rows pass labels.argmax(axis=1), for a label at each step use task=tagging")
     raise DataError(
         f"{where}: {field} is {_kind(value)} ({value!r:.40}); use a string, a whole number or a boolean, or task=regression for numbers"
     )

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from carrywave.data.files.frames import as_table
+from carrywave.data.files.source import one_line
 from carrywave.errors import DataError
 
 KINDS = ("pandas", "polars", "pyarrow")
@@ -36,6 +37,19 @@ def frame_like(given: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
     if kind == "polars":
         return _as_polars(given, table)
     return table
+
+
+def appended(given: Any, more: Any, name: str) -> Any:
+    """The rows of a frame and, after them, those of another, as an Arrow table; a column that one of them lacks is empty there."""
+    frames = [as_table(given, "the frame"), as_table(more, name)]
+    tables = [frame.table for frame in frames if frame is not None]
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        first, second = (dict(zip(table.column_names, table.schema.types, strict=True)) for table in tables)
+        other = next((column for column in second if column in first and first[column] != second[column]), None)
+        what = f"column {other} of {name} is {second[other]}, but {first[other]} in the frame" if other else one_line(error)
+        raise DataError(f"{what}; give both the same type") from error
 
 
 def _column(values: list[Any], like: Any) -> Any:
