@@ -52,7 +52,9 @@ def test_the_year_last_is_read_if_a_day_above_12_tells_the_order(form: str, firs
 def test_days_and_months_that_may_be_either_are_refused_but_with_dots() -> None:
     months = pd.date_range("2024-01-01", periods=12, freq="MS")
     for form in ("%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y"):
-        with pytest.raises(DataError, match="'01.01.2024', and it cannot be told whether the day or the month comes first; write dates as"):
+        with pytest.raises(
+            DataError, match=r"'01.01.2024', and it cannot be told whether the day or the month comes first; write dates as"
+        ):
             arranged(list(months.strftime(form)))
     assert arranged(list(months.strftime("%d.%m.%Y"))).frequency == "M"
     with pytest.raises(DataError, match="it cannot be told whether the day or the month comes first"):
