@@ -590,7 +590,7 @@ def test_a_spec_that_was_edited(run: Path) -> None:
 
 PREDICT: dict[str, tuple[list[str], str]] = {
     "no input": (["labels"], "predict needs an INPUT file for a classification model; pass it after the run folder"),
-    "no file": (["labels", "none.jsonl"], "data=none.jsonl: file not found in "),
+    "no file": (["labels", "none.jsonl"], "none.jsonl: file not found in "),
     "prompt": (
         ["labels", "train.jsonl", "--prompt", "a"],
         "--prompt needs a language model, but labels is a classification model; pass an INPUT",

@@ -126,7 +126,7 @@ def test_a_decimal_comma_in_a_label(tmp_path: Path) -> None:
     ("data", "message"),
     [
         ({"text": "reviw"}, r"row 1 has no column 'reviw' \(data\.text\); did you mean review"),
-        ({"text": "review", "label": "x"}, r"has no column 'x' \(data\.label\)"),
+        ({"text": "review", "label": "x"}, r"has no column 'x' \(data\.label\); use one of review, stars"),
         ({}, r"none of the fields steps, text and tokens \(it has review, stars\); add one, or set data\.text"),
     ],
 )

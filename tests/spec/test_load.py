@@ -126,6 +126,8 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         ("modle.hiden=3", "unknown key modle.hiden; did you mean model.hidden?"),
         ("plan.slices=2", "plan.slices is now called plan.micro_batches; use that name"),
         ("model.lr=3", "unknown key model.lr; did you mean train.lr?"),
+        ("model.units=3", "unknown key model.units; did you mean model.hidden?"),
+        ("batch_size=3", "unknown key batch_size; did you mean batch.lanes or batch.tokens?"),
         ("lr=3", "unknown key lr; did you mean train.lr?"),
         ("tokens=3", "unknown key tokens; did you mean data.tokens or batch.tokens?"),
         ("modle=3", "unknown key modle; did you mean model?"),

@@ -107,3 +107,35 @@ def test_mistakes_are_said_in_one_line(tmp_path: Path, fitted: cw.Forecaster) ->
     assert not (tmp_path / "run").exists()
     with pytest.raises(RunError, match="already exists"):
         cw.Forecaster(3, run=fitted.run, **SMALL).fit(FRAME)
+
+
+def test_what_is_known_ahead_is_a_frame_of_its_own_or_rows_at_the_end(tmp_path: Path) -> None:
+    data = {"known": ["promo"], "categorical": ["promo"]}
+    frame = FRAME.assign(promo=["none", "flyer"] * 40)
+    forecaster = cw.Forecaster(2, data=data, run=tmp_path / "run", **SMALL).fit(frame, progress=False)
+    days = pd.date_range(DAYS[-1], periods=3)[1:]
+    future = pd.DataFrame({"unique_id": ["a", "a", "b", "b"], "ds": [*days, *days], "promo": ["flyer", "none", "none", "none"]})
+    ahead = forecaster.predict(future=future)
+    assert list(ahead.ds) == list(future.ds)
+    pd.testing.assert_frame_equal(ahead, forecaster.predict(pd.concat([frame, future])))
+    same = cw.Forecaster.load(tmp_path / "run").predict(pl.from_pandas(frame), future=pl.from_pandas(future))
+    assert same["y"].to_list() == ahead.y.tolist()
+    for wrong, said in (
+        (future[:1], "must be known for 2 steps after the last values of series a, but 1 are given"),
+        (
+            future.assign(ds=future.ds.astype(str)),
+            "column ds of future is large_string, but timestamp.* in the frame; give both the same type",
+        ),
+        ([1], "future is a list; pass a DataFrame"),
+    ):
+        with pytest.raises(DataError, match=said):
+            forecaster.predict(future=wrong)
+
+
+def test_values_that_train_does_not_have_are_named_also_in_rows_ahead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = {"known": ["promo"], "categorical": ["promo"]}
+    frame = FRAME[:40].assign(promo=["none", "flyer"] * 20)
+    forecaster = cw.Forecaster(1, data=data, run=tmp_path / "run", **SMALL).fit(frame, progress=False)
+    future = pd.DataFrame({"unique_id": ["a"], "ds": [DAYS[-1] + pd.Timedelta(days=1)], "promo": ["poster"]})
+    forecaster.predict(future=future)
+    assert "column promo has value 'poster' in 1 row that train does not contain; counted as unknown" in caplog.text
