@@ -138,10 +138,3 @@ def test_prompts_in_a_frame_and_an_unknown_word(tmp_path: Path) -> None:
     rows = cw.predict(result.run, prompts, tokens=2, device="cpu")
     assert [row["prompt"] for row in rows] == ["the carry", "a zebra"]
     assert rows == cw.predict(result.run, prompts["text"], tokens=2, device="cpu")
-
-
-def test_a_result_is_shown_in_one_line(tmp_path: Path) -> None:
-    result = cw.fit({"hidden": 4, "layers": 1}, (STEPS, LABELS), task="classification", run=tmp_path / "run", **QUICK)
-    shown = repr(result)
-    assert shown.startswith(f"Result(run='{tmp_path / 'run'}', ending='done', metrics={{'valid': {{'loss': ")
-    assert "\n" not in shown

@@ -243,8 +243,8 @@ def confusion_table(confusion: object) -> Table:
         raise TypeError(f"a confusion matrix has labels and counts, got {type(confusion).__name__}")
     labels, counts = confusion["labels"], confusion["counts"]
     predicted = [place for place in range(len(labels)) if any(row[place] for row in counts)]
-    table = Table(title="confusion")  # a title is wrapped to the width of the table, so the corner says which is which
-    table.add_column("target \\ predicted")
+    table = Table(title="confusion: targets in rows, predictions in columns")
+    table.add_column("")
     for place in predicted:
         table.add_column(escape(printable(labels[place])), justify="right", overflow="fold")
     for label, row in zip(labels, counts, strict=True):

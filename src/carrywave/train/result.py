@@ -31,11 +31,6 @@ class Result:
     model: Any  # the Model, or the user's own module
     task: Task  # its `codec` holds scales, vocabulary and labels
 
-    def __repr__(self) -> str:
-        """The folder and the metrics; the model and the task would fill pages."""
-        found = {part: {name: round(value, 4) for name, value in values.items()} for part, values in self.metrics.items()}
-        return f"Result(run={str(self.run)!r}, ending={self.ending!r}, metrics={found})"
-
     def batch(self, data: Any) -> Batch:
         """Convert raw data, as `cw.fit` and `cw.predict` accept it, to what the model reads: scaled, or as tokens; labels are not needed.
 
