@@ -410,7 +410,7 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: (run / "metrics.jsonl").unlink(),
         r"run/metrics.jsonl has 0 bytes, but had \d+ when the snapshot was made; restore the",
     ),
-    "no run": (lambda run: (run / "spec.yaml").unlink(), r"run has no run to resume \(no spec.yaml\); remove --resume"),
+    "no run": (lambda run: (run / "spec.yaml").unlink(), r"run has no run to resume \(no spec.yaml\); correct --run, or remove --resume"),
     "data": (
         lambda run: write("train.txt", TEXT.replace("log", "fog")),
         "the data has changed since the snapshot was .*train.txt.*; restore",
@@ -435,7 +435,7 @@ def test_nan_in_a_snapshot(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 RESUME: dict[str, tuple[list[str], str]] = {
     "no run": ([], "--resume needs a run folder; pass --run DIR"),
-    "no folder": (["--run", "none"], "none has no run to resume (no spec.yaml); remove --resume to start a new one"),
+    "no folder": (["--run", "none"], "none has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run"),
     "layers": (
         ["--run", "run", "model.layers=2"],
         "the run was started with model.layers=1, not 2; keep the old value, or start a new run",

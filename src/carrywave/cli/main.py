@@ -405,13 +405,13 @@ def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:
     if is_address(run):
         text = Store(run, RunError).read("spec.yaml")
         if text is None:
-            raise RunError(f"{run} has no run to resume (no spec.yaml); remove --resume to start a new one")
+            raise RunError(f"{run} has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run")
         return dict(parse_yaml(text.decode(errors="replace"), f"{run}/spec.yaml") or {})
     path = Path(run) / "spec.yaml"
     if not path.is_file():
         if not keeps_the_run(where):
             return {}
-        raise RunError(f"{run} has no run to resume (no spec.yaml); remove --resume to start a new one")
+        raise RunError(f"{run} has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run")
     return read_values(path)
 
 

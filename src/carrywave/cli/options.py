@@ -79,7 +79,8 @@ class Group(_Flags, TyperGroup):
             if context is None or not message or "Usage:" in message:  # no arguments at all: the error is the help text
                 error.show()  # type: ignore[attr-defined]
             else:
-                note(f"{message.rstrip('.')}; see {context.command_path} --help")
+                ends = "" if message.endswith("?") else ";"  # a question, as in: Did you mean 'train'?
+                note(f"{message.rstrip('.')}{ends} see {context.command_path} --help")
             sys.exit(2)
         sys.exit(code or 0)
 

@@ -23,12 +23,12 @@ from carrywave.plan.placement import Seat, describe
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.plan.search.partition import say
+from carrywave.plan.search.search import describe as plan_in_words
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec, TrainSpec
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.precision import HALVES, parameter_dtype
 
-RECOMPUTATION = {False: "no recomputation", True: "recomputation", "twice": "recomputation at two levels"}
 OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors the size of the parameters
 
 
@@ -55,9 +55,9 @@ def summarize(
         f"task      {spec.task}: {_data(facts)}",
         f"model     {_network(model, tied=spec.model.tie)}: {parameters:,} parameters",
         f"memory    {_memory(spec, parameters, plan, units, ways)}",
-        f"batch     {_batch(spec, order)}; {_whole(spec, plan)}",
+        f"batch     {'; '.join([_batch(spec, order), *_shares(spec, plan)])}",
         f"epoch     {_count(per_epoch, 'batch')}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
-        f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
+        f"plan      {plan_in_words(plan)}; {device}, {spec.train.precision}",
     ]
     if str(ways or ""):
         lines.append(f"transport {ways}")
@@ -169,19 +169,12 @@ def _batch(spec: Spec, order: Order) -> str:
     return _count(spec.tokens, "step")
 
 
-def _whole(spec: Spec, plan: Plan) -> str:
-    unit = _count(spec.lanes // plan.replicas, "lane") if spec.streams else _count(spec.tokens, "step")
-    times = f"; x {spec.train.accumulate} accumulated" if spec.train.accumulate > 1 else ""
-    return f"{unit} on each of {_count(plan.workers, 'device')}{times}"
-
-
-def _plan(plan: Plan) -> str:
-    if plan == Plan(kernel=plan.kernel):
-        return "serial (one device, one chunk)"
-    parts = [f"{_count(plan.replicas, 'replica')} x {_count(plan.stages, 'stage')}"]
-    parts += [f"chunks of {_count(plan.chunk_steps, 'step')}" if plan.chunk_steps else "one chunk"]
-    parts += [_count(plan.micro_batches, "micro-batch"), RECOMPUTATION[plan.recompute]]
-    return ", ".join([*parts, *["head shared"] * plan.shares_head, *["vocabulary split"] * plan.splits_vocabulary])
+def _shares(spec: Spec, plan: Plan) -> list[str]:
+    """How a batch is divided over replicas, and how many make a step; nothing where it is not."""
+    fewest, most = spec.lanes // plan.replicas, -(-spec.lanes // plan.replicas)
+    lanes = f"{_count(most, 'lane')}" if fewest == most else f"{fewest} or {_count(most, 'lane')}"
+    said = [f"{lanes} on each replica" if spec.streams else f"divided over {plan.replicas} replicas"] if plan.replicas > 1 else []
+    return said + ([f"{spec.train.accumulate} batches for each optimizer step"] if spec.train.accumulate > 1 else [])
 
 
 def _sync(train: TrainSpec, plan: Plan) -> str:

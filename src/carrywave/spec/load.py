@@ -222,6 +222,10 @@ def read_values(path: Path) -> dict[str, Any]:
     remedy = f"to train on it, pass {kind or ''}data.train={path} instead"
     if kind and path.exists():
         raise SpecError(f"{path} is a data file, not a spec; {remedy}")
+    if path.is_dir():
+        if (path / "spec.yaml").is_file():
+            raise SpecError(f"{path} is a run, not a spec; pass it as --run {path}")
+        raise SpecError(f"{path} is a folder, not a spec; pass the path of a spec file")
     try:
         if path.is_fifo() and not str(path).startswith("/dev/"):
             raise SpecError(f"{path} is a pipe, but every worker must read the spec; write it to a file first")
@@ -376,6 +380,8 @@ def _why(value: object, key: Key, detail: ErrorDetails) -> str:
         return ", which is not text (quotes make it text)"
     if isinstance(value, float) and not math.isfinite(value):
         return ", which is not finite"
+    if value == "tensorboard":
+        return ", whose events every run writes to its folder tb"
     return ""
 
 

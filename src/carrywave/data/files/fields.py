@@ -14,6 +14,7 @@ from carrywave.data.tables.moments import TOO_WHOLE, WHOLE, too_whole, unusable
 from carrywave.errors import DataError
 
 FIELDS = ("steps", "tokens", "text")
+TARGETS = ("label", "labels")
 IGNORED = -100
 Matrix = NDArray[np.float64]
 
@@ -33,7 +34,8 @@ def take(row: Row, field: str, where: str) -> Any:
         others = [name for name in FIELDS if row.get(name) is not None]
         if field in FIELDS and others:
             raise DataError(f"{where}: the row has {others[0]}, expected {field}; use the same field in all rows")
-        raise DataError(f"{where}: the field {field} is missing (the row has {_names(row)}); add it")
+        remedy = "add it, or name the field that has the target in data.label" if field in TARGETS else "add it"
+        raise DataError(f"{where}: the field {field} is missing (the row has {_names(row)}); {remedy}")
     return value
 
 
