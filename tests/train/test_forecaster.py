@@ -139,3 +139,20 @@ def test_values_that_train_does_not_have_are_named_also_in_rows_ahead(tmp_path: 
     future = pd.DataFrame({"unique_id": ["a"], "ds": [DAYS[-1] + pd.Timedelta(days=1)], "promo": ["poster"]})
     forecaster.predict(future=future)
     assert "column promo has value 'poster' in 1 row that train does not contain; counted as unknown" in caplog.text
+
+
+def test_a_backtest_forecasts_as_predict_does_from_each_origin(fitted: cw.Forecaster) -> None:
+    found = fitted.backtest(FRAME, origins=2, stride=4)
+    assert list(found.columns) == ["unique_id", "origin", "ds", "step", "column", "q0.1", "q0.5", "truth", "naive"]
+    assert found.origin.dtype == FRAME.ds.dtype
+    for series, origin in (("a", DAYS[32]), ("b", DAYS[36])):
+        known = FRAME[(FRAME.unique_id == series) & (FRAME.ds <= origin)]
+        part = found[(found.unique_id == series) & (found.origin == origin)]
+        ahead = fitted.predict(known)
+        assert part.ds.tolist() == ahead.ds.tolist()
+        assert part["q0.5"].tolist() == pytest.approx(ahead["y-q0.5"].tolist(), rel=1e-5)  # float32, in other batches
+        came = FRAME[(FRAME.unique_id == series) & FRAME.ds.isin(part.ds)]
+        assert part.truth.tolist() == pytest.approx(came.y.tolist(), abs=1e-5)
+    assert isinstance(fitted.backtest(pl.from_pandas(FRAME), origins=1), pl.DataFrame)
+    with pytest.raises(DataError, match="the frame is a int"):
+        fitted.backtest(3)

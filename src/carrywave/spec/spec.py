@@ -305,7 +305,8 @@ class TrainSpec(Section):
     )
     early_stop: Positive | None = Field(None, description="stop after this many evaluations without improvement of train.best")
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
-        None, description="classification, tagging: weights of the labels in the loss, 1 for any that is not named; balanced: every label has the same weight in total"
+        None,
+        description="classification, tagging: weights of the labels in the loss, by default 1; balanced: the same for each in total",
     )
     loss: Literal["mse", "mae"] = Field("mse", description="regression, forecasting without quantiles: the loss")
     on_nan: Literal["stop", "skip", "back"] = Field(

@@ -9,11 +9,13 @@ from typing import Any, Self
 from carrywave.data.files.frames import columns_of, is_frame
 from carrywave.data.files.same_kind import appended, frame_like, kind_of
 from carrywave.errors import DataError, RunError, UserError
+from carrywave.runs.backtest.listing import rows_of
 from carrywave.runs.prediction import predict
 from carrywave.runs.run import Run
 from carrywave.runs.trained_run import codec_of, evaluate_run
 from carrywave.runs.watcher import Logged
 from carrywave.spec.load import load_own
+from carrywave.train.backtest import ORIGINS, Asked, backtest_run
 from carrywave.train.fit import fit
 from carrywave.train.result import Result
 
@@ -157,6 +159,28 @@ class Forecaster:
         whole = given if future is None else appended(given, future, "future")
         rows = predict(run, whole, device=self.device, note=Logged().say)
         return frame_like(given, [{name: value for name, value in row.items() if name != "step"} for row in rows])
+
+    def backtest(self, frame: Any, *, origins: int = ORIGINS, stride: int | None = None) -> Any:
+        """Forecast from several origins within a frame, as if nothing after them were known: a frame of forecasts beside what came.
+
+        The last origin lies a horizon before the end of each series, the one before it a `stride` earlier (by default a horizon), and so
+        on. Forecasts from origins within the rows that were trained on look better than they are: fit on the rows before, as here.
+
+        >>> import carrywave as cw
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"ds": range(80), "y": [float(step % 4) for step in range(80)]})
+        >>> forecaster = cw.Forecaster(2, model={"hidden": 4, "layers": 1}, train={"epochs": 1}).fit(frame[:-6])
+        >>> found = forecaster.backtest(frame, origins=3)
+        >>> found[["origin", "ds", "step", "truth"]].values.tolist()[-2:]
+        [[77.0, 78.0, 1.0, 2.0], [77.0, 79.0, 2.0, 3.0]]
+        >>> list(found.columns)
+        ['origin', 'ds', 'step', 'column', 'forecast', 'truth', 'naive']
+        """
+        run = self._opened("backtest")
+        self._check(frame, "the frame")
+        found = backtest_run(run, frame, Asked(stride=stride, origins=origins), self.device, Logged().say)
+        rows = list(rows_of(found.table, found.forecasts, found.columns, found.quantiles))
+        return frame_like(frame, rows, alike={"origin": found.table.time} if found.table.time is not None else None)
 
     def score(self, frame: Any) -> float:
         """How much better than the seasonal-naive forecast, over all rows of a frame: 1 is perfect, 0 as good as naive, below 0 worse.

@@ -25,12 +25,12 @@ def kind_of(frame: Any) -> str | None:
     return library if is_frame else None
 
 
-def frame_like(given: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """The rows as a frame of the kind of `given`."""
+def frame_like(given: Any, rows: Sequence[Mapping[str, Any]], *, alike: Mapping[str, str] | None = None) -> Any:
+    """The rows as a frame of the kind of `given`; `alike` names columns that have the type of another one there."""
     columns = list(rows[0]) if rows else []
     known = as_table(given, "the frame")
     types = {} if known is None else {field.name: field.type for field in known.table.schema}
-    table = pa.table({name: _column([row[name] for row in rows], types.get(name)) for name in columns})
+    table = pa.table({name: _column([row[name] for row in rows], types.get((alike or {}).get(name, name))) for name in columns})
     kind = kind_of(given)
     if kind == "pandas":
         return _as_pandas(given, table)
