@@ -97,7 +97,7 @@ def test_what_cannot_be_right_is_refused_with_a_remedy(tmp_path: Path, content: 
     [
         ("text|label\nab|1,5\n", r"row 1, column label is '1,5', which is text, not a number; set data\.decimal=, if"),
         ("text,label\nab,1\nba,high\n", r"row 2, column label is 'high', which is text, not a number; correct it"),
-        ("text,label\nab,\n", "the field label is missing"),
+        ("text,label\nab,\n", "the field label is empty; fill it in, or remove the row"),
         ("text,label\nKöln,1\n".encode("latin-1"), r"t\.csv:2: .* is not valid utf-8"),
     ],
 )

@@ -260,7 +260,7 @@ def about(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "task", record.task
     if facts:
         yield "data", _data(facts)
-    files = [f"{part} {name}" for part in ("train", "valid", "test") if (name := _section(record, "data").get(part))]
+    files = [f"{name} ({part})" for part in ("train", "valid", "test") if (name := _section(record, "data").get(part))]
     yield "files", ", ".join(files) or "objects in Python, not files"
     if not facts.get("own_model"):
         yield "model", _model(_section(record, "model"))

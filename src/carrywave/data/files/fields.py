@@ -34,6 +34,8 @@ def take(row: Row, field: str, where: str) -> Any:
         others = [name for name in FIELDS if row.get(name) is not None]
         if field in FIELDS and others:
             raise DataError(f"{where}: the row has {others[0]}, expected {field}; use the same field in all rows")
+        if field in row:
+            raise DataError(f"{where}: the field {field} is empty; fill it in, or remove the row")
         remedy = "add it, or name the field that has the target in data.label" if field in TARGETS else "add it"
         raise DataError(f"{where}: the field {field} is missing (the row has {_names(row)}); {remedy}")
     return value

@@ -15,7 +15,7 @@ def missing_column(where: str, column: str, names: Sequence[str], setting: str |
     if near:
         return f"{fact}; did you mean {quoted(near[0])}?" if setting else f"{fact}; if it is {quoted(near[0])}, rename that"
     shown = ", ".join(map(quoted, names[:SHOWN])) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-    return f"{fact}; {'use one of' if setting else 'add it to'} {shown}"
+    return f"{fact}; use one of {shown}" if setting else f"{fact} (here there are {shown}); add it"
 
 
 def quoted(column: str) -> str:
