@@ -180,16 +180,23 @@ def _shares(spec: Spec, plan: Plan) -> list[str]:
 def _sync(train: TrainSpec, plan: Plan) -> str:
     """How replicas exchange, if not at every step."""
     many, every = _count(plan.replicas, "replica"), _count(train.sync_every, "step")
+    alone = f"{train.sync}: one replica, so there is nobody to exchange with"
     if train.sync == "async":
         return (
-            f"async: {many} push gradients when they are ready, at most {_count(train.max_staleness, 'step')} apart; "
-            "the result depends on timing"
+            alone
+            if plan.replicas == 1
+            else (
+                f"async: {many} push gradients when they are ready, at most {_count(train.max_staleness, 'step')} apart; "
+                "the result depends on timing"
+            )
         )
     fragments = f" in {train.sync_fragments} fragments" if train.sync_fragments > 1 else ""
     wire = " in bf16" if train.sync_dtype == "bf16" else ""
     how = f"averaged{f' with block momentum {train.block_momentum:g}' if train.block_momentum else ''}"
     if train.sync == "diloco":
         how = f"moved by an outer step, learning rate {train.outer_lr:g}, momentum {train.outer_momentum:g}"
+    if plan.replicas == 1:
+        return alone if how == "averaged" else f"{alone}; every {every} its weights are {how}"
     return f"{train.sync}: {many} train on their own; every {every} the weights are exchanged{fragments}{wire} and {how}"
 
 
