@@ -189,6 +189,12 @@ def test_one_of_a_kind_is_one() -> None:
     assert "plan      2 stages; cpu, auto" in lines
 
 
+def test_layers_that_read_the_whole_window_have_no_chunks() -> None:
+    facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
+    lines = summarize(spec(), facts, model(bidirectional=True), Plan(2, chunk_steps=8), ORDER, "cpu").splitlines()
+    assert "plan      2 replicas; cpu, auto" in lines
+
+
 @pytest.mark.parametrize(
     ("plan", "said"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -57,7 +57,7 @@ def summarize(
         f"memory    {_memory(spec, parameters, plan, units, ways)}",
         f"batch     {'; '.join([_batch(spec, order), *_shares(spec, plan)])}",
         f"epoch     {_count(per_epoch, 'batch')}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
-        f"plan      {plan_in_words(plan)}; {device}, {spec.train.precision}",
+        f"plan      {plan_in_words(replace(plan, chunk_steps=None) if model.reads_whole else plan)}; {device}, {spec.train.precision}",
     ]
     if str(ways or ""):
         lines.append(f"transport {ways}")
@@ -114,9 +114,9 @@ def _by_layer(names: tuple[str, ...]) -> str:
 
 
 def _longest(order: Order) -> int:
-    """The steps of the largest batch."""
+    """The steps of the longest batch."""
     if isinstance(order, SequenceOrder):
-        return max(order.shapes(0), key=lambda shape: shape[0] * shape[1])[0]
+        return max(steps for steps, _ in order.shapes(0))
     return order.window(Cursor(0, 0)).steps
 
 
