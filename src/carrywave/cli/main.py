@@ -31,6 +31,7 @@ from carrywave.cli.options import (
     JsonOption,
     note,
     plain,
+    plain_warnings,
     spec_and_overrides,
 )
 from carrywave.cli.workers import (
@@ -446,4 +447,5 @@ def _evaluations(run: Path) -> list[dict[str, object]]:
 
 def main() -> None:
     """Run the command named on the command line."""
+    plain_warnings()
     app(prog_name="carrywave")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -57,7 +57,7 @@ def summarize(
         f"memory    {_memory(spec, parameters, plan, units, ways)}",
         f"batch     {'; '.join([_batch(spec, order), *_shares(spec, plan)])}",
         f"epoch     {_count(per_epoch, 'batch')}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
-        f"plan      {plan_in_words(plan)}; {device}, {spec.train.precision}",
+        f"plan      {plan_in_words(replace(plan, chunk_steps=None) if model.reads_whole else plan)}; {device}, {spec.train.precision}",
     ]
     if str(ways or ""):
         lines.append(f"transport {ways}")
@@ -114,9 +114,9 @@ def _by_layer(names: tuple[str, ...]) -> str:
 
 
 def _longest(order: Order) -> int:
-    """The steps of the largest batch."""
+    """The steps of the longest batch."""
     if isinstance(order, SequenceOrder):
-        return max(order.shapes(0), key=lambda shape: shape[0] * shape[1])[0]
+        return max(steps for steps, _ in order.shapes(0))
     return order.window(Cursor(0, 0)).steps
 
 
@@ -180,16 +180,23 @@ def _shares(spec: Spec, plan: Plan) -> list[str]:
 def _sync(train: TrainSpec, plan: Plan) -> str:
     """How replicas exchange, if not at every step."""
     many, every = _count(plan.replicas, "replica"), _count(train.sync_every, "step")
+    alone = f"{train.sync}: one replica, so there is nobody to exchange with"
     if train.sync == "async":
         return (
-            f"async: {many} push gradients when they are ready, at most {_count(train.max_staleness, 'step')} apart; "
-            "the result depends on timing"
+            alone
+            if plan.replicas == 1
+            else (
+                f"async: {many} push gradients when they are ready, at most {_count(train.max_staleness, 'step')} apart; "
+                "the result depends on timing"
+            )
         )
     fragments = f" in {train.sync_fragments} fragments" if train.sync_fragments > 1 else ""
     wire = " in bf16" if train.sync_dtype == "bf16" else ""
     how = f"averaged{f' with block momentum {train.block_momentum:g}' if train.block_momentum else ''}"
     if train.sync == "diloco":
         how = f"moved by an outer step, learning rate {train.outer_lr:g}, momentum {train.outer_momentum:g}"
+    if plan.replicas == 1:
+        return alone if how == "averaged" else f"{alone}; every {every} its weights are {how}"
     return f"{train.sync}: {many} train on their own; every {every} the weights are exchanged{fragments}{wire} and {how}"
 
 
