@@ -210,8 +210,8 @@ DATA: dict[str, tuple[list[str], str | bytes | list[Any], str]] = {
         "ds,y\n2024-01-01,1\n",
         "bad: series bad has 0 rows in train, but a horizon of 2 needs 3; reduce data.horizon, or add rows to train",
     ),
-    "no time": ([*SERIES, "data.time=when"], "", "train.csv has no column 'when' (data.time); the nearest are ds, y, x"),
-    "no columns": ([*SERIES, "data.columns=[yy]"], "", "train.csv has no column 'yy' (data.columns); the nearest are y"),
+    "no time": ([*SERIES, "data.time=when"], "", "train.csv has no column 'when' (data.time); use one of ds, y, x"),
+    "no columns": ([*SERIES, "data.columns=[yy]"], "", "train.csv has no column 'yy' (data.columns); did you mean y?"),
     "nan in csv": (
         [*SERIES, "data.train=bad", "data.format=csv"],
         TABLE.replace("2024-01-03,3.5", "2024-01-03,nan"),
@@ -289,7 +289,7 @@ SPEC: dict[str, tuple[list[str], str]] = {
         ["plan.micro_batches=5"],
         "batch.lanes=4 cannot be divided among plan.replicas=1 x plan.micro_batches=5; use batch.lanes >= 5",
     ),
-    "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] must be 0 increasing unit numbers"),
+    "cuts": (["plan.cuts=[1]"], "plan.cuts=[1] makes 2 stages, but plan.stages is 1"),
     "bidirectional": (["model.bidirectional=true"], "model.bidirectional cannot read a stream backwards; use separate sequences"),
     "tie": (
         ["model.tie=true", "model.embedding=3"],
@@ -410,7 +410,7 @@ SNAPSHOTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: (run / "metrics.jsonl").unlink(),
         r"run/metrics.jsonl has 0 bytes, but had \d+ when the snapshot was made; restore the",
     ),
-    "no run": (lambda run: (run / "spec.yaml").unlink(), r"run has no run to resume \(no spec.yaml\); remove --resume"),
+    "no run": (lambda run: (run / "spec.yaml").unlink(), r"run has no run to resume \(no spec.yaml\); correct --run, or remove --resume"),
     "data": (
         lambda run: write("train.txt", TEXT.replace("log", "fog")),
         "the data has changed since the snapshot was .*train.txt.*; restore",
@@ -435,7 +435,7 @@ def test_nan_in_a_snapshot(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 RESUME: dict[str, tuple[list[str], str]] = {
     "no run": ([], "--resume needs a run folder; pass --run DIR"),
-    "no folder": (["--run", "none"], "none has no run to resume (no spec.yaml); remove --resume to start a new one"),
+    "no folder": (["--run", "none"], "none has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run"),
     "layers": (
         ["--run", "run", "model.layers=2"],
         "the run was started with model.layers=1, not 2; keep the old value, or start a new run",
@@ -590,7 +590,7 @@ def test_a_spec_that_was_edited(run: Path) -> None:
 
 PREDICT: dict[str, tuple[list[str], str]] = {
     "no input": (["labels"], "predict needs an INPUT file for a classification model; pass it after the run folder"),
-    "no file": (["labels", "none.jsonl"], "data=none.jsonl: file not found in "),
+    "no file": (["labels", "none.jsonl"], "none.jsonl: file not found in "),
     "prompt": (
         ["labels", "train.jsonl", "--prompt", "a"],
         "--prompt needs a language model, but labels is a classification model; pass an INPUT",

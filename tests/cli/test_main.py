@@ -87,7 +87,10 @@ def test_a_wrong_option_is_exit_2_without_a_traceback(tmp_path: Path) -> None:
         (["train", "train.lr=.nan"], "train.lr is nan, which is not finite; use a number > 0"),
         (["train", "a.yaml", "b.yaml"], "b.yaml is a second spec file, after a.yaml; pass one SPEC.yaml, and the rest as key=value"),
         (["train", "--resume"], "--resume needs a run folder; pass --run DIR"),
-        (["train", "--resume", "--run", "none"], "none has no run to resume (no spec.yaml); remove --resume to start a new one"),
+        (
+            ["train", "--resume", "--run", "none"],
+            "none has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run",
+        ),
         (["train", "--json", "no/rows.json"], "no/rows.json cannot be written: folder no not found; create it, or use another path"),
         (["evaluate", "run", "--json", "."], ". is a folder; pass a file name"),
         (["predict", "run", "--temperature", "nan"], "--temperature is nan; use a number >= 0"),
@@ -352,6 +355,7 @@ def test_evaluate(install: Install, tmp_path: Path) -> None:
     shown = [line.replace("│", " ").replace("┃", " ").split() for line in out.splitlines()]
     assert ["a[b]", "3", "1"] in shown
     assert ["c", "0", "2"] in shown
+    assert ["target", "\\", "predicted", "a[b]", "c"] in shown
     assert not any("never" in line for line in shown)
     assert json.loads(rows.read_text())[0]["confusion"]["counts"][0] == [3, 1, 0]
     assert call("evaluate", "r", "--top-k", "many")[2] == "carrywave: --top-k many is not a list of whole numbers; write it as in 4,8,16\n"

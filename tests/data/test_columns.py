@@ -25,7 +25,8 @@ def run(folder: Path, content: str | bytes, name: str = "t.csv", task: str = "fo
 
 
 TOLD: list[tuple[str, dict[str, Any], str]] = [
-    ("date,a,b\n2024-01-01,1,2\n2024-01-02,1,2\n", {}, "reading a, b, ordered by date"),
+    ("date,a,b\n2024-01-01,1,2\n2024-01-02,1,2\n", {}, "reading a, b, ordered by date; forecast: all of them (data.targets chooses)"),
+    ("date,a,b\n2024-01-01,1,2\n2024-01-02,1,2\n", {"targets": ["b"]}, "reading a, b, ordered by date; forecast: b"),
     (
         "date,a,place,seen,c\n2024-01-01,1,x,2024-01-01,1 kW\n2024-01-02,1,y,2024-01-02,2 kW\n",
         {},
@@ -52,7 +53,11 @@ def test_what_is_read_is_said(tmp_path: Path, text: str, data: dict[str, Any], t
 def test_many_columns_are_cut_short(tmp_path: Path) -> None:
     names = [f"c{number}" for number in range(20)]
     rows = ",".join("1" * len(names))
-    assert run(tmp_path, f"{','.join(names)}\n{rows}\n{rows}\n").notes[0].endswith("c5, c6, c7 and 12 more")
+    assert (
+        run(tmp_path, f"{','.join(names)}\n{rows}\n{rows}\n")
+        .notes[0]
+        .endswith("c5, c6, c7 and 12 more; forecast: all of them (data.targets chooses)")
+    )
 
 
 def test_fields_that_are_not_read_are_said(tmp_path: Path) -> None:
@@ -92,7 +97,7 @@ def test_what_cannot_be_right_is_refused_with_a_remedy(tmp_path: Path, content: 
     [
         ("text|label\nab|1,5\n", r"row 1, column label is '1,5', which is text, not a number; set data\.decimal=, if"),
         ("text,label\nab,1\nba,high\n", r"row 2, column label is 'high', which is text, not a number; correct it"),
-        ("text,label\nab,\n", "the field label is missing"),
+        ("text,label\nab,\n", "the field label is empty; fill it in, or remove the row"),
         ("text,label\nKöln,1\n".encode("latin-1"), r"t\.csv:2: .* is not valid utf-8"),
     ],
 )

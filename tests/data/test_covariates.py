@@ -137,7 +137,7 @@ def changed(**columns: Any) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("frame", "data", "message"),
     [
-        (shops(), {"known": ["prise"]}, r"train has no column 'prise' \(data\.known\); the nearest are price"),
+        (shops(), {"known": ["prise"]}, r"train has no column 'prise' \(data\.known\); did you mean price"),
         (shops(), {"static": ["price"]}, r"column price \(data\.static\) changes within series p; write one value"),
         (shops(), {"known": ["promo"]}, r"column promo \(data\.known\) contains text, not numbers; add it to data\.categorical"),
         (shops(), {"categorical": ["ds"]}, r"column ds \(data\.categorical\) holds the times; remove it"),
@@ -178,8 +178,8 @@ def test_what_is_known_must_reach_to_the_end_of_the_horizon(frame: pd.DataFrame,
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"known": ["a"], "targets": ["a"]}, r"'a' is in both data\.targets and data\.known, but what is known needs no forecast"),
-        ({"known": ["a"], "static": ["a"]}, r"'a' is in both data\.known and data\.static"),
+        ({"known": ["a"], "targets": ["a"]}, r"targets and data\.known both name 'a', but what is known needs no forecast"),
+        ({"known": ["a"], "static": ["a"]}, r"known and data\.static both name 'a'"),
         ({"static": ["a", "a"]}, "names a column twice"),
         ({"calendar": ["hours"]}, "data.calendar"),
     ],

@@ -1,4 +1,6 @@
-"""Dates as text: the year first is read, other forms and broken ones are refused, and words are taken in the order of the file."""
+"""Dates as text: the year first is read, the year last if the day can be told from the month; other forms and broken ones are refused,
+and words are taken in the order of the file.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,47 @@ def test_the_year_first_is_read(form: str, label: str) -> None:
     assert str((table.ahead(0, 1) or [""])[0]).startswith("2024-03-01")
 
 
+@pytest.mark.parametrize(
+    ("form", "first"),
+    [
+        ("%d/%m/%Y", "day"),
+        ("%m/%d/%Y", "month"),
+        ("%d.%m.%Y", "day"),
+        ("%-d.%-m.%Y", "day"),
+        ("%d-%m-%Y", "day"),
+        ("%d.%m.%Y 00:00", "day"),
+    ],
+)
 @pytest.mark.parametrize("label", ["ds", "when"])
-@pytest.mark.parametrize("form", ["%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%y", "%d %B %Y", "%b %d, %Y", "%d-%b-%y", "%Y-%m-%d 01:00 AM"])
+def test_the_year_last_is_read_if_a_day_above_12_tells_the_order(form: str, first: str, label: str) -> None:
+    table = arranged(list(DAYS.strftime(form))[::-1], label)
+    assert (table.frequency, table.values[:, 0].tolist()) == ("D", list(range(59, -1, -1)))
+    assert str((table.ahead(0, 1) or [""])[0]).startswith("2024-03-01")
+    assert table.notes[1].endswith(f"read with the {first} first")
+
+
+def test_days_and_months_that_may_be_either_are_refused_but_with_dots() -> None:
+    months = pd.date_range("2024-01-01", periods=12, freq="MS")
+    for form in ("%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y"):
+        with pytest.raises(
+            DataError, match=r"'01.01.2024', and it cannot be told whether the day or the month comes first; write dates as"
+        ):
+            arranged(list(months.strftime(form)))
+    assert arranged(list(months.strftime("%d.%m.%Y"))).frequency == "M"
+    with pytest.raises(DataError, match="it cannot be told whether the day or the month comes first"):
+        arranged(["13/01/2024", "01/13/2024"])
+
+
+@pytest.mark.parametrize("broken", ["30.02.2024", "n/a", "2024-02-10", "5.2"])
+def test_a_broken_date_among_those_with_the_year_last_is_named_with_its_row(broken: str) -> None:
+    texts = list(DAYS.strftime("%d.%m.%Y"))
+    texts[40] = broken
+    with pytest.raises(DataError, match=f"row 41, column ds is '{broken}', which is not a date, or not in the format of the others"):
+        arranged(texts)
+
+
+@pytest.mark.parametrize("label", ["ds", "when"])
+@pytest.mark.parametrize("form", ["%d-%m-%y", "%d %B %Y", "%b %d, %Y", "%d-%b-%y", "%Y-%m-%d 01:00 AM"])
 def test_other_forms_are_refused_even_where_they_are_in_order_as_text(form: str, label: str) -> None:
     texts = list(DAYS.strftime(form))
     for given in (texts, sorted(texts)):
@@ -40,7 +81,7 @@ def test_other_forms_are_refused_even_where_they_are_in_order_as_text(form: str,
 
 
 def test_other_forms_count_rows_as_they_stand_where_that_is_asked_for() -> None:
-    texts = list(DAYS.strftime("%d/%m/%Y"))
+    texts = list(DAYS.strftime("%d %B %Y"))
     table = arranged(texts, frequency="none")
     assert table.values[:, 0].tolist() == list(range(60))
     assert table.notes[0] == "t.csv: reading y, in file order"

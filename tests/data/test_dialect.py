@@ -125,8 +125,8 @@ def test_a_decimal_comma_in_a_label(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"text": "reviw"}, r"row 1 has no column 'reviw' \(data\.text\); the nearest are review"),
-        ({"text": "review", "label": "x"}, r"has no column 'x' \(data\.label\)"),
+        ({"text": "reviw"}, r"row 1 has no column 'reviw' \(data\.text\); did you mean review"),
+        ({"text": "review", "label": "x"}, r"has no column 'x' \(data\.label\); use one of review, stars"),
         ({}, r"none of the fields steps, text and tokens \(it has review, stars\); add one, or set data\.text"),
     ],
 )

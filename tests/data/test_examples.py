@@ -141,7 +141,7 @@ BAD_ROWS = [
     ({"steps": [[1, 2]], "label": "zebra"}, r"label 'zebra' was never seen in training \(labels: a\)"),
     ({"steps": [[1, 2]], "label": 0.5}, r"label is a number \(0\.5\); use a string"),
     ({"steps": [[1, 2]], "label": -100}, r"label is -100, which means no label; remove the row"),
-    ({"steps": [[1, 2]], "label": None}, "the field label is missing"),
+    ({"steps": [[1, 2]], "label": None}, "the field label is empty"),
 ]
 
 

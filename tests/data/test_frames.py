@@ -113,7 +113,7 @@ def test_targets_of_other_tasks() -> None:
 
 @pytest.mark.parametrize("missing", [pd.Series([1, None] * 3, dtype="Int64"), pl.Series([1, None] * 3), pd.Series(["a", None] * 3)])
 def test_a_missing_label_is_named(missing: Any) -> None:
-    with pytest.raises(DataError, match="train item 1: the field label is missing"):
+    with pytest.raises(DataError, match="train item 1: the field label is empty"):
         from_python((STEPS, missing), spec())
 
 

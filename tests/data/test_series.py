@@ -160,8 +160,8 @@ BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("date,a\n2024-01-01,1\n2024-01-02,nan\n", {}, "row 2, column a is .*, not a finite number"),
     ("date,a\n2024-01-01,inf\n2024-01-02,1\n", {}, "row 1, column a is inf"),
     ("date,a,b\n2024-01-01,1,x\n2024-01-02,1,y\n", {"columns": ["b"]}, "row 1, column b is 'x'"),
-    ("date,load\n2024-01-01,1\n", {"columns": ["laod"]}, r"has no column 'laod' \(data\.columns\); the nearest are load"),
-    ("date,load\n2024-01-01,1\n", {"time": "dat"}, r"has no column 'dat' \(data\.time\); the nearest are date"),
+    ("date,load\n2024-01-01,1\n", {"columns": ["laod"]}, r"has no column 'laod' \(data\.columns\); did you mean load"),
+    ("date,load\n2024-01-01,1\n", {"time": "dat"}, r"has no column 'dat' \(data\.time\); did you mean date"),
     ("date,load\n2024-01-01,1\n", {"series": "id"}, r"has no column 'id' \(data\.series\)"),
     (
         "date,a\n2024-01-01,1\n2024-01-02,2\n2024-01-03,2\n",
@@ -172,9 +172,9 @@ BAD_TABLES: list[tuple[str, dict[str, Any], str]] = [
     ("unique_id,ds,y\np,1,1\nq,1,1\nq,1,2\n", {}, "row 3, column ds repeats 1 in series q"),
     ("date,a\n2024-01-01,1\n,2\n", {}, "row 2, column date is empty; fill in the time of every row"),
     (
-        "date,a\n31/01/2024,1\n01/02/2024,2\n",
+        "date,a\n31 Jan 2024,1\n01 Feb 2024,2\n",
         {},
-        "column date contains '31/01/2024', a date in an unsupported format; write dates as 2024-01-31",
+        "column date contains '31 Jan 2024', a date in an unsupported format; write dates as 2024-01-31",
     ),
     ("date,b\n2024-01-01,x\n", {}, "has no numeric column besides date"),
     ("date,a,a\n2024-01-01,1,2\n", {}, "duplicate column a"),

@@ -338,6 +338,10 @@ def test_a_slow_link_is_named() -> None:
     _, slow = check_links([links[0], replace(links[1], bytes_per_second=1e8), links[2]], hosts)
     assert level_of(slow) == "warning"
     assert slow.fact.startswith("the link between b (rank 2) and c (rank 4) carries 100 MB/s, others 1 GB/s: 10 times as slow")
+    [noisy] = check_links([replace(links[0], bytes_per_second=1e15), *links[1:]], hosts)  # one that noise made fast slows no other down
+    assert noisy.fact == "100 us, 1 GB/s by gloo (median of 3)"
+    [alone] = check_links([replace(links[0], bytes_per_second=1e15)], hosts)
+    assert alone.fact == "100 us, a rate that noise hides by gloo"
     assert check_links([], hosts) == []
 
 

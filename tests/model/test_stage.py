@@ -187,6 +187,12 @@ class Poolless(Head):
         (lambda: Model(nn.Linear(2, 3), nn.LSTM(3, 4), Head()), "got LSTM"),  # type: ignore[arg-type]
         (lambda: Model(nn.Linear(2, 3), LSTM(3, 4, batch_first=True), Head()), "without batch_first"),
         (lambda: Model(nn.Sequential(nn.BatchNorm1d(3)), LSTM(3, 4), Head()), "encoder.0 is a BatchNorm1d"),
+        (
+            lambda: Model(nn.Linear(2, 3), LSTM(4, 5), Head())(torch.zeros(6, 1, 2)),
+            r"Linear gives .* \[6, 1, 3\], but the LSTM reads .*, 4\]",
+        ),
+        (lambda: Model(nn.GRU(2, 3), LSTM(3, 4), Head())(torch.zeros(6, 1, 2)), "the encoder GRU gives a tuple, but the LSTM reads"),
+        (lambda: Model(nn.DataParallel(nn.Linear(2, 3)), LSTM(3, 4), Head()), "Linear is wrapped in DataParallel"),
     ],
 )
 def test_model_checks_what_it_is_made_of(make: Any, message: str) -> None:

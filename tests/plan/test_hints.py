@@ -86,10 +86,10 @@ def test_one_line_that_is_true_of_each() -> None:
     assert hint_lines([]) == []
     assert hint_lines([lanes, precision]) == [
         "this run would be much faster with train.precision=bf16 (about 4.0 times as fast) or batch.lanes=40 (about 1.6 times as fast), as "
-        "predicted from profile h200; the batch and the precision change the result of training, so the decision is yours"
+        "predicted from the profile of h200; the batch and the precision change the result of training, so the decision is yours"
     ]
     assert hint_lines([Hint("devices=1", 1.8, "h200")]) == [
-        "this run would be much faster with devices=1 (about 1.8 times as fast), as predicted from profile h200"
+        "this run would be much faster with devices=1 (about 1.8 times as fast), as predicted from the profile of h200"
     ]
     assert hint_lines([lanes])[0].endswith("; the batch changes the result of training, so the decision is yours")
 

@@ -49,7 +49,7 @@ def test_a_head_is_shared_by_several_stages_alone() -> None:
 def test_a_plan_made_by_hand_is_cut_evenly() -> None:
     assert Plan(stages=2).edges(6) == (0, 3, 6)
     assert Plan(stages=3, cuts=(1, 5)).edges(6) == (0, 1, 5, 6)
-    with pytest.raises(PlanError, match=r"plan.cuts=\[1, 1\] must be 2 increasing unit numbers"):
+    with pytest.raises(PlanError, match=r"plan.cuts=\[1, 1\] must increase, from 1 \(layer 1\) to at most 5 \(the head\)"):
         Plan(stages=3, cuts=(1, 1)).edges(6)
 
 
@@ -59,7 +59,7 @@ def test_a_plan_made_by_hand_is_cut_evenly() -> None:
         (PlanSpec(replicas=2), 1, None, "needs 2 workers, got 1"),
         (PlanSpec(stages=5), 5, None, "the model has 4 units"),
         (PlanSpec(micro_batches=4), 1, 3, "batch.lanes=3 cannot be divided among plan.replicas=1 x plan.micro_batches=4"),
-        (PlanSpec(stages=2, cuts=(9,)), 2, None, r"plan.cuts=\[9\] must be 1 increasing"),
+        (PlanSpec(stages=2, cuts=(9,)), 2, None, r"plan.cuts=\[9\] must increase, from 1 \(layer 1\) to at most 3"),
     ],
 )
 def test_impossible_plans_are_refused(asked: PlanSpec, workers: int, lanes: int | None, message: str) -> None:

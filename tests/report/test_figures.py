@@ -110,3 +110,22 @@ def test_speed_is_over_the_whole_run_not_the_mean_of_its_rows(record: RunRecord)
     slow = {**timing()[0], "seconds": 6.0, "tokens_per_second": 100.0}
     fast = {**timing()[1], "seconds": 2.0, "tokens_per_second": 500.0}
     assert figures.speed(replace(record, timing=[slow, fast])) == pytest.approx(200.0)
+
+
+def test_the_best_step_is_that_of_the_metric_that_picks_the_weights(record: RunRecord) -> None:
+    rows = [
+        {"split": "valid", "epoch": at, "step": 10 * at, "loss": 1.0 + at, "accuracy": right} for at, right in enumerate((0.5, 0.9, 0.9))
+    ]
+    chosen = replace(record, spec={**record.spec, "train": {"best": "accuracy"}}, metrics=rows)
+    assert chosen.best is not None
+    assert chosen.best["step"] == 10  # the first of equal ones, although its loss is not the lowest
+    assert figures.tiles(chosen)[0].note == "at step 10, epoch 1, which has the best accuracy"
+
+
+def test_metrics_of_a_column_are_named_and_the_train_loss_is_no_metric(record: RunRecord) -> None:
+    row = {"split": "valid", "epoch": 1, "step": 5, "loss": 1.0, "train_loss": 2.0, "mae": 0.5, "naive_mae": 0.6, "mae[sales]": 12.0}
+    shown = replace(record, metrics=[row])
+    assert shown.metric_names == ["mae", "mae[sales]"]
+    notes = {tile.name: (tile.value, tile.note) for tile in figures.tiles(shown)}
+    assert notes["MAE"] == ("0.5", "standardised; naive forecast 0.6")
+    assert notes["MAE of sales"] == ("12", "in the units of the file")

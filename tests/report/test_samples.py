@@ -94,6 +94,17 @@ def test_a_text_is_continued_beside_the_truth(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_words_are_separated_where_the_model_goes_on(tmp_path: Path) -> None:
+    text = "the carry is passed along\n" * 100
+    (tmp_path / "text.txt").write_text(text)
+    run = train("language", {"train": str(tmp_path / "text.txt"), "tokens": "word"}, tmp_path / "run", lanes=4, steps=16)
+    for each in samples_of(run, "cpu").shown:
+        assert isinstance(each, Continued)
+        assert each.prompt + each.truth in text
+        assert set((each.prompt + each.written).split()) <= {*text.split(), "<unk>"}
+
+
+@pytest.mark.slow
 def test_tags_are_counted_step_by_step_and_reasons_are_given(tmp_path: Path) -> None:
     draw = random.Random(3)
     rows = []

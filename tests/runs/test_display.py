@@ -46,7 +46,8 @@ def written(on: Console) -> str:
 
 
 def test_a_step_on_one_line() -> None:
-    assert step_line(INFO) == "epoch 2/10 step 30/120 loss 2.3457  12,346 tokens/s  waste 1.2%  lr 0.002  ETA 1:23"
+    assert step_line(INFO) == "epoch 2/10 step 30/120 loss 2.3457  12,346 tokens/s  padding 1.2%  lr 0.002  ETA 1:23"
+    assert "padding" not in step_line(replace(INFO, waste=0.0))
     assert step_line(replace(INFO, phase="valid", loss=None)) == "epoch 2/10 valid step 30/120 12,346 tokens/s"
     assert "  12,346 steps/s  " in step_line(replace(INFO, unit="steps"))
 
@@ -110,7 +111,7 @@ def test_the_live_display_shows_the_figures_and_ends_with_the_last_line() -> Non
         "summary",
         "epoch 2/10",
         "120/120",
-        "loss 2.3457 12,346 tokens/s waste 1.2% lr 0.002 ETA 1:23",
+        "loss 2.3457 12,346 tokens/s padding 1.2% lr 0.002 ETA 1:23",
         row_line(ROW),
         "epoch 2/10 valid",
     ):
@@ -123,7 +124,7 @@ def test_the_live_display_fits_a_narrow_terminal() -> None:
     with RichWatcher(on) as watch:
         watch.begin("")
         watch.step(INFO)
-    assert " 30/120 loss 2.3457 12,346 tokens/s waste 1.2% lr 0.002 ETA 1:23" in written(on)
+    assert " 30/120 loss 2.3457 12,346 tokens/s padding 1.2% lr 0.002 ETA 1:23" in written(on)
 
 
 def test_the_live_display_is_drawn_at_most_ten_times_a_second() -> None:

@@ -277,3 +277,21 @@ def test_forecasts_of_arrays_say_which_one_they_are_of(tmp_path: Path) -> None:
     rows = cw.predict(run, waves, device="cpu")
     assert [(row["series"], row["step"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert all(row.keys() == {"step", "0"} for row in cw.predict(run, waves[0], device="cpu"))
+
+
+def test_named_columns_are_read_from_frames_pipes_and_plain_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = pd.DataFrame({"review": ["ab", "ba"] * 10, "stars": [5, 1] * 10})
+    named = {"text": "review", "label": "stars"}
+    how = {"task": "classification", "data": named, "train": {"epochs": 1}, "device": "cpu"}
+    run = cw.fit({"hidden": 4, "layers": 1}, frame, run=tmp_path / "run", **how).run
+    expected = cw.predict(run, frame[["review"]], device="cpu")
+    assert cw.predict(run, ["ab", "ba"] * 10, device="cpu") == expected
+    given = lines(tmp_path / "given.jsonl", [{"review": text} for text in frame.review])
+    assert cw.predict(run, given, device="cpu") == expected
+    with given.open() as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        assert cw.predict(run, "-", format="jsonl", device="cpu") == expected
+    with pytest.raises(UserError, match=r"data item 0 has no column 'review', which the training data has \(here there are text\); add it"):
+        cw.predict(run, pd.DataFrame({"text": ["ab"]}), device="cpu")
+    pair = cw.fit({"hidden": 4, "layers": 1}, (list(frame.review), list(frame.stars)), run=tmp_path / "pair", **how).run
+    assert cw.predict(pair, ["ab", "ba"] * 10, device="cpu") == expected

@@ -186,7 +186,27 @@ def test_one_of_a_kind_is_one() -> None:
     lines = summarize(spec(epochs=1), facts, model(), Plan(stages=2, cuts=(2,)), ORDER, "cpu").splitlines()
     assert lines[0] == "task      language: 5,000 steps in train, 1 feature"
     assert any(line.endswith("optimizer steps; 1 epoch") for line in lines)
-    assert any("1 replica x 2 stages" in line for line in lines)
+    assert "plan      2 stages; cpu, auto" in lines
+
+
+def test_layers_that_read_the_whole_window_have_no_chunks() -> None:
+    facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
+    lines = summarize(spec(), facts, model(bidirectional=True), Plan(2, chunk_steps=8), ORDER, "cpu").splitlines()
+    assert "plan      2 replicas; cpu, auto" in lines
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (Plan(), "batch     8 lanes x 64 steps, carry kept between windows"),
+        (Plan(stages=2, cuts=(2,)), "batch     8 lanes x 64 steps, carry kept between windows"),
+        (Plan(2), "batch     8 lanes x 64 steps, carry kept between windows; 4 lanes on each replica"),
+        (Plan(3), "batch     8 lanes x 64 steps, carry kept between windows; 2 or 3 lanes on each replica"),
+    ],
+)
+def test_a_batch_is_said_to_be_divided_where_it_is(plan: Plan, said: str) -> None:
+    facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
+    assert said in summarize(spec(), facts, model(), plan, ORDER, "cpu").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -194,3 +214,20 @@ def test_one_of_a_kind_is_one() -> None:
 )
 def test_counts_are_said_in_english(count: int, noun: str, said: str) -> None:
     assert _count(count, noun) == said
+
+
+@pytest.mark.parametrize(
+    ("train", "replicas", "said"),
+    [
+        (
+            {"sync": "local", "sync_every": 20},
+            2,
+            "local: 2 replicas train on their own; every 20 steps the weights are exchanged and averaged",
+        ),
+        ({"sync": "local"}, 1, "local: one replica, so there is nobody to exchange with"),
+        ({"sync": "async"}, 1, "async: one replica, so there is nobody to exchange with"),
+    ],
+)
+def test_one_replica_exchanges_with_nobody(train: dict[str, Any], replicas: int, said: str) -> None:
+    facts = DataFacts(sequences=1, steps=5000, longest=5000, vocabulary=10)
+    assert f"sync      {said}" in summarize(spec(**train), facts, model(), Plan(replicas), ORDER, "cpu").splitlines()

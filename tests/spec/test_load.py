@@ -126,6 +126,8 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         ("modle.hiden=3", "unknown key modle.hiden; did you mean model.hidden?"),
         ("plan.slices=2", "plan.slices is now called plan.micro_batches; use that name"),
         ("model.lr=3", "unknown key model.lr; did you mean train.lr?"),
+        ("model.units=3", "unknown key model.units; did you mean model.hidden?"),
+        ("batch_size=3", "unknown key batch_size; did you mean batch.lanes or batch.tokens?"),
         ("lr=3", "unknown key lr; did you mean train.lr?"),
         ("tokens=3", "unknown key tokens; did you mean data.tokens or batch.tokens?"),
         ("modle=3", "unknown key modle; did you mean model?"),
@@ -147,6 +149,10 @@ def test_numbers_that_people_read_otherwise_are_refused(spec_file: Path, text: s
         ("train.lr=-1", "train.lr is -1; use a number > 0"),
         ("train.lr=-3e-4", "train.lr is -0.0003; use a number > 0"),
         ("train.lr=0", "train.lr is 0; use a number > 0"),
+        (
+            "train.track=[tensorboard]",
+            'train.track[0] is "tensorboard", whose events every run writes to its folder tb; use a list, each item one of mlflow, wandb',
+        ),
         ("train.lr=.nan", "train.lr is nan, which is not finite; use a number > 0"),
         ("train.lr=.inf", "train.lr is inf, which is not finite; use a number > 0"),
         ("train.lr=1e999", "train.lr is inf, which is not finite; use a number > 0"),
@@ -241,7 +247,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing, binary = tmp_path / "missing.yaml", tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert refused(missing) == f"{missing} does not exist; pass the path of a spec file, or key=value"
-    assert refused(tmp_path) == f"{tmp_path} cannot be read: Is a directory; pass the path of a spec file"
+    assert refused(tmp_path) == f"{tmp_path} is a folder, not a spec; pass the path of a spec file"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/spec.yaml").write_text("task: language\n")
+    assert refused(tmp_path / "run") == f"{tmp_path}/run is a run, not a spec; pass it as --run {tmp_path}/run"
     assert refused(binary) == f"{binary} is not UTF-8 text; pass a spec file in YAML"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 import carrywave as cw
 from carrywave.errors import UserError
+from carrywave.train.callbacks import check_callbacks
 
 SEQUENCES = [([[float(up), float(step)] for step in range(4)], "up" if up else "down") for up in [0, 1] * 10]
 HOW: dict[str, Any] = {"task": "classification", "batch": {"tokens": 40}}
@@ -70,6 +72,7 @@ def test_any_of_them_may_end_the_run(event: str, step: int, epochs: int, tmp_pat
     result = fit(tmp_path / "run", noting, epochs=5)
     assert (result.ending, noting.seen[-1][0], noting.seen[-1][1].step) == ("callback", "test", step)
     assert set(result.metrics) == {"valid", "test"}
+    assert re.fullmatch(r"Result\(run='.*run', ending='callback', valid loss [\d.]+, test loss [\d.]+\)", repr(result))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["split"] == "valid"][-1] == step  # it was evaluated where it ended
     assert max(row["epoch"] for row in rows) == epochs
@@ -108,6 +111,11 @@ def test_what_would_never_be_called_is_refused(given: Any, said: str, tmp_path: 
     with pytest.raises(UserError, match=said):
         fit(tmp_path / "run", given)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_callback_by_itself_is_not_a_list() -> None:
+    with pytest.raises(UserError, match=r"^callbacks is a Noting, not a list; write callbacks=\[\.\.\.\]$"):
+        check_callbacks(Noting())  # type: ignore[arg-type]
 
 
 SCRIPT = """
@@ -174,6 +182,7 @@ def test_replicas_that_train_on_their_own_end_at_their_next_meeting(tmp_path: Pa
 @pytest.mark.slow
 def test_an_error_ends_all_workers_at_once(tmp_path: Path) -> None:
     ended = under_torchrun(tmp_path / "two", [None, 3, {}])
-    said = "Stops.on_step raised ValueError: bad day at step 3; correct the callback, and resume the run"
+    said = "Stops.on_step raised ValueError: bad day at step 3; correct the callback, "
+    said += "and resume the run, or start it again if it has no snapshot yet"
     assert sorted(ended.stdout.splitlines()) == [f"0 {said}", f"1 {said}"]
     assert (tmp_path / "two/called-0").read_text() == "1 2 3 "

@@ -305,6 +305,17 @@ def test_another_spec_cannot_resume(text: Path, tmp_path: Path) -> None:
         train(language(text, epochs=1, lr=0.1), run=tmp_path / "run", resume=True, device="cpu")
 
 
+def test_data_that_was_moved_can_resume_and_other_data_cannot(text: Path, tmp_path: Path) -> None:
+    train(language(text, epochs=1), run=tmp_path / "run", device="cpu")
+    train(language(text, epochs=2), run=tmp_path / "whole", device="cpu")
+    moved, other = text.rename(tmp_path / "moved.txt"), tmp_path / "other.txt"
+    other.write_text(TEXT.replace("line", "lane"))
+    with pytest.raises(RunError, match=r"the data has changed since the snapshot .*other\.txt"):
+        train(language(other, epochs=2), run=tmp_path / "run", resume=True, device="cpu")
+    assert train(language(moved, epochs=2), run=tmp_path / "run", resume=True, device="cpu").ending == "done"
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+
+
 def test_changed_data_cannot_resume(text: Path, tmp_path: Path) -> None:
     train(language(text, epochs=1), run=tmp_path / "run", device="cpu")
     text.write_text(TEXT.replace("line", "lane"))

@@ -107,3 +107,52 @@ def test_mistakes_are_said_in_one_line(tmp_path: Path, fitted: cw.Forecaster) ->
     assert not (tmp_path / "run").exists()
     with pytest.raises(RunError, match="already exists"):
         cw.Forecaster(3, run=fitted.run, **SMALL).fit(FRAME)
+
+
+def test_what_is_known_ahead_is_a_frame_of_its_own_or_rows_at_the_end(tmp_path: Path) -> None:
+    data = {"known": ["promo"], "categorical": ["promo"]}
+    frame = FRAME.assign(promo=["none", "flyer"] * 40)
+    forecaster = cw.Forecaster(2, data=data, run=tmp_path / "run", **SMALL).fit(frame, progress=False)
+    days = pd.date_range(DAYS[-1], periods=3)[1:]
+    future = pd.DataFrame({"unique_id": ["a", "a", "b", "b"], "ds": [*days, *days], "promo": ["flyer", "none", "none", "none"]})
+    ahead = forecaster.predict(future=future)
+    assert list(ahead.ds) == list(future.ds)
+    pd.testing.assert_frame_equal(ahead, forecaster.predict(pd.concat([frame, future])))
+    same = cw.Forecaster.load(tmp_path / "run").predict(pl.from_pandas(frame), future=pl.from_pandas(future))
+    assert same["y"].to_list() == ahead.y.tolist()
+    for wrong, said in (
+        (future[:1], "must be known for 2 steps after the last values of series a, but 1 are given"),
+        (
+            future.assign(ds=future.ds.astype(str)),
+            "column ds of future is large_string, but timestamp.* in the frame; give both the same type",
+        ),
+        ([1], "future is a list; pass a DataFrame"),
+    ):
+        with pytest.raises(DataError, match=said):
+            forecaster.predict(future=wrong)
+
+
+def test_values_that_train_does_not_have_are_named_also_in_rows_ahead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = {"known": ["promo"], "categorical": ["promo"]}
+    frame = FRAME[:40].assign(promo=["none", "flyer"] * 20)
+    forecaster = cw.Forecaster(1, data=data, run=tmp_path / "run", **SMALL).fit(frame, progress=False)
+    future = pd.DataFrame({"unique_id": ["a"], "ds": [DAYS[-1] + pd.Timedelta(days=1)], "promo": ["poster"]})
+    forecaster.predict(future=future)
+    assert "column promo has value 'poster' in 1 row that train does not contain; counted as unknown" in caplog.text
+
+
+def test_a_backtest_forecasts_as_predict_does_from_each_origin(fitted: cw.Forecaster) -> None:
+    found = fitted.backtest(FRAME, origins=2, stride=4)
+    assert list(found.columns) == ["unique_id", "origin", "ds", "step", "column", "q0.1", "q0.5", "truth", "naive"]
+    assert found.origin.dtype == FRAME.ds.dtype
+    for series, origin in (("a", DAYS[32]), ("b", DAYS[36])):
+        known = FRAME[(FRAME.unique_id == series) & (FRAME.ds <= origin)]
+        part = found[(found.unique_id == series) & (found.origin == origin)]
+        ahead = fitted.predict(known)
+        assert part.ds.tolist() == ahead.ds.tolist()
+        assert part["q0.5"].tolist() == pytest.approx(ahead["y-q0.5"].tolist(), rel=1e-5)  # float32, in other batches
+        came = FRAME[(FRAME.unique_id == series) & FRAME.ds.isin(part.ds)]
+        assert part.truth.tolist() == pytest.approx(came.y.tolist(), abs=1e-5)
+    assert isinstance(fitted.backtest(pl.from_pandas(FRAME), origins=1), pl.DataFrame)
+    with pytest.raises(DataError, match="the frame is a int"):
+        fitted.backtest(3)

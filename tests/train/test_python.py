@@ -352,6 +352,7 @@ class Single(Largest):
         (NARROW, {"epochs": 3}, SpecError, r"unknown key epochs; did you mean train\.epochs\?"),
         (NARROW, {"resume": True}, RunError, "resume needs to know which run"),
         (nn.LSTM(2, 6), {}, UserError, "the module LSTM has no loss; pass loss="),
+        (nn.DataParallel(nn.LSTM(2, 6)), {}, UserError, "LSTM is wrapped in DataParallel, .* pass it without the wrapper"),
         ("small", {}, UserError, "model is a str; pass a cw.Model"),
         (lambda facts: nn.Linear(2, 2), {}, UserError, "the module Linear has no loss"),
         (lambda facts: None, {}, UserError, "returned a NoneType; return a cw.Model"),

@@ -31,6 +31,7 @@ from carrywave.cli.options import (
     JsonOption,
     note,
     plain,
+    plain_warnings,
     spec_and_overrides,
 )
 from carrywave.cli.workers import (
@@ -405,13 +406,13 @@ def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:
     if is_address(run):
         text = Store(run, RunError).read("spec.yaml")
         if text is None:
-            raise RunError(f"{run} has no run to resume (no spec.yaml); remove --resume to start a new one")
+            raise RunError(f"{run} has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run")
         return dict(parse_yaml(text.decode(errors="replace"), f"{run}/spec.yaml") or {})
     path = Path(run) / "spec.yaml"
     if not path.is_file():
         if not keeps_the_run(where):
             return {}
-        raise RunError(f"{run} has no run to resume (no spec.yaml); remove --resume to start a new one")
+        raise RunError(f"{run} has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run")
     return read_values(path)
 
 
@@ -446,4 +447,5 @@ def _evaluations(run: Path) -> list[dict[str, object]]:
 
 def main() -> None:
     """Run the command named on the command line."""
+    plain_warnings()
     app(prog_name="carrywave")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -79,7 +80,8 @@ class Group(_Flags, TyperGroup):
             if context is None or not message or "Usage:" in message:  # no arguments at all: the error is the help text
                 error.show()  # type: ignore[attr-defined]
             else:
-                note(f"{message.rstrip('.')}; see {context.command_path} --help")
+                ends = "" if message.endswith("?") else ";"  # a question, as in: Did you mean 'train'?
+                note(f"{message.rstrip('.')}{ends} see {context.command_path} --help")
             sys.exit(2)
         sys.exit(code or 0)
 
@@ -89,8 +91,21 @@ def note(message: str) -> None:
     print(f"carrywave: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
 
 
+def plain_warnings() -> None:
+    """Print our own warnings as one line, like everything else that people should know; others keep their form."""
+    before, own = warnings.showwarning, Path(__file__).parents[1]
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None) -> None:
+        if category is UserWarning and file is None and Path(filename).is_relative_to(own):
+            note(f"warning: {message}")
+        else:
+            before(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+
+
 DeviceOption = Annotated[Device, typer.Option(help="Where to compute; auto uses CUDA if available.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows to FILE as JSON.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON.")]
 
 
 def spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:

@@ -22,7 +22,7 @@ from carrywave.data.tables.moments import Moments, own_scale, standardise
 from carrywave.data.text import vocabulary
 from carrywave.data.text.tokenizers import Ids, Words
 from carrywave.errors import DataError, SpecError
-from carrywave.spec.spec import Spec
+from carrywave.spec.spec import DataSpec, Spec
 
 Held = NDArray[np.bool_]
 TARGETS = {"classification": "label", "regression": "label", "tagging": "labels"}  # field that holds the target
@@ -134,15 +134,16 @@ def learn(rows: Rows, spec: Spec, held: Held) -> Codec:
     return Codec(spec.task, content, labels=_in_order(seen.labels, rows, spec), label_kind=kind, **known)
 
 
-def not_read(rows: Rows, codec: Codec) -> tuple[str, ...]:
+def not_read(rows: Rows, codec: Codec, data: DataSpec) -> tuple[str, ...]:
     """Return a line that names the fields of the first row that are ignored, if any."""
     first = next(iter(rows), None)
-    wanted = {codec.field: 0, TARGETS.get(codec.task, ""): 0}
+    wanted = {codec.field: data.text, TARGETS.get(codec.task, ""): data.label}  # with the names that the data has for them
     others = [] if first is None else [str(name) for name in first[1] if name not in wanted]
     if not others:
         return ()
     shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
-    return (f"{rows.name}: reading {' and '.join(name for name in wanted if name)}; ignored: {shown}",)
+    read = [name if given in (None, name) else f"{given} as {name}" for name, given in wanted.items() if name]
+    return (f"{rows.name}: reading {' and '.join(read)}; ignored: {shown}",)
 
 
 def _in_order(labels: dict[str, str], rows: Rows, spec: Spec) -> tuple[str, ...]:

@@ -239,7 +239,7 @@ def _build(spec: Spec, sources: dict[str, Source], new: NewArray, codec: Codec |
         rows = _open_rows(train, spec)
         held = holdout.held_out(rows.count() if share else 0, share, spec.train.seed)
         codec = codec or examples.learn(rows, spec, held)
-        notes = examples.not_read(rows, codec)
+        notes = examples.not_read(rows, codec, spec.data)
     notes = (*(line for source in sources.values() for line in source.told()), *notes)
     found = {part: _encode(source, codec, spec, new, labelled=True, part=part) for part, source in sources.items()}
     return cache.Entry(hold_out(found, spec, share, held, train.name), codec, notes)

@@ -93,7 +93,7 @@ def read_python(data: Any, codec: Codec, spec: Spec, *, labelled: bool = True, p
 def rows_for(data: Any, spec: Spec, *, part: str = "data", as_text: tuple[str, ...] = ()) -> Rows:
     """Return the rows of a file or an object, to be read one at a time without their labels; columns of `as_text` stay text in CSV."""
     file = file_of(data, spec)
-    return _rows(data, part, spec) if file is None else rows_of_file(file, spec, part=part, as_text=as_text)
+    return _named(_rows(data, part, spec), spec, labelled=False) if file is None else rows_of_file(file, spec, part=part, as_text=as_text)
 
 
 def series_of(data: Any, codec: Codec, spec: Spec) -> Table:
@@ -147,7 +147,7 @@ def _examples(rows: dict[str, Rows], spec: Spec, codec: Codec | None, new: NewAr
     for part, value in rows.items():
         join = spec.task == "language" and spec.streams and value.join
         found[part] = examples.encode(value, codec, new, labelled=True, join=join)
-    return Entry(hold_out(found, spec, share, held, "train"), codec, examples.not_read(rows["train"], codec))
+    return Entry(hold_out(found, spec, share, held, "train"), codec, examples.not_read(rows["train"], codec, spec.data))
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
     """Convert any object to rows with the fields of a JSON line."""
     if isinstance(data, str):
         texts = [data] if spec.streams else [line for line in data.split("\n") if line.strip()]
-        return ItemRows(part, len(texts), lambda number: {"text": texts[number]}, join=spec.streams)
+        return ItemRows(part, len(texts), lambda number: {spec.data.text or "text": texts[number]}, join=spec.streams)
     if hub_datasets.is_dataset(data):
         return hub_datasets.DatasetRows(part, data)
     if not is_column(data) and (frame := as_rows(data, part)) is not None:
@@ -269,13 +269,16 @@ def _row(item: Any, where: str, spec: Spec) -> Row:
         return dict(item)
     if isinstance(item, tuple) and len(item) == 2:
         if spec.task in ("language", "forecasting"):
-            raise DataError(f"{where} is a pair, but {spec.task} takes its targets from the data itself; pass only the inputs")
-        return {**_content(item[0], spec), "labels" if spec.task == "tagging" else "label": item[1]}
+            fact = f"{where} is a pair, but {spec.task} takes its targets from the data itself"
+            raise DataError(f"{fact}; pass only the inputs, or set task to that of your targets, such as classification")
+        return {**_content(item[0], spec), spec.data.label or examples.TARGETS[spec.task]: item[1]}
     return _content(item, spec)
 
 
 def _content(item: Any, spec: Spec) -> Row:
     """Determine the content of a sequence: a text, tokens (a flat list of integers or of strings), or numeric steps."""
+    if spec.data.text is not None:
+        return {spec.data.text: item if isinstance(item, str) else as_plain(item)}  # `renamed` determines it
     if isinstance(item, str):
         return {"text": item}
     plain = as_plain(item)

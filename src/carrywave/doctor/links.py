@@ -13,6 +13,7 @@ from carrywave.plan.show.text import seconds_text
 
 Kind = Literal["within a host", "between hosts"]
 SLOW = 2.0  # times as slow as others of its kind
+BELIEVABLE = 1e13  # bytes a second; more is noise: a large message took no longer than a small one on a busy machine
 
 
 class Pair(NamedTuple):
@@ -67,11 +68,12 @@ def check_links(links: Sequence[Measured], hosts: Mapping[int, str]) -> list[Fin
         if not some:
             continue
         latency = statistics.median(link.latency_seconds for link in some)
-        rate = statistics.median(link.bytes_per_second for link in some)
-        how = f"{seconds_text(latency)}, {size(rate)}/s by {some[0].transport}"
+        timed = [link for link in some if link.bytes_per_second < BELIEVABLE]
+        rate = f"{size(statistics.median(link.bytes_per_second for link in timed))}/s" if timed else "a rate that noise hides"
+        how = f"{seconds_text(latency)}, {rate} by {some[0].transport}"
         found.append(Finding("fine", f"link {kind}", how + (f" (median of {len(some)})" if len(some) > 1 else "")))
-        for link in some:
-            others = [other for other in some if other is not link]
+        for link in timed:
+            others = [other for other in timed if other is not link]
             if others:
                 found += _slow(link, others, hosts)
     return found

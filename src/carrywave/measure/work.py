@@ -203,10 +203,19 @@ def time_messages(world: World, transport: str, pair: tuple[int, int] = (0, 1)) 
             if len(found) == WARM_MESSAGES + 1:
                 times = _agreed(first, peer, found[-1])
         seconds[num_bytes] = statistics.median(found[WARM_MESSAGES:])
-    rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
+    rate = rate_between(seconds[SMALL_BYTES], seconds[LARGE_BYTES])
     if first:
         yield {"link": {"latency_seconds": seconds[SMALL_BYTES], "bytes_per_second": rate, "transport": transport}}
     yield {"overheads": {"message_seconds": statistics.median(handed)}}
+
+
+def rate_between(small_seconds: float, large_seconds: float) -> float:
+    """Bytes per second of a link, from what a small and a large message take: their difference is free of latency.
+
+    On a busy machine either may take longer by chance, and the large one even less than the small one. So the bytes themselves are taken to
+    need at least a twentieth of the large message's time: less cannot be told from noise, and would make the link look infinitely fast.
+    """
+    return (LARGE_BYTES - SMALL_BYTES) / max(1e-9, large_seconds - small_seconds, large_seconds / 20)
 
 
 def _agreed(first: bool, peer: int, seconds: float) -> int:

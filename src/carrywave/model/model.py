@@ -14,6 +14,7 @@ from carrywave.model.heads import Pooled
 from carrywave.model.lstm import LSTM
 from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
+from carrywave.model.wrappers import check_unwrapped
 
 __all__ = ["Chunk", "Model", "State"]
 
@@ -49,6 +50,7 @@ class Model(nn.Module):
         for part, module in (("encoder", encoder), ("head", head)):
             if not isinstance(module, nn.Module):
                 raise UserError(f"the {part} of a model must be an nn.Module, got {type(module).__name__}; wrap it in one")
+            check_unwrapped(module)
         if not isinstance(lstm, LSTM):
             raise UserError(
                 f"the LSTM of a model must be carrywave's, got {type(lstm).__name__}; build one and load the weights with load_state_dict"

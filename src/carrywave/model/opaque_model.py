@@ -15,6 +15,7 @@ from carrywave.model.dropout import keyed
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
+from carrywave.model.wrappers import check_unwrapped
 
 Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
@@ -35,6 +36,7 @@ class Whole(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise UserError(f"a trainer needs a cw.Model or an nn.Module, got {type(module).__name__}; wrap it in one")
+        check_unwrapped(module)
         own = getattr(module, "loss", None)
         if loss is None and not callable(own):
             raise UserError(

@@ -83,6 +83,8 @@ class Stage(nn.Module):
             raw = raw if self.dropout_in is None else self.dropout_in(raw)
             carries = state.carries
             if self.layers:
+                if self.has_encoder:
+                    self._check_encoded(raw)
                 raw, carries = self.lstm.run(
                     raw,
                     carries,
@@ -101,6 +103,15 @@ class Stage(nn.Module):
             self.audit.enter(x, *(part for carry in state.carries for part in carry), *(state.acc or ()))
             self.audit(y)
         return y, raw, State(carries, self._pool(y, state.acc, chunk) if self.pooled else state.acc)
+
+    def _check_encoded(self, x: Any) -> None:
+        """Refuse what a user's encoder gives the first layer in another form, which a kernel would report in terms of its own."""
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.lstm.input_size:
+            got = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise UserError(
+                f"the encoder {type(self.encoder).__name__} gives {got}, but the LSTM reads [time, lane, {self.lstm.input_size}]; "
+                "let its input_size be what the encoder gives for each step"
+            )
 
     def scope(self, chunk: Chunk) -> contextlib.AbstractContextManager[object]:
         """The random scope to run the head in, so that dropout in a user's head is keyed."""

@@ -73,9 +73,14 @@ class Plan:
         """The first unit of each stage, then the end of the last stage (`units`, exclusive)."""
         cuts = self.cuts or even_cuts(units, self.stages)
         edges = (0, *cuts, units)
-        if len(edges) != self.stages + 1 or list(edges) != sorted(set(edges)):
+        if len(edges) != self.stages + 1:
+            made = f"{len(cuts) + 1} stage{'s' * bool(cuts)}"
             raise PlanError(
-                f"plan.cuts={list(cuts)} must be {self.stages - 1} increasing unit numbers between 1 and {units - 1}; change or remove it"
+                f"plan.cuts={list(cuts)} makes {made}, but plan.stages is {self.stages}; list the first layer of each stage but the first"
+            )
+        if list(edges) != sorted(set(edges)):
+            raise PlanError(
+                f"plan.cuts={list(cuts)} must increase, from 1 (layer 1) to at most {units - 1} (the head); correct or remove it"
             )
         return edges
 

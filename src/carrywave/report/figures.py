@@ -89,7 +89,10 @@ def moment(when: object) -> str:
 
 
 def metric_name(name: str) -> str:
-    """A metric as it is shown."""
+    """A metric as it is shown; `mae[sales]` is that of one column."""
+    kind, bracket, column = name.partition("[")
+    if bracket:
+        return f"{NAMES.get(kind, kind)} of {column.removesuffix(']')}"
     return NAMES.get(name, name.replace("coverage_", "coverage at ").replace("_", " "))
 
 
@@ -204,12 +207,18 @@ def tiles(record: RunRecord) -> list[Tile]:
     found = []
     best, last = record.best, (record.rows("train") or [{}])[-1]
     if best is not None:
-        found.append(Tile("best validation loss", number(best["loss"]), f"at step {best['step']:,}, epoch {best.get('epoch', '?')}"))
+        at = f"at step {best['step']:,}, epoch {best.get('epoch', '?')}"
+        by_loss = record.best_metric == "loss"
+        name = "best validation loss" if by_loss else "validation loss"
+        found.append(Tile(name, number(best["loss"]), at if by_loss else f"{at}, which has the best {metric_name(record.best_metric)}"))
         for name in record.metric_names[:2]:
             if name in best:
                 naive = best.get(f"naive_{name}")
-                note = f"naive forecast {metric_text(name, naive)}" if is_number(naive) else "validation, at the best step"
+                note = f"standardised; naive forecast {metric_text(name, naive)}" if is_number(naive) else "validation, at the best step"
                 found.append(Tile(metric_name(name), metric_text(name, best[name]), note))
+        in_units = [name for name in record.metric_names if name.startswith("mae[") and is_number(best.get(name))]
+        if len(in_units) == 1:  # there is no room for many
+            found.append(Tile(metric_name(in_units[0]), metric_text(in_units[0], best[in_units[0]]), "in the units of the file"))
     elif is_number(last.get("loss")):
         found.append(Tile("train loss", number(last["loss"]), f"at step {last.get('step'):,}; no validation so far"))
     for row in record.rows("test")[-1:]:
@@ -251,7 +260,7 @@ def about(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "task", record.task
     if facts:
         yield "data", _data(facts)
-    files = [f"{part} {name}" for part in ("train", "valid", "test") if (name := _section(record, "data").get(part))]
+    files = [f"{name} ({part})" for part in ("train", "valid", "test") if (name := _section(record, "data").get(part))]
     yield "files", ", ".join(files) or "objects in Python, not files"
     if not facts.get("own_model"):
         yield "model", _model(_section(record, "model"))
@@ -318,6 +327,7 @@ def _model(model: Mapping[str, Any]) -> str:
 
 def _training(record: RunRecord) -> str:
     train, batch = _section(record, "train"), _section(record, "batch")
-    size = f"{batch.get('lanes')} lanes × {batch.get('steps')} steps" if batch.get("lanes") else f"{batch.get('tokens')} steps a batch"
+    lanes, steps = (counted(int(batch.get(f"{name}s") or 0), name) for name in ("lane", "step"))
+    size = f"{lanes} × {steps}" if batch.get("lanes") else f"{batch.get('tokens')} steps a batch"
     parts = [f"{train.get('optimizer')}, learning rate {train.get('lr')}", size, f"{train.get('precision')}", f"seed {train.get('seed')}"]
     return ", ".join(parts)

@@ -109,7 +109,7 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
             points, share = _points(record.rows("valid"), name), float(name.removeprefix(COVERAGE))
             lines.append(Line(f"quantile {share:g}", points, f"c{place % COLOURS}", dots=True))
             wanted.append(Line("wanted", [(x, share) for x, _ in points], "base", dashed=True, legend=place == 0))
-        yield from _figure("values below a quantile's forecast", [*lines, *wanted], percent=True)
+        yield from _figure("share of values below each quantile", [*lines, *wanted], percent=True)
 
 
 def _speeds(record: RunRecord) -> Iterator[Figure]:

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 from carrywave.errors import RunError, UserError
 from carrywave.runs import owner
 from carrywave.runs.history import HISTORY, TIMELINE
+from carrywave.spec.best_metric import score
 from carrywave.spec.load import parse_yaml
 
 Row = dict[str, Any]
@@ -22,7 +23,7 @@ METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 SPEC, PLAN, FACTS, WEIGHTS = "spec.yaml", "plan.json", "facts.json", "weights.safetensors"
 LOGS = (METRICS, TIMING, HISTORY, TIMELINE)  # what a report needs besides what prediction needs
 FIRST = ("perplexity", "accuracy", "mae", "rmse", "mase", "pinball")  # of the metrics that are shown
-NOT_METRICS = ("split", "epoch", "step", "loss", "weights_step", "lr", "norm", "waste", "steps", "targets", "skipped")
+NOT_METRICS = ("split", "epoch", "step", "loss", "weights_step", "lr", "norm", "waste", "steps", "targets", "skipped", "train_loss")
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,15 @@ class RunRecord:
 
     @property
     def best(self) -> Row | None:
-        """The evaluation with the lowest validation loss; None if there is none."""
-        judged = [row for row in self.rows("valid") if is_number(row.get("loss"))]
-        return min(judged, key=lambda row: row["loss"], default=None)
+        """The evaluation whose weights were kept: the best by `train.best`, the first of equal ones; None if there is none."""
+        judged = [row for row in self.rows("valid") if is_number(row.get("loss")) and is_number(row.get(self.best_metric))]
+        return min(judged, key=lambda row: score(self.best_metric, row[self.best_metric]), default=None)
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that picks the best weights (`train.best`)."""
+        train = self.spec.get("train")
+        return str(train.get("best") or "loss") if isinstance(train, Mapping) else "loss"
 
     @property
     def metric_names(self) -> list[str]:

@@ -6,7 +6,7 @@ Shapes: T time, B lane, H horizon, C columns, Q quantiles.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
 from carrywave.errors import UserError
 from carrywave.model.model import Model
@@ -93,9 +94,16 @@ def _texts(saved: Saved, data: Sequences) -> list[Sample]:
     how = Sampling(temperature=TEMPERATURE, seed=1)
     written = generate(saved.model, [each[:before].tolist() for each in tokens], after, how=how, device=saved.mesh.device)
     return [
-        Continued(codec.decode(each[:before]), codec.decode(more), codec.decode(each[before:]))
+        Continued(codec.decode(each[:before]), _further(codec, each[:before], more), _further(codec, each[:before], each[before:]))
         for each, more in zip(tokens, written, strict=True)
     ]
+
+
+def _further(codec: Codec, before: NDArray[np.int64], after: Sequence[int] | NDArray[np.int64]) -> str:
+    """What tokens add to the text of those before them: words are separated by a space there too."""
+    begun = codec.decode(before)
+    whole = codec.decode(np.concatenate([before, np.asarray(after, np.int64)]))
+    return whole.removeprefix(begun) if whole.startswith(begun) else codec.decode(after)
 
 
 def _seen(saved: Saved, part: Part) -> Iterator[tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]]:

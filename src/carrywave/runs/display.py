@@ -77,7 +77,7 @@ class PlainWatcher:
 
 
 class RichWatcher:
-    """A progress bar with loss, speed, waste, learning rate and time left; evaluations scroll by above it."""
+    """A progress bar with loss, speed, padding, learning rate and time left; evaluations scroll by above it."""
 
     def __init__(self, console: Console, *, clock: Clock = time.monotonic) -> None:
         self._console = console
@@ -186,11 +186,12 @@ def place(info: StepInfo) -> str:
 
 
 def figures(info: StepInfo, between: str = "  ") -> str:
-    """The figures of a step; padding waste, learning rate and time left only while training."""
+    """The figures of a step; padding, learning rate and time left only while training."""
     parts = [] if info.loss is None else [f"loss {info.loss:.4f}"]
     parts += [f"{info.tokens_per_second:,.0f} {info.unit}/s"]
     if info.phase == "train":
-        parts += [f"waste {info.waste:.1%}", f"lr {info.lr:.3g}", f"ETA {duration(info.eta_seconds)}"]
+        parts += [f"padding {info.waste:.1%}"] * (info.waste > 0)  # streams have none
+        parts += [f"lr {info.lr:.3g}", f"ETA {duration(info.eta_seconds)}"]
     return between.join(parts)
 
 
@@ -238,16 +239,15 @@ def table_of(title: str, rows: list[dict[str, object]]) -> Table:
 
 
 def confusion_table(confusion: object) -> Table:
-    """A confusion matrix: a row for each label that is a target, a column for each that is predicted, as far as they occur."""
+    """A confusion matrix: a row and a column for each label that occurs, as a target or as a prediction."""
     if not isinstance(confusion, dict):
         raise TypeError(f"a confusion matrix has labels and counts, got {type(confusion).__name__}")
     labels, counts = confusion["labels"], confusion["counts"]
-    predicted = [place for place in range(len(labels)) if any(row[place] for row in counts)]
-    table = Table(title="confusion: targets in rows, predictions in columns")
-    table.add_column("")
-    for place in predicted:
+    occurring = [place for place in range(len(labels)) if any(counts[place]) or any(row[place] for row in counts)]
+    table = Table(title="confusion")
+    table.add_column("target \\ predicted")
+    for place in occurring:
         table.add_column(escape(printable(labels[place])), justify="right", overflow="fold")
-    for label, row in zip(labels, counts, strict=True):
-        if any(row):
-            table.add_row(escape(printable(label)), *(str(row[place]) for place in predicted))
+    for target in occurring:
+        table.add_row(escape(printable(labels[target])), *(str(counts[target][place]) for place in occurring))
     return table

@@ -192,7 +192,7 @@ def _open(stack: ExitStack, spec: Spec, data: Any, carried: Carried) -> Rows:
         return rows_for(data, spec, as_text=carried.names)
     stream = open_stream(spec)
     if stream.format in ("jsonl", "text"):
-        return open_rows(stream, numeric_label=False)
+        return open_rows(stream, numeric_label=False, data=spec.data, labelled=False)
     return rows_for(stack.enter_context(kept_in_a_file(stream)), spec, as_text=carried.names)
 
 

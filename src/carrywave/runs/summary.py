@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -23,12 +23,12 @@ from carrywave.plan.placement import Seat, describe
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.plan.search.partition import say
+from carrywave.plan.search.search import describe as plan_in_words
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec, TrainSpec
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.precision import HALVES, parameter_dtype
 
-RECOMPUTATION = {False: "no recomputation", True: "recomputation", "twice": "recomputation at two levels"}
 OPTIMIZER_COPIES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # tensors the size of the parameters
 
 
@@ -55,9 +55,9 @@ def summarize(
         f"task      {spec.task}: {_data(facts)}",
         f"model     {_network(model, tied=spec.model.tie)}: {parameters:,} parameters",
         f"memory    {_memory(spec, parameters, plan, units, ways)}",
-        f"batch     {_batch(spec, order)}; {_whole(spec, plan)}",
+        f"batch     {'; '.join([_batch(spec, order), *_shares(spec, plan)])}",
         f"epoch     {_count(per_epoch, 'batch')}, {_count(steps, 'optimizer step')}; {_count(spec.train.epochs, 'epoch')}",
-        f"plan      {_plan(plan)} on {device}, {spec.train.precision}",
+        f"plan      {plan_in_words(replace(plan, chunk_steps=None) if model.reads_whole else plan)}; {device}, {spec.train.precision}",
     ]
     if str(ways or ""):
         lines.append(f"transport {ways}")
@@ -114,9 +114,9 @@ def _by_layer(names: tuple[str, ...]) -> str:
 
 
 def _longest(order: Order) -> int:
-    """The steps of the largest batch."""
+    """The steps of the longest batch."""
     if isinstance(order, SequenceOrder):
-        return max(order.shapes(0), key=lambda shape: shape[0] * shape[1])[0]
+        return max(steps for steps, _ in order.shapes(0))
     return order.window(Cursor(0, 0)).steps
 
 
@@ -169,34 +169,34 @@ def _batch(spec: Spec, order: Order) -> str:
     return _count(spec.tokens, "step")
 
 
-def _whole(spec: Spec, plan: Plan) -> str:
-    unit = _count(spec.lanes // plan.replicas, "lane") if spec.streams else _count(spec.tokens, "step")
-    times = f"; x {spec.train.accumulate} accumulated" if spec.train.accumulate > 1 else ""
-    return f"{unit} on each of {_count(plan.workers, 'device')}{times}"
-
-
-def _plan(plan: Plan) -> str:
-    if plan == Plan(kernel=plan.kernel):
-        return "serial (one device, one chunk)"
-    parts = [f"{_count(plan.replicas, 'replica')} x {_count(plan.stages, 'stage')}"]
-    parts += [f"chunks of {_count(plan.chunk_steps, 'step')}" if plan.chunk_steps else "one chunk"]
-    parts += [_count(plan.micro_batches, "micro-batch"), RECOMPUTATION[plan.recompute]]
-    return ", ".join([*parts, *["head shared"] * plan.shares_head, *["vocabulary split"] * plan.splits_vocabulary])
+def _shares(spec: Spec, plan: Plan) -> list[str]:
+    """How a batch is divided over replicas, and how many make a step; nothing where it is not."""
+    fewest, most = spec.lanes // plan.replicas, -(-spec.lanes // plan.replicas)
+    lanes = f"{_count(most, 'lane')}" if fewest == most else f"{fewest} or {_count(most, 'lane')}"
+    said = [f"{lanes} on each replica" if spec.streams else f"divided over {plan.replicas} replicas"] if plan.replicas > 1 else []
+    return said + ([f"{spec.train.accumulate} batches for each optimizer step"] if spec.train.accumulate > 1 else [])
 
 
 def _sync(train: TrainSpec, plan: Plan) -> str:
     """How replicas exchange, if not at every step."""
     many, every = _count(plan.replicas, "replica"), _count(train.sync_every, "step")
+    alone = f"{train.sync}: one replica, so there is nobody to exchange with"
     if train.sync == "async":
         return (
-            f"async: {many} push gradients when they are ready, at most {_count(train.max_staleness, 'step')} apart; "
-            "the result depends on timing"
+            alone
+            if plan.replicas == 1
+            else (
+                f"async: {many} push gradients when they are ready, at most {_count(train.max_staleness, 'step')} apart; "
+                "the result depends on timing"
+            )
         )
     fragments = f" in {train.sync_fragments} fragments" if train.sync_fragments > 1 else ""
     wire = " in bf16" if train.sync_dtype == "bf16" else ""
     how = f"averaged{f' with block momentum {train.block_momentum:g}' if train.block_momentum else ''}"
     if train.sync == "diloco":
         how = f"moved by an outer step, learning rate {train.outer_lr:g}, momentum {train.outer_momentum:g}"
+    if plan.replicas == 1:
+        return alone if how == "averaged" else f"{alone}; every {every} its weights are {how}"
     return f"{train.sync}: {many} train on their own; every {every} the weights are exchanged{fragments}{wire} and {how}"
 
 

@@ -35,6 +35,21 @@ DATA_FILES = {
 }
 COMPRESSED = (".gz", ".zst")
 RENAMED = {"plan.slices": "plan.micro_batches"}  # old name: new name
+ELSEWHERE = {  # what Keras, PyTorch, Darts or NeuralForecast call it: our keys
+    "units": ("model.hidden",),
+    "hidden_dim": ("model.hidden",),
+    "learning_rate": ("train.lr",),
+    "batch_size": ("batch.lanes", "batch.tokens"),
+    "size": ("batch.lanes", "batch.tokens"),
+    "bptt": ("batch.steps",),
+    "seq_len": ("batch.steps",),
+    "input_chunk_length": ("batch.steps",),
+    "input_size": ("batch.steps",),
+    "output_chunk_length": ("data.horizon",),
+    "h": ("data.horizon",),
+    "validation_split": ("data.share",),
+    "monitor": ("train.best",),
+}
 YAML_TAG = "tag:yaml.org,2002:"
 NUMBER = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
@@ -207,6 +222,10 @@ def read_values(path: Path) -> dict[str, Any]:
     remedy = f"to train on it, pass {kind or ''}data.train={path} instead"
     if kind and path.exists():
         raise SpecError(f"{path} is a data file, not a spec; {remedy}")
+    if path.is_dir():
+        if (path / "spec.yaml").is_file():
+            raise SpecError(f"{path} is a run, not a spec; pass it as --run {path}")
+        raise SpecError(f"{path} is a folder, not a spec; pass the path of a spec file")
     try:
         if path.is_fifo() and not str(path).startswith("/dev/"):
             raise SpecError(f"{path} is a pipe, but every worker must read the spec; write it to a file first")
@@ -285,6 +304,7 @@ def _suggest(dotted: str) -> str:
     beside = [name for name in known if name.rpartition(".")[0] == section] or [name for name in known if "." not in name]
     meant = (
         [name for name in known if name.rpartition(".")[2] == last]
+        or list(ELSEWHERE.get(last, ()))
         or _nearest(last, beside)
         or difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
         or _nearest(last, known)
@@ -360,6 +380,8 @@ def _why(value: object, key: Key, detail: ErrorDetails) -> str:
         return ", which is not text (quotes make it text)"
     if isinstance(value, float) and not math.isfinite(value):
         return ", which is not finite"
+    if value == "tensorboard":
+        return ", whose events every run writes to its folder tb"
     return ""
 
 

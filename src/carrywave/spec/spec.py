@@ -46,7 +46,7 @@ class DataSpec(Section):
     valid: str | None = Field(None, description="file to validate on; without it, a share of train is held out")
     test: str | None = Field(None, description="file to test on after training")
     format: Literal["auto", "text", "jsonl", "csv", "parquet"] = Field("auto", description="file format; auto goes by the file name")
-    encoding: str = Field("auto", description="encoding of text files; auto: utf-8, or the one that a byte-order mark tells")
+    encoding: str = Field("auto", description="encoding of text files; auto: utf-8, or what a byte-order mark says")
     separator: str | None = Field(
         None, description="CSV: the character between columns, or tab; by default the one that the first lines show"
     )
@@ -150,7 +150,7 @@ class DataSpec(Section):
         ):
             both = sorted(set(getattr(self, one) or ()) & set(getattr(self, other) or ()))
             if both:
-                raise ValueError(f"{both[0]!r} is in both data.{one} and data.{other}, but {why}; remove it from one of them")
+                raise ValueError(f"{one} and data.{other} both name {both[0]!r}, but {why}; remove it from one of them")
         if self.split is not None:
             if len(self.split) not in (2, 3) or any(part <= 0 for part in self.split):
                 raise ValueError(f"split {list(self.split)} must have two or three positive parts: train, valid and optionally test")
@@ -305,7 +305,8 @@ class TrainSpec(Section):
     )
     early_stop: Positive | None = Field(None, description="stop after this many evaluations without improvement of train.best")
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
-        None, description="classification, tagging: weights of the labels in the loss"
+        None,
+        description="classification, tagging: weights of the labels in the loss, by default 1; balanced: the same for each in total",
     )
     loss: Literal["mse", "mae"] = Field("mse", description="regression, forecasting without quantiles: the loss")
     on_nan: Literal["stop", "skip", "back"] = Field(
@@ -362,7 +363,7 @@ class PlanSpec(Section):
     )
     micro_batches: Positive = Field(1, description="parts into which the lanes are split, which follow each other through the stages")
     cuts: tuple[Positive, ...] | None = Field(
-        None, description="first unit of each stage after the first; the encoder is unit 0, the head the last"
+        None, description="first layer of each stage after the first, counted from 1; the head comes after the last layer"
     )
     recompute: bool | Literal["twice"] = Field(
         False,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from carrywave.data.prepare import table_of_file
+from carrywave.data.python_inputs import series_of
 from carrywave.data.tables import series
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, SpecError, UserError, option
@@ -59,18 +61,18 @@ class Backtest:
     ending: Ending | None = None  # that of a training that was asked to stop
 
 
-def backtest_run(path: Path | str, data: str | None, asked: Asked, device: str, note: Callable[[str], None]) -> Backtest:
-    """Forecast with a trained run, from origins in a file: its own training file, or `data`."""
+def backtest_run(path: Path | str, data: Any, asked: Asked, device: str, note: Callable[[str], None]) -> Backtest:
+    """Forecast with a trained run, from origins in its own training file, or in `data`: a file or a frame."""
     world = join(device)
     with raise_on_all(world, patient=True):
         saved = open_run(path, device, world=world)
         spec, codec = saved.spec, saved.task.codec
         _check(spec, str(path))
-        file = data or spec.data.train
-        if file is None:
+        given = spec.data.train if data is None else data
+        if given is None:
             raise DataError(f"{path} was trained on data from Python, which is not stored in the run; pass a file with {option('data')}")
         rolling = asked.rolling(spec.data.horizon, reads_ahead=bool(codec.known))
-        whole = table_of_file(file, codec, spec)
+        whole = series_of(given, codec, spec)
         table, left_out = long_enough(whole, rolling, before=1)
         seen = _seen(whole, table, rolling, spec) if data is None else ()
     if world.rank == 0:

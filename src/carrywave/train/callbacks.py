@@ -128,12 +128,15 @@ class Callbacks:
                 what = " ".join(str(error).split())[:200]
                 said = f"{type(error).__name__}: {what}" if what else type(error).__name__
                 raise UserError(
-                    f"{type(callback).__name__}.{event} raised {said} at step {at.step}; correct the callback, and resume the run"
+                    f"{type(callback).__name__}.{event} raised {said} at step {at.step}; correct the callback, and resume the run, "
+                    "or start it again if it has no snapshot yet"
                 ) from error
 
 
 def check_callbacks(given: Sequence[object]) -> None:
     """Refuse what would never be called."""
+    if not isinstance(given, Sequence):
+        raise UserError(f"callbacks is a {type(given).__name__}, not a list; write callbacks=[...]")
     for each in given:
         name = type(each).__name__
         if isinstance(each, type):

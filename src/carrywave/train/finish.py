@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 
 from torch import Tensor, nn
@@ -54,11 +55,16 @@ def carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> 
     for part, values in reached.items():
         if (verdict := worse_than_naive(values)) is not None:
             watch.say(f"{part}: {verdict}")
-    told = "; ".join(f"{part} " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()) for part, values in reached.items())
+    told = "; ".join(f"{part} {_in_short(values)}" for part, values in reached.items())
     stopped = {"early": " (stopped early)", "callback": " (ended by a callback)"}.get(ending, "")
     steps = f"{at.step} step{'s' * (at.step != 1)}"
     watch.end(f"{loop.folder.shown}: {steps}{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
     return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
+
+
+def _in_short(values: Mapping[str, float]) -> str:
+    """The metrics for the last line of a run: those of single columns, and of the naive forecast, are in the rows above it."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if not name.endswith("]") and not name.startswith("naive_"))
 
 
 def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from carrywave.data.files.frames import columns_of, is_frame
-from carrywave.data.files.same_kind import frame_like, kind_of
+from carrywave.data.files.same_kind import appended, frame_like, kind_of
 from carrywave.errors import DataError, RunError, UserError
+from carrywave.runs.backtest.listing import rows_of
 from carrywave.runs.prediction import predict
 from carrywave.runs.run import Run
 from carrywave.runs.trained_run import codec_of, evaluate_run
 from carrywave.runs.watcher import Logged
 from carrywave.spec.load import load_own
+from carrywave.train.backtest import ORIGINS, Asked, backtest_run
 from carrywave.train.fit import fit
 from carrywave.train.result import Result
 
@@ -26,7 +28,8 @@ class Forecaster:
 
     Rows have the columns `unique_id`, `ds` and `y`; other names are given as `series`, `time` and `target` (or several). A frame without
     `unique_id` is a single series; other numeric columns are read too, up to the last row. `quantiles` asks for a column for each of them
-    instead of one. `model`, `data`, `batch` and `train` are sections of a spec.
+    instead of one. `model`, `data`, `batch` and `train` are sections of a spec; covariates are in `data`, as in
+    `data={"known": ["price"], "calendar": ["weekday"]}`.
 
     A fitted forecaster is a run folder, `run`: `Forecaster.load(folder)` opens it again, in any process.
 
@@ -131,10 +134,12 @@ class Forecaster:
         self._frame = frame
         return self
 
-    def predict(self, frame: Any = None) -> Any:
+    def predict(self, frame: Any = None, *, future: Any = None) -> Any:
         """Forecast what follows the last row of each series: a frame of the same kind, with a row for each series and future time.
 
         Without a frame, it is what follows the frame that `fit` was given. Series that the forecaster was not trained on are forecast too.
+        With known covariates, `future` is a frame of the same kind with their values: a row for each series and time ahead. They may also
+        be rows at the end of `frame`, with nothing in the columns to forecast.
 
         >>> import pyarrow as pa
         >>> import carrywave as cw
@@ -149,8 +154,33 @@ class Forecaster:
             raise UserError("this forecaster was loaded from its run, which holds no data; pass predict a frame that ends where it begins")
         given = self._frame if frame is None else frame
         self._check(given, "the frame")
-        rows = predict(run, given, device=self.device, note=Logged().say)
+        if future is not None:
+            self._check(future, "future")
+        whole = given if future is None else appended(given, future, "future")
+        rows = predict(run, whole, device=self.device, note=Logged().say)
         return frame_like(given, [{name: value for name, value in row.items() if name != "step"} for row in rows])
+
+    def backtest(self, frame: Any, *, origins: int = ORIGINS, stride: int | None = None) -> Any:
+        """Forecast from several origins within a frame, as if nothing after them were known: a frame of forecasts beside what came.
+
+        The last origin lies a horizon before the end of each series, the one before it a `stride` earlier (by default a horizon), and so
+        on. Forecasts from origins within the rows that were trained on look better than they are: fit on the rows before, as here.
+
+        >>> import carrywave as cw
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"ds": range(80), "y": [float(step % 4) for step in range(80)]})
+        >>> forecaster = cw.Forecaster(2, model={"hidden": 4, "layers": 1}, train={"epochs": 1}).fit(frame[:-6])
+        >>> found = forecaster.backtest(frame, origins=3)
+        >>> found[["origin", "ds", "step", "truth"]].values.tolist()[-2:]
+        [[77.0, 78.0, 1.0, 2.0], [77.0, 79.0, 2.0, 3.0]]
+        >>> list(found.columns)
+        ['origin', 'ds', 'step', 'column', 'forecast', 'truth', 'naive']
+        """
+        run = self._opened("backtest")
+        self._check(frame, "the frame")
+        found = backtest_run(run, frame, Asked(stride=stride, origins=origins), self.device, Logged().say)
+        rows = list(rows_of(found.table, found.forecasts, found.columns, found.quantiles))
+        return frame_like(frame, rows, alike={"origin": found.table.time} if found.table.time is not None else None)
 
     def score(self, frame: Any) -> float:
         """How much better than the seasonal-naive forecast, over all rows of a frame: 1 is perfect, 0 as good as naive, below 0 worse.

@@ -31,6 +31,10 @@ class Result:
     model: Any  # the Model, or the user's own module
     task: Task  # its `codec` holds scales, vocabulary and labels
 
+    def __repr__(self) -> str:
+        losses = "".join(f", {part} loss {values['loss']:.4g}" for part, values in self.metrics.items() if "loss" in values)
+        return f"Result(run={str(self.run)!r}, ending={self.ending!r}{losses})"
+
     def batch(self, data: Any) -> Batch:
         """Convert raw data, as `cw.fit` and `cw.predict` accept it, to what the model reads: scaled, or as tokens; labels are not needed.
 

@@ -79,7 +79,7 @@ def begin(
                 if from_files and (resume or snapshot is not None):
                     refuse_python(spec, folder)
                 if snapshot is not None:
-                    check_same(spec, spec_of(snapshot))
+                    check_same(spec, spec_of(snapshot), files_move=True)
                     before = plan_before(folder)
                 codec = given_codec(init, folder, snapshot)
                 reading = {} if init is None else reading_of(init, spec)

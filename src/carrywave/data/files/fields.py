@@ -14,6 +14,7 @@ from carrywave.data.tables.moments import TOO_WHOLE, WHOLE, too_whole, unusable
 from carrywave.errors import DataError
 
 FIELDS = ("steps", "tokens", "text")
+TARGETS = ("label", "labels")
 IGNORED = -100
 Matrix = NDArray[np.float64]
 
@@ -33,7 +34,10 @@ def take(row: Row, field: str, where: str) -> Any:
         others = [name for name in FIELDS if row.get(name) is not None]
         if field in FIELDS and others:
             raise DataError(f"{where}: the row has {others[0]}, expected {field}; use the same field in all rows")
-        raise DataError(f"{where}: the field {field} is missing (the row has {_names(row)}); add it")
+        if field in row:
+            raise DataError(f"{where}: the field {field} is empty; fill it in, or remove the row")
+        remedy = "add it, or name the field that has the target in data.label" if field in TARGETS else "add it"
+        raise DataError(f"{where}: the field {field} is missing (the row has {_names(row)}); {remedy}")
     return value
 
 
@@ -144,6 +148,9 @@ def class_of(value: Any, field: str, where: str) -> tuple[str, str]:
         return "whole number", str(value)
     if isinstance(value, str):
         return "string", value
+    if field == "label" and hasattr(value, "__len__"):
+        fact = f"label is {_kind(value)} of length {len(value)}, but classification has one label for each sequence"
+        raise DataError(f"{where}: {fact}; for one-hot rows pass labels.argmax(axis=1), for a label at each step use task=tagging")
     raise DataError(
         f"{where}: {field} is {_kind(value)} ({value!r:.40}); use a string, a whole number or a boolean, or task=regression for numbers"
     )

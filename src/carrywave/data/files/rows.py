@@ -5,7 +5,6 @@ Rows are read one at a time and can be iterated repeatedly; each can be located 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 
+from carrywave.data.files.missing_column import missing_column
 from carrywave.data.files.quotes import check_quotes
 from carrywave.data.files.source import Source, to_utf8
 from carrywave.errors import DataError
@@ -235,24 +235,23 @@ class RenamedRows:
     def _renamed(self, row: Row, number: int) -> Row:
         renamed = dict(row)
         if self.text is not None:
-            content = self._take(renamed, self.text, "data.text", number)
+            content = self._take(renamed, self.text, "data.text", number, row)
             renamed = {name: value for name, value in renamed.items() if name not in ("text", "tokens", "steps")}
             renamed["text" if isinstance(content, str) or content is None else "tokens" if _is_tokens(content) else "steps"] = content
         if self.label is not None and self.labelled:
-            renamed[self.target] = self._take(renamed, self.label, "data.label", number)
+            renamed[self.target] = self._take(renamed, self.label, "data.label", number, row)
         return renamed
 
-    def _take(self, row: Row, name: str, setting: str, number: int) -> Any:
+    def _take(self, row: Row, name: str, setting: str, number: int, given: Row) -> Any:
         if name not in row:
-            near = difflib.get_close_matches(name, list(row), n=3, cutoff=0.4) or list(row)[:8]
-            raise DataError(f"{self.where(number)} has no column {name!r} ({setting}); the nearest are {', '.join(near)}")
+            raise DataError(missing_column(self.where(number), name, list(given), setting if self.labelled else None))
         return row.pop(name) if self.labelled else row[name]  # what a prediction does not read may be carried through to it
 
 
 def _is_tokens(content: Any) -> bool:
     """True for words and for whole numbers, one for each step; anything else is a list of numeric steps."""
     first = content[0] if hasattr(content, "__len__") and len(content) and hasattr(content, "__getitem__") else None
-    return isinstance(first, str) or (hasattr(first, "__index__") and not isinstance(first, bool))
+    return isinstance(first, str) or (hasattr(first, "__index__") and not isinstance(first, bool) and not getattr(first, "ndim", 0))
 
 
 def renamed(rows: Rows, data: DataSpec, *, target: str, labelled: bool) -> Rows:

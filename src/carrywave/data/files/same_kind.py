@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from carrywave.data.files.frames import as_table
+from carrywave.data.files.source import one_line
 from carrywave.errors import DataError
 
 KINDS = ("pandas", "polars", "pyarrow")
@@ -24,18 +25,31 @@ def kind_of(frame: Any) -> str | None:
     return library if is_frame else None
 
 
-def frame_like(given: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """The rows as a frame of the kind of `given`."""
+def frame_like(given: Any, rows: Sequence[Mapping[str, Any]], *, alike: Mapping[str, str] | None = None) -> Any:
+    """The rows as a frame of the kind of `given`; `alike` names columns that have the type of another one there."""
     columns = list(rows[0]) if rows else []
     known = as_table(given, "the frame")
     types = {} if known is None else {field.name: field.type for field in known.table.schema}
-    table = pa.table({name: _column([row[name] for row in rows], types.get(name)) for name in columns})
+    table = pa.table({name: _column([row[name] for row in rows], types.get((alike or {}).get(name, name))) for name in columns})
     kind = kind_of(given)
     if kind == "pandas":
         return _as_pandas(given, table)
     if kind == "polars":
         return _as_polars(given, table)
     return table
+
+
+def appended(given: Any, more: Any, name: str) -> Any:
+    """The rows of a frame and, after them, those of another, as an Arrow table; a column that one of them lacks is empty there."""
+    frames = [as_table(given, "the frame"), as_table(more, name)]
+    tables = [frame.table for frame in frames if frame is not None]
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        first, second = (dict(zip(table.column_names, table.schema.types, strict=True)) for table in tables)
+        other = next((column for column in second if column in first and first[column] != second[column]), None)
+        what = f"column {other} of {name} is {second[other]}, but {first[other]} in the frame" if other else one_line(error)
+        raise DataError(f"{what}; give both the same type") from error
 
 
 def _column(values: list[Any], like: Any) -> Any:

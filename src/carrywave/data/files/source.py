@@ -103,6 +103,8 @@ class Source:
             fact = f"{self.name} is not text in {self.encoding or 'utf-8'} ({one_line(error)})"
             raise DataError(f"{fact}; set data.encoding to the encoding it was written in") from error
         except (OSError, pa.ArrowException) as error:
+            if "Empty CSV file" in str(error):
+                raise DataError(f"{self.name} is empty; use a file with a line of column names and at least one row") from error
             raise DataError(
                 f"{self.name} cannot be read ({one_line(error)}); check that the file is complete and in the format its name implies"
             ) from error
@@ -204,7 +206,8 @@ def find(
         return Source(name, hub_datasets.fetch(name, field, cache), "parquet", block_bytes=block_bytes)
     path = Path(name).expanduser() if cache is None or not remote.is_address(name) else remote.fetch(name, cache)
     if not path.exists():
-        raise DataError(f"{field}={name}: file not found{_from_where(path)}; use the path of an existing file")
+        setting = "" if field == "data" else f"{field}="  # that of a spec, rather than the input of a command
+        raise DataError(f"{setting}{name}: file not found{_from_where(path)}; use the path of an existing file")
     if path.is_dir():
         raise DataError(f"{field}={name} is a folder; use the path of a file")
     if not path.is_file():

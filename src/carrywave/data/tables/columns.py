@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from carrywave.data.codec import Codec
+from carrywave.data.files.missing_column import missing_column, quoted
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.dates import is_dates, is_text, like_dates, share_of_dates, texts_of
 from carrywave.errors import DataError
@@ -81,33 +81,29 @@ class Roles:
 
     def told(self, name: str, *, as_it_stands: bool) -> str:
         """Return a line on what is and is not read; `as_it_stands`: the times do not determine the order of rows."""
-        by = "" if self.time is None else ", in file order" if as_it_stands else f", ordered by {_quoted(self.time)}"
-        of = "" if self.series is None else f", one series per {_quoted(self.series)}"
-        left = "" if not self.left else f"; ignored: {_listed([f'{_quoted(column)} ({why})' for column, why in self.left])}"
+        by = "" if self.time is None else ", in file order" if as_it_stands else f", ordered by {quoted(self.time)}"
+        of = "" if self.series is None else f", one series per {quoted(self.series)}"
+        left = "" if not self.left else f"; ignored: {_listed([f'{quoted(column)} ({why})' for column, why in self.left])}"
         besides = "".join(f"; {line}" for line in self.covariates)
-        return f"{name}: reading {_listed([_quoted(column) for column in self.columns])}{by}{of}{besides}{left}"
+        return f"{name}: reading {_listed([quoted(column) for column in self.columns])}{by}{of}{besides}{left}"
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def _quoted(column: str) -> str:
-    return column if column.strip() else repr(column)
-
-
 def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> Roles:
     """Assign roles to columns; `index` is the column that was a frame's index."""
     for wanted, field in ((choice.time, "data.time"), (choice.series, "data.series")):
-        require(table, [] if wanted is None else [wanted], name, field)
+        require(table, [] if wanted is None else [wanted], name, None if choice.trained else field)
     names = table.column_names
     series = choice.series if choice.series is not None else SERIES_NAME if SERIES_NAME in names else None
     counter = _counter(table, {choice.time, series})
     time = choice.time if choice.time is not None else _find_time(table, series, index, counter)
     if choice.columns is not None:
-        require(table, choice.columns, name, "data.columns")
+        require(table, choice.columns, name, None if choice.trained else "data.columns")
     for field in ("known", "categorical", "static"):
-        require(table, getattr(choice, field), name, f"data.{field}")
+        require(table, getattr(choice, field), name, None if choice.trained else f"data.{field}")
         if misused := [column for column in getattr(choice, field) if column in (time, series)]:
             what = "times" if misused[0] == time else "names of the series"
             raise DataError(f"{name}: column {misused[0]} (data.{field}) holds the {what}; remove it from data.{field}")
@@ -126,8 +122,8 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
         elif choice.columns is None or column not in choice.columns:
             left[column] = why
     if choice.columns is None and not read:
-        taken = ", ".join(_quoted(column) for column in (time, series) if column is not None)
-        others = "" if not left else f" ({_listed([f'{_quoted(column)}: {why}' for column, why in left.items()])})"
+        taken = ", ".join(quoted(column) for column in (time, series) if column is not None)
+        others = "" if not left else f" ({_listed([f'{quoted(column)}: {why}' for column, why in left.items()])})"
         raise DataError(
             f"{name} has no numeric column{f' besides {taken}' if taken else ''}{others}; add a numeric column, or set data.columns"
         )
@@ -137,7 +133,16 @@ def roles_of(table: Any, name: str, choice: ColumnChoice, index: str | None) -> 
             field = "known" if column in choice.known else "static"
             fact = f"column {column} (data.{field}) contains {_why_not(table[column], False) or 'no numbers'}, not numbers"
             raise DataError(f"{name}: {fact}; add it to data.categorical, or remove it from data.{field}")
-    lists = {"known ahead": choice.known, "categorical": categorical, "static": choice.static, "calendar": choice.calendar}
+    measured = [column for column in columns if column not in (*choice.known, *choice.static)]
+    all_of_them = len(measured) > 1 and not choice.targets
+    forecast = ("all of them (data.targets chooses)",) if all_of_them else choice.targets if list(choice.targets) != list(columns) else ()
+    lists = {
+        "forecast": forecast,
+        "known ahead": choice.known,
+        "categorical": categorical,
+        "static": choice.static,
+        "calendar": choice.calendar,
+    }
     said = tuple(f"{what}: {_listed(given)}" for what, given in lists.items() if given)
     return Roles(columns, time, series, tuple(left.items()), categorical, said)
 
@@ -151,12 +156,11 @@ def _categorical(table: Any, choice: ColumnChoice) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda column: column not in choice.known))
 
 
-def require(table: Any, wanted: Sequence[str], name: str, field: str) -> None:
-    """Reject a missing column, and suggest the nearest names."""
+def require(table: Any, wanted: Sequence[str], name: str, field: str | None) -> None:
+    """Reject a missing column; `field` is the key that names it, None if the training data had it."""
     for column in wanted:
         if column not in table.column_names:
-            near = difflib.get_close_matches(column, table.column_names, n=3, cutoff=0.4) or table.column_names[:SHOWN]
-            raise DataError(f"{name} has no column {column!r} ({field}); the nearest are {', '.join(map(_quoted, near))}")
+            raise DataError(missing_column(name, column, table.column_names, field))
 
 
 def _counter(table: Any, taken: set[str | None]) -> str | None:
@@ -243,7 +247,7 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
     others = [column for column in table.column_names if column not in (roles.time, roles.series)]
     clock = next((column for column in others if _is_clock(table[column], column)), None)
     if clock is not None:
-        return f"combine columns {_quoted(str(roles.time))} and {_quoted(clock)} into one, such as 2024-01-31 23:00:00"
+        return f"combine columns {quoted(str(roles.time))} and {quoted(clock)} into one, such as 2024-01-31 23:00:00"
     ranks = np.unique(times, return_inverse=True)[1]
     codes = {column: _codes(table[column]) for column in others if _may_name(table[column])}
     given = None if roles.series is None else _codes(table[roles.series])
@@ -257,11 +261,11 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
             # Prefer text, since integers may tell rows apart by chance; then the fewest series.
             (alone if len(parts) == 1 else pairs).append((numbers, int(joined.max(initial=0)), chosen))
     if alone:
-        return f"set data.series={_quoted(min(alone)[2][0])}"
+        return f"set data.series={quoted(min(alone)[2][0])}"
     if pairs:
         chosen = min(pairs)[2]
         one, two = chosen if given is None else (str(roles.series), chosen[0])
-        return f"combine columns {_quoted(one)} and {_quoted(two)} into one that names each series, and set data.series to it"
+        return f"combine columns {quoted(one)} and {quoted(two)} into one that names each series, and set data.series to it"
     return None
 
 

@@ -1,4 +1,7 @@
-"""Dates written as text: those with the year first are parsed, other formats are recognised so that none is mistaken for plain text."""
+"""Dates written as text: those with the year first are parsed, and those with the year last if it can be told which number is the day.
+
+Other formats are recognised so that none is mistaken for plain text.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ YEAR_FIRST = (  # normalise 2024/1/31 and 2024.01.31 to 2024-01-31, step by step
     (r"^(\d{4})-(\d)-", r"\1-0\2-"),
     (r"^(\d{4}-\d{2})-(\d)($|[ T])", r"\1-0\2\3"),
 )
+YEAR_LAST = r"^\d{1,2}[/.-]\d{1,2}[/.-]\d{4}([ T]\d{1,2}:.*)?$"
+WITH_DOTS = r"^\d{1,2}\.\d{1,2}\.\d{4}"
+PARTS = r"^(?P<first>\d{1,2})[/.-](?P<second>\d{1,2})[/.-](?P<year>\d{4})"
 LIKE_ISO = r"^\d{4}[/.-]\d{1,2}([/.-]\d{1,2}([ T]\d{1,2}:.*)?)?$"
 MONTHS = r"(?i)\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b"
 LIKE_A_DATE = (
@@ -24,6 +30,7 @@ LIKE_A_DATE = (
 MOST = 0.5  # if more than this fraction of rows are dates, the others are errors
 SOME = 100  # about this many rows are sampled
 
+Order = Literal["day", "month"]  # which comes first, where the year comes last
 DateShape = Literal["date", "month", "datetime"]
 WRITE = "write dates as 2024-01-31 or 2024-01-31 23:00:00"
 
@@ -50,13 +57,38 @@ def texts_of(column: Any) -> Any:
 
 
 def read_dates(texts: Any) -> Dates | None:
-    """Parse trimmed texts as dates; None unless every one is a date."""
+    """Parse trimmed texts as dates; None unless every one is a date, and all are in one format."""
+    first = first_in(texts)
+    return _read_year_first(texts if first is None else _year_first(texts, first))
+
+
+def _read_year_first(texts: Any) -> Dates | None:
     found = _cast(texts)
     if found is None and pc.all(pc.match_substring_regex(texts, LIKE_ISO)).as_py():
         for pattern, written in YEAR_FIRST:
             texts = pc.replace_substring_regex(texts, pattern, written)
         found = _cast(texts)
     return found
+
+
+def first_in(texts: Any) -> Order | None:
+    """Return what comes first in dates with the year last; None if that cannot be told, or if not all are such dates.
+
+    A number above 12 is a day. Dates with dots have the day first wherever they are usual; in 01/02/2024 it could be either.
+    """
+    if not len(texts) or not pc.all(pc.match_substring_regex(texts, YEAR_LAST)).as_py():
+        return None
+    numbers = pc.extract_regex(texts, PARTS)
+    first, second = (pc.max(pc.struct_field(numbers, name).cast(pa.int64())).as_py() for name in ("first", "second"))
+    dots = pc.all(pc.match_substring_regex(texts, WITH_DOTS)).as_py()
+    if first > 12 or (dots and second <= 12):
+        return "day" if second <= 12 else None
+    return "month" if second > 12 else None
+
+
+def _year_first(texts: Any, first: Order) -> Any:
+    """Return dates with the year last as 2024-1-31."""
+    return pc.replace_substring_regex(texts, r"^(\d{1,2})[/.-](\d{1,2})[/.-](\d{4})", r"\3-\2-\1" if first == "day" else r"\3-\1-\2")
 
 
 def _cast(texts: Any) -> Dates | None:
@@ -97,9 +129,12 @@ def problem(texts: Any, label: str, *, counted: bool) -> str | None:
     """
     if share_of_dates(texts) > MOST and _mostly_read(texts):
         row = _first_broken(texts)
-        fact = f"row {row + 1}, column {label} is {texts[row].as_py()!r:.40}, which is not a date, or not in the format of earlier rows"
+        fact = f"row {row + 1}, column {label} is {texts[row].as_py()!r:.40}, which is not a date, or not in the format of the others"
         return f"{fact}; correct it or remove the row"
     alike = like_dates(texts)
+    last = pc.match_substring_regex(texts, YEAR_LAST)
+    if _share(last) > MOST and not counted:
+        return _problem_with_year_last(texts, last, label)
     if _share(alike) > MOST and not counted:
         shown = texts[int(pc.index(alike, True).as_py())].as_py()
         fact = f"column {label} contains {shown!r:.40}, a date in an unsupported format"
@@ -107,10 +142,23 @@ def problem(texts: Any, label: str, *, counted: bool) -> str | None:
     return None
 
 
+def _problem_with_year_last(texts: Any, last: Any, label: str) -> str:
+    """Explain what is wrong with dates of which most have the year last: one that is no such date, or that all can be read in two ways."""
+    first = first_in(texts.filter(last))
+    if first is None:
+        shown = texts[int(pc.index(last, True).as_py())].as_py()
+        fact = f"column {label} contains {shown!r:.40}, and it cannot be told whether the day or the month comes first"
+        return f"{fact}; {WRITE}"
+    others = pc.index(last, False).as_py()
+    row = _first_broken(_year_first(texts, first)) if others < 0 else int(others)
+    fact = f"row {row + 1}, column {label} is {texts[row].as_py()!r:.40}, which is not a date, or not in the format of the others"
+    return f"{fact}; correct it or remove the row"
+
+
 def _mostly_read(texts: Any) -> bool:
     """True if most texts are dates that can be parsed, judged by a sample."""
     rows = range(0, len(texts), -(-len(texts) // SOME))
-    return sum(read_dates(texts[row : row + 1]) is not None for row in rows) > MOST * len(rows)
+    return sum(_read_year_first(texts[row : row + 1]) is not None for row in rows) > MOST * len(rows)
 
 
 def _share(mask: Any) -> float:
@@ -122,5 +170,5 @@ def _first_broken(texts: Any) -> int:
     good, bad = 0, len(texts)  # the first `good` rows can be parsed together, the first `bad` cannot
     while bad - good > 1:
         middle = (good + bad) // 2
-        good, bad = (middle, bad) if read_dates(texts[:middle]) is not None else (good, middle)
+        good, bad = (middle, bad) if _read_year_first(texts[:middle]) is not None else (good, middle)
     return bad - 1

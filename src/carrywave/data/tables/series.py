@@ -299,7 +299,8 @@ def encoded(table: Table, codec: Codec, new: NewArray) -> Sequences:
 def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
     """Read a separate table with the codec of the training data."""
     span, kept = whole(table), np.ones(len(table.names), np.bool_)
-    notes = (*table.notes[1:], *unseen_values(table.name, table, codec))  # which columns are read was reported in training
+    used = span if labelled else SeriesPart(table.starts, table.totals, span.warm)  # a forecast also reads what is known ahead
+    notes = (*table.notes[1:], *unseen_values(table.name, table, codec, used))  # which columns are read was reported in training
     if labelled:
         kept = long_enough(span, spec.data.horizon)
         notes += check(kept, span, table, spec, part)

@@ -23,7 +23,7 @@ from carrywave.data.tables.calendar import calendar_columns, calendar_features
 from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, TIME_NAMES, ColumnChoice, Roles, roles_of, second_rows
 from carrywave.data.tables.completing import SortedRows, completed
 from carrywave.data.tables.covariates import categories_of
-from carrywave.data.tables.dates import WRITE, is_text, problem, texts_of
+from carrywave.data.tables.dates import WRITE, first_in, is_text, problem, texts_of
 from carrywave.data.tables.moments import TOO_WHOLE, too_whole, unusable
 from carrywave.data.tables.times import TimeColumn, Times, read_times, with_frequency
 from carrywave.errors import DataError
@@ -190,6 +190,8 @@ def _in_time(
     place = TimeColumn(name, roles.time, column, order, names, codes[order], remedy)
     times, gaps = with_frequency(times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place)
     said = [] if gaps is None or choice.missing != "error" else [gaps]
+    if is_text(column.type) and times.dated and (first := first_in(texts_of(column))) is not None:
+        said.insert(0, f"{name}: column {roles.time} contains {column[0].as_py()!r:.40}, read with the {first} first")
     if times.in_words:
         fact = f"column {roles.time} contains {column[0].as_py()!r:.40}, which is not a recognised date"
         said.append(f"{name}: {fact}: rows are kept in file order, and forecasts have no times; {WRITE}")

@@ -61,7 +61,7 @@ def hint_lines(hints: Sequence[Hint]) -> list[str]:
     parts = [f"{each.setting} (about {each.gain:.1f} times as fast)" for each in sorted(hints, key=lambda each: -each.gain)]
     changed = sorted({each.changes for each in hints if each.changes})
     profiles = " and ".join(sorted({each.profile for each in hints}))
-    said = f"this run would be much faster with {' or '.join(parts)}, as predicted from profile {profiles}"
+    said = f"this run would be much faster with {' or '.join(parts)}, as predicted from the profile of {profiles}"
     if not changed:
         return [said]
     return [f"{said}; {' and '.join(changed)} change{'s' * (len(changed) == 1)} the result of training, so the decision is yours"]

@@ -213,7 +213,10 @@ def refuse_pickle(path: Path, head: bytes) -> None:
     # A zip archive, or in the old format a bare pickle: protocol 2 and above begin with 0x80.
     bare = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") and head[8:9] != b"{"
     if head[:4] == b"PK\x03\x04" or bare:
-        raise RunError(f"{path} is a pickle (torch.save), which can run code when it is loaded; convert it to safetensors first")
+        raise RunError(
+            f"{path} is a pickle (torch.save), which can run code when it is loaded; "
+            "convert it: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW_FILE)"
+        )
 
 
 def _check_seal(path: Path, header: Mapping[str, Any], start: int) -> None:

@@ -24,6 +24,7 @@ MAY_CHANGE = (
     "on_nan",
     "shard_optimizer",
 )
+FILES = ("data.train", "data.valid", "data.test")
 BATCH = ("batch.lanes", "batch.steps", "batch.tokens")  # chosen to fit the data if they are left out
 
 
@@ -33,8 +34,11 @@ def spec_of(snapshot: Stored) -> Spec:
         return Spec.model_validate(with_new_names(snapshot.meta["spec"]))
 
 
-def check_same(asked: Spec, spec: Spec) -> None:
-    """Refuse to resume with a spec that would change the results; how the work is split, and when it ends, may change."""
+def check_same(asked: Spec, spec: Spec, *, files_move: bool = False) -> None:
+    """Refuse to resume with a spec that would change the results; how the work is split, and when it ends, may change.
+
+    `files_move`: data files may have other names, because their content is compared with that of the snapshot later.
+    """
     before, now = spec.model_dump(mode="json"), asked.model_dump(mode="json")
     for section in ("task", "data", "model", "batch", "train"):
         if section == "task" or not isinstance(now[section], dict):
@@ -44,6 +48,8 @@ def check_same(asked: Spec, spec: Spec) -> None:
         for name, old, new in pairs:
             if (new is None and name in BATCH) or (new == AUTO and name == "train.precision"):
                 continue  # left out, it keeps its value
+            if files_move and name in FILES and old is not None and new is not None:
+                continue
             if old != new and name.removeprefix("train.") not in MAY_CHANGE and name != "data.cache":
                 raise RunError(
                     f"the run was started with {name}={old}, not {new}; keep the old value, or start a new run with {option('init')}"

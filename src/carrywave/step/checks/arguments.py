@@ -118,7 +118,7 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
                 f"a step takes one or more batches as arguments, got a {type(batch).__name__}; make them with Batch.of(inputs, targets)"
             )
         if batch.goes_on and not keep_state:
-            raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}; remove fresh")
+            raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}remove fresh")
         if batch.unsure and model.pooled:
             raise UserError(
                 f"targets of shape {list(batch.inputs.shape[:2])} could be one per step or several per lane, and lengths would mask "
@@ -132,11 +132,13 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
 
 
 def _why_no_carry(model: Model | Whole) -> str:
+    """Why, and what to do instead of removing `fresh`."""
     if isinstance(model, Whole):
-        return f"a {type(model.module).__name__} has no carry that the trainer can keep"
+        name = type(model.module).__name__
+        return f"the trainer does not know the carry of a module such as {name}; wrap its parts as cw.Model(encoder, lstm, head), or "
     if model.pooled:
-        return "a pooling head reads whole sequences"
-    return "bidirectional layers read whole sequences" if model.reads_whole else "this trainer was created with keep_state=False"
+        return "a pooling head reads whole sequences; "
+    return "bidirectional layers read whole sequences; " if model.reads_whole else "this trainer was created with keep_state=False; "
 
 
 def _first(module: nn.Module) -> nn.Module:
