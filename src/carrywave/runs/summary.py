@@ -24,7 +24,8 @@ from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.plan.search.partition import say
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import Spec, TrainSpec
+from carrywave.spec.spec import Spec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.precision import HALVES, parameter_dtype
 

@@ -18,7 +18,7 @@ from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.schedule.schedule import wavefront
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step import executor
 from carrywave.step.executor import BatchOutcome, Job
 from carrywave.step.gradients import Gradients

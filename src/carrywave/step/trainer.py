@@ -26,7 +26,9 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import check_agreement
 from carrywave.plan.plan import Plan, check_sync
-from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
+from carrywave.spec.plan_spec import PlanSpec
+from carrywave.spec.spec import Spec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step import trainer_state
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.arguments import (

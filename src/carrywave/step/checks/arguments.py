@@ -17,7 +17,8 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.spec.load import parse
 from carrywave.spec.precision import AUTO
-from carrywave.spec.spec import Spec, TrainSpec
+from carrywave.spec.spec import Spec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.precision import parameter_dtype
 
 # The keys of a spec's train section that affect a single step. The others are for the training loop.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from carrywave.errors import RunError
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
