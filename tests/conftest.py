@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: many small tests side by side
+sys.path.insert(0, str(Path(__file__).parent))  # for _warm.py, which several folders use
 
 import hypothesis
 import pytest
