@@ -52,6 +52,15 @@ def enlarge(optimizer: Optimizer, named: Named) -> None:
     _begin(optimizer, new)
 
 
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups; where it is a tensor, in place, since a captured graph reads it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
 def _begin(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Initialize the state of parameters that have not taken a step yet."""
     [group] = optimizer.param_groups
