@@ -20,8 +20,8 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.plan.schedule.schedule import wavefront
 from carrywave.spec.train_spec import TrainSpec
 from carrywave.step import executor
-from carrywave.step.executor import BatchOutcome, Job
 from carrywave.step.gradients import Gradients
+from carrywave.step.job import BatchOutcome, Job
 from carrywave.step.micro_batches import FlatCarry, flatten, unflatten
 from carrywave.step.nonfinite import watched_encoder
 from carrywave.step.norms import norm_of_each
