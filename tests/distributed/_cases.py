@@ -51,6 +51,7 @@ class Run:
     scale: float | None  # of the fp16 loss, after the last step
     digests: dict[str, str]  # of each weight that this worker holds and of what the optimizer keeps of it, to the last bit
     replays: int = 0  # whole steps that came from a recording
+    failure: str = ""  # why there was no recording
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step: divided, clipped
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last step
 
@@ -179,7 +180,8 @@ def train(case: Case, mesh: Mesh) -> Run:
     if mesh.links is not None:
         mesh.links.drain()
     run.weights = {name: tensor.clone() for name, tensor in trainer.gathered().items()}
-    run.replays = 0 if trainer.capture is None else trainer.capture.replays["step"]
+    if trainer.capture is not None:
+        run.replays, run.failure = trainer.capture.replays["step"], trainer.capture.failure("step")
     run.scale = None if trainer.scaler is None else float(trainer.scaler.scale)
     state = optimizers.state_tensors(trainer.optimizer, trainer.named) if trainer.pieces is None else {}
     held = row_parts.named(trainer.parameters() | state, trainer.held.rows)

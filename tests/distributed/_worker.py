@@ -103,7 +103,7 @@ def serve(rank: int, worker: Worker, folder: Path, incoming: int, outgoing: int)
         for number, text in enumerate(lines):
             try:
                 run = worker.run(json.loads(text))
-                reply = {key: getattr(run, key) for key in ("losses", "norms", "finite", "scale", "digests", "replays")}
+                reply = {key: getattr(run, key) for key in ("losses", "norms", "finite", "scale", "digests", "replays", "failure")}
                 if rank == 0:
                     tensors = {f"gradient/{k}": v for k, v in run.gradients.items()} | {f"weight/{k}": v for k, v in run.weights.items()}
                     path = folder / f"{number}.safetensors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,24 @@ def test_any_plan_gives_the_answer_of_one_device(folder: Path) -> None:
         assert told[-2]["row"][key] == (pytest.approx(value, rel=CLOSE) if isinstance(value, float) else value), key
     alone = predict(folder / "serial", folder / "sales.csv", device="cpu", note=lambda _: None)
     assert [row["y"] for row in told[-1]["rows"]] == pytest.approx([row["y"] for row in alone], rel=1e-5)  # outputs travel in float32
+
+
+@pytest.mark.slow
+def test_a_backtest_on_two_workers_is_that_of_one(folder: Path) -> None:
+    """Origins inside gaps, and a series that train does not contain, are read again; workers must agree on which."""
+    frame = pd.read_csv(folder / "sales.csv")
+    frame = pd.concat([frame, frame[frame["unique_id"] == "p"].assign(unique_id="new")])
+    frame.loc[frame["ds"].between("2024-02-15", "2024-03-02"), "price"] = np.nan
+    frame.to_csv(folder / "later.csv", index=False)
+    found = []
+    for workers in ("1", "2"):
+        asked = f"backtest serial --data later.csv --origins 4 --devices {workers} -o {workers}.csv --svg {workers}.svg --device cpu"
+        words = [sys.executable, "-m", "carrywave", *asked.split()]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        found.append(pd.read_csv(folder / f"{workers}.csv"))
+    assert len(found[0]) == 3 * 4 * 3
+    pd.testing.assert_frame_equal(*found, rtol=1e-5)  # outputs travel in float32
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ import torch
 
 import carrywave as cw
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
-from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.model import Model
+from carrywave.spec.step_inputs import StepInputs
 
 
 def _tokens() -> Embedding:
@@ -20,6 +21,10 @@ def _tokens() -> Embedding:
 def _tied() -> Model:
     embedding = Embedding(23, 8)
     return Model(embedding, cw.LSTM(8, 8, num_layers=2, dropout=0.5), Softmax(8, 23, tied=embedding.weight))
+
+
+def _categories(inputs: StepInputs) -> Model:
+    return Model(Features(inputs), cw.LSTM(inputs.width, 8), Forecast(8, 2, 1))
 
 
 MODELS: dict[str, Callable[[], Model]] = {
@@ -43,6 +48,9 @@ MODELS: dict[str, Callable[[], Model]] = {
     "regression": lambda: Model(Numbers(4), cw.LSTM(4, 8, bias=False), PooledNumbers(8, 2)),
     "forecasting": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2)),
     "forecasting, quantiles": lambda: Model(Numbers(4), cw.LSTM(4, 8), Forecast(8, 3, 2, (0.1, 0.5, 0.9))),
+    # Two categorical columns, of which the first is known for the two steps ahead, and then two of which both are.
+    "forecasting, categories": lambda: _categories(StepInputs(3, ((5, 3), (4, 2)), (0, 1, 0, 0))),
+    "forecasting, two categories ahead": lambda: _categories(StepInputs(1, ((5, 3), (4, 2)), (0, 1, 0, 1, 0, 1))),
 }
 FORMS = [(name, stateful) for name in MODELS for stateful in (False, True) if not (stateful and "both ways" in name)]
 

@@ -15,6 +15,7 @@ from _export_models import MODELS, made
 
 from carrywave.export.portable import Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
+from carrywave.model.encoders import Features
 from carrywave.model.heads import Forecast
 from carrywave.model.portable_names import arguments, outside
 from carrywave.step.worker_setup import tensors_of
@@ -50,11 +51,15 @@ def test_plain_modules_compute_what_the_model_computes(name: str) -> None:
     portable = Portable(model)
     given = portable.sample(3, 5, seed=1)
     if portable.takes_lengths:
-        given[1] = torch.full((3,), 5)
+        given[-1] = torch.full((3,), 5)
     with torch.no_grad():
         [expected] = portable(*given)
         x = given[0].transpose(0, 1)
         x = x if "embedding.weight" not in weights else nn.functional.embedding(x, weights["embedding.weight"])
+        if isinstance(model.encoder, Features):
+            codes = given[1].transpose(0, 1)
+            looked_up = [weights[f"categories.{place}.weight"][codes[..., at]] for at, place in enumerate(model.encoder.inputs.places)]
+            x = torch.cat([x, *looked_up], dim=-1)
         y = stack(weights, arguments(model.lstm), x)
         if isinstance(model.head, AdaptiveSoftmax):
             head = nn.AdaptiveLogSoftmaxWithLoss(16, 23, [4, 10], dtype=torch.float64)
@@ -67,7 +72,7 @@ def test_plain_modules_compute_what_the_model_computes(name: str) -> None:
         else:
             out = nn.functional.linear(y, weights.get("head.weight", weights.get("embedding.weight")), weights["head.bias"])
         if isinstance(model.head, Forecast):
-            out = out.view(5, 3, 3, 2, -1)
+            out = out.view(5, 3, model.head.horizon, model.head.outputs, -1)
             rises = nn.functional.softplus(out[..., 1:] - math.log(2))
             out = torch.cat([out[..., :1], out[..., :1] + rises.cumsum(-1)], -1) if "quantiles" in name else out[..., 0]
     out = out if model.pooled else out.transpose(0, 1)

@@ -60,7 +60,7 @@ def test_recorded_steps_have_the_bits_of_launched_ones(plan: str, precision: str
     recorded, launched = crew.run(case), crew.run(changed(case, recorded=False))
     batches = len(case["groups"][0])
     one_piece = batches == 1 or chosen["stages"] > 1
-    assert (recorded.replays, launched.replays) == (STEPS - 1 if one_piece else 0, 0)
+    assert (recorded.failure, recorded.replays, launched.replays) == ("", STEPS - 1 if one_piece else 0, 0)
     odd = [name for name, tensor in launched.bits().items() if not torch.equal(tensor, recorded.bits()[name])]
     assert odd == []
     limit = {"fp32": 1e-4, "bf16": 0.1, "fp16": 0.02}[precision]

@@ -38,7 +38,7 @@ def test_a_table_is_cut_series_by_series() -> None:
     assert (kept.starts.tolist(), kept.lengths.tolist(), kept.names) == ([0, 10], [10, 8], ("x item 0", "x item 2"))
     first = at_origin(kept, Rolling(2, 2, 2), 0)
     assert first.values[:, 0].tolist() == [*range(6), *range(200, 204)]
-    assert cut(kept, kept.lengths).values.tolist() == kept.values.tolist()
+    assert cut(kept, kept.lengths, np.zeros_like(kept.lengths)).values.tolist() == kept.values.tolist()
     with pytest.raises(
         DataError, match="x: 9 origins, 2 rows apart, with a horizon of 2 need 21 rows, but the longest series has 10; use fewer"
     ):

@@ -91,6 +91,8 @@ def _recorded(graph: Graph, **options: object) -> Iterator[None]:
     try:
         with recording:
             yield
+    except BaseException:
+        raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904  # as the end of a capture does
     finally:
         recording.take_back()
 

@@ -290,7 +290,7 @@ def test_a_batch_that_cannot_be_recorded_says_so_once_and_steps_go_on() -> None:
     for number in range(4):
         batches = [words(4, 2, 2 * number), words(4, 2, 2 * number + 1)]
         plain.step(*batches)
-        if number == 0:
+        if number == 1:
             with pytest.warns(UserWarning, match="steps could not be captured as CUDA graphs"):
                 recorded.step(*batches)
         else:
@@ -298,6 +298,29 @@ def test_a_batch_that_cannot_be_recorded_says_so_once_and_steps_go_on() -> None:
     same(recorded, plain)
     assert counted(recorded, "batch") == 0
     assert counted(recorded, "update") == 3  # which reads nothing on the host
+
+
+def test_a_recording_that_fails_once_is_tried_again() -> None:
+    now = 0
+
+    class LooksOnce(Softmax):
+        def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            loss, count = super().loss(y, target)
+            assert now != 1 or loss.item() > 0
+            return loss, count
+
+    def model() -> Model:
+        torch.manual_seed(0)
+        return Model(Embedding(9, 4), LSTM(4, 4), LooksOnce(4, 9))
+
+    recorded, plain = pair(model, keep_state=True)
+    for now in range(5):
+        for trainer in (recorded, plain):
+            trainer.step(words(4, 2, now))
+    same(recorded, plain)
+    assert recorded.capture is not None
+    assert recorded.capture.failure("step") == "operation not permitted when stream is capturing"
+    assert counted(recorded, "step") == 3  # all but the first, and the one whose recording failed
 
 
 @pytest.mark.parametrize("several", [1, 2])

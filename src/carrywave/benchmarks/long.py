@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from carrywave.benchmarks._progress import told
 from carrywave.data.batch import Batch
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
@@ -59,7 +60,7 @@ def run(*, quick: bool = False) -> list[Row]:
             [[row]] = worker_pool.start(__name__, job, 1, name="bench long")
             plain = plain or row["seconds"]
             row |= {"seconds": round(row["seconds"], 2), "ratio": round(row["seconds"] / plain, 2), "bound_mb": BOUND_MB}
-            rows.append({name: row[name] for name in COLUMNS})
+            rows += told([{name: row[name] for name in COLUMNS}])
     return rows
 
 

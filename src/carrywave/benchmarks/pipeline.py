@@ -31,6 +31,7 @@ from torch import Tensor
 from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks._pipeline_peers import Case
 from carrywave.benchmarks._pipeline_variants import PIPELINES, SCHEDULERS, TORCH, Variant, bubble_of, plan_of, targets_of, variants_of
+from carrywave.benchmarks._progress import told
 from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, memory_mib, reset_peak, spread, start, take_turns, timed_block
 from carrywave.data.batch import Batch
 from carrywave.errors import RunError
@@ -92,7 +93,7 @@ def run(
         wanted = cases if cases is not None else (QUICK,) if quick else (*CASES, WIDE) if size >= 8 else CASES
         for case in wanted:
             if size <= 2 * case.layers:
-                rows += _compare(case, size, quick=quick, memory=not speed_only)
+                rows += told(_compare(case, size, quick=quick, memory=not speed_only))
     return rows
 
 

@@ -21,6 +21,7 @@ import torch
 
 from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks import gpu_pipeline
+from carrywave.benchmarks._progress import told
 from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, spread, take_turns
 from carrywave.data.batch import Batch
 from carrywave.measure.profiles import profile_for, threads
@@ -118,7 +119,7 @@ def run(*, quick: bool = False, shares: bool = False) -> list[Row]:
     rows: list[Row] = []
     with _fresh_cache():
         for case in QUICK if quick else CASES:
-            rows += _of_case(case, [2] if quick else crew_sizes(), quick=quick)
+            rows += told(_of_case(case, [2] if quick else crew_sizes(), quick=quick))
     errors = [abs(row["error"]) for row in rows]
     lost = [row["over_best"] for row in rows if row["chosen"]]
     summary = dict.fromkeys(rows[0], "") | {

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from carrywave.benchmarks import _pipeline_peers as peers
 from carrywave.benchmarks._pipeline_peers import Case
+from carrywave.benchmarks._progress import told
 from carrywave.benchmarks._replica_peers import DataParallelSequences, classifier, collate
 from carrywave.benchmarks._workers import TimedWorkers, crew_sizes, spread, start, take_turns
 from carrywave.benchmarks.pipeline import CHECKED, Ours, check_losses, first_steps
@@ -90,7 +91,7 @@ def run(*, quick: bool = False, workers: Sequence[int] | None = None) -> list[di
         timed = start("replicas", job, size)[0]
         for number, case in enumerate(cases):
             name, target = (f"fixed {case.name}", 1.0) if isinstance(case, Case) else (case.name, 1.5)
-            rows += rows_of(name, size, [row for row in timed if row["case"] == number], target)
+            rows += told(rows_of(name, size, [row for row in timed if row["case"] == number], target))
     return rows
 
 

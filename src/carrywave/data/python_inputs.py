@@ -294,8 +294,8 @@ def _table_opener(data: Any, part: str, spec: Spec) -> Callable[[Codec | None], 
 
     def open_table(codec: Codec | None) -> Table:
         choice = ColumnChoice.of(spec.data, codec)
-        if isinstance(data, Table):  # read already, as a whole
-            return series.choose_columns(data, choice)
+        if isinstance(data, Table):  # read already, as the spec says
+            return data
         frame = as_table(data, part)
         if frame is not None:
             return arrange(frame.table, part, choice, index=frame.index)

@@ -8,13 +8,14 @@ from typing import Any
 from carrywave import __version__
 from carrywave.export.portable import NEXT, Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
-from carrywave.model.encoders import Embedding
+from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads import Forecast, Pooled, Softmax
 from carrywave.model.model import Model
 from carrywave.model.portable_names import arguments, outside
 from carrywave.spec.spec import Spec
 from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.task import Task
+from carrywave.tasks.views import Layout
 
 
 def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
@@ -36,7 +37,8 @@ def describe(task: Task, portable: Portable, form: str, precision: str) -> str:
     else:
         tensors = tensors_of(model)
         whole["weights"] = {theirs: list(tensors[ours].shape) for ours, theirs in outside(tensors, model.lstm).items()}
-    whole |= {"model": _network(model), "data": _data(task.spec), "codec": json.loads(task.codec.to_json())}
+    step = {"step": _step(task)} if task.spec.task == "forecasting" else {}
+    whole |= {"model": _network(model), "data": _data(task.spec), **step, "codec": json.loads(task.codec.to_json())}
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -44,6 +46,7 @@ def _network(model: Model) -> dict[str, Any]:
     lstm, head = model.lstm, model.head
     found: dict[str, Any] = {
         "embedding": [model.encoder.vocabulary, model.encoder.width] if isinstance(model.encoder, Embedding) else None,
+        "categories": [list(table) for table in model.encoder.inputs.tables] if isinstance(model.encoder, Features) else [],
         "lstm": arguments(lstm),
         "layer_norm": lstm.layer_norm,
         "learned_carry": lstm.learned_carry,
@@ -65,6 +68,25 @@ def _network(model: Model) -> dict[str, Any]:
     elif isinstance(head, Pooled):
         described |= {"kind": "pooled linear", "outputs": head.weight.shape[0], "pool": head.pooling}
     return found
+
+
+def _step(task: Task) -> dict[str, list[dict[str, Any]]]:
+    """What each number of `x` and each of `codes` is: a column's value, its change since so many rows ago, or its value so many ahead."""
+    at, codec, data = Layout.of(task.codec), task.codec, task.spec.data
+    names = (*codec.columns, *codec.categorical)
+    changing = at.changing if data.residual == "season" else at.changing[:0]
+    ahead = range(1, data.horizon + 1)
+    return {
+        "x": [
+            *({"column": names[place]} for place in at.numbers),
+            *({"column": names[place], "change": data.season} for place in changing),
+            *({"column": names[place], "ahead": step} for step in ahead for place in at.known),
+        ],
+        "codes": [
+            *({"column": names[place]} for place in at.codes),
+            *({"column": names[place], "ahead": step} for step in ahead for place in at.known_codes),
+        ],
+    }
 
 
 def _data(spec: Spec) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def mean_loss(portable: Portable, run: Runner, saved: Saved, part: Part) -> floa
     state: list[torch.Tensor] | None = None
     for batch in loader.batches(Cursor(0, 0)):
         lanes = batch.lengths.shape[0]
-        named = {"x": batch.inputs.transpose(0, 1), "lengths": batch.lengths}
+        named = {**portable.step_of(batch.inputs), "lengths": batch.lengths}
         begins = state is None or not spec.streams or state[0].shape[0] != lanes
         if portable.stateful:
             named |= {"fresh": (batch.fresh | begins)[:, None], "ready": (batch.lengths > 0)[:, None]}

@@ -1,12 +1,14 @@
 """A whole model as an ONNX graph: what `Portable` computes, node by node.
 
-Shapes: T time, B lane, W width of the last layer, V classes, K steps ahead, C columns, Q quantiles.
+Shapes: T time, B lane, F codes of a step, N of them from one table, W width of the last layer or of a table, V classes, K steps ahead,
+C columns, Q quantiles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from carrywave.export.onnx_lstm import Ends, Lanes
 from carrywave.export.onnx_nodes import Nodes
 from carrywave.export.portable import NEXT, Portable
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
-from carrywave.model.encoders import Embedding
+from carrywave.model.encoders import Embedding, Features
 from carrywave.model.heads import Forecast, Pooled, Softmax
 
 MOST_BYTES = 1_900_000_000  # protobuf holds 2 GiB in one file
@@ -47,6 +49,8 @@ class _Graph:
         y_TBO = x_TB
         if isinstance(self.model.encoder, Embedding):
             y_TBO = nodes.add("Gather", nodes.weight("embedding.weight", self.model.encoder.weight), x_TB)
+        elif isinstance(self.model.encoder, Features):
+            y_TBO = nodes.add("Concat", x_TB, *self._categories(self.model.encoder), axis=-1)
         for layer in range(lstm.num_layers):
             y_TBO, ends = onnx_lstm.layer(nodes, lstm, layer, y_TBO, self._carry(layer, lanes), lanes)
             if portable.stateful:
@@ -54,6 +58,17 @@ class _Graph:
                     nodes.add("Squeeze", end, nodes.constant([0]), name=f"{part}_l{layer}{NEXT}")
         self._head(y_TBO, lanes)
         return nodes.model("carrywave", portable.inputs, portable.outputs, about)
+
+    def _categories(self, encoder: Features) -> Iterator[str]:
+        """The embeddings of a step's codes, those of neighbours from the same table looked up at once."""
+        nodes, first = self.nodes, 0
+        codes_TBF = nodes.add("Transpose", "codes", perm=[1, 0, 2])
+        for place, run in groupby(encoder.inputs.places):
+            count = len(list(run))
+            table = nodes.weight(f"categories.{place}.weight", encoder.tables[place])
+            found_TBNW = nodes.add("Gather", table, nodes.slice(codes_TBF, 2, first, first + count))
+            yield nodes.reshape(found_TBNW, 0, 0, count * encoder.inputs.tables[place][1])
+            first += count
 
     def _lanes(self, x_TB: str) -> Lanes:
         nodes = self.nodes

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from carrywave.errors import UserError
 from carrywave.kernels.carry import Carry
 from carrywave.model.adaptive_softmax import AdaptiveSoftmax
-from carrywave.model.encoders import Embedding, Numbers
+from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.model.state import State
@@ -50,31 +50,38 @@ class Port:
 
 
 class Portable(nn.Module):
-    """A model behind ports: x [B, T, …] and, where they matter, lengths [B]; if stateful, fresh and ready [B, 1] and the state."""
+    """A model behind ports: x [B, T, …], codes [B, T, K] of categories if it reads any and, where they matter, lengths [B]; if stateful,
+    fresh and ready [B, 1] and the state.
+    """
 
     def __init__(self, model: Model, *, stateful: bool = False) -> None:
         super().__init__()
         if stateful and model.reads_whole:
             raise UserError("bidirectional layers read whole sequences, so they have no carry to pass on; export without --stateful")
-        if type(model.head) not in OUTPUTS or not isinstance(model.encoder, Embedding | Numbers):
+        if type(model.head) not in OUTPUTS or not isinstance(model.encoder, Embedding | Numbers | Features):
             parts = f"{type(model.encoder).__name__} and {type(model.head).__name__}"
             raise UserError(f"{parts} are not carrywave's own encoder and head, which alone can be exported; export your module yourself")
         self.model = model
         self.stateful = stateful
         dtype = model.lstm.dtype
-        step: Port
-        if isinstance(model.encoder, Embedding):
-            step = Port("x", torch.int64, (BATCH, TIME))
-        else:
-            step = Port("x", dtype, (BATCH, TIME, model.lstm.input_size))
+        step = self._step(dtype)
         # Elsewhere padding at the end of a lane changes none of its real outputs.
         self.takes_lengths = stateful or model.pooled or model.reads_whole
         lengths = (Port("lengths", torch.int64, (BATCH,)),) if self.takes_lengths else ()
         flags = tuple(Port(name, torch.bool, (BATCH, 1)) for name in ("fresh", "ready")) if stateful else ()
         self.state = self._state(dtype) if stateful else ()
-        self.inputs = (step, *lengths, *flags, *self.state)
+        self.inputs = (*step, *lengths, *flags, *self.state)
         result = Port(OUTPUTS[type(model.head)], dtype, self._result())
         self.outputs = (result, *(Port(port.name + NEXT, port.dtype, port.shape) for port in self.state))
+
+    def _step(self, dtype: torch.dtype) -> tuple[Port, ...]:
+        encoder = self.model.encoder
+        if isinstance(encoder, Embedding):
+            return (Port("x", torch.int64, (BATCH, TIME)),)
+        if isinstance(encoder, Features):
+            codes = Port("codes", torch.int64, (BATCH, TIME, len(encoder.inputs.places)))
+            return Port("x", dtype, (BATCH, TIME, encoder.inputs.numbers)), codes
+        return (Port("x", dtype, (BATCH, TIME, self.model.lstm.input_size)),)
 
     def _state(self, dtype: torch.dtype) -> tuple[Port, ...]:
         lstm, ports = self.model.lstm, []
@@ -100,7 +107,10 @@ class Portable(nn.Module):
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """The outputs for these inputs, both in the order of the ports."""
         named = dict(zip((port.name for port in self.inputs), given, strict=True))
-        x = named["x"].transpose(0, 1)
+        x = named["x"]
+        if "codes" in named:
+            x = torch.cat([x, named["codes"].to(x.dtype)], dim=-1)  # as data is stored: float32 holds every code below 2**24
+        x = x.transpose(0, 1)
         lengths_B, fresh_B, state = named.get("lengths"), None, None
         if self.stateful:
             assert lengths_B is not None
@@ -117,6 +127,14 @@ class Portable(nn.Module):
         carried = [part[0] for carry in state.carries for part in carry]
         return out, *carried, *((state.acc[0], state.acc[1][:, None]) if self.model.pooled else ())
 
+    def step_of(self, inputs_TB: Tensor) -> dict[str, Tensor]:
+        """The inputs of a batch, [T, B, …], under the names of their ports."""
+        inputs = inputs_TB.transpose(0, 1)
+        if not isinstance(self.model.encoder, Features):
+            return {"x": inputs}
+        numbers = self.model.encoder.inputs.numbers
+        return {"x": inputs[..., :numbers], "codes": inputs[..., numbers:]}
+
     def blank(self, lanes: int) -> list[Tensor]:
         """A state of zeros; `fresh` lanes do not read it."""
         return [torch.zeros(lanes, *map(int, port.shape[1:]), dtype=port.dtype) for port in self.state]
@@ -130,6 +148,9 @@ class Portable(nn.Module):
             shape = [sizes[size] if isinstance(size, str) else size for size in port.shape]
             if port.name == "x" and isinstance(self.model.encoder, Embedding):
                 found.append(torch.randint(self.model.encoder.vocabulary, shape, generator=draw))
+            elif port.name == "codes" and isinstance(self.model.encoder, Features):
+                tables, places = self.model.encoder.inputs.tables, self.model.encoder.inputs.places
+                found.append(torch.stack([torch.randint(tables[place][0], shape[:-1], generator=draw) for place in places], dim=-1))
             elif port.name == "lengths":
                 lengths = torch.randint(1, steps + 1, shape, generator=draw)
                 lengths[0] = steps

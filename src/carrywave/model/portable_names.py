@@ -1,7 +1,7 @@
 """The names that a model's weights have outside carrywave: an `nn.Embedding`, one `nn.LSTM` (or several in a row), and a head.
 
 One nn.LSTM holds all layers if they are equally wide and nothing stands between them; otherwise each layer is an nn.LSTM of its own,
-`lstm.0`, `lstm.1`, …, with its norm, `norms.0`, after it.
+`lstm.0`, `lstm.1`, …, with its norm, `norms.0`, after it. Each categorical column has an `nn.Embedding`, `categories.0`, `categories.1`, ….
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from carrywave.model.lstm import LSTM
 
 _LAYER = re.compile(r"lstm\.(?P<part>weight_ih|weight_hh|weight_hr|bias_ih|bias_hh)_l(?P<layer>\d+)(?P<reverse>_reverse)?")
 _NORM = re.compile(r"lstm\.norm_l(?P<layer>\d+)\.(?P<part>weight|bias)")
+_TABLE = re.compile(r"encoder\.tables\.(?P<table>\d+)")
 _CARRY = re.compile(r"lstm\.carry_(?P<part>[hc])_l(?P<layer>\d+)")
 CLASS_WEIGHTS = "head.weights"  # of the loss, which is not exported
 EXPORTED = "carrywave_export"  # in the metadata of a file of weights under these names
@@ -32,6 +33,8 @@ def outside(names: Iterable[str], lstm: LSTM) -> dict[str, str]:
 def _outside(name: str, one: bool) -> str:
     if name == "encoder.weight":
         return "embedding.weight"
+    if (found := _TABLE.fullmatch(name)) is not None:
+        return f"categories.{found['table']}.weight"
     if (found := _LAYER.fullmatch(name)) is not None:
         return name if one else f"lstm.{found['layer']}.{found['part']}_l0{found['reverse'] or ''}"
     if (found := _NORM.fullmatch(name)) is not None:

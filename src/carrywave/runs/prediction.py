@@ -211,8 +211,8 @@ def _forecast(saved: Saved, spec: Spec, asked: _Asked, sink: Sink) -> None:
             table.check_ahead(spec.data.horizon)
             sequences = read_python(data, codec, spec, labelled=False)
         if world.rank == 0:
-            for line in (*table.notes[1:], *unseen_series(table.name, table.names, codec)):
-                asked.note(line)  # notes[0], which lists the columns read, was reported in training
+            for line in (*sequences.notes, *unseen_series(table.name, table.names, codec)):
+                asked.note(line)
         _written(world, sink, forecasts(Outputs(saved), sequences, table))
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from carrywave.data.prepare import table_of_file
 from carrywave.data.tables import series
-from carrywave.data.tables.columns import COVARIATES
 from carrywave.data.tables.table import Table
 from carrywave.errors import DataError, SpecError, UserError, option
 from carrywave.parallel.world import all_gather_text, join, leave, raise_on_all
@@ -35,15 +34,15 @@ class Asked:
     stride: int | None = None
     origins: int | None = None
 
-    def rolling(self, horizon: int) -> Rolling:
-        """The origins for a model with this horizon."""
+    def rolling(self, horizon: int, *, reads_ahead: bool) -> Rolling:
+        """The origins for a model with this horizon; `reads_ahead`: it reads columns that are known for all of it."""
         own = self.horizon or horizon
         if own > horizon:
             raise UserError(
                 f"{option('horizon')} {own} is more than the {horizon} steps that the model forecasts; use {horizon} or less, or train "
                 f"with data.horizon={own}"
             )
-        return Rolling(own, self.stride or own, self.origins or ORIGINS)
+        return Rolling(own, self.stride or own, self.origins or ORIGINS, reach=horizon if reads_ahead else 0)
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,13 @@ def backtest_run(path: Path | str, data: str | None, asked: Asked, device: str, 
         file = data or spec.data.train
         if file is None:
             raise DataError(f"{path} was trained on data from Python, which is not stored in the run; pass a file with {option('data')}")
-        rolling = asked.rolling(spec.data.horizon)
+        rolling = asked.rolling(spec.data.horizon, reads_ahead=bool(codec.known))
         whole = table_of_file(file, codec, spec)
         table, left_out = long_enough(whole, rolling, before=1)
         seen = _seen(whole, table, rolling, spec) if data is None else ()
     if world.rank == 0:
-        for line in (*whole.notes[1:], *left_out, *seen, *series.unseen_series(table.name, table.names, codec)):
+        unseen = (*series.unseen_series(table.name, table.names, codec), *series.unseen_values(table.name, table, codec))
+        for line in (*whole.notes[1:], *left_out, *seen, *unseen):
             note(line)
     made = forecast(saved, table, rolling, range(rolling.origins))
     leave(world)
@@ -107,7 +107,7 @@ def backtest_spec(
             raise SpecError("data.train is not set; set it to the file to backtest on")
         if asked.horizon is not None:
             spec = spec.model_copy(update={"data": spec.data.model_copy(update={"horizon": asked.horizon})})
-        rolling = asked.rolling(spec.data.horizon)
+        rolling = asked.rolling(spec.data.horizon, reads_ahead=bool(spec.data.known))
         whole = table_of_file(file, None, spec)
         # Train needs a horizon and a row, and valid another horizon.
         table, left_out = long_enough(whole, rolling, before=2 * spec.data.horizon + 1)
@@ -132,6 +132,9 @@ def backtest_spec(
         world = join(device)
         with raise_on_all(world):
             saved = open_run(folder, device, world=world)
+        if world.rank == 0 and number == 0:
+            for line in series.unseen_values(table.name, table, saved.task.codec):
+                note(line)
         made += forecast(saved, table, rolling, [number] if retrain else range(rolling.origins))
         leave(world)
     assert saved is not None
@@ -159,8 +162,6 @@ def _result(saved: Saved, table: Table, rolling: Rolling, made: list[Rolled]) ->
 def _check(spec: Spec, what: str) -> None:
     if spec.task != "forecasting":
         raise UserError(f"a backtest is for forecasts, but {what} has task {spec.task}; use carrywave evaluate")
-    if (asked := next((name for name in COVARIATES if getattr(spec.data, name)), None)) is not None:
-        raise UserError(f"a backtest does not read covariates, but {what} has data.{asked}; remove it, or hold out data.test and evaluate")
 
 
 def _alone(spec: Spec) -> Spec:

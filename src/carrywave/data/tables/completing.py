@@ -5,6 +5,7 @@ Whatever is still missing then is refused, with its place in the file and what t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ class SortedRows:
     rows: Ints  # row of each in the file; -1 if it was missing
     times: Times | None
     ahead: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))  # rows in which only what is known ahead is filled in
+    unfilled: Values | None = None  # `cells` before empty ones were filled; None: none were
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -65,23 +67,43 @@ def completed(given: SortedRows, table: Any) -> tuple[SortedRows, tuple[str, ...
     cells = rows.cells.copy()
     if static:
         cells[:, static] = constant(cells[:, static], rows.codes, [rows.columns[place] for place in static], rows.name, rows.names)
-    not_read = np.zeros_like(cells, np.bool_)
-    beside = np.array([column not in (*choice.known, *choice.static) for column in rows.columns])
-    not_read |= ahead[:, None] & beside
-    empty = np.isnan(cells) & ~not_read
+    unread = unread_cells(rows.columns, choice, ahead)
+    empty = np.isnan(cells) & ~unread
     if method != "error" and empty.any():
-        filled = cells.copy()
-        filled[:, :numbers] = fill(cells[:, :numbers], rows.codes, method)
-        if method != "zero":  # there is no category that stands for nothing: with zero it is unknown
-            filled[:, numbers:] = fill(cells[:, numbers:], rows.codes, "forward")
-        cells = np.where(not_read, np.nan, filled)
+        rows = replace(rows, unfilled=cells)
+        cells = filled(cells, rows.codes, unread, numbers, method)
         line = told_cells(rows.name, empty, rows.columns, rows.rows, method)
         told += [] if line is None else [line]
-        empty = np.isnan(cells) & ~not_read
-        empty[:, numbers:] = False  # a category that is empty throughout a series is unknown
+        empty = lacking(cells, unread, numbers)
     if empty.any():
         raise _lacking(rows, empty)
     return replace(rows, cells=cells), tuple(told)
+
+
+def unread_cells(columns: Sequence[str], choice: ColumnChoice, ahead: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return a mask of the cells that are not read: in rows ahead, whatever is not known there."""
+    unread: NDArray[np.bool_] = ahead[:, None] & np.array([column not in (*choice.known, *choice.static) for column in columns])
+    return unread
+
+
+def filled(cells: Values, codes: Ints, unread: NDArray[np.bool_], numbers: int, method: str) -> Values:
+    """Return the cells with the empty ones filled from those that are read, as asked; cells that are not read are NaN.
+
+    The first `numbers` columns are numeric, the others places of categories.
+    """
+    given = np.where(unread, np.nan, cells)
+    found = given.copy()
+    found[:, :numbers] = fill(given[:, :numbers], codes, method)
+    if method != "zero":  # there is no category that stands for nothing: with zero it is unknown
+        found[:, numbers:] = fill(given[:, numbers:], codes, "forward")
+    return np.where(unread, np.nan, found)
+
+
+def lacking(cells: Values, unread: NDArray[np.bool_], numbers: int) -> NDArray[np.bool_]:
+    """Return a mask of the cells that are still empty; a category that is empty throughout a series is unknown, not lacking."""
+    found: NDArray[np.bool_] = np.isnan(cells) & ~unread
+    found[:, numbers:] = False
+    return found
 
 
 def _refuse_nothing_measured(rows: SortedRows) -> None:

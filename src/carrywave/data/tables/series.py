@@ -291,6 +291,11 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
     return Entry(parts, codec, tuple(notes))
 
 
+def encoded(table: Table, codec: Codec, new: NewArray) -> Sequences:
+    """Return all rows of a table as sequences, with no warm-up."""
+    return sequences(encode(table, codec, new), whole(table), np.ones(len(table.names), np.bool_), table, codec)
+
+
 def read(table: Table, codec: Codec, spec: Spec, new: NewArray, *, part: str, labelled: bool) -> Sequences:
     """Read a separate table with the codec of the training data."""
     span, kept = whole(table), np.ones(len(table.names), np.bool_)

@@ -49,6 +49,7 @@ class Table:
     categories: tuple[tuple[str, ...], ...] = ()  # the values of each
     codes: Ints | None = None  # [rows, categorical columns] the places of values among them; -1 for none
     ahead_rows: Ints | None = None  # rows after the end of each series, in which only what is known ahead is filled in
+    unfilled: NDArray[np.float64] | None = None  # [rows, measured and categorical columns] with NaN where a cell was filled; None: none was
 
     @property
     def totals(self) -> Ints:
@@ -151,6 +152,7 @@ def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = 
         tuple(labels for _, labels in coded),
         np.where(np.isnan(rows.cells[:, numbers:]), -1, rows.cells[:, numbers:]).astype(np.int64) if coded else None,
         ahead if ahead.any() else None,
+        rows.unfilled,
     )
 
 

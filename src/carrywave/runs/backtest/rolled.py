@@ -1,4 +1,4 @@
-"""Forecasts of a trained run from rolling origins, each made with the rows up to it alone. Shapes: H horizon, C columns, Q quantiles."""
+"""Forecasts of a trained run from rolling origins, each made with what was known at it alone. Shapes: H horizon, C columns, Q quantiles."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from carrywave.data.sequences import Ints, Sequences
-from carrywave.data.tables.moments import standardise
-from carrywave.data.tables.series import scales
+from carrywave.data.codec import Codec
+from carrywave.data.files.arrays import MemoryAppender
+from carrywave.data.sequences import Sequences
+from carrywave.data.tables import series
 from carrywave.data.tables.table import Table
-from carrywave.runs.backtest.origins import Rolling, at_origin
+from carrywave.runs.backtest.origins import Rolling, at_origin, same_past
 from carrywave.runs.rows.outputs import Outputs
 from carrywave.runs.trained_run import Saved
 from carrywave.tasks.views import Naive
@@ -35,60 +36,75 @@ class Rolled:
     change_C: Reals  # seasonal change within train, in standardised units; 0: unknown
 
 
-def encode(table: Table, saved: Saved, rolling: Rolling) -> tuple[Sequences, list[tuple[Reals, Reals]]]:
-    """All rows of all series, standardised, and each series' mean and deviation.
+@dataclass(frozen=True)
+class Reading:
+    """Series as they were known at an origin, and the origins, this and earlier ones, whose forecasts one pass over them makes."""
 
-    A series that train does not contain has the scale of its rows before the first origin: later ones were not known.
+    table: Table
+    numbers: tuple[int, ...]  # of its series in the whole table
+    origins: tuple[tuple[int, ...], ...]  # of each series
+
+
+def readings(table: Table, rolling: Rolling, origins: Sequence[int], codec: Codec) -> Iterator[Reading]:
+    """As few readings as make the forecasts of all origins.
+
+    The output after a row depends on no later one, so the reading at the last origin makes those of all others as well, except of series
+    that were known otherwise then: cells were filled with other values, or the scale, in series that train does not contain, was that of
+    fewer rows.
     """
-    codec = saved.task.codec
-    known = [(np.array(mean), np.array(std)) for mean, std in scales(at_origin(table, rolling, 0), codec)]
-    parts = [
-        standardise(table.values[start : start + length], tuple(mean), tuple(std), table.name)
-        for start, length, (mean, std) in zip(table.starts, table.lengths, known, strict=True)
-    ]
-    return Sequences(np.concatenate(parts).astype(np.float32), table.starts, table.lengths, names=table.names), known
+    last = origins[-1]
+    latest = at_origin(table, rolling, last)
+    scaled = np.array([not codec.names or name in codec.names for name in table.names], np.bool_)
+    alike = {last: np.ones_like(scaled)}
+    for origin in origins[:-1]:
+        alike[origin] = scaled if table.unfilled is None else scaled & same_past(at_origin(table, rolling, origin), latest)
+    served = tuple(tuple(origin for origin in origins if alike[origin][number]) for number in range(len(scaled)))
+    yield Reading(latest, tuple(range(len(scaled))), served)
+    for origin in origins[:-1]:
+        if not alike[origin].all():
+            numbers = tuple(np.flatnonzero(~alike[origin]).tolist())
+            yield Reading(at_origin(table, rolling, origin, ~alike[origin]), numbers, ((origin,),) * len(numbers))
 
 
 def forecast(saved: Saved, table: Table, rolling: Rolling, origins: Sequence[int]) -> list[Rolled]:
-    """Forecasts from some of the origins, by series and origin. Empty on ranks other than 0. Collective.
-
-    One pass over each series makes them all: the output after a row depends on no later one.
-    """
-    data, known = encode(table, saved, rolling)
-    lasts = {number: rolling.known(int(length))[list(origins)] - 1 for number, length in enumerate(table.lengths)}
-    found = Outputs(saved).after(data, lasts)
-    return list(_in_units(saved, table, rolling, origins, data, known, lasts, found)) if found else []
+    """Forecasts from some of the origins, by series and origin. Empty on ranks other than 0. Collective."""
+    outputs, made = Outputs(saved), list[Rolled]()
+    for reading in readings(table, rolling, origins, saved.task.codec):
+        data = series.encoded(reading.table, saved.task.codec, MemoryAppender)
+        lasts = {
+            place: rolling.known(int(table.lengths[number]))[list(own)] - 1
+            for place, (number, own) in enumerate(zip(reading.numbers, reading.origins, strict=True))
+        }
+        if found := outputs.after(data, lasts):
+            made += _in_units(saved, table, rolling, reading, data, found)
+    return sorted(made, key=lambda each: (each.series, each.origin))
 
 
 def _in_units(
-    saved: Saved,
-    table: Table,
-    rolling: Rolling,
-    origins: Sequence[int],
-    data: Sequences,
-    known: Sequence[tuple[Reals, Reals]],
-    lasts: dict[int, Ints],
-    found: dict[int, NDArray[Any]],
+    saved: Saved, table: Table, rolling: Rolling, reading: Reading, data: Sequences, found: dict[int, NDArray[Any]]
 ) -> Iterator[Rolled]:
-    spec, targets = saved.spec.data, np.array(saved.task.codec.targets)
+    spec, codec = saved.spec.data, saved.task.codec
+    targets = np.array(codec.targets)
     ahead = np.arange(1, rolling.horizon + 1)
     part_of = Naive(data, targets, spec.horizon, spec.season, spec.residual)
     seasonal = Naive(data, targets, rolling.horizon, spec.season, "season")
     change_SC = saved.task.scale.of_series(data)
-    for number, out in found.items():
-        mean, std = (values[targets] for values in known[number])
-        rows = int(table.starts[number]) + lasts[number]
-        naive_OHC = part_of(rows)[:, : rolling.horizon]
-        out_OHCQ = out.reshape(*out.shape[:3], -1)[:, : rolling.horizon] + naive_OHC[..., None]
+    scales = series.scales(reading.table, codec)
+    for place, out in found.items():
+        number, origins = reading.numbers[place], reading.origins[place]
+        mean, std = (np.array(values)[targets] for values in scales[place])
+        known = rolling.known(int(table.lengths[number]))[list(origins)]
+        rows = data.starts[place] + known - 1
+        out_OHCQ = out.reshape(*out.shape[:3], -1)[:, : rolling.horizon] + part_of(rows)[:, : rolling.horizon, :, None]
         last_season_OHC = seasonal(rows)
-        for place, origin in enumerate(origins):
+        for at, origin in enumerate(origins):
             yield Rolled(
                 number,
                 origin,
-                int(lasts[number][place]) + 1,
-                out_OHCQ[place].astype(np.float64) * std[:, None] + mean[:, None],
-                table.values[rows[place] + ahead][:, targets],
-                last_season_OHC[place].astype(np.float64) * std + mean,
+                int(known[at]),
+                out_OHCQ[at].astype(np.float64) * std[:, None] + mean[:, None],
+                table.values[table.starts[number] + known[at] - 1 + ahead][:, targets],
+                last_season_OHC[at].astype(np.float64) * std + mean,
                 std,
-                change_SC[number],
+                change_SC[place],
             )

@@ -34,6 +34,7 @@ from carrywave.step.micro_batches import FlatCarry
 
 MOST_SHAPES = 64  # graphs kept per kind of work; about as many shapes as an epoch of bucketed sequences has
 MOST_SEEN = 4096
+MOST_TRIES = 2  # a capture that another thread or a neighbour disturbed works the next time
 
 Result = TypeVar("Result")
 Key = tuple[object, ...]
@@ -57,7 +58,7 @@ class _Kind:
 
     recorded: OrderedDict[Key, _Recorded] = field(default_factory=OrderedDict)
     seen: set[Key] = field(default_factory=set)
-    broken: bool = False
+    failures: list[str] = field(default_factory=list)  # captures that came to nothing, and why
 
 
 class Capture:
@@ -98,7 +99,7 @@ class Capture:
             return step(batches, [tensor.to(self.device) for tensor in tensors], state)
         shape = (version, *under, *(_shape(batch) for batch in batches), _shapes(tensors), _shapes(state))
         recorded = known.recorded.get(shape)
-        if recorded is None and not known.broken and shape in known.seen:
+        if recorded is None and len(known.failures) < MOST_TRIES and shape in known.seen:
             recorded = self._record(known, shape, step, batches, tensors, state)
         if recorded is None:
             if len(known.seen) >= MOST_SEEN:
@@ -120,6 +121,10 @@ class Capture:
         """The number of graphs captured for this kind."""
         return len(self._kinds[kind].recorded) if kind in self._kinds else 0
 
+    def failure(self, kind: str) -> str:
+        """Why a capture of this kind of work failed last; empty if none has."""
+        return next(reversed(self._kinds[kind].failures), "") if kind in self._kinds else ""
+
     def forget(self) -> None:
         """Drop all graphs, because tensors that they read or write have been replaced."""
         self._kinds.clear()
@@ -128,13 +133,15 @@ class Capture:
     def _record(
         self, known: _Kind, shape: Key, step: Step[Any], batches: Sequence[Batch], tensors: Sequence[Tensor], state: FlatCarry
     ) -> _Recorded | None:
-        """Capture one step of this shape without running it. If that fails, warn once and run this kind of work uncaptured from then on."""
+        """Capture one step of this shape without running it. If that fails repeatedly, warn once and run this kind of work uncaptured from
+        then on.
+        """
         own = [_clone(batch) for batch in batches]
         own_tensors = [tensor.to(self.device).clone() for tensor in tensors]
         own_state = None if state is None else [tensor.clone() for tensor in state]
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        if not known.recorded:
+        if not known.recorded:  # so also before the second try
             # An autograd graph that waits for collection belongs to the stream of its own step, and would break the capture. None of ours
             # does, but what ran before in this process may have left some.
             gc.collect()
@@ -147,18 +154,24 @@ class Capture:
                     _copy(own_state, left)
                     left = own_state
         except Exception as error:
-            known.broken = True
+            known.failures.append(_reason(error))
             self._pool = None
             torch.cuda.synchronize(self.device)
-            warnings.warn(
-                f"steps could not be captured as CUDA graphs and will run slower: {' '.join(str(error).split())[:200]}", stacklevel=3
-            )
+            if len(known.failures) == MOST_TRIES:
+                warnings.warn(f"steps could not be captured as CUDA graphs and will run slower: {known.failures[-1]}", stacklevel=3)
             return None
         recorded = _Recorded(graph, own, own_tensors, own_state, result, left)
         known.recorded[shape] = recorded
         if len(known.recorded) > self.most:
             known.recorded.popitem(last=False)
         return recorded
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong first, in one line: ending a capture that has failed raises an error of its own, which says only that it has."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 @contextmanager

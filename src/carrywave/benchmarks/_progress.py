@@ -1,0 +1,18 @@
+"""What a benchmark has measured so far, on stderr: those that take minutes say each row as soon as they have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import typer
+
+R = TypeVar("R", bound=Mapping[str, object])
+
+
+def told(rows: Iterable[R]) -> list[R]:
+    """The same rows, said one to a line, without what they leave empty."""
+    found = list(rows)
+    for row in found:
+        typer.echo("  ".join(f"{name} {value}" for name, value in row.items() if value not in (None, "")), err=True)
+    return found
