@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: many small tests side by side
+sys.path.insert(0, str(Path(__file__).parent))  # for _warm.py, which several folders use
 
 import hypothesis
 import pytest
@@ -25,6 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanted:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What stays until the end, torch and the tests themselves, is left out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

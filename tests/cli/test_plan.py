@@ -22,7 +22,7 @@ from carrywave.cli import plan as planning
 from carrywave.cli.main import app
 from carrywave.errors import PlanError
 from carrywave.plan.plan import resolve
-from carrywave.spec.spec import PlanSpec
+from carrywave.spec.plan_spec import PlanSpec
 
 SMALL = ["model.hidden=128", "model.layers=2", "batch.lanes=8", "batch.steps=32"]
 GIVEN = ["--profile", "machine.json", "--facts", "vocabulary=4096"]

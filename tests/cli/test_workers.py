@@ -19,7 +19,8 @@ from carrywave.launch.exit_reports import Ended
 from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel import world
 from carrywave.parallel.startup.launcher_env import is_first
-from carrywave.spec.spec import PlanSpec, Spec
+from carrywave.spec.plan_spec import PlanSpec
+from carrywave.spec.spec import Spec
 
 HOSTS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 

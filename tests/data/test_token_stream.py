@@ -17,7 +17,7 @@ from carrywave.data.files.source import Source
 from carrywave.data.text import token_stream as text_module
 from carrywave.data.text.token_stream import cut, encode_stream, finished, learn_stream, pieces
 from carrywave.errors import DataError, SpecError
-from carrywave.spec.spec import DataSpec
+from carrywave.spec.data_spec import DataSpec
 
 TEXTS = st.text(alphabet="ab \n\t.é€𝄞", min_size=1, max_size=50)
 

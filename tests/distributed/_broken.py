@@ -17,6 +17,7 @@ from carrywave.model import heads
 from carrywave.model.lstm import LSTM
 from carrywave.parallel.row_exchange import RowExchange
 from carrywave.step import executor, trainer, worker_setup
+from carrywave.step.job import BatchOutcome, Job
 from carrywave.step.trainer import Trainer
 
 
@@ -34,13 +35,13 @@ def _mean_of_means(rank: int) -> Any:
     """Every worker divides the loss of each batch by the number of targets that it has itself, and the means are averaged."""
     run = executor.run
 
-    def local(job: executor.Job) -> float:
+    def local(job: Job) -> float:
         targets = job.batch.targets
         assert targets is not None
         real = targets.isfinite().sum() if targets.is_floating_point() else (targets != heads.IGNORED).sum()
         return max(1.0, float(real))
 
-    def wrong(stage: Any, plan: Any, program: Any, jobs: Any, *others: Any, **named: Any) -> list[executor.BatchOutcome]:
+    def wrong(stage: Any, plan: Any, program: Any, jobs: Any, *others: Any, **named: Any) -> list[BatchOutcome]:
         jobs = [replace(job, scale=torch.tensor(1.0 / local(job), dtype=torch.float64)) for job in jobs]
         outcomes = run(stage, plan, program, jobs, *others, **named)
         one = torch.ones((), dtype=torch.float64)

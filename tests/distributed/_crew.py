@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 from _cases import Case, Run, plan_of
 from safetensors.torch import load_file
 
+from _warm import Warm
+
 WORKER = Path(__file__).parent / "_worker.py"
 MOST_SECONDS = 150  # without an answer; the workers' own limit is a minute
 
@@ -28,7 +30,7 @@ class Crew:
 
     def __init__(self, size: int = 4, *, device: str = "cpu", backend: str = "gloo", environment: Mapping[str, str] | None = None) -> None:
         self.size, self.device, self.backend, self.environment = size, device, backend, environment
-        self.program: subprocess.Popen[bytes] | None = None  # the parent of all workers
+        self.program: subprocess.Popen[bytes] | Warm | None = None  # the parent of all workers
         self.lines: list[Any] = []  # to each worker
         self.replies: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self.world, self.worlds = 0, 0
@@ -70,7 +72,9 @@ class Crew:
         # One thread each: the sums keep their order. cuBLAS repeats its bits only with a workspace of a fixed size.
         own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
         with (self.folder / "log").open("w") as log:
-            self.program = subprocess.Popen(
+            # A device is not to be known to a process that forks.
+            process = Warm if self.device == "cpu" and sys.platform == "linux" else subprocess.Popen
+            self.program = process(
                 [sys.executable, str(WORKER), str(self.folder), self.device, self.backend, *ends],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

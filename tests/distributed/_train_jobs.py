@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from carrywave.launch.launcher import start
+from _warm import start
 
 WORKER = Path(__file__).with_name("_train.py")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from carrywave.launch.launcher import start
+from _warm import start
 from carrywave.spec.load import parse
 from carrywave.train.fit import train
 

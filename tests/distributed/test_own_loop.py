@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from carrywave.launch.launcher import start
+import _warm
+from carrywave.launch import launcher
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _own_loop import train
@@ -59,6 +60,7 @@ HALFWAY = ("raises", "raises in an evaluation", "own hook raises", "raises besid
 def told_by_workers(plan: str, cases: list[str], folder: Path, device: str = "cpu") -> list[list[dict[str, Any]]]:
     workers, keys = PLANS[plan]
     (folder / "jobs").write_text(json.dumps([{"case": case, "plan": keys, "device": device} for case in cases]))
+    start = _warm.start if device == "cpu" else launcher.start
     ended = start([sys.executable, str(WORKER), str(folder), "jobs"], workers)
     assert ended.code == 0, ended
     return [json.loads((folder / f"jobs.{rank}.out").read_text()) for rank in range(workers)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from carrywave.launch.launcher import start
+from _warm import start
 from carrywave.runs.checkpoint.snapshot import load
 
 WORKER = Path(__file__).with_name("_snapshots.py")

@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from _sync_reference import reference, text
 
-from carrywave.launch.launcher import start
+from _warm import start
 from carrywave.runs.checkpoint import snapshot
 
 WORKER = Path(__file__).with_name("_train.py")

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _vocabulary import own_loop
 
 import carrywave as cw
-from carrywave.launch.launcher import start
+from _warm import start
 
 WORKER = Path(__file__).with_name("_vocabulary.py")
 # Sums in another order, in float64, over some steps.

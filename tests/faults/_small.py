@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import carrywave
-from carrywave.launch.launcher import start
+from _warm import start
 
 WORKER = Path(__file__).with_name("_jobs.py")
 SOURCE = str(Path(carrywave.__file__).parents[1])

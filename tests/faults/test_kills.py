@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from carrywave.benchmarks import _faults, faults
+import _warm
+from carrywave.benchmarks import _faults, _ledger, faults
 from carrywave.benchmarks._faults import Case, Fault, Running, Told
 from carrywave.errors import RunError
 
@@ -32,7 +34,7 @@ def check(folder: Path, told: Told, stages: int = 1) -> None:
 
 PIECES = Case("2 replicas that divide the optimizer state", 2, ("plan.replicas=2", "train.shard_optimizer=true"))
 KILLS = [
-    pytest.param(faults.REPLICAS, 3, 1, id="short", marks=pytest.mark.timeout(600)),
+    pytest.param(faults.REPLICAS, 3, 1, id="short", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     pytest.param(PIECES, 3, 1, id="pieces", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     *(
         pytest.param(case, kills, 2 if case is faults.STAGES else 1, id=case.name, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
@@ -46,6 +48,25 @@ KILLS = [
         marks=[pytest.mark.slow, pytest.mark.timeout(900)],
     ),
 ]
+
+
+@pytest.mark.timeout(600)
+def test_a_kill_during_a_save_does_not_change_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kill, which every run of the tests can afford: at the worst moment, and early, so that there are several saves to meet."""
+    case = replace(faults.REPLICAS, steps=40)
+    _faults.write_data(tmp_path)
+    (tmp_path / "calm-ledger").mkdir()
+    monkeypatch.chdir(tmp_path)
+    calm = [sys.executable, _ledger.__file__, *_faults.command_words(case, "calm")]
+    assert _warm.start(calm, case.devices, environment={_ledger.FOLDER: str(tmp_path / "calm-ledger")}).code == 0
+    running = Running(tmp_path, "disturbed", case, "--restarts", "1")
+    try:
+        fault = _faults.harm(running, case.devices, 0, random.Random(1), 4, "save", signal.SIGKILL)
+        told = running.wait()
+    finally:
+        running.end()
+    told.faults = [fault]
+    check(tmp_path, told)
 
 
 @pytest.mark.parametrize(("case", "kills", "stages"), KILLS)

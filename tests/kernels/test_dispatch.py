@@ -19,7 +19,7 @@ from carrywave.kernels.hopper import persistent, wave
 from carrywave.kernels.hopper.layout import H200, Chip, LayerShape, Wave
 from carrywave.kernels.lstm import lstm
 from carrywave.kernels.weights import Layer, LayerWeights
-from carrywave.spec.spec import PlanSpec
+from carrywave.spec.plan_spec import PlanSpec
 
 LAYER: Layer = (LayerWeights(torch.full((16, 3), 0.1), torch.full((16, 4), -0.2), torch.full((16,), 0.3), torch.zeros(16)),)
 PROJECTED: Layer = (LAYER[0]._replace(w_hr=torch.zeros(2, 4)),)

@@ -15,7 +15,7 @@ import yaml
 from carrywave.errors import PlanError, UserError
 from carrywave.launch.job_files import sbatch, skypilot, trainjob
 from carrywave.launch.job_files.job import Job, name_for, seconds_of
-from carrywave.spec.spec import PlanSpec
+from carrywave.spec.plan_spec import PlanSpec
 
 JOB = Job(
     name="words",

@@ -8,7 +8,7 @@ import pytest
 
 from carrywave.errors import PlanError
 from carrywave.plan.plan import Plan, even_cuts, fewer, resolve
-from carrywave.spec.spec import PlanSpec
+from carrywave.spec.plan_spec import PlanSpec
 
 
 def test_serial_is_a_value() -> None:

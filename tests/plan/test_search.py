@@ -25,7 +25,8 @@ from carrywave.plan.search.scaling import scale
 from carrywave.plan.search.search import GAIN_PER_DOUBLING, describe, price, search
 from carrywave.plan.search.space import CHUNKS, MICRO_BATCHES
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import PlanSpec, Spec
+from carrywave.spec.plan_spec import PlanSpec
+from carrywave.spec.spec import Spec
 
 
 def units_of(vocabulary: int = 4096, **parts: Any) -> Units:

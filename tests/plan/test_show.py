@@ -35,7 +35,8 @@ from carrywave.plan.show.text import (
 from carrywave.plan.show.what_if import balance_text, remedies
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse_yaml
-from carrywave.spec.spec import PlanSpec, Spec
+from carrywave.spec.plan_spec import PlanSpec
+from carrywave.spec.spec import Spec
 
 
 def units_of(vocabulary: int = 4096, **parts: object) -> Units:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from carrywave.spec.batch_spec import BatchSpec
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import BatchSpec, Spec
+from carrywave.spec.spec import Spec
 
 
 def batch(task: str, facts: DataFacts, **given: Any) -> BatchSpec:

@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrywave.errors import SpecError
+from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.describe import keys
 from carrywave.spec.load import dump, load, parse
-from carrywave.spec.spec import WIDEST, DataSpec, ModelSpec, PlanSpec, Spec, TrainSpec
+from carrywave.spec.model_spec import WIDEST, ModelSpec
+from carrywave.spec.plan_spec import PlanSpec
+from carrywave.spec.spec import Spec
+from carrywave.spec.train_spec import TrainSpec
 
 HIDDEN = "use a whole number >= 1, or a list, each item a whole number >= 1"
 

@@ -39,8 +39,9 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
 from carrywave.step.all_reduce import AllReduce, Reduced
-from carrywave.step.executor import BatchOutcome, Job, run
+from carrywave.step.executor import run
 from carrywave.step.gradients import Gradients
+from carrywave.step.job import BatchOutcome, Job
 from carrywave.step.micro_batches import flatten
 from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from carrywave.errors import RunError
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.optimizer import NTASGD, load_state, nonmonotone, state_tensors
 

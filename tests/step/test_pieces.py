@@ -16,7 +16,7 @@ from carrywave.errors import RunError, UserError
 from carrywave.parallel.group_sums import Summing
 from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.arguments import check_spec
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.optim import optimizer as optimizers

@@ -15,7 +15,7 @@ from carrywave.plan.plan import Plan, check_sync
 from carrywave.runs.summary import _sync
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.nonfinite import Seen
 from carrywave.step.sync.clocks import Clocks, most_missed
 from carrywave.step.sync.meeting import joined

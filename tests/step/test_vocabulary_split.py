@@ -24,7 +24,7 @@ from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, fewer, resolve
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
-from carrywave.spec.spec import PlanSpec
+from carrywave.spec.plan_spec import PlanSpec
 from carrywave.step.trainer import Trainer
 
 WORDS, WIDTH, LANES, STEPS, REPLICAS = 20_001, 16, 8, 10, 4

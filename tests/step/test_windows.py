@@ -35,7 +35,8 @@ from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.stage import Stage
 from carrywave.plan.plan import Plan
-from carrywave.step.executor import BatchOutcome, Job, run
+from carrywave.step.executor import run
+from carrywave.step.job import BatchOutcome, Job
 from carrywave.step.programs import program_for
 
 # Sums of some hundred terms, in another order, in float64.

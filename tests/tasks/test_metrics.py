@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from carrywave.errors import RunError
+from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import DataSpec, Spec
+from carrywave.spec.spec import Spec
 from carrywave.tasks import metrics
 from carrywave.tasks.metrics import Confusion, Errors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from carrywave.data.sequences import Sequences
-from carrywave.spec.spec import DataSpec
+from carrywave.spec.data_spec import DataSpec
 from carrywave.tasks import views
 from carrywave.tasks.changes import change
 

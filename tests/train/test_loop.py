@@ -29,6 +29,7 @@ from carrywave.runs.watcher import Silent
 from carrywave.spec.load import parse
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
+from carrywave.step.job import BatchOutcome, Job
 from carrywave.step.trainer import Trainer
 from carrywave.step.update import StepResult
 from carrywave.train import loop as loops
@@ -159,7 +160,7 @@ def test_evaluation_has_lanes_of_its_own(
     targets = {"train": 0, "valid": 0}
     plain = executor.run
 
-    def run(stage: Stage, plan: Plan, program: Program, jobs: list[executor.Job], *others: Any, **how: Any) -> list[executor.BatchOutcome]:
+    def run(stage: Stage, plan: Plan, program: Program, jobs: list[Job], *others: Any, **how: Any) -> list[BatchOutcome]:
         phase = "train" if program.schedule.backward else "valid"
         lanes[phase] |= {job.batch.lanes.shape[0] for job in jobs}
         outcomes = plain(stage, plan, program, jobs, *others, **how)

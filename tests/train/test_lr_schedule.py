@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from carrywave.errors import RunError
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.train import lr_schedule
 from carrywave.train.lr_schedule import Rate
 

@@ -22,7 +22,7 @@ from carrywave.plan.plan import Plan
 from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import parse
-from carrywave.spec.spec import PlanSpec
+from carrywave.spec.plan_spec import PlanSpec
 from carrywave.train import planning
 from carrywave.train.planning import Planned, PlanRequest, best_number, check_workers, plan_before, plan_run
 

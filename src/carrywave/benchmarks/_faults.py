@@ -110,6 +110,13 @@ def write_numbers(folder: Path) -> None:
     (folder / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
 
 
+def command_words(case: Case, run: str) -> list[str]:
+    """What follows `carrywave` on the command line."""
+    device = "cuda" if case.shares else "cpu"
+    given = [*SPEC, f"train.max_steps={case.steps}", "train.epochs=1000000", *case.words]
+    return ["train", *given, "--devices", str(case.devices), "--device", device, "--run", run]
+
+
 class Running:
     """A running training command: its workers, timestamped stderr lines, and ledger."""
 
@@ -118,15 +125,13 @@ class Running:
         self.ledger = folder / f"{run}-ledger"
         self.ledger.mkdir(exist_ok=True)
         self.lines: list[tuple[float, str]] = []
-        given = [*SPEC, f"train.max_steps={case.steps}", "train.epochs=1000000", *case.words, "--devices", str(case.devices)]
         source = str(Path(carrywave.__file__).parents[1])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-        device = "cuda" if case.shares else "cpu"
         shared = {SHARE_GPU: str(case.shares)} if case.shares else {}
         self.out = folder / f"{run}.out"
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, *program, "train", *given, "--device", device, "--run", run, *words],
+                [sys.executable, *program, *command_words(case, run), *words],
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, FOLDER: str(self.ledger), **shared},
                 stdin=subprocess.DEVNULL,

@@ -10,8 +10,7 @@ import typer
 
 from carrywave.cli.exits import leaving_at_once
 from carrywave.cli.options import note
-from carrywave.data.files import cache
-from carrywave.data.files.remote import fetch, is_address
+from carrywave.cli.places import RunArgument, file_of, place_of
 from carrywave.errors import PlanError
 from carrywave.parallel.startup.launcher_env import launched
 
@@ -25,7 +24,7 @@ class To(StrEnum):
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its address in an object store.")],
+    run: RunArgument,
     to: Annotated[To, typer.Option("--to", help="safetensors for torch.nn.LSTM, onnx for onnxruntime and Triton, torch for torch.export.")],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="New folder to write. Default: exports/NAME-FORMAT.")
@@ -44,8 +43,8 @@ def export(
     with leaving_at_once():
         from carrywave.export.run_export import export_run
 
-    given = None if data is None else fetch(data, cache.folder(None)) if is_address(data) else Path(data)
-    found = export_run(run if is_address(run) else Path(run), to.value, output, stateful=stateful, int8=int8, data=given, note=note)
+    given = None if data is None else file_of(data)
+    found = export_run(place_of(run), to.value, output, stateful=stateful, int8=int8, data=given, note=note)
     typer.echo(f"wrote {found.folder}: {', '.join(found.files)}")
     if found.difference is not None:
         typer.echo(f"largest difference from the model: {found.difference:.1e}")

@@ -119,3 +119,11 @@ def spec_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
 def plain(value: object) -> object:
     """The value as JSON can represent it: NaN and infinity become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def numbers_of(option: str, text: str) -> list[int]:
+    """The whole numbers of a list such as `4,8`."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UserError(f"{option} {text} is not a list of whole numbers; write it as in 4,8,16")
+    return [int(part) for part in parts]

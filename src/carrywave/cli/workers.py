@@ -27,7 +27,8 @@ from carrywave.launch.surroundings import Surroundings
 from carrywave.parallel.liveness import heartbeat
 from carrywave.parallel.startup.environment import SHARE_GPU, may_share_gpu, shares_of_a_gpu
 from carrywave.parallel.startup.launcher_env import launched
-from carrywave.spec.spec import PlanSpec, Spec
+from carrywave.spec.plan_spec import PlanSpec
+from carrywave.spec.spec import Spec
 
 DevicesOption = Annotated[
     int | None, typer.Option(metavar="N", help="Workers to start on this machine. Default: one for each GPU that is worth using.")

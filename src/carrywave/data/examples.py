@@ -22,7 +22,8 @@ from carrywave.data.tables.moments import Moments, own_scale, standardise
 from carrywave.data.text import vocabulary
 from carrywave.data.text.tokenizers import Ids, Words
 from carrywave.errors import DataError, SpecError
-from carrywave.spec.spec import DataSpec, Spec
+from carrywave.spec.data_spec import DataSpec
+from carrywave.spec.spec import Spec
 
 Held = NDArray[np.bool_]
 TARGETS = {"classification": "label", "regression": "label", "tagging": "labels"}  # field that holds the target

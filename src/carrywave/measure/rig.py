@@ -30,6 +30,7 @@ from carrywave.plan.cost.sample_requests import Ask
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program
 from carrywave.step import executor
+from carrywave.step.job import Job
 from carrywave.step.precision import HALVES, autocast, configure, parameter_dtype
 from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock
@@ -100,7 +101,7 @@ class Rig:
         for parameter in self.parameters:
             parameter.grad = None
         plan = Plan(1, STAGES, self.cuts, None if chunks == 1 else -(-self.ask.steps // chunks))
-        job = executor.Job(self.batch, self.stage.start(self.ask.lanes, self.device), self.key, precision=self.ask.precision)
+        job = Job(self.batch, self.stage.start(self.ask.lanes, self.device), self.key, precision=self.ask.precision)
         program = up_to(part, program_for(plan, [self.batch], backward=True), self.place)
         executor.run(self.stage, plan, program, [job], self.echo, place=self.place, clock=clock)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from carrywave.errors import PlanError, option
-from carrywave.spec.spec import PlanSpec
+from carrywave.spec.plan_spec import PlanSpec
 
 CHUNK_STEPS = 16  # default steps per chunk when there are several stages; shorter chunks cost more than they gain
 

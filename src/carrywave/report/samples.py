@@ -25,7 +25,7 @@ from carrywave.runs.evaluation import passes
 from carrywave.runs.generation import generate
 from carrywave.runs.rows.sampling import Sampling
 from carrywave.runs.trained_run import Saved, open_run, own_data
-from carrywave.spec.spec import BatchSpec
+from carrywave.spec.batch_spec import BatchSpec
 from carrywave.tasks.metrics import Confusion
 from carrywave.tasks.task import Part
 from carrywave.tasks.views import Naive

@@ -23,12 +23,13 @@ from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
 from carrywave.step.graphs.capture import Capture
+from carrywave.step.job import BatchOutcome, Observer
 from carrywave.step.micro_batches import FlatCarry, flatten, unflatten
 from carrywave.step.reproducible.shards import own_shards, parts_of, settle
 from carrywave.tasks.metrics import Metric, Row
 from carrywave.tasks.task import Part, Task
 
-_Seen = tuple[executor.BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor]]]
+_Seen = tuple[BatchOutcome, list[tuple[Tensor, Tensor | None, Tensor]]]
 
 
 def order_for(spec: Spec, view: View, *, training: bool) -> Order:
@@ -79,7 +80,7 @@ def evaluate(
     judges = {shard: _Judge(task.meter(device, part, by_series=by_series, tops=tops) if model.has_output else None) for shard in own}
     watched = any(judge.meter is not None for judge in judges.values())
     sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
-    observers: dict[int, executor.Observer] = {shard: judge.see for shard, judge in judges.items()} if watched else {}
+    observers: dict[int, Observer] = {shard: judge.see for shard, judge in judges.items()} if watched else {}
     for shard, _, outcome in _walk(model, task.spec, part, mesh, stage, observers, tick, capture, shards):
         sums[shard, :2] += torch.stack([outcome.loss_sum, outcome.count])
     for shard, judge in judges.items():
@@ -122,13 +123,13 @@ def passes(
     observe: Callable[[Tensor, Tensor | None], None] | None = None,
     tick: Callable[[int, int], None] | None = None,
     capture: Capture | None = None,
-) -> Iterator[tuple[Batch, executor.BatchOutcome]]:
+) -> Iterator[tuple[Batch, BatchOutcome]]:
     """One pass over a part without gradients, batch by batch, with the carry of streams kept.
 
     Each worker sees its own lanes, and only the sums of its own stage. Workers do not wait for each other between batches. On CUDA, batches
     of a recurring shape are captured and replayed; what is observed, and the outcome, are then valid until the next batch.
     """
-    see: executor.Observer | None = None if observe is None else lambda out, target, _: observe(out, target)
+    see: Observer | None = None if observe is None else lambda out, target, _: observe(out, target)
     observers = {} if see is None else {0: see}
     for _, batch, outcome in _walk(model, spec, part, mesh, stage, observers, tick, capture, None):
         yield batch, outcome
@@ -140,11 +141,11 @@ def _walk(
     part: Part,
     mesh: Mesh,
     stage: Stage | Whole | None,
-    observers: Mapping[int, executor.Observer],
+    observers: Mapping[int, Observer],
     tick: Callable[[int, int], None] | None,
     capture: Capture | None,
     shards: Sequence[int] | None,
-) -> Iterator[tuple[int, Batch, executor.BatchOutcome]]:
+) -> Iterator[tuple[int, Batch, BatchOutcome]]:
     """As `passes`, for each canonical shard of a batch separately; with `shards` None, this worker's whole part is one."""
     stage = stage or (Stage(model, *mesh.span(model.units)) if isinstance(model, Model) else model)
     order = order_for(spec, part.view, training=False)
@@ -180,11 +181,11 @@ class _Forward:
     def __init__(self, stage: Stage | Whole, mesh: Mesh, spec: Spec, *, whole: bool) -> None:
         self.stage, self.mesh, self.spec, self.whole = stage, mesh, spec, whole
 
-    def run(self, batch: Batch, state: State, observe: executor.Observer | None) -> executor.BatchOutcome:
+    def run(self, batch: Batch, state: State, observe: Observer | None) -> BatchOutcome:
         precision = self.spec.train.precision
         return executor.forward(self.stage, self.mesh, batch, state, whole=self.whole, precision=precision, observe=observe)
 
-    def recorded(self, capture: Capture, batch: Batch, state: State, observe: executor.Observer | None) -> executor.BatchOutcome:
+    def recorded(self, capture: Capture, batch: Batch, state: State, observe: Observer | None) -> BatchOutcome:
         """The same by graph replay. Observers run afterwards: their code is not ours to capture."""
 
         def forward(batches: Sequence[Batch], _: Sequence[Tensor], carries: FlatCarry) -> tuple[_Seen, FlatCarry]:

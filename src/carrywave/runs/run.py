@@ -11,9 +11,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -29,6 +28,7 @@ from carrywave.runs.event_log import EventLog
 from carrywave.runs.hashed_log import HashedLog
 from carrywave.runs.history import HISTORY, TIMELINE
 from carrywave.runs.remote_run import RemoteRun
+from carrywave.runs.run_place import check_name, free_place, refuse_occupied, remove_empty
 from carrywave.runs.tracking.tracking import FOLDER as TRACKING
 from carrywave.runs.tracking.tracking import Tracking
 from carrywave.spec.spec import Spec
@@ -72,9 +72,9 @@ class Run:
     def create(cls, path: Path | None, task: str, *, events: bool = True) -> Self:
         """A new run in this folder, or in runs/TASK-NUMBER with the first free number. Nothing is written yet."""
         if path is None:
-            path = next(free for number in count(1) if not (free := Path("runs") / f"{task}-{number}").exists())
-        _check_name(path)
-        _refuse_occupied(path)
+            path = free_place(task)
+        check_name(path)
+        refuse_occupied(path)
         return cls(path, new=True, events=events)
 
     @classmethod
@@ -107,7 +107,7 @@ class Run:
     @classmethod
     def open(cls, path: Path, *, events: bool = True) -> Self:
         """An existing run."""
-        _check_name(path)
+        check_name(path)
         if not path.is_dir():
             raise RunError(f"{path} is not a run: folder not found; pass a run folder such as runs/language-1")
         if not (path / "spec.yaml").is_file():
@@ -149,14 +149,14 @@ class Run:
             return
         founded: list[Path] = []  # folders that do not exist yet, innermost first
         if not self._anew:
-            _refuse_occupied(self.path)  # another run may have taken the name since
+            refuse_occupied(self.path)  # another run may have taken the name since
             founded = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         with atomic_files.writing(str(self.path)):
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self.hold()
             except (OSError, UserError):
-                _remove_empty(founded)
+                remove_empty(founded)
                 raise
             if self._anew:
                 self._clear()
@@ -288,7 +288,7 @@ class Run:
             withdrawn = isinstance(error, UserError | OSError | KeyboardInterrupt) and self._withdraw(error)
             self.release()
             if withdrawn:
-                _remove_empty(self._founded or [])
+                remove_empty(self._founded or [])
                 if self.remote is not None:
                     self.remote.withdraw()
 
@@ -355,64 +355,6 @@ class Run:
         if self._hashed is None:
             self._hashed = HashedLog.of(self.path / METRICS)
         return self._hashed
-
-
-class NullRun(Run):
-    """A run that another worker writes: anything written here is discarded."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, new=False)
-
-    def make(self) -> None:
-        """Do nothing."""
-
-    def expect_snapshot(self, init: str | None) -> None:
-        """Do nothing."""
-
-    def write_metrics(self, row: Mapping[str, Value]) -> None:
-        """Do nothing."""
-
-    def write_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        """Do nothing."""
-
-    def cut_back(self, metrics_bytes: int, timing_bytes: int, sha256: str | None = None, step: int | None = None) -> None:
-        """Do nothing."""
-
-    def _write(self, name: str, text: str) -> None:
-        """Do nothing."""
-
-    def _append(self, name: str, row: Mapping[str, Value]) -> None:
-        """Do nothing."""
-
-
-def _check_name(path: Path) -> None:
-    """Require a UTF-8 name: it goes into JSON, to other workers and to TensorBoard."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise RunError(f"the folder name {path} is not valid UTF-8; use another {option('run')}, or rename the folder") from None
-
-
-def _refuse_occupied(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise RunError(f"{path} is a file, but a run must be a folder; use another {option('run')}")
-    # A process killed at its start may have left only its owner file.
-    if not path.is_dir() or all(entry.name == owner.FILE for entry in path.iterdir()):
-        return
-    there = owner.read(path)
-    if there is not None and not owner.is_gone(there, owner.this_process()):
-        raise RunError(f"{path} is being trained by {there}; use another {option('run')}")
-    if (path / "spec.yaml").is_file() and not (path / "snapshots" / POINTER).is_file():
-        known = (path / "snapshots" / NONE_YET).is_file()
-        remedy = f"use {option('resume')} to start it over" if known else "remove the folder"
-        raise RunError(f"{path} contains a run that ended before its first snapshot; {remedy}, or use another {option('run')}")
-    raise RunError(f"{path} already exists and is not empty; use {option('resume')} to continue it, or use another {option('run')}")
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def _size(path: Path) -> int:

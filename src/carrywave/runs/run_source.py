@@ -17,8 +17,9 @@ from carrywave.runs.checkpoint.same_spec import check_same
 from carrywave.runs.checkpoint.snapshot import Stored, open_stored
 from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
+from carrywave.spec.data_spec import DataSpec
 from carrywave.spec.load import load_own, parse, parse_yaml
-from carrywave.spec.spec import DataSpec, Spec
+from carrywave.spec.spec import Spec
 
 # Data settings that a codec determines: if a codec is given, the spec records the ones it was built with.
 LEARNED_BY = (

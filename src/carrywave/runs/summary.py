@@ -25,7 +25,8 @@ from carrywave.plan.schedule.schedule import show, wavefront
 from carrywave.plan.search.partition import say
 from carrywave.plan.search.search import describe as plan_in_words
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import Spec, TrainSpec
+from carrywave.spec.spec import Spec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.precision import HALVES, parameter_dtype
 

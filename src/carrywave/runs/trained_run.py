@@ -32,7 +32,8 @@ from carrywave.runs.remote_run import folder_of
 from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load_own
-from carrywave.spec.spec import PlanSpec, Spec
+from carrywave.spec.plan_spec import PlanSpec
+from carrywave.spec.spec import Spec
 from carrywave.step.precision import configure, parameter_dtype
 from carrywave.tasks.changes import Changes
 from carrywave.tasks.metrics import BY, Confusion, Metric

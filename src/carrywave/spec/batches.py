@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from carrywave.spec.batch_spec import BatchSpec
 from carrywave.spec.facts import DataFacts
-from carrywave.spec.spec import BatchSpec, Spec
+from carrywave.spec.spec import Spec
 
 STEPS = 64  # per window of a stream
 MOST_LANES = 32

@@ -18,10 +18,10 @@ from carrywave.model.stage import Stage
 from carrywave.model.state import State
 from carrywave.parallel.mesh import Mesh
 from carrywave.plan.schedule.schedule import wavefront
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step import executor
-from carrywave.step.executor import BatchOutcome, Job
 from carrywave.step.gradients import Gradients
+from carrywave.step.job import BatchOutcome, Job
 from carrywave.step.micro_batches import FlatCarry, flatten, unflatten
 from carrywave.step.nonfinite import watched_encoder
 from carrywave.step.norms import norm_of_each

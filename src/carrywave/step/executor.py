@@ -17,7 +17,7 @@ Shapes: T time, B lane.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -31,7 +31,7 @@ from carrywave.kernels import deferred_gradients
 from carrywave.kernels.deferred_gradients import Deferred, deferring
 from carrywave.kernels.pass_cache import pass_cache
 from carrywave.model.opaque_model import Whole
-from carrywave.model.stage import Stage, regularize
+from carrywave.model.stage import Stage
 from carrywave.model.state import Chunk, State
 from carrywave.parallel.device_links import DeviceLinks, Message
 from carrywave.parallel.mesh import Mesh
@@ -39,38 +39,14 @@ from carrywave.parallel.transport import Links, Pending
 from carrywave.plan.plan import Plan
 from carrywave.plan.schedule.messages import Channel, Program, incoming, outgoing
 from carrywave.plan.schedule.schedule import Phase, StageTask
+from carrywave.step.chunk_forward import ChunkForward, ChunkOutcome
 from carrywave.step.chunks import Chunks
 from carrywave.step.gradients import Gradients
+from carrywave.step.job import BatchOutcome, Job, Observer
 from carrywave.step.micro_batches import flatten, join_states, micro_batches_of, most_lanes, split_lanes, split_state
 from carrywave.step.precision import HALVES, autocast
 from carrywave.step.programs import program_for
 from carrywave.step.task_clock import Arrived, TaskClock
-
-Observer = Callable[[Tensor, Tensor | None, Tensor], None]  # the head's output, the targets, and the sequence in each lane
-
-
-@dataclass(frozen=True)
-class Job:
-    """One batch to run: the lanes' state before it, and how to run it."""
-
-    batch: Batch
-    state: State | None  # None: continue from the previous job
-    key: Tensor | None = None  # random key for dropout; None in evaluation
-    scale: Tensor | None = None  # multiplies the loss before backward (fp16)
-    alpha: float = 0.0
-    beta: float = 0.0
-    precision: str = "fp32"  # of the forward pass; backward follows automatically
-    observe: Observer | None = None  # called with every output of the head, in evaluation
-
-
-@dataclass(frozen=True)
-class BatchOutcome:
-    """Sums over the part of the batch that this stage scored, and the state of every lane after it. Detached."""
-
-    loss_sum: Tensor  # over real targets
-    count: Tensor  # real targets
-    penalty: Tensor  # regularisation; included in what was differentiated but not in loss_sum
-    state: State
 
 
 @dataclass
@@ -172,6 +148,7 @@ class _Run:
             most=[most for job in jobs for most in most_lanes(plan, job.batch)] if plan.splits_vocabulary else None,
         )
         self.dtype = HALVES.get(jobs[0].precision, stage.dtype)  # of messages between stages
+        self.forward = ChunkForward(stage, self.dtype, share_head=self.share_head, splits_vocabulary=plan.splits_vocabulary)
         # Where messages are read in place, the sender must learn when their buffers are free.
         self.in_place = links if isinstance(links, DeviceLinks) else None
         self.lasts = {step.task.micro_batch: number for number, step in enumerate(self.steps)} if self.in_place else {}
@@ -272,19 +249,19 @@ class _Run:
         if self.backward and task.chunk > 0:
             entered = entered.leaves()
         with torch.set_grad_enabled(self.backward and not self.plan.recompute), self._cast(task):
-            y, left, root, sums = self._compute(task, x, entered)
-        if sums is not None:
-            self.sums[self.owner[task.micro_batch]] += sums
+            done = self._compute(task, x, entered)
+        if done.sums is not None:
+            self.sums[self.owner[task.micro_batch]] += done.sums
         # The outputs of the chunk must not stay in memory with its carry.
-        self.states[task.micro_batch] = left.detach().compact() if self.plan.recompute else left.detach()
+        self.states[task.micro_batch] = done.left.detach().compact() if self.plan.recompute else done.left.detach()
         self.forwards[task.micro_batch] += 1
         if not self.last_stage or self.share_head:
-            self._hand_on(task, y.detach().contiguous())
+            self._hand_on(task, done.y.detach().contiguous())
         if self.backward:
             if self.plan.recompute:
                 self.kept[task.chunk, task.micro_batch] = _Kept(x, None if self._place_in_segment(task) else entered)
             else:
-                self.kept[task.chunk, task.micro_batch] = _Kept(x, entered, y, left, root)
+                self.kept[task.chunk, task.micro_batch] = _Kept(x, entered, done.y, done.left, done.root)
 
     def _hand_on(self, task: StageTask, tensor: Tensor) -> None:
         """Queue a tensor for another stage, or keep it if the last stage scores its own chunk."""
@@ -328,8 +305,8 @@ class _Run:
         entered = self._restored(task) if kept.entered is None else kept.entered
         if self.plan.recompute:
             with torch.enable_grad(), self._cast(task):
-                y, left, root, _ = self._compute(task, kept.x, entered)
-            kept = _Kept(kept.x, entered, y, left, root)
+                done = self._compute(task, kept.x, entered)
+            kept = _Kept(kept.x, entered, done.y, done.left, done.root)
         roots: list[Tensor] = []
         received: list[Tensor | None] = []
         if kept.root is not None and kept.root.requires_grad:
@@ -370,17 +347,10 @@ class _Run:
             before = self.kept[chunk, task.micro_batch]
             with self._cast(task):
                 _, raw, left = self.stage(before.x, cast(State, before.entered), self._chunk(task._replace(chunk=chunk)))
-            entered = self._with_tail(task, raw, left).compact().leaves()
+            entered = self.forward.with_tail(self._job(task), raw, left).compact().leaves()
             if chunk + 1 < task.chunk:
                 self.kept[chunk + 1, task.micro_batch].entered = entered
         return entered
-
-    def _with_tail(self, task: StageTask, raw: Tensor, left: State) -> State:
-        """The state after a chunk, with its last output where the penalty on changes of the output needs it."""
-        job = self.jobs[self.owner[task.micro_batch]]
-        if not self.stage.has_head or not (job.alpha or job.beta):
-            return left
-        return left._replace(tail=raw[-1] if job.beta else None)
 
     def _cast(self, task: StageTask) -> AbstractContextManager[object]:
         return autocast(self.jobs[self.owner[task.micro_batch]].precision, self.batches[task.micro_batch].lengths.device)
@@ -392,46 +362,10 @@ class _Run:
         key = self.jobs[self.owner[task.micro_batch]].key
         return self.chunks.at(task.micro_batch, task.chunk, key, in_window=task.phase == "F")
 
-    def _compute(self, task: StageTask, x: Tensor, entered: State) -> tuple[Tensor, State, Tensor | None, Tensor | None]:
-        """Run forward of one chunk; returns the output for the next stage, the final state, the root to differentiate, and the sums (None
-        without a head: there is nothing to add).
-        """
-        batch, job, chunk = self.batches[task.micro_batch], self.jobs[self.owner[task.micro_batch]], self._chunk(task)
-        y, raw, left = self.stage(x, entered, chunk)
-        if not self.stage.has_head:
-            # The next layer computes in this dtype anyway, so sending a wider one would gain nothing.
-            return y.to(self.dtype), left, None, None
-        loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
-        root: Tensor | None = None
-        pooled, last = self.stage.pooled, task.chunk == self.program.schedule.chunks[task.micro_batch] - 1
-        if (last or not pooled) and not self.share_head:
-            first, end = self._span(task)
-            targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
-            if job.observe is not None:
-                root, count = self._observed(job.observe, y, left, targets, chunk, count, batch)
-            elif targets is not None and (not batch.idle or self._has_rows(self.stage.head)):
-                # A replica without lanes still has rows of a split vocabulary, which the others need.
-                root, count = self.stage.loss(y, left, targets, chunk)
-            elif targets is not None and self._has_rows(self.stage.encoder):
-                root = 0.0 * y.sum()  # nothing to score, but the rows of the encoder have gradients from others
-            if root is not None:
-                loss_sum = root.detach()
-        if job.alpha or job.beta:
-            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths)
-            left = self._with_tail(task, raw, left)
-            penalty = extra.detach()
-            root = extra if root is None else root + extra
-        y = y.to(self.dtype) if self.share_head else y
-        return y, left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()])
+    def _job(self, task: StageTask) -> Job:
+        return self.jobs[self.owner[task.micro_batch]]
 
-    def _has_rows(self, module: object) -> bool:
-        """True if a module has some rows of a vocabulary that replicas share, and must run whenever theirs do."""
-        return self.plan.splits_vocabulary and getattr(module, "rows", None) is not None
-
-    def _observed(
-        self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, batch: Batch
-    ) -> tuple[Tensor | None, Tensor]:
-        """Pass the head's output to the observer, and return its loss and count if there are targets."""
-        out = self.stage.output(y, left, chunk)
-        observe(out, targets, batch.sequence)
-        return (None, count) if targets is None or batch.idle else self.stage.score(out, y, left, targets, chunk)
+    def _compute(self, task: StageTask, x: Tensor, entered: State) -> ChunkOutcome:
+        """Run forward of one chunk."""
+        batch, chunks = self.batches[task.micro_batch], self.program.schedule.chunks[task.micro_batch]
+        return self.forward(self._job(task), batch, self._chunk(task), x, entered, self._span(task), last=task.chunk == chunks - 1)

@@ -15,6 +15,7 @@ from carrywave.model.state import State
 from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.step import executor
 from carrywave.step.checks.arguments import check_batches
+from carrywave.step.job import BatchOutcome, Observer
 from carrywave.step.reproducible.shards import parts_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: Callable[[Tensor, Tensor | None], None] | None) -> float:
     """The mean loss over the real targets of all batches; the same on every worker."""
     model, mesh = trainer.model, trainer.mesh
-    see: executor.Observer | None = None if observe is None else lambda out, target, _: observe(out, target)
+    see: Observer | None = None if observe is None else lambda out, target, _: observe(out, target)
     shards = trainer.engine.shards
     sums = torch.zeros(1 if shards is None else SHARDS, 2, dtype=torch.float64, device=mesh.device)
     states: dict[int, State] = {}
@@ -49,7 +50,7 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: Callable[[Ten
     return float(loss_sum / count)
 
 
-def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: executor.Observer | None) -> executor.BatchOutcome:
+def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: Observer | None) -> BatchOutcome:
     stage, mesh, lanes = trainer.stage, trainer.mesh, batch.lanes.shape[0]
     if state is None or not trainer.keep_state or (state.carries and state.carries[0].h.shape[1] != lanes):
         state = stage.start(lanes, mesh.device).detach()

@@ -79,3 +79,8 @@ def unflatten(tensors: Sequence[Tensor]) -> State:
     """The state of the lanes from the tensors of its carries, in the order of `flatten`; a pooled head's accumulator is not included."""
     pairs = zip(tensors[0::2], tensors[1::2], strict=True)
     return State(tuple(Carry(h, c) for h, c in pairs))
+
+
+def lanes_of(state: State, otherwise: int) -> int:
+    """The number of lanes of a state; `otherwise` if the stage has no layers and so no carry."""
+    return state.carries[0].h.shape[1] if state.carries else otherwise

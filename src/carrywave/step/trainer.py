@@ -6,7 +6,7 @@ all workers, clips, and updates. The state of the lanes is passed from batch to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from carrywave.data.batch import Batch
-from carrywave.errors import Diverged, PlanError, UserError, WorkerError
+from carrywave.errors import Diverged, UserError, WorkerError
 from carrywave.kernels import random
 from carrywave.model.foreign_parameters import Audit
 from carrywave.model.model import Model
@@ -26,11 +26,14 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import check_agreement
 from carrywave.plan.plan import Plan, check_sync
-from carrywave.spec.spec import PlanSpec, Spec, TrainSpec
+from carrywave.spec.plan_spec import PlanSpec
+from carrywave.spec.spec import Spec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step import trainer_state
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.arguments import (
     check_batches,
+    check_lanes,
     check_optimizer,
     check_spec,
     check_surroundings,
@@ -46,7 +49,7 @@ from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.mean_loss import mean_loss
-from carrywave.step.micro_batches import flatten, unflatten
+from carrywave.step.micro_batches import flatten, lanes_of, unflatten
 from carrywave.step.nonfinite import NonfiniteRecord, mended
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.optim.loss_scaler import Scaler
@@ -181,14 +184,14 @@ class Trainer:
         stood = self.uncounted, self.lanes
         keys = [random.key(self.spec.seed, batch.epoch, self._place(batch)) for batch in batches]
         if self.keep_state:
-            self._check_lanes(batches)
+            self.lanes = check_lanes(batches, self.plan, self.lanes)
         own = [self.own_part(batch) for batch in batches]
         if not self._probed:
             check_splits(self.stage, self.plan, own[0], keys[0], self.mesh, shards=self.engine.shards is not None)
             self._probed = True
         if self.keep_state:
             lanes = own[0].lanes.shape[0]
-            if self.state is None or _lanes(self.state, lanes) != lanes:
+            if self.state is None or lanes_of(self.state, lanes) != lanes:
                 self.state = self.stage.start(lanes, self.device).detach()
         state = flatten(self.state) if self.keep_state and self.state is not None else None
         try:
@@ -342,25 +345,6 @@ class Trainer:
             batch = batch.without(inputs=not self.stage.has_encoder, targets=not scores)
         return batch if batch.lengths.device == self.device else batch.to(self.device)
 
-    def _check_lanes(self, batches: Sequence[Batch]) -> None:
-        """Refuse a change in the number of lanes unless all are fresh. With several workers, each replica and micro-batch needs a lane."""
-        before = self.lanes
-        least = self.plan.replicas * self.plan.micro_batches
-        for batch in batches:
-            lanes = batch.cells[1] // batch.steps
-            if lanes < least and self.plan.workers > 1:
-                raise PlanError(
-                    f"too few lanes to keep the carry with plan.replicas={self.plan.replicas} x "
-                    f"plan.micro_batches={self.plan.micro_batches}, got {lanes}; use at least {least} lanes"
-                )
-            if before is not None and lanes != before and not bool(batch.fresh.all()):
-                raise UserError(
-                    f"a batch that continues the carry must have as many lanes as the previous one: expected {before}, got {lanes}; "
-                    "keep the number of lanes, or make all of them fresh"
-                )
-            before = lanes
-        self.lanes = before
-
     def _place(self, batch: Batch) -> int:
         """The batch's step number, or a running count if it has none: every batch needs its own dropout masks."""
         if batch.step >= 0:
@@ -370,11 +354,7 @@ class Trainer:
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate for the next step."""
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+        optimizers.set_lr(self.optimizer, lr)
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -412,8 +392,3 @@ def _halfway() -> WorkerError:
         "an earlier step over these stages ended halfway, so they no longer agree; create a new Trainer on all workers, and "
         "load into it what trainer.state_dict() returned before"
     )
-
-
-def _lanes(state: State, otherwise: int) -> int:
-    """The number of lanes of a state; `otherwise` if the stage has no layers and so no carry."""
-    return state.carries[0].h.shape[1] if state.carries else otherwise

@@ -24,7 +24,8 @@ from carrywave.parallel.world import World, check_agreement, join, raise_on_all
 from carrywave.plan import canonical_shards
 from carrywave.plan.plan import Plan, check_head, check_replicas, check_vocabulary, resolve
 from carrywave.spec.load import parse
-from carrywave.spec.spec import PlanSpec, TrainSpec
+from carrywave.spec.plan_spec import PlanSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.all_reduce import AllReduce, Reduced
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from carrywave.data.codec import Codec
 from carrywave.data.sequences import Ints, Sequences
 from carrywave.data.view import View
-from carrywave.spec.spec import DataSpec
+from carrywave.spec.data_spec import DataSpec
 
 
 def language(data: Sequences) -> View:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from carrywave.errors import option
 from carrywave.launch.signals import Reason
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.train import lr_schedule as rates
 
 ASKED: tuple[Reason, ...] = ("interrupted", "terminated")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from carrywave.errors import RunError, option
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ from carrywave.plan.show.hints import Hint, hint_lines, one_device, other_settin
 from carrywave.runs.run import Run
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import with_new_names
+from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.precision import suited, with_precision
-from carrywave.spec.spec import PlanSpec, Spec
+from carrywave.spec.spec import Spec
 
 Say = Callable[[str], None]
 NEAR = 0.97  # ratio above which two step times count as equal: measurements are no more precise

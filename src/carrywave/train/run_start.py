@@ -16,8 +16,9 @@ from carrywave.plan.plan import Plan
 from carrywave.runs.checkpoint.reach import Reach, look
 from carrywave.runs.checkpoint.same_spec import check_same, spec_of, with_choices_of
 from carrywave.runs.checkpoint.snapshot import Stored
+from carrywave.runs.null_run import NullRun
 from carrywave.runs.remote_run import RemoteRun
-from carrywave.runs.run import NullRun, Run
+from carrywave.runs.run import Run
 from carrywave.runs.run_source import given_codec, open_folder, read_alike, reading_of, refuse_python
 from carrywave.runs.watcher import Watcher
 from carrywave.spec.spec import Spec

@@ -9,7 +9,7 @@ from pathlib import Path
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.runs.run import Value
 from carrywave.runs.watcher import StepInfo
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.arguments import uncounted
 from carrywave.step.update import StepResult
 from carrywave.train.callbacks import Moment

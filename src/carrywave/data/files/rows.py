@@ -18,7 +18,7 @@ from carrywave.data.files.missing_column import missing_column
 from carrywave.data.files.quotes import check_quotes
 from carrywave.data.files.source import Source, to_utf8
 from carrywave.errors import DataError
-from carrywave.spec.spec import DataSpec
+from carrywave.spec.data_spec import DataSpec
 
 Row = dict[str, Any]
 BATCH_ROWS = 1024

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from carrywave.data.files import dialect, hashes, hub_datasets, remote
 from carrywave.errors import DataError
-from carrywave.spec.spec import BUILTIN_TEXT
+from carrywave.spec.data_spec import BUILTIN_TEXT
 
 Format = Literal["text", "jsonl", "csv", "parquet"]
 

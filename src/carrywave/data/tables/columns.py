@@ -16,7 +16,7 @@ from carrywave.data.files.missing_column import missing_column, quoted
 from carrywave.data.sequences import Ints
 from carrywave.data.tables.dates import is_dates, is_text, like_dates, share_of_dates, texts_of
 from carrywave.errors import DataError
-from carrywave.spec.spec import DataSpec
+from carrywave.spec.data_spec import DataSpec
 
 TIME_NAMES = ("ds", "date", "datetime", "timestamp", "time")
 SERIES_NAME = "unique_id"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carrywave.errors import SpecError
-from carrywave.spec.spec import FREQUENCY, WEEKDAYS
+from carrywave.spec.data_spec import FREQUENCY, WEEKDAYS
 
 Keys = NDArray[Any]
 Counts = NDArray[np.int64]

@@ -18,7 +18,7 @@ from carrywave.data.files.source import Source
 from carrywave.data.text import vocabulary
 from carrywave.data.text.tokenizers import Kind, split_words
 from carrywave.errors import DataError
-from carrywave.spec.spec import DataSpec
+from carrywave.spec.data_spec import DataSpec
 
 BORDERS = {"word": " \n\t\r", "bpe": "\n"}
 WORD_BLOCK_BYTES = 2 << 20  # a list of words takes about 20 times the memory of the text

@@ -12,7 +12,7 @@ import numpy as np
 
 from carrywave.data.text.tokenizers import CODE_POINTS, UNKNOWN, code_points, split_words, tokenizers_library
 from carrywave.errors import DataError, SpecError
-from carrywave.spec.spec import DataSpec
+from carrywave.spec.data_spec import DataSpec
 
 BPE_SIZE = 8000
 GATHER_CHARS = 1 << 20  # short texts are counted together, because one pass over the table of all code points costs a millisecond

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from carrywave.errors import PlanError, UserError
-from carrywave.spec.spec import PlanSpec
+from carrywave.spec.plan_spec import PlanSpec
 
 STOP_SECONDS = 120  # from the request to stop to the end: a step, a snapshot, and a wide margin
 MOST_NAME = 50  # Kubernetes derives host names of at most 63 characters from it

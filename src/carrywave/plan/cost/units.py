@@ -18,8 +18,9 @@ from carrywave.plan.plan import LOGITS_AT_ONCE, Plan
 from carrywave.spec.batches import fitted
 from carrywave.spec.facts import DataFacts
 from carrywave.spec.precision import suited, with_precision
-from carrywave.spec.spec import Spec, TrainSpec
+from carrywave.spec.spec import Spec
 from carrywave.spec.step_inputs import step_inputs
+from carrywave.spec.train_spec import TrainSpec
 
 _ACTIVATION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8, "bf16": 2, "fp16": 2}
 _STATES = {"sgd": 0, "adam": 2, "adamw": 2, "ntasgd": 1}  # optimizer state elements per parameter

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from carrywave.data.batch import IGNORED, Batch
-from carrywave.errors import SpecError, UserError
+from carrywave.errors import PlanError, SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
+from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
 from carrywave.spec.precision import AUTO
-from carrywave.spec.spec import Spec, TrainSpec
+from carrywave.spec.spec import Spec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.precision import parameter_dtype
 
 # The keys of a spec's train section that affect a single step. The others are for the training loop.
@@ -129,6 +131,28 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
             _check_targets(batch.targets, model.head)
         elif batch.part_of is None and batch.targets is None:
             raise _no_targets()
+
+
+def check_lanes(batches: Sequence[Batch], plan: Plan, before: int | None) -> int | None:
+    """Refuse a change in the number of lanes unless all are fresh; with several workers, each replica and micro-batch needs a lane.
+
+    `before` is the number of lanes of the previous step; returns that of the last batch.
+    """
+    least = plan.replicas * plan.micro_batches
+    for batch in batches:
+        lanes = batch.cells[1] // batch.steps
+        if lanes < least and plan.workers > 1:
+            raise PlanError(
+                f"too few lanes to keep the carry with plan.replicas={plan.replicas} x "
+                f"plan.micro_batches={plan.micro_batches}, got {lanes}; use at least {least} lanes"
+            )
+        if before is not None and lanes != before and not bool(batch.fresh.all()):
+            raise UserError(
+                f"a batch that continues the carry must have as many lanes as the previous one: expected {before}, got {lanes}; "
+                "keep the number of lanes, or make all of them fresh"
+            )
+        before = lanes
+    return before
 
 
 def _why_no_carry(model: Model | Whole) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from carrywave.errors import RunError
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -50,6 +50,15 @@ def enlarge(optimizer: Optimizer, named: Named) -> None:
     new = [parameter for _, parameter in named if id(parameter) not in known]
     group["params"] += new
     _begin(optimizer, new)
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups; where it is a tensor, in place, since a captured graph reads it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def _begin(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

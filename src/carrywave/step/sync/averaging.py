@@ -19,7 +19,7 @@ from carrywave.errors import UserError
 from carrywave.model.parameter_placement import Shared
 from carrywave.parallel import process_groups
 from carrywave.parallel.mesh import Mesh
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.checks.agreement import sum_of
 from carrywave.step.sync.outer import OuterRule, bounds, fragments_due, weight_of
 from carrywave.step.sync.wire import Wire

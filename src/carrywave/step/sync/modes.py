@@ -11,7 +11,7 @@ from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.replica_mesh import ReplicaMesh
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.sync.averaging import Averaging
 from carrywave.step.sync.pushing import Pushing, PushOptimizer

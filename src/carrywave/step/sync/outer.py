@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from carrywave.parallel import process_groups
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.sync.clocks import Staleness, most_missed
 from carrywave.step.sync.outer import bounds

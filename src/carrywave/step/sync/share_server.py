@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from carrywave.parallel import process_groups
-from carrywave.spec.spec import TrainSpec
+from carrywave.spec.train_spec import TrainSpec
 from carrywave.step.optim import optimizer as optimizers
 from carrywave.step.sync.clocks import Clocks
 

@@ -1,0 +1,62 @@
+"""`carrywave evaluate`: the metrics of a trained run on its own or other data, as a whole and by column, series, step or label."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from carrywave.cli.exits import leaving_at_once
+from carrywave.cli.options import Device, DeviceOption, JsonOption, note, numbers_of
+from carrywave.cli.places import RunArgument, file_of, place_of
+from carrywave.cli.rows import show, write_rows
+from carrywave.cli.workers import FewDevicesOption, start_workers
+from carrywave.parallel.startup.launcher_env import is_first
+from carrywave.runs import output_file
+from carrywave.runs.display import confusion_table, row_line, table_of
+from carrywave.runs.watcher import printable
+
+
+def evaluate(
+    run: RunArgument,
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Data to evaluate on. Default: the run's own test or validation data.")
+    ] = None,
+    device: DeviceOption = Device.auto,
+    devices: FewDevicesOption = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Metrics by column, series or step (forecasting, in the units of the file), or by label; repeatable.",
+        ),
+    ] = None,
+    top_k: Annotated[
+        str | None, typer.Option("--top-k", metavar="K,K", help="Labels: also how often the target is among the K most likely.")
+    ] = None,
+    confusion: Annotated[bool, typer.Option("--confusion", help="Labels: also the confusion matrix.")] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Evaluate the best weights of a run."""
+    output_file.check(json_file)
+    tops = numbers_of("--top-k", top_k) if top_k else []
+    start_workers(devices, device.value)
+    with leaving_at_once():
+        from carrywave.runs.rows.standard_input import data_on_all
+        from carrywave.runs.trained_run import evaluate_run
+        from carrywave.tasks.doubts import worse_than_naive
+
+    with data_on_all(data, place_of(run), device.value) as found:
+        given = found if data == "-" else None if data is None else file_of(data)
+        row = evaluate_run(place_of(run), given, device.value, top_k=tops, confusion=confusion, note=note, by=by or ())
+    told: dict[str, Any] = {name: row.pop(f"by_{name}") for name in dict.fromkeys(by or ()) if f"by_{name}" in row}
+    if is_first():
+        shown = {name: value for name, value in row.items() if name != "confusion"}
+        typer.echo(printable(row_line(shown)))
+        for name, rows in told.items():
+            show(table_of(f"by {name}", rows))
+        if confusion:
+            show(confusion_table(row["confusion"]))
+        if (verdict := worse_than_naive(row)) is not None:
+            typer.echo(verdict)
+    write_rows(json_file, [row, *({"split": row["split"], "by": name, **each} for name, rows in told.items() for each in rows)])

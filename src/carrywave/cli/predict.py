@@ -1,0 +1,73 @@
+"""`carrywave predict`: what a trained run predicts for a file or standard input, or how a language model continues a prompt."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from carrywave.cli.exits import ending_at_a_signal, leaving_at_once
+from carrywave.cli.options import Device, DeviceOption, InputFormat
+from carrywave.cli.places import RunArgument, file_of, place_of
+from carrywave.cli.workers import FewDevicesOption, start_workers
+from carrywave.errors import UserError
+from carrywave.runs import output_file
+
+
+def predict(
+    run: RunArgument,
+    input_file: Annotated[
+        str | None, typer.Argument(metavar="INPUT", help="Data to predict for, in the format of the training data; - is standard input.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Output file, .jsonl or .csv. Default: stdout, as JSON Lines.")
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="COLUMN[=NAME]", help="Carry a column of INPUT, such as an id, through to predictions; repeatable."),
+    ] = None,
+    input_format: Annotated[
+        InputFormat, typer.Option("--format", help="Format of INPUT; auto goes by its name or first bytes, or by the training data.")
+    ] = InputFormat.auto,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write CSV whatever the name of the output file, also to stdout.")] = False,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Language models: text to continue.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Language models: number of tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Language models: 0 picks the most likely token, 1 samples from the model.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, metavar="K", help="Language models: sample from the K most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Language models: sample from the fewest tokens that have probability P together.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Language models: random seed of the sampling.")] = 1,
+    device: DeviceOption = Device.auto,
+    devices: FewDevicesOption = None,
+) -> None:
+    """Predict with the best weights of a run; a language model continues a prompt."""
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"--temperature is {temperature}; use a number >= 0")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"--top-p is {top_p}; use a probability above 0 and at most 1")
+    file = None if file == Path("-") else file
+    output_file.check(file, wanted=True)
+    with ending_at_a_signal():
+        start_workers(devices, device.value, direct_output=True)
+        with leaving_at_once():
+            from carrywave.runs.prediction import predict_run
+
+        given = input_file if input_file is None or input_file == "-" else file_of(input_file)
+        predict_run(
+            place_of(run),
+            given,
+            file,
+            prompt=prompt,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            keep=tuple(keep or ()),
+            format=input_format.value,
+            as_csv=as_csv,
+            device=device.value,
+        )

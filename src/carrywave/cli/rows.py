@@ -1,0 +1,27 @@
+"""Rows of results: shown as a table, written as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from carrywave.cli.options import plain
+from carrywave.parallel.startup.launcher_env import is_first
+from carrywave.runs import output_file
+
+
+def show(table: Table) -> None:
+    """Print a table."""
+    console = Console()
+    # A file or pipe has no width, so use one wide enough that rows are not wrapped.
+    (console if console.is_terminal else Console(width=240)).print(table)
+
+
+def write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
+    """Write a JSON array with one row per line; NaN and infinity become null, since JSON has neither."""
+    if path is not None and is_first():
+        lines = (json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) for row in rows)
+        output_file.write(path, "[\n" + ",\n".join(lines) + "\n]\n")

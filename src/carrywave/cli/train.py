@@ -1,0 +1,164 @@
+"""`carrywave train`: reads the spec, starts workers if there are to be several, and trains or resumes a run."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from carrywave.cli.exits import ending_in_order, leaving_at_once
+from carrywave.cli.options import Device, DeviceOption, JsonOption, spec_and_overrides
+from carrywave.cli.places import place_of
+from carrywave.cli.rows import write_rows
+from carrywave.cli.workers import (
+    DevicesOption,
+    Elastic,
+    HostIndexOption,
+    HostsOption,
+    MinDevicesOption,
+    OnOption,
+    RestartsOption,
+    agreed,
+    around,
+    devices_that_pay,
+    keeps_the_run,
+    start_on_ray,
+    start_workers,
+)
+from carrywave.data.files.remote import Store, is_address
+from carrywave.errors import RunError
+from carrywave.launch import launch_record
+from carrywave.launch.exit_reports import INTERRUPTED, STOPPED
+from carrywave.launch.surroundings import Surroundings
+from carrywave.parallel.startup.launcher_env import is_first
+from carrywave.runs import output_file
+from carrywave.runs.display import PlainWatcher, Recorder, watcher_for
+from carrywave.runs.watcher import Silent
+from carrywave.spec.load import dump, load, parse, parse_yaml, read_values, with_overrides
+from carrywave.spec.precision import AUTO, suited, with_precision
+from carrywave.spec.spec import Spec
+
+ENDINGS = {"interrupted": INTERRUPTED, "terminated": STOPPED}  # exit codes of a run that stopped early with a snapshot written
+
+
+def train(
+    spec: Annotated[list[str] | None, typer.Argument(metavar="SPEC.yaml|key=value", help="Spec file and overrides, all optional.")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Run folder, or its address in an object store. Default: runs/NAME.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run where it stopped.")] = False,
+    or_start: Annotated[
+        bool,
+        typer.Option("--continue", help="Like --resume if there is a run in --run, else start it: for clusters that repeat a command."),
+    ] = False,
+    init: Annotated[str | None, typer.Option(metavar="RUN|FILE", help="Start from these weights.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved spec, the summary and the plan, then exit.")] = False,
+    device: DeviceOption = Device.auto,
+    devices: DevicesOption = None,
+    on: OnOption = None,
+    restarts: RestartsOption = None,
+    min_devices: MinDevicesOption = None,
+    hosts: HostsOption = None,
+    host_index: HostIndexOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Train a model; without a SPEC, a small character model on text that ships with Python."""
+    path, overrides = spec_and_overrides(spec or [])
+    where = around(hosts, host_index)
+    with agreed(device.value) as of_rank_0:
+        resume = resume or (or_start and bool(of_rank_0(lambda: {"there": _is_there(run)})["there"]))
+        if resume and init is not None and not or_start:
+            raise RunError("--resume continues with the run's own weights and --init starts from others; use only one of them")
+        resolved = with_overrides(of_rank_0(lambda: _spec_of(run, where)), overrides) if resume and path is None else load(path, overrides)
+        output_file.check(json_file)
+    if on is not None and not dry_run:
+        start_on_ray(devices, device.value, resolved.plan_spec, Elastic(restarts, min_devices))
+    if devices is None and min_devices is None:
+        before = Path(run) if resume and run is not None and not is_address(run) else None
+        devices = devices_that_pay(resolved, device.value, before, where)
+    elastic = Elastic(restarts, min_devices)
+    workers = start_workers(devices, device.value, resolved.plan_spec, where=where, elastic=elastic, dry_run=dry_run)
+    if dry_run and is_first():
+        typer.echo(dump(_with_precision(resolved, run if resume else None, device.value, where)), nl=False)
+    with ending_in_order():
+        _train(resolved, run, resume, init, device.value, workers, json_file, dry_run=dry_run)
+
+
+def _with_precision(spec: Spec, before: str | None, device: str, where: Surroundings) -> Spec:
+    """The spec with the precision that `auto` is on this device or, where a run goes on, was in that run (`before`)."""
+    if spec.train.precision != AUTO:
+        return spec
+    if before is not None:
+        return with_precision(spec, parse(_spec_of(before, where)).train.precision)
+    with leaving_at_once():
+        from carrywave.parallel.world import pick_device
+        from carrywave.step.precision import made_for_bf16
+    return with_precision(spec, suited(made_for_bf16=made_for_bf16(pick_device(device))))
+
+
+def _train(
+    resolved: Spec,
+    run: str | None,
+    resume: bool,
+    init: str | None,
+    device: str,
+    workers: int | None,
+    json_file: Path | None,
+    *,
+    dry_run: bool,
+) -> None:
+    with leaving_at_once():
+        from carrywave.train.fit import train as train_run
+
+    # A dry run prints a spec; everything else becomes YAML comments, so that the output as a whole is a valid spec file.
+    shown = PlainWatcher(Console(), before="# ") if dry_run else watcher_for(Console())
+    with shown if is_first() else nullcontext(Silent()) as display:
+        watch = Recorder(display)
+        how = {} if workers is None else {"devices": workers}
+        result = train_run(
+            resolved,
+            run=None if run is None else place_of(run),
+            resume=resume,
+            init=init,
+            device=device,
+            watch=watch,
+            dry_run=dry_run,
+            **how,
+        )
+    # After a restart, evaluations from earlier attempts of this launch are only in the run's metrics file.
+    write_rows(json_file, watch.rows if not launch_record.attempt() else _evaluations(result.run))
+    if result.ending in ENDINGS:
+        raise typer.Exit(ENDINGS[result.ending])
+
+
+def _spec_of(run: str | None, where: Surroundings) -> dict[str, Any]:
+    """The values of the spec of a run that is resumed; none where another host keeps it, and its workers will read them."""
+    if run is None:
+        raise RunError("--resume needs a run folder; pass --run DIR")
+    if is_address(run):
+        text = Store(run, RunError).read("spec.yaml")
+        if text is None:
+            raise RunError(f"{run} has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run")
+        return dict(parse_yaml(text.decode(errors="replace"), f"{run}/spec.yaml") or {})
+    path = Path(run) / "spec.yaml"
+    if not path.is_file():
+        if not keeps_the_run(where):
+            return {}
+        raise RunError(f"{run} has no run to resume (no spec.yaml); correct --run, or remove --resume to start a new run")
+    return read_values(path)
+
+
+def _is_there(run: str | None) -> bool:
+    """True if there is a run to continue."""
+    if run is None:
+        raise RunError("--continue needs a run folder; pass --run DIR")
+    return Store(run, RunError).read("spec.yaml") is not None if is_address(run) else (Path(run) / "spec.yaml").is_file()
+
+
+def _evaluations(run: Path) -> list[dict[str, object]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()] if is_first() else []
+    return [row for row in rows if row["split"] != "train"]

@@ -1,0 +1,145 @@
+"""The data section of the spec: which files there are, how they are read, and what of them is forecast."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from carrywave.spec.section import Positive, Section
+
+CalendarName = Literal["minute", "hour", "weekday", "weekend", "monthday", "yearday", "month", "quarter"]
+
+BUILTIN_TEXT = "builtin:python-topics"
+WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_DAY = f"(?:{'|'.join(WEEKDAYS)})"
+# A number, a list of weekdays, or a pandas frequency alias. The anchor of an alias (-SUN) is ignored: the times themselves show where a
+# week or a year begins.
+FREQUENCY = re.compile(
+    r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)"
+    rf"|(?P<days>{_DAY}(?: {_DAY})*)"
+    r"|(?P<times>[1-9]\d*)?(?P<unit>us|ms|s|S|sec|min|T|h|H|d|D|b|B|w|W|[MQYA][SE]?)(?:-[A-Z]{3})?"
+)
+
+
+class DataSpec(Section):
+    """Where the data is and how it is read."""
+
+    train: str | None = Field(BUILTIN_TEXT, description="file to train on; builtin:python-topics ships with Python")
+    valid: str | None = Field(None, description="file to validate on; without it, a share of train is held out")
+    test: str | None = Field(None, description="file to test on after training")
+    format: Literal["auto", "text", "jsonl", "csv", "parquet"] = Field("auto", description="file format; auto goes by the file name")
+    encoding: str = Field("auto", description="encoding of text files; auto: utf-8, or what a byte-order mark says")
+    separator: str | None = Field(
+        None, description="CSV: the character between columns, or tab; by default the one that the first lines show"
+    )
+    decimal: Literal["auto", ".", ","] = Field(
+        "auto", description="CSV: the mark before decimals; auto: a comma if that cannot be mistaken"
+    )
+    text: str | None = Field(None, description="the column or field with the text, or its list of tokens; by default text, tokens or steps")
+    label: str | None = Field(
+        None,
+        description="classification, regression, tagging: the column or field with the target; by default label, for tagging labels",
+    )
+    tokens: Literal["char", "word", "bpe", "byte"] = Field("char", description="how text becomes tokens")
+    vocabulary: Positive | None = Field(
+        None, description="number of most frequent tokens to keep, the rest become <unk>; for bpe, the size of the vocabulary"
+    )
+    min_count: Positive = Field(1, description="tokens that occur less often than this in the training file become <unk>")
+    share: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
+        0.1,
+        description="fraction of train held out when there is no valid file; 0 for none. The vocabulary and the labels come from the whole "
+        "training file, means and standard deviations only from the rows that are trained on",
+    )
+    split: tuple[float, ...] | None = Field(
+        None, description="forecasting: rows (or fractions) for train, valid and test in one file, in this order"
+    )
+    columns: tuple[str, ...] | None = Field(None, description="columns the model reads; by default all numeric ones")
+    targets: tuple[str, ...] | None = Field(None, description="forecasting: columns to forecast; by default all that the model reads")
+    time: str | None = Field(
+        None, description="the column of times; by default ds, date, datetime, timestamp, time or the first column of dates"
+    )
+    series: str | None = Field(None, description="the column that names the series in long format; by default unique_id")
+    known: tuple[str, ...] | None = Field(
+        None,
+        description="forecasting: columns whose values are known for the whole horizon, such as prices or holidays; the model reads them "
+        "ahead, and a file to predict from has a row with them for each step ahead",
+    )
+    calendar: tuple[CalendarName, ...] | None = Field(
+        None, description="forecasting: positions in the calendar that the model reads, from the column of times; weekend is 0 or 1"
+    )
+    categorical: tuple[str, ...] | None = Field(
+        None, description="forecasting: columns of categories, each with an embedding; a value that is not in train counts as unknown"
+    )
+    static: tuple[str, ...] | None = Field(None, description="forecasting: columns with one value for each series, numbers or categories")
+    missing: Literal["error", "forward", "interpolate", "zero"] = Field(
+        "error",
+        description="forecasting: how empty cells and missing rows are filled: with the value before, on a line between the values around, "
+        "or with 0; error: empty cells are refused, and rows on either side of a gap count as neighbours",
+    )
+    frequency: str | Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="forecasting: the interval between times, as 15min, h, D, B (business days), W, MS or a number; by default inferred "
+        "from all times; none: rows are counted, and forecasts have no times",
+    )
+    horizon: Positive = Field(24, description="forecasting: number of steps to forecast")
+    season: Positive = Field(1, description="forecasting: steps in a season, for the seasonal-naive baseline")
+    residual: Literal["none", "last", "season"] = Field(
+        "last", description="forecasting: the model forecasts the difference from this naive forecast"
+    )
+    quantiles: tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...] | None = Field(
+        None, description="forecasting: quantiles to forecast, in increasing order"
+    )
+    context: Positive | None = Field(None, description="forecasting: rows before a valid or test part that warm up the carry")
+    standardize: bool | Literal["sequence"] = Field(
+        True,
+        description="standardise numeric features with the mean and deviation of train; sequence: with those of each sequence or series",
+    )
+    cache: str | None = Field(None, description="folder for parsed data; by default $CARRYWAVE_CACHE or ~/.cache/carrywave")
+
+    @property
+    def mark(self) -> str | None:
+        """The character between the columns of a CSV file; None: to be found."""
+        return "\t" if self.separator in ("tab", "\\t") else self.separator
+
+    @property
+    def rhythm(self) -> str | None:
+        """The frequency as text."""
+        return f"{self.frequency:g}" if isinstance(self.frequency, float) else self.frequency
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.quantiles is not None and (
+            not self.quantiles or any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
+        ):
+            raise ValueError(f"quantiles must increase, got {list(self.quantiles)}; list each once, from low to high")
+        try:
+            "".encode("utf-8" if self.encoding == "auto" else self.encoding)  # refuses codecs that are not of text
+        except LookupError:
+            raise ValueError(f"encoding {self.encoding!r} is unknown; use for example utf-8, latin-1, cp1252 or utf-16") from None
+        if self.mark is not None and (len(self.mark) != 1 or not self.mark.isascii() or self.mark.isalnum() or self.mark in "\"\r\n.-+'"):
+            raise ValueError(f"separator {self.separator!r} cannot separate columns; use one character such as ; or |, or tab")
+        if isinstance(self.frequency, str) and self.frequency != "none" and FREQUENCY.fullmatch(self.frequency.strip()) is None:
+            raise ValueError(f"frequency {self.frequency!r} is unknown; use for example 15min, h, D, B, W, MS, a number, or none")
+        for name in ("known", "calendar", "categorical", "static"):
+            given = getattr(self, name) or ()
+            if len(set(given)) < len(given):
+                raise ValueError(f"{name} {list(given)} names a column twice; list each once")
+        for one, other, why in (
+            ("targets", "known", "what is known needs no forecast"),
+            ("targets", "categorical", "only numbers are forecast"),
+            ("targets", "static", "it never changes"),
+            ("known", "static", "a static column is known anyway"),
+        ):
+            both = sorted(set(getattr(self, one) or ()) & set(getattr(self, other) or ()))
+            if both:
+                raise ValueError(f"{one} and data.{other} both name {both[0]!r}, but {why}; remove it from one of them")
+        if self.split is not None:
+            if len(self.split) not in (2, 3) or any(part <= 0 for part in self.split):
+                raise ValueError(f"split {list(self.split)} must have two or three positive parts: train, valid and optionally test")
+            if any(part < 1 for part in self.split) and sum(self.split) > 1 + 1e-9:
+                raise ValueError(f"split {list(self.split)} adds up to more than 1; use fractions that add up to at most 1, or whole rows")
+            if all(part >= 1 for part in self.split) and any(part != int(part) for part in self.split):
+                raise ValueError(f"split {list(self.split)} must be whole numbers of rows, or fractions below 1")
+        return self

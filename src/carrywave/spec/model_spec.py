@@ -1,0 +1,87 @@
+"""The model section of the spec: the sizes of the network, its dropout, and how its weights begin."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from carrywave.errors import SpecError
+from carrywave.spec.section import Positive, Section, Share
+
+WIDEST, DEEPEST = 1 << 16, 4096  # a float32 matrix with this many rows and columns is 16 GiB
+
+
+class ModelSpec(Section):
+    """The network: encoder, stacked LSTM, head."""
+
+    hidden: Positive | tuple[Positive, ...] = Field(128, description="hidden units of each layer; a list gives each layer its own width")
+    layers: Positive = Field(2, description="number of LSTM layers")
+    embedding: Positive | None = Field(None, description="width of the token embedding; by default that of the first layer")
+    projection: Annotated[int, Field(ge=0)] = Field(0, description="width each layer's output is projected to (proj_size); 0 for none")
+    bidirectional: bool = Field(False, description="read separate sequences in both directions")
+    dropout: Share = Field(0.0, description="dropout on the token embedding, between layers and before the head")
+    dropout_input: Share | None = Field(
+        None, description="dropout on the encoder's output; by default model.dropout for tokens, 0 for numbers"
+    )
+    dropout_hidden: Share | None = Field(None, description="dropout between layers; by default model.dropout")
+    dropout_output: Share | None = Field(None, description="dropout before the head; by default model.dropout")
+    dropout_words: Share = Field(0.0, description="dropout of whole rows of the embedding")
+    weight_drop: Share = Field(0.0, description="dropout of recurrent weights, the same for all steps of a batch")
+    locked: bool = Field(False, description="use the same dropout mask at every step of a batch (variational dropout)")
+    tie: bool = Field(False, description="language: softmax and embedding share one matrix")
+    softmax: Literal["full", "adaptive"] = Field(
+        "full",
+        description="language: score all tokens at every step, or rare ones only in clusters, which is another model and cheaper if the "
+        "vocabulary is large",
+    )
+    cutoffs: tuple[Positive, ...] | None = Field(
+        None,
+        description="adaptive softmax: first token of each cluster, by frequency; by default a twentieth and a quarter of the vocabulary",
+    )
+    layer_norm: bool = Field(False, description="normalise each layer's output")
+    learned_carry: bool = Field(False, description="learn the carry at the start of a sequence instead of starting from zero")
+    init: Literal["torch", "orthogonal", "xavier"] = Field("torch", description="how the LSTM weights are initialised")
+    forget_bias: float | None = Field(None, description="initial bias of the forget gate")
+    pool: Literal["last", "mean"] = Field(
+        "last", description="classification, regression: the last real step, or the mean of all real steps"
+    )
+    pretrained: str | None = Field(
+        None,
+        description="pretrained embeddings, as text with a token and its numbers on each line, or the layers of an LSTM from elsewhere: "
+        "torch.nn.LSTM (.safetensors), Keras 3 (.weights.h5, .keras)",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.layers > DEEPEST:
+            raise ValueError(f"layers is {self.layers}; use at most {DEEPEST}")
+        if isinstance(self.hidden, tuple) and len(self.hidden) != self.layers:
+            raise ValueError(f"hidden lists {len(self.hidden)} widths for {self.layers} layers; list one width for each layer")
+        for name, given in (("hidden", max(self.widths)), ("embedding", self.embedding or 0)):
+            if given > WIDEST:
+                raise ValueError(f"{name} is {given}; use at most {WIDEST}")
+        widths = self.widths
+        if self.projection and self.projection >= min(widths):
+            raise ValueError(f"projection {self.projection} must be smaller than hidden {min(widths)}")
+        if self.cutoffs is not None and self.softmax != "adaptive":
+            raise ValueError("cutoffs are for softmax=adaptive; set it, or remove them")
+        if self.cutoffs is not None and (not self.cutoffs or list(self.cutoffs) != sorted(set(self.cutoffs))):
+            raise ValueError(f"cutoffs must increase, got {list(self.cutoffs)}; list each once, from low to high")
+        if self.softmax == "adaptive" and self.tie:
+            raise ValueError("tie needs one matrix for all tokens, which softmax=adaptive does not have; remove one of them")
+        return self
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Hidden units of each layer."""
+        return self.hidden if isinstance(self.hidden, tuple) else (self.hidden,) * self.layers
+
+    def cutoffs_of(self, vocabulary: int) -> tuple[int, ...]:
+        """The first tokens of the clusters of an adaptive softmax."""
+        cutoffs = self.cutoffs or (max(1, vocabulary // 20), max(2, vocabulary // 4))
+        if cutoffs[-1] >= vocabulary:
+            raise SpecError(
+                f"model.cutoffs={list(cutoffs)}, but the vocabulary has {vocabulary} tokens; use smaller ones, or model.softmax=full"
+            )
+        return cutoffs

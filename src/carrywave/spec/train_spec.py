@@ -1,0 +1,106 @@
+"""The train section of the spec: optimizer, schedule, evaluation, snapshots, and when replicas exchange."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from carrywave.spec.best_metric import BestMetric
+from carrywave.spec.section import Positive, Section, Share
+from carrywave.spec.sync_keys import check_sync
+
+
+class TrainSpec(Section):
+    """The optimisation."""
+
+    optimizer: Literal["sgd", "adam", "adamw", "ntasgd"] = Field(
+        "adam", description="update rule; ntasgd is SGD that averages its weights once it stops improving"
+    )
+    lr: Annotated[float, Field(gt=0.0)] = Field(2e-3, description="learning rate")
+    momentum: Share = Field(0.0, description="sgd only")
+    betas: tuple[Share, Share] = Field((0.9, 0.999), description="adam and adamw")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="pulls weights towards zero; adamw applies it apart from the gradient, the others through it"
+    )
+    nonmono: Positive = Field(5, description="ntasgd: evaluations without improvement before averaging starts")
+    clip: Annotated[float, Field(gt=0.0)] | None = Field(None, description="clip gradients to this norm, taken over all of them together")
+    epochs: Positive = Field(5, description="passes over train")
+    max_steps: Positive | None = Field(None, description="stop after this many optimizer steps")
+    accumulate: Positive = Field(1, description="batches per optimizer step")
+    precision: Literal["auto", "fp32", "tf32", "fp64", "bf16", "fp16"] = Field(
+        "auto",
+        description="arithmetic; with bf16 and fp16, parameters and optimizer state stay in fp32. auto: bf16 if all devices are GPUs made "
+        "for it (compute capability 8.0 or higher), otherwise fp32; the spec in a run's folder says which",
+    )
+    reproducible: bool = Field(
+        False, description="bitwise identical results on 1, 2, 4 and 8 replicas, at a cost that is printed; see docs/reliability.md"
+    )
+    shard_optimizer: bool = Field(
+        False,
+        description="each replica of a stage keeps and updates only its part of the optimizer state, and the replicas exchange the new "
+        "weights: less memory, the same result; see docs/parallel.md",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="seed of all randomness: weights, order, dropout")
+    schedule: Literal["constant", "cosine", "plateau", "step", "linear"] = Field("constant", description="learning-rate schedule")
+    warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up, in any schedule")
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.25, description="plateau and step multiply the learning rate by this")
+    patience: Annotated[int, Field(ge=0)] = Field(0, description="plateau: evaluations without improvement that are tolerated")
+    every: Positive = Field(10, description="step: epochs between reductions")
+    min_lr: Annotated[float, Field(ge=0.0)] = Field(0.0, description="no schedule lowers the learning rate below this")
+    alpha: Annotated[float, Field(ge=0.0)] = Field(0.0, description="activation regularisation")
+    beta: Annotated[float, Field(ge=0.0)] = Field(0.0, description="temporal activation regularisation")
+    evaluate_every: Positive | None = Field(None, description="optimizer steps between evaluations; by default at the end of each epoch")
+    best: BestMetric = Field(
+        "loss",
+        description="metric of valid that picks the best weights, and that early_stop and plateau look at: accuracies and macro_f1 better "
+        "if higher, the others if lower",
+    )
+    early_stop: Positive | None = Field(None, description="stop after this many evaluations without improvement of train.best")
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
+        None,
+        description="classification, tagging: weights of the labels in the loss, by default 1; balanced: the same for each in total",
+    )
+    loss: Literal["mse", "mae"] = Field("mse", description="regression, forecasting without quantiles: the loss")
+    on_nan: Literal["stop", "skip", "back"] = Field(
+        "stop",
+        description="what to do when a loss or gradient is not finite: stop the run, skip the step, or go back to the last snapshot with "
+        "half the learning rate; see docs/reliability.md",
+    )
+    log_every: Positive = Field(50, description="optimizer steps between lines in metrics.jsonl")
+    track: tuple[Literal["mlflow", "wandb"], ...] = Field(
+        (), description="trackers that get a copy of metrics.jsonl, such as [mlflow]; nothing is sent to any other; see docs/python.md"
+    )
+    snapshot_every: Annotated[int, Field(ge=0)] | None = Field(
+        1000, description="optimizer steps between snapshots within an epoch; 0: only at the end of each epoch, where one is always taken"
+    )
+    keep: Positive = Field(2, description="snapshots to keep, in addition to the best one")
+    sync: Literal["step", "local", "diloco", "async"] = Field(
+        "step",
+        description="when replicas exchange: at every step, as one device would compute; or, each another algorithm for slow links, see "
+        "docs/sync.md: local averages weights every sync_every steps, diloco takes an outer step on their difference, async pushes "
+        "gradients whenever they are ready, with a result that depends on timing",
+    )
+    sync_every: Positive = Field(
+        50, description="local, diloco: optimizer steps that a replica takes on its own between exchanges; async: between meetings"
+    )
+    sync_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="local, diloco: what travels between replicas; fp32 is fp64 in fp64 runs"
+    )
+    sync_fragments: Positive = Field(
+        1, description="diloco: parts of the weights that are exchanged in turn, each every sync_every steps, so that less travels at once"
+    )
+    block_momentum: Share = Field(0.0, description="local: momentum of the averaged weights from exchange to exchange (BMUF)")
+    block_nesterov: bool = Field(False, description="local: replicas start ahead by the block momentum (Nesterov)")
+    outer_lr: Annotated[float, Field(gt=0.0)] = Field(1.0, description="diloco: learning rate of the outer step")
+    outer_momentum: Share = Field(0.5, description="diloco: Nesterov momentum of the outer step")
+    max_staleness: Annotated[int, Field(ge=0)] = Field(
+        4, description="async: optimizer steps that a replica may be ahead of the slowest before it waits"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower min_lr")
+        check_sync(dict(self), {name: field.default for name, field in TrainSpec.model_fields.items()})
+        return self

@@ -1,0 +1,86 @@
+"""The forward of one chunk on one stage: what goes to the next stage, the state after it, and, where the head is, what to differentiate.
+
+Knows nothing of schedules and messages; `executor` calls it when a chunk's turn has come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from carrywave.data.batch import Batch
+from carrywave.model.opaque_model import Whole
+from carrywave.model.stage import Stage, regularize
+from carrywave.model.state import Chunk, State
+from carrywave.step.job import Job, Observer
+
+
+@dataclass(frozen=True)
+class ChunkOutcome:
+    """What the forward of a chunk came to."""
+
+    y: Tensor  # the output, for the next stage or for whoever scores it
+    left: State  # the state after the chunk
+    root: Tensor | None = None  # what to differentiate; None: nothing here
+    sums: Tensor | None = None  # loss, count and penalty; None without a head: there is nothing to add
+
+
+@dataclass(frozen=True)
+class ChunkForward:
+    """The forward of any chunk of a pass."""
+
+    stage: Stage | Whole
+    dtype: torch.dtype  # of messages between stages
+    share_head: bool  # the outputs are scored in tasks of their own
+    splits_vocabulary: bool  # replicas share the rows of a vocabulary
+
+    def __call__(
+        self, job: Job, batch: Batch, chunk: Chunk, x: Tensor, entered: State, span: tuple[int, int], *, last: bool
+    ) -> ChunkOutcome:
+        """Run the chunk that covers the steps `span` of a micro-batch; `last`: it is the last of them."""
+        y, raw, left = self.stage(x, entered, chunk)
+        if not self.stage.has_head:
+            # The next layer computes in this dtype anyway, so sending a wider one would gain nothing.
+            return ChunkOutcome(y.to(self.dtype), left)
+        loss_sum = count = penalty = torch.zeros((), dtype=torch.float64, device=batch.lengths.device)
+        root: Tensor | None = None
+        pooled = self.stage.pooled
+        if (last or not pooled) and not self.share_head:
+            first, end = span
+            targets = batch.targets if pooled or batch.targets is None else batch.targets[first:end]
+            if job.observe is not None:
+                root, count = self._observed(job.observe, y, left, targets, chunk, count, batch)
+            elif targets is not None and (not batch.idle or self._has_rows(self.stage.head)):
+                # A replica without lanes still has rows of a split vocabulary, which the others need.
+                root, count = self.stage.loss(y, left, targets, chunk)
+            elif targets is not None and self._has_rows(self.stage.encoder):
+                root = 0.0 * y.sum()  # nothing to score, but the rows of the encoder have gradients from others
+            if root is not None:
+                loss_sum = root.detach()
+        if job.alpha or job.beta:
+            extra = regularize(raw, y, entered.tail, job.alpha, job.beta, chunk.lengths)
+            left = self.with_tail(job, raw, left)
+            penalty = extra.detach()
+            root = extra if root is None else root + extra
+        y = y.to(self.dtype) if self.share_head else y
+        return ChunkOutcome(y, left, root, torch.stack([loss_sum.double(), count.detach().double(), penalty.double()]))
+
+    def with_tail(self, job: Job, raw: Tensor, left: State) -> State:
+        """The state after a chunk, with its last output where the penalty on changes of the output needs it."""
+        if not self.stage.has_head or not (job.alpha or job.beta):
+            return left
+        return left._replace(tail=raw[-1] if job.beta else None)
+
+    def _has_rows(self, module: object) -> bool:
+        """True if a module has some rows of a vocabulary that replicas share, and must run whenever theirs do."""
+        return self.splits_vocabulary and getattr(module, "rows", None) is not None
+
+    def _observed(
+        self, observe: Observer, y: Tensor, left: State, targets: Tensor | None, chunk: Chunk, count: Tensor, batch: Batch
+    ) -> tuple[Tensor | None, Tensor]:
+        """Pass the head's output to the observer, and return its loss and count if there are targets."""
+        out = self.stage.output(y, left, chunk)
+        observe(out, targets, batch.sequence)
+        return (None, count) if targets is None or batch.idle else self.stage.score(out, y, left, targets, chunk)

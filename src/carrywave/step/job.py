@@ -1,0 +1,37 @@
+"""What the executor is given and gives back for each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from carrywave.data.batch import Batch
+from carrywave.model.state import State
+
+Observer = Callable[[Tensor, Tensor | None, Tensor], None]  # the head's output, the targets, and the sequence in each lane
+
+
+@dataclass(frozen=True)
+class Job:
+    """One batch to run: the lanes' state before it, and how to run it."""
+
+    batch: Batch
+    state: State | None  # None: continue from the previous job
+    key: Tensor | None = None  # random key for dropout; None in evaluation
+    scale: Tensor | None = None  # multiplies the loss before backward (fp16)
+    alpha: float = 0.0
+    beta: float = 0.0
+    precision: str = "fp32"  # of the forward pass; backward follows automatically
+    observe: Observer | None = None  # called with every output of the head, in evaluation
+
+
+@dataclass(frozen=True)
+class BatchOutcome:
+    """Sums over the part of the batch that this stage scored, and the state of every lane after it. Detached."""
+
+    loss_sum: Tensor  # over real targets
+    count: Tensor  # real targets
+    penalty: Tensor  # regularisation; included in what was differentiated but not in loss_sum
+    state: State
