@@ -130,7 +130,7 @@ def test_a_named_index_of_durations_is_the_time(tmp_path: Path) -> None:
 def test_an_empty_label_in_a_file_is_no_class(tmp_path: Path) -> None:
     path = tmp_path / "labels.csv"
     path.write_text("text,label\n" + "".join(f"ab,{'' if number == 3 else 'pq'[number % 2]}\n" for number in range(20)))
-    with pytest.raises(DataError, match="label is missing"):
+    with pytest.raises(DataError, match="the field label is empty"):
         cw.fit({"hidden": 4}, str(path), task="classification", data={"cache": str(tmp_path / "cache")}, run=tmp_path / "run")
 
 

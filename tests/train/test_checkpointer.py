@@ -49,7 +49,7 @@ class Place(Mesh):
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.world, self.device = plan, World.alone(torch.device("cpu")), torch.device("cpu")
         self.replica, self.stage = divmod(rank, plan.stages)
-        self.links = None
+        self.links, self._all = None, None
 
     def replicas_of(self, stages: Sequence[int]) -> Summing | None:
         return GroupSum(cast(dist.ProcessGroup, None)) if self.plan.replicas > 1 and len(stages) == 1 else None
