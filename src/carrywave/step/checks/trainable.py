@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 
-import torch.distributed as dist
 from torch import nn
 
 from carrywave.errors import UserError, WorkerError
+from carrywave.parallel.arrivals import all_arrive
 from carrywave.parallel.startup.rendezvous import on_every_rank, start_seconds
 from carrywave.parallel.world import World, all_gather_text
 
@@ -58,22 +57,13 @@ class Followed:
     def _agree(self, changed: dict[str, bool]) -> None:
         name = next(iter(changed))
         remedy = "freeze and unfreeze the same parameters on all workers before the same step"
-        if self.world.size > 1:
-            # Workers that saw no change are already entering the step and will never reach this barrier, so do not wait for the full
-            # message timeout.
-            try:
-                came = dist.barrier(async_op=True).wait(timedelta(seconds=start_seconds()))
-            except RuntimeError as error:
-                raise self._alone(name, remedy) from error
-            if came is False:
-                raise self._alone(name, remedy)
+        # Workers that saw no change are already entering the step and will never come here, so do not wait for the full message timeout.
+        if self.world.size > 1 and not all_arrive(self.world, "requires_grad", start_seconds()):
+            raise WorkerError(
+                f"requires_grad of {name} changed on rank {self.world.rank}, but other workers did not report the same change; {remedy}"
+            )
         told = [json.loads(text) for text in all_gather_text(self.world, json.dumps(changed))]
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 name = next(iter({*theirs.items()} ^ {*told[0].items()}))[0]
                 raise on_every_rank(WorkerError(f"requires_grad of {name} changed differently on rank {rank} than on rank 0; {remedy}"))
-
-    def _alone(self, name: str, remedy: str) -> WorkerError:
-        return WorkerError(
-            f"requires_grad of {name} changed on rank {self.world.rank}, but other workers did not report the same change; {remedy}"
-        )
