@@ -178,7 +178,8 @@ def test_a_part_that_failed_does_not_end_the_wait_for_the_others(tmp_path: Path)
     thread.start()
     thread.join(0.1)
     assert thread.is_alive()
-    (tmp_path / "report-2.json").write_text('{"files": {}}')
+    (tmp_path / "draft").write_text('{"files": {}}')
+    (tmp_path / "draft").rename(tmp_path / "report-2.json")  # whole at once, as workers write it
     thread.join(30)
     assert results == [False]
     job.given_up.set()  # a report that will not come
