@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,9 @@ import typer
 from rich.console import Console
 
 from carrywave.cli.exits import leaving_at_once
-from carrywave.cli.options import Device, DeviceOption, JsonOption, note, plain, spec_and_overrides
+from carrywave.cli.options import Device, DeviceOption, JsonOption, note, spec_and_overrides
+from carrywave.cli.places import place_of
+from carrywave.cli.rows import wide_console, write_rows
 from carrywave.cli.workers import FewDevicesOption, start_workers
 from carrywave.data.files.remote import is_address
 from carrywave.errors import UserError
@@ -70,9 +71,9 @@ def backtest(
 
     asked = backtesting.Asked(horizon, stride, origins)
     if trained is not None and not retrain:
-        found = backtesting.backtest_run(_place(trained), data, asked, device.value, note)
+        found = backtesting.backtest_run(place_of(trained), data, asked, device.value, note)
     else:
-        spec = spec or backtesting.spec_of_run(_place(str(trained)))
+        spec = spec or backtesting.spec_of_run(place_of(str(trained)))
         how: dict[str, Any] = {"retrain": retrain, "run": run, "resume": resume, "device": device.value, "note": note}
         with watcher_for(Console()) if is_first() else nullcontext(Silent()) as watch:
             found = backtesting.backtest_spec(spec, data, asked, watch=watch, **how)
@@ -90,10 +91,6 @@ def _trained(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return (named if is_run else None), overrides
 
 
-def _place(run: str) -> Path | str:
-    return run if is_address(run) else Path(run)
-
-
 def _report(found: Backtest, csv_file: Path, svg_file: Path, json_file: Path | None) -> None:
     from carrywave.runs.backtest import listing, picture
     from carrywave.runs.rows.row_writer import writing
@@ -103,11 +100,8 @@ def _report(found: Backtest, csv_file: Path, svg_file: Path, json_file: Path | N
     rolling = found.rolling
     title = f"{rolling.origins} origins, {rolling.stride} rows apart, {rolling.horizon} steps ahead: {found.table.name}"
     output_file.write(svg_file, picture.draw(found.table, found.forecasts, found.columns, found.quantiles, title))
-    if json_file is not None:
-        lines = (json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) for row in found.scores)
-        output_file.write(json_file, "[\n" + ",\n".join(lines) + "\n]\n")
-    console = Console()
-    console = console if console.is_terminal else Console(width=240)
+    write_rows(json_file, found.scores)
+    console = wide_console()
     for title, by in (("all forecasts", ()), ("by column", ("column",)), ("by origin", ("origin",)), ("by step ahead", ("step",))):
         rows = [_shown(row, by) for row in found.scores if _is_by(row, by)]
         if rows:

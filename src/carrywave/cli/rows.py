@@ -13,11 +13,15 @@ from carrywave.parallel.startup.launcher_env import is_first
 from carrywave.runs import output_file
 
 
+def wide_console() -> Console:
+    """Where tables are printed: a file or pipe has no width, so it gets one in which rows are not wrapped."""
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
+
+
 def show(table: Table) -> None:
     """Print a table."""
-    console = Console()
-    # A file or pipe has no width, so use one wide enough that rows are not wrapped.
-    (console if console.is_terminal else Console(width=240)).print(table)
+    wide_console().print(table)
 
 
 def write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:

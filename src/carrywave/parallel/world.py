@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from carrywave import errors
 from carrywave.errors import SpecError, UserError, WorkerError, option
 from carrywave.parallel import process_groups
+from carrywave.parallel.arrivals import arrive
 from carrywave.parallel.liveness import heartbeat, lost_contact
 from carrywave.parallel.startup import environment, native_logs
 from carrywave.parallel.startup.interfaces import check_hosts, leads_home, unreachable
@@ -263,18 +264,12 @@ def raise_on_all(world: World, *, for_all_of_us: bool = False, patient: bool = F
 
 
 def _wait_for_all(world: World) -> None:
-    """Return when every worker has arrived. They poll the store, so no message is in flight that could time out."""
+    """Return when every worker has arrived."""
     store = _Joined.waits
     if store is None:
         return  # the user created the group and chose its timeout
     key, _Joined.waited = str(_Joined.waited), _Joined.waited + 1
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    pause_seconds = 0.001
-    if store.add(key, 1) == world.size:
-        store.set(f"all/{key}", "")
-    while not store.check([f"all/{key}"]) and time.monotonic() < deadline:
-        time.sleep(pause_seconds)
-        pause_seconds = min(2 * pause_seconds, 0.1)
+    arrive(store, key, world.size, PATIENCE_SECONDS)
 
 
 def _attempt() -> str:

@@ -16,6 +16,7 @@ from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.step import executor
 from carrywave.step.checks.arguments import check_batches
 from carrywave.step.job import BatchOutcome, Observer
+from carrywave.step.micro_batches import lanes_of
 from carrywave.step.reproducible.shards import parts_of
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: Callable[[Ten
 
 def _forward(trainer: Trainer, batch: Batch, state: State | None, observe: Observer | None) -> BatchOutcome:
     stage, mesh, lanes = trainer.stage, trainer.mesh, batch.lanes.shape[0]
-    if state is None or not trainer.keep_state or (state.carries and state.carries[0].h.shape[1] != lanes):
+    if state is None or not trainer.keep_state or lanes_of(state, lanes) != lanes:
         state = stage.start(lanes, mesh.device).detach()
     whole, precision = trainer.model.reads_whole, trainer.spec.precision
     return executor.forward(stage, mesh, batch, state, whole=whole, precision=precision, observe=observe)

@@ -126,16 +126,18 @@ class NonfiniteRecord:
         codes += self._codes + [units.backward(unit) for unit, _ in local]
         # Squared norms: with float64 gradients a square may overflow where the norm does not, and then the global norm is infinite too.
         values = torch.cat([norms.square(), passes, *([torch.stack([norm for _, norm in local])] if local else [])])
-        # x − x is NaN, hence != 0, when x is NaN or infinite.
-        bad = values - values != 0
-        return (bad * self._tensor(tuple(codes))).amax()
+        return self._first(values, codes)
 
     @torch.no_grad()
     def summed_code(self, counted: Sequence[Tensor], norms: Tensor) -> Tensor:
         """The code for gradients that are summed over all workers: the same on each."""
-        codes = tuple(self.units.backward(self.unit[id(p)], summed=True) for p in counted)
-        values = norms.square()
-        return ((values - values != 0) * self._tensor(codes)).amax()
+        return self._first(norms.square(), [self.units.backward(self.unit[id(p)], summed=True) for p in counted])
+
+    def _first(self, values: Tensor, codes: Sequence[int]) -> Tensor:
+        """The largest code of the values that are not finite, which is that of the first in the order of computation; 0 if all are."""
+        # x − x is NaN, hence != 0, when x is NaN or infinite.
+        bad = values - values != 0
+        return (bad * self._tensor(tuple(codes))).amax()
 
     def _tensor(self, codes: tuple[int, ...]) -> Tensor:
         """The codes as a tensor, cached because a step being captured cannot copy from the host."""
