@@ -91,18 +91,19 @@ SEAT = """
     from carrywave.launch.ray_seat import Seat
 
     seat = Seat()
-    shown = os.dup(1)
+    shown, errors = os.dup(1), os.dup(2)
+    sys.excepthook = lambda kind, error, trace: os.write(errors, repr(error).encode())  # descriptor 2 becomes the seat's
     found = []
     variables = {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": os.environ["PYTHONPATH"]}
     thread = threading.Thread(target=lambda: found.append(seat.work(["-c", sys.argv[1]], sys.argv[2], variables, 2)))
     thread.start()
     told = b""
     while thread.is_alive():
-        told += seat.news().get(1, b"") if seat._shown else b""
+        told += seat.news().get(1, b"")
         if b"ready" in told and sys.argv[3:]:
             seat.stop(*(int(number) for number in sys.argv.pop(3).split(",")))
         time.sleep(0.01)
-    told += seat.news().get(1, b"") if seat._shown else b""
+    told += seat.news().get(1, b"")
     outcome = found[0]
     said = [outcome.ended.code, outcome.ended.message, told.decode(), sorted(outcome.logs)]
     os.write(shown, json.dumps(said).encode())

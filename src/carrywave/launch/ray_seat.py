@@ -89,9 +89,11 @@ class Seat:
 
     def _show(self, folder: Path) -> None:
         """Let what the supervision prints reach `news` instead of Ray's logs."""
+        shown = {}
         for descriptor in (OUT, ERR):
             path = folder / f"shown-{descriptor}"
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(handle, descriptor)
             os.close(handle)
-            self._shown[descriptor] = path.open("rb")
+            shown[descriptor] = path.open("rb")
+        self._shown = shown  # at once: `news` may be looking through it in another thread
