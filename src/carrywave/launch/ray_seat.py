@@ -89,7 +89,7 @@ class Seat:
 
     def _show(self, folder: Path) -> None:
         """Let what the supervision prints reach `news` instead of Ray's logs."""
-        shown = {}
+        shown: dict[int, IO[bytes]] = {}
         for descriptor in (OUT, ERR):
             path = folder / f"shown-{descriptor}"
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
