@@ -52,6 +52,23 @@ def test_decay_begins_after_warm_up() -> None:
     assert course(asked, [20, 60, 100], total=100) == [8.0, 4.0, 0.0]
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_decay_begins_after_the_full_rate_was_held(schedule: str) -> None:
+    asked = spec(schedule=schedule, warmup=20, hold=40)
+    assert course(asked, [9, 20, 60, 80, 100], total=100) == pytest.approx([8.0 * 10 / 21, 8.0, 8.0, 4.0, 0.0], abs=1e-15)
+
+
+@pytest.mark.parametrize("hold", [100, 1000])
+def test_the_full_rate_held_to_the_end(hold: int) -> None:
+    assert course(spec(schedule="linear", hold=hold), [0, 99], total=100) == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "step", "plateau"])
+def test_nothing_to_hold_where_the_schedule_does_not_decay_by_steps(schedule: str) -> None:
+    with pytest.raises(ValueError, match=f"hold is for schedule=cosine or linear, not for schedule={schedule}; remove it"):
+        spec(schedule=schedule, hold=5)
+
+
 def test_warm_up_longer_than_the_run() -> None:
     assert course(spec(schedule="cosine", warmup=7), [0, 1], total=2) == [1.0, 2.0]
 

@@ -44,6 +44,7 @@ class TrainSpec(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1, description="seed of all randomness: weights, order, dropout")
     schedule: Literal["constant", "cosine", "plateau", "step", "linear"] = Field("constant", description="learning-rate schedule")
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up, in any schedule")
+    hold: Annotated[int, Field(ge=0)] = Field(0, description="cosine, linear: steps at the full learning rate, from the end of the warm-up")
     factor: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.25, description="plateau and step multiply the learning rate by this")
     patience: Annotated[int, Field(ge=0)] = Field(0, description="plateau: evaluations without improvement that are tolerated")
     every: Positive = Field(10, description="step: epochs between reductions")
@@ -102,5 +103,7 @@ class TrainSpec(Section):
     def _check(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower min_lr")
+        if self.hold and self.schedule not in ("cosine", "linear"):
+            raise ValueError(f"hold is for schedule=cosine or linear, not for schedule={self.schedule}; remove it")
         check_sync(dict(self), {name: field.default for name, field in TrainSpec.model_fields.items()})
         return self

@@ -28,9 +28,11 @@ class Rate:
 def lr(spec: TrainSpec, state: Rate, step: int, total_steps: int, epoch: int) -> float:
     """The learning rate of optimizer step `step` (from 0) of `total_steps`, in `epoch` (from 0).
 
-    Warmup is linear and reaches the full rate at step `warmup`; cosine and linear would reach `min_lr` at step `total_steps`.
+    Warmup is linear and reaches the full rate at step `warmup`; cosine and linear lower it from `hold` steps later, and would reach
+    `min_lr` at step `total_steps`.
     """
-    progress = min(1.0, max(0.0, (step - spec.warmup) / max(1, total_steps - spec.warmup)))
+    full = spec.warmup + spec.hold  # the first step that may have less than the full rate again
+    progress = min(1.0, max(0.0, (step - full) / max(1, total_steps - full)))
     match spec.schedule:
         case "cosine":
             rate = spec.min_lr + (spec.lr - spec.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))

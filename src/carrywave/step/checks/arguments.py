@@ -30,6 +30,7 @@ INSTEAD = {
     "epochs": "write the loop over epochs yourself",
     "max_steps": "end the loop yourself",
     "warmup": "call trainer.set_lr before each step",
+    "hold": "call trainer.set_lr before each step",
     "schedule": "call trainer.set_lr before each step, or pass your own optimizer and use its scheduler",
     "snapshot_every": "save trainer.state_dict() yourself",
 }
