@@ -33,7 +33,7 @@ from carrywave.plan.plan import Plan
 from carrywave.runs.evaluation import passes
 from carrywave.spec.load import parse
 from carrywave.step.all_reduce import AllReduce, Reduced
-from carrywave.step.graphs.capture import Capture
+from carrywave.step.graphs.capture import Capture, _reason
 from carrywave.step.micro_batches import FlatCarry, flatten
 from carrywave.step.optim.optimizer import NTASGD
 from carrywave.step.trainer import Trainer
@@ -533,3 +533,17 @@ def test_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Capture.of(CPU, Plan.serial(), model) is None
     monkeypatch.setenv("CARRYWAVE_CAPTURE", "0")
     assert Capture.of(cuda, Plan.serial(), model) is None
+
+
+def test_the_reason_is_the_first_error_and_where_it_was_raised() -> None:
+    def failing() -> None:
+        try:
+            torch.zeros(2).view(3)
+        finally:
+            raise RuntimeError("a capture that failed has ended")
+
+    with pytest.raises(RuntimeError) as caught:
+        failing()
+    assert _reason(caught.value).startswith("shape '[3]' is invalid")
+    assert _reason(caught.value).endswith(f"(test_capture_parts.py, line {failing.__code__.co_firstlineno + 2})")
+    assert _reason(RuntimeError("")) == "RuntimeError"

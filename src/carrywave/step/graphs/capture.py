@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import os
+import traceback
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -168,10 +169,15 @@ class Capture:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong first, in one line: ending a capture that has failed raises an error of its own, which says only that it has."""
+    """What went wrong first, and where, in one line: ending a capture that has failed raises an error of its own, which says only that it
+    has.
+    """
     while error.__context__ is not None:
         error = error.__context__
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{os.sep}carrywave{os.sep}" in frame.filename] or frames
+    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    return (" ".join(str(error).split())[:200] or type(error).__name__) + where
 
 
 @contextmanager
