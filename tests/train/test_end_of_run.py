@@ -190,3 +190,11 @@ def test_weights_of_another_vocabulary_are_what_is_recorded(tmp_path: Path) -> N
     with pytest.raises(RunError, match=message):
         go(other, tmp_path / "other", init=str(tmp_path / "words"))
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_progress_counts_to_the_last_batch_that_is_taken(tmp_path: Path, accumulate: int) -> None:
+    watch = Watch()
+    go(spec(tmp_path, max_steps=4, accumulate=accumulate, epochs=1), tmp_path / "run", watch)
+    shown = [(info.step, info.steps) for info in watch.infos if info.phase == "train"]
+    assert shown == [(step * accumulate, 4 * accumulate) for step in (1, 2, 3, 4)]

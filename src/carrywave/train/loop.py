@@ -44,7 +44,7 @@ from carrywave.train.loop_state import Ending, LoopState
 from carrywave.train.nonfinite_steps import check_can_go_back, heed, went_back
 from carrywave.train.plan_check import Comparison
 from carrywave.train.run_clock import RunClock
-from carrywave.train.step_reports import info_of, mean_loss, moment_of, place_of, train_row
+from carrywave.train.step_reports import batches_of_epoch, info_of, mean_loss, moment_of, place_of, train_row
 
 LOOK_EVERY = 8  # steps between two checks of what a GPU has computed, with several workers
 
@@ -387,7 +387,8 @@ class Loop:
 
     def _tick(self, result: StepResult) -> None:
         self.clock.ticked()
-        self.watch.step(self._info("train", self.state.batch, self.order.num_steps(self.state.epoch), mean_loss(result)))
+        batches = batches_of_epoch(self.state, self.spec.train, self.order.num_steps(self.state.epoch))
+        self.watch.step(self._info("train", self.state.batch, batches, mean_loss(result)))
 
     def moment(self, split: str, metrics: Mapping[str, float], result: StepResult | None = None) -> Moment:
         """Where the run is, for a callback."""

@@ -52,6 +52,11 @@ def moment_of(
     return Moment(run, at.shown_epoch, train.epochs, at.step, at.lr, split, dict(metrics), loss)
 
 
+def batches_of_epoch(at: LoopState, train: TrainSpec, batches: int) -> int:
+    """How many batches of this epoch the run takes: all of them, or those before `train.max_steps`."""
+    return batches if train.max_steps is None else min(batches, at.batch + (train.max_steps - at.step) * train.accumulate)
+
+
 def info_of(
     at: LoopState,
     train: TrainSpec,
