@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -31,6 +32,22 @@ def test_a_program_computes_what_the_model_computes(name: str, stateful: bool) -
         with torch.no_grad():
             for right, got in zip(portable(*given), run(given), strict=True):
                 torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+def test_what_torch_has_traced_before_does_not_matter_nor_change() -> None:
+    other = torch.nn.LSTM(4, 5)
+
+    def traced(*, decomposed: bool) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of its own LSTM, and of its own code
+            program = torch.export.export(other, (torch.ones(7, 2, 4),), strict=False)
+            return len((program.run_decompositions() if decomposed else program).graph.nodes)
+
+    steps, _ = traced(decomposed=True), traced(decomposed=False)
+    portable = Portable(made("language"))
+    run = torch_program.runner(torch_program.archive(portable))  # time is free, although it was fixed in what came before
+    assert largest_difference(portable, run, what="it") < 2e-6
+    assert traced(decomposed=True) == steps
 
 
 def test_an_archive_with_a_pickle_is_not_loaded() -> None:

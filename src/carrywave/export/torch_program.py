@@ -76,6 +76,12 @@ def _lstm_with_free_time() -> Iterator[None]:
     """
     from torch.export._patches import register_lstm_while_loop_decomposition
 
-    with warnings.catch_warnings(), register_lstm_while_loop_decomposition():
-        warnings.simplefilter("ignore", FutureWarning)  # in torch's own loop
-        yield
+    # torch remembers which definition an earlier tracing has used, and would go on to use it, here and afterwards.
+    remembered = torch.ops.aten.lstm.input._dispatch_cache
+    remembered.clear()
+    try:
+        with warnings.catch_warnings(), register_lstm_while_loop_decomposition():
+            warnings.simplefilter("ignore", FutureWarning)  # in torch's own loop
+            yield
+    finally:
+        remembered.clear()

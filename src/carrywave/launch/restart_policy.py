@@ -69,7 +69,8 @@ class RestartPolicy:
         place = None if ended.rank is None else self.places[ended.rank]
         reached = -1 if step is None else step
         progressed = reached > self._step
-        repeated = bool(ended.trace) and not progressed and (steps == 0 or ended.message == self._message)
+        again = ended.message == self._message
+        repeated = bool(ended.trace) and not progressed and (steps == 0 or again)
         if progressed:
             self._used, self._step = 0, reached
         if progressed or steps:
@@ -84,7 +85,7 @@ class RestartPolicy:
             self.keep(each for each in self.places if each != place)
             return f"{what}; continuing with {len(self.places)} of {self.devices} workers {where_from(step)}"
         if repeated and not may_shrink:
-            self.given_up = "" if steps == 0 else "; it failed again at the same point"
+            self.given_up = "; it failed again at the same point" if again else ""
             return None
         if self._used > self._restarts:
             self.given_up = f"; gave up after {self._restarts} restart{'s' * (self._restarts != 1)} without progress"
