@@ -24,6 +24,9 @@ def test_slots_give_back_what_was_put_in() -> None:
     assert vector.shape == (slots.size,) == (9,)
     for name, part in parts.items():
         assert torch.equal(slots.read(vector, name), part)
+        assert torch.equal(slots.parts(vector)[name], part)
+    slots.parts(vector)["votes"].add_(1)  # they are views
+    assert torch.equal(slots.read(vector, "votes"), torch.tensor([3.0, 4.0]))
 
 
 def test_a_slot_that_is_missing_or_of_another_size_is_an_error() -> None:

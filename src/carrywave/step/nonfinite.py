@@ -100,6 +100,7 @@ class NonfiniteRecord:
         # Number of steps; consecutive bad steps; then, since the last look: most consecutive bad steps, number of bad steps, first bad step
         # (counted from 1; 0: none); then each rank's code for that first bad step.
         self.kept = torch.zeros(5 + world.size, dtype=torch.float64, device=world.device)
+        self._steps, self._in_a_row, self._longest, self._bad_steps, self._first_bad = self.kept[:5].unbind()
         loss = units.forward(len(units.names) - 1)
         outputs = {"loss": [loss], "count": [loss], "encoded": [units.forward(0)]}
         outputs["carries"] = [units.forward(layer + 1) for layer in stage.layers for _ in "hc"]
@@ -149,12 +150,12 @@ class NonfiniteRecord:
     def note(self, finite: Tensor, codes: Tensor) -> None:
         """Count a step, and keep all workers' codes for the first bad one."""
         bad = (~finite).to(torch.float64)
-        steps, in_a_row, longest, bad_steps = self.kept[:4].unbind()
-        in_a_row = (in_a_row + 1) * bad
-        counts = torch.stack([steps + 1, in_a_row, torch.maximum(longest, in_a_row), bad_steps + bad])
-        is_first = bad * (self.kept[4] == 0) > 0
-        first = torch.where(is_first, torch.cat([counts[:1], codes]), self.kept[4:])
-        self.kept.copy_(torch.cat([counts, first]))
+        is_first = (bad * (self._first_bad == 0)).to(torch.bool)
+        self._steps.add_(1)
+        self._in_a_row.add_(1).mul_(bad)
+        torch.maximum(self._longest, self._in_a_row, out=self._longest)
+        self._bad_steps.add_(bad)
+        torch.where(is_first, torch.cat([self._steps[None], codes]), self.kept[4:], out=self.kept[4:])
 
     def look(self) -> Seen:
         """Read on the host what was recorded since the last look; the same on every worker that looks after the same step."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,11 +29,9 @@ class Slots:
 
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         self.shapes = shapes
-        self._spans: dict[str, slice] = {}
-        self.size = 0
-        for name, shape in shapes.items():
-            self._spans[name] = slice(self.size, self.size + math.prod(shape))
-            self.size = self._spans[name].stop
+        self._sizes = [math.prod(shape) for shape in shapes.values()]
+        self._ends = dict(zip(shapes, accumulate(self._sizes), strict=True))
+        self.size = sum(self._sizes)
 
     def pack(self, **parts: Tensor) -> Tensor:
         """The vector with these values; every slot must be given."""
@@ -39,7 +39,12 @@ class Slots:
 
     def read(self, vector: Tensor, name: str) -> Tensor:
         """One slot, in its shape."""
-        return vector[self._spans[name]].view(self.shapes[name])
+        end, shape = self._ends[name], self.shapes[name]
+        return vector[end - math.prod(shape) : end].view(shape)
+
+    def parts(self, vector: Tensor) -> dict[str, Tensor]:
+        """All slots, each in its shape: cheaper than one by one."""
+        return {name: part.view(shape) for part, (name, shape) in zip(torch.split(vector, self._sizes), self.shapes.items(), strict=True)}
 
 
 def pass_slots(layers: int) -> Slots:
@@ -75,7 +80,11 @@ class StepStats:
         return squared_S[0] if len(squared_S) == 1 else squared_S.sum()
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.slots.read(self.vector, name)
+        return self._parts[name]
+
+    @cached_property
+    def _parts(self) -> dict[str, Tensor]:
+        return self.slots.parts(self.vector)
 
     def over(self, mesh: Mesh) -> StepStats:
         """The sum over all workers, in place. Collective: every rank must call it."""

@@ -109,8 +109,8 @@ class Update:
             return None
         of_passes = total(list(passes.values()))
         code = self.nonfinite.code([], self._zeros(0), of_passes, self.gradients)
-        vector = self._packed(passes, told, squared=self._zeros(1), overflow=self._zeros(), code=code)
-        return StatsAhead(StepStats(self.slots, vector), self.mesh.sum_later(vector))
+        stats = self._packed(passes, told, squared=None, overflow=None, code=code)
+        return StatsAhead(stats, self.mesh.sum_later(stats.vector))
 
     def __call__(self, passes: Mapping[int, Tensor], told: Tensor | None, ahead: StatsAhead | None = None) -> StepResult:
         """Take the optimizer step. `passes`: the sum of what the passes of each shard reported, by shard. `ahead`: from the method."""
@@ -145,14 +145,13 @@ class Update:
         """This worker's numbers, before the all-reduce."""
         counted, of_grads = self._norms()
         of_passes = total(list(passes.values())) if passes else self._zeros(self.pass_slots.size)
-        vector = self._packed(
+        return self._packed(
             passes,
             told,
-            squared=self._at("squared", self.mesh.stage, of_grads.square().sum()),
-            overflow=self._zeros() if overflow is None else overflow.double(),
+            squared=of_grads.square().sum(),
+            overflow=overflow,
             code=self.nonfinite.code(counted, of_grads, of_passes, self.gradients),
         )
-        return StepStats(self.slots, vector)
 
     def _completed(self, ahead: StatsAhead, overflow: Tensor | None) -> StepStats:
         """What was shared ahead, with what the summed gradient adds, the same on every worker."""
@@ -172,16 +171,29 @@ class Update:
         pairs = [(p, grad) for p in self.counted if (grad := self._grad(p)) is not None]
         return [p for p, _ in pairs], norms([grad for _, grad in pairs]).to(self.mesh.device)
 
-    def _packed(self, passes: Mapping[int, Tensor], told: Tensor | None, *, squared: Tensor, overflow: Tensor, code: Tensor) -> Tensor:
-        return self.slots.pack(
-            score=self._by_shard(passes),
-            squared=squared,
-            overflow=overflow,
-            votes=self._zeros(2) if told is None else told[:2],
-            reached=self.reach.own(),
-            codes=self._at("codes", self.mesh.world.rank, code),
-            marks=self._at("marks", self.mesh.world.rank, self._zeros(0) if told is None else told[2:]),
-        )
+    def _packed(
+        self, passes: Mapping[int, Tensor], told: Tensor | None, *, squared: Tensor | None, overflow: Tensor | None, code: Tensor
+    ) -> StepStats:
+        """This worker's numbers in its slots, and zeros in those of others."""
+        stats = StepStats(self.slots, self._zeros(self.slots.size))
+        stage, rank = (0, 0) if self.mesh.world.size == 1 else (self.mesh.stage, self.mesh.world.rank)
+        score_SK2, squared_S = stats["score"], stats["squared"]
+        for shard, vector in passes.items():
+            of_pass = self.pass_slots.parts(vector)
+            score = score_SK2[stage if len(score_SK2) > 1 else 0, shard]
+            score[0].copy_(of_pass["loss"])
+            score[1].copy_(of_pass["count"])
+        if squared is not None:
+            squared_S[stage if len(squared_S) > 1 else 0].copy_(squared)
+        if overflow is not None:
+            stats["overflow"].copy_(overflow)
+        if self.reach.count:
+            stats["reached"].copy_(self.reach.own())
+        stats["codes"][rank].copy_(code)
+        if told is not None:
+            stats["votes"].copy_(told[:2])
+            stats["marks"][rank].copy_(told[2:])
+        return stats
 
     def _grad(self, parameter: Tensor) -> Tensor | None:
         """What this worker knows of a parameter's summed gradient: all of it, or its piece."""
@@ -189,28 +201,6 @@ class Update:
             return parameter.grad
         piece = self.pieces.of(parameter)
         return None if piece is None else piece.part.grad
-
-    def _by_shard(self, passes: Mapping[int, Tensor]) -> Tensor:
-        """Loss and count in their slots, and zeros in those of other stages and shards."""
-        scores = {
-            shard: torch.stack([self.pass_slots.read(vector, name) for name in ("loss", "count")]) for shard, vector in passes.items()
-        }
-        shape = self.slots.shapes["score"]
-        if shape[:2] == (1, 1) and scores:
-            return scores[0]
-        score_SK2 = self._zeros(*shape)
-        for shard, score in scores.items():
-            score_SK2[self.mesh.stage, shard] = score
-        return score_SK2
-
-    def _at(self, name: str, index: int, value: Tensor) -> Tensor:
-        """A slot that has one place for each stage or rank: zeros except in this worker's."""
-        shape = self.slots.shapes[name]
-        if shape[0] == 1:
-            return value
-        found = self._zeros(*shape)
-        found[index] = value
-        return found
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)

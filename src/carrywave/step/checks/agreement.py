@@ -40,6 +40,7 @@ BATCHES, CONTENTS, OPTIMIZER, WEIGHTS = range(len(REMEDIES))
 HASHED_BYTES = 1 << 20  # hashed per tensor; a longer one is sampled evenly down to this size
 CHUNK = 1 << 20  # most elements of one weight that a step checks
 SEEN_AT_ONCE = 1 << 18  # elements of small weights checked together on the CPU; on a GPU each costs a launch, so one at a time
+_BELOW = (1 << 40) - 1
 Piece = tuple[Callable[[], Tensor | None], int]  # getter of a weight or buffer, and the first element to check
 
 
@@ -69,6 +70,8 @@ class Agreement:
         self._pieces = _pieces(held, model, SEEN_AT_ONCE if mesh.device.type == "cpu" else 1)
         self._steps = 0
         self._given: StepInputs | None = None
+        self._values: list[dict[str, Any]] | None = None  # the optimizer's settings, and the same in words
+        self._worded = ""
         self._on_device: list[Tensor] = []  # checksums of tensors on a GPU
         self._rows: tuple[Later, StepInputs | None] | None = None
 
@@ -85,7 +88,7 @@ class Agreement:
                 contents = _checksum(batch, contents, self._steps + number)
                 self._on_device += [sum_of(t, weighted=True) for t in (batch.inputs, batch.targets) if t is not None and t.is_cuda]
         many = f"{len(batches)} batch{'es' * (len(batches) > 1)}"
-        self._given = StepInputs(f"{many} of {where}" if own else many, _settings(optimizer), contents)
+        self._given = StepInputs(f"{many} of {where}" if own else many, self._settings(optimizer), contents)
         if own and (not self._steps or self.mesh.plan.stages > 1 or self.mesh.plan.splits_vocabulary):
             self._gather(self._given)
 
@@ -167,6 +170,13 @@ class Agreement:
         verb = "got" if column == BATCHES else "has"
         return f"rank {rank} {verb} {theirs}, but rank {first} {verb} {ours}"
 
+    def _settings(self, optimizer: torch.optim.Optimizer) -> str:
+        """The optimizer's settings in words, put together again only if one has changed."""
+        values = _values(optimizer)
+        if values != self._values:
+            self._values, self._worded = values, _worded(optimizer, values)
+        return self._worded
+
     def _weights(self) -> Tensor:
         """A checksum of some of the weights, different ones at each step. It sums integers, so the order of summation does not matter."""
         if not self._pieces or not self._looks:
@@ -220,10 +230,15 @@ def _flat(tensor: Tensor) -> Tensor:
 def sum_of(tensor: Tensor, *, weighted: bool = False) -> Tensor:
     """A checksum below 2**40, computed on the tensor's device; `weighted` by position, so that the order of the elements matters."""
     words = _flat(tensor)
+    if words.nbytes % 8 == 0 and not weighted:
+        if words.storage_offset() * words.element_size() % 8:
+            words = words.clone()
+        total = words.view(torch.int64).sum()  # modulo 2**64
+        return ((total ^ (total >> 24)) & _BELOW).to(torch.float64)  # bits 40 to 63 count too
     words = words.view({8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[words.element_size()]).to(torch.int64)
     if weighted:
         words = words * (torch.arange(words.numel(), device=words.device) % 65521 + 1)
-    return (words.sum() & ((1 << 40) - 1)).to(torch.float64)
+    return (words.sum() & _BELOW).to(torch.float64)
 
 
 def _checksum(batch: Batch, start: int, turn: int) -> int:
@@ -238,17 +253,21 @@ def _checksum(batch: Batch, start: int, turn: int) -> int:
     return start
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> str:
+def _values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Every setting of the optimizer, by group; a learning rate on a GPU is left out, because reading it would block."""
-    groups = [
-        ", ".join(f"{name} {_shown(value)}" for name, value in sorted(group.items()) if name != "params" and _readable(value))
+    return [
+        {
+            name: value.item() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params" and _readable(value)
+        }
         for group in optimizer.param_groups
     ]
+
+
+def _worded(optimizer: torch.optim.Optimizer, values: Sequence[Mapping[str, Any]]) -> str:
+    groups = [", ".join(f"{name} {short(str(value))}" for name, value in sorted(group.items())) for group in values]
     return f"{type(optimizer).__name__}, {' and '.join(groups)}"
-
-
-def _shown(value: Any) -> str:
-    return short(str(value.item() if isinstance(value, Tensor) else value))
 
 
 def _readable(value: object) -> bool:
