@@ -8,6 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class Working(Protocol):
+    """Work that has begun."""
+
+    def wait(self) -> object:
+        """Return when it is done."""
+
+
 class Summing(Protocol):
     """Sums over one group of workers, and what each of them has; the result has the same bits on each of them."""
 
@@ -15,7 +22,7 @@ class Summing(Protocol):
     def in_stream(self) -> bool:
         """True if the host takes no part: the sum is work of the current CUDA stream, in its order, and can be captured."""
 
-    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
+    def all_reduce(self, tensor: Tensor) -> Working | None:
         """Replace a contiguous tensor by its sum over the workers, once the returned work has been waited for."""
 
     def all_gather(self, rows: Tensor, own: int) -> dist.Work | None:
@@ -30,7 +37,7 @@ class GroupSum:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
+    def all_reduce(self, tensor: Tensor) -> Working | None:
         work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
 

@@ -19,7 +19,8 @@ from carrywave.errors import PlanError
 from carrywave.parallel import pair_links, peer_access, process_groups
 from carrywave.parallel.device_links import DeviceLinks
 from carrywave.parallel.device_sums import DeviceSum
-from carrywave.parallel.group_sums import GroupSum, Summing
+from carrywave.parallel.group_sums import GroupSum, Summing, Working
+from carrywave.parallel.host_sums import HostSum
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.peer_access import Neighbour
 from carrywave.parallel.row_exchange import RowExchange
@@ -132,7 +133,7 @@ class Mesh:
             work.wait()
         return tensor
 
-    def sum_later(self, tensor: Tensor) -> dist.Work | None:
+    def sum_later(self, tensor: Tensor) -> Working | None:
         """Begin to all-reduce in place over all workers; the sum is there after the returned work, if any, has been waited for."""
         return None if self._all is None else self._all.all_reduce(tensor)
 
@@ -194,6 +195,13 @@ class Mesh:
     def _in_device_memory(self, ranks: Sequence[int]) -> bool:
         return peer_access.asked() in ("auto", "device") and peer_access.in_reach(self._there, ranks)
 
+    def _in_host_memory(self, ranks: Sequence[int]) -> bool:
+        """True if these workers compute on the CPUs of one host."""
+        group = [self._there[rank] for rank in ranks]
+        return (
+            self.world.backend == "gloo" and self.device.type == "cpu" and all(not one.gpu and one.host == group[0].host for one in group)
+        )
+
     def _summing(self, ranks: Sequence[int], use: str) -> Summing:
         """What sums over these workers. Collective: every rank must call it."""
         # The world's group serves nothing else: it is not created again after a failure, and messages of a sum that was broken off would
@@ -201,7 +209,7 @@ class Mesh:
         group = cast(dist.ProcessGroup, dist.group.WORLD) if use == ALL else process_groups.group(ranks, use)
         # Everyone decides alike for all groups of a kind: a step is captured as a whole only if all of its sums can be.
         if not self._in_device_memory(range(self.world.size)):
-            return GroupSum(group)
+            return HostSum(group) if self._in_host_memory(ranks) else GroupSum(group)
         lost_contact.use_device_memory()
         return DeviceSum(len(ranks), lambda size: symmetric_memory(group, size, self.device))
 

@@ -13,12 +13,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from carrywave.parallel.device_sums import DeviceSum
-from carrywave.parallel.group_sums import Summing
+from carrywave.parallel.group_sums import Summing, Working
+from carrywave.parallel.host_sums import HostSum
 from carrywave.plan.cost.link_memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from carrywave.step.gradients import FlatBuffers, Gradients
 from carrywave.step.norms import by_dtype, norm_of_each
@@ -44,7 +44,7 @@ class _Bucket:
         self.group, self.parameters, self.flat, self.early = group, parameters, flat, early
         self.owned = owned  # the parts of the buffer that each replica owns, if each needs only the sums of its own
         self.missing: set[int] = set()  # ids of the parameters whose gradients are not final yet
-        self.work: dist.Work | None = None
+        self.work: Working | None = None
         self.started = False
 
 
@@ -69,7 +69,8 @@ class AllReduce(Gradients):
         self._armed = False
         self._pending: Callable[[Tensor], bool] = _nothing
         for each in wanted:
-            buffers = FlatBuffers(by_dtype(each.parameters[::-1]))  # backward reaches the last layers first
+            # Backward reaches the last layers first.
+            buffers = FlatBuffers(by_dtype(each.parameters[::-1]), allocate=each.group.zeros if isinstance(each.group, HostSum) else None)
             self._flats += buffers.flats
             self._summed |= buffers.by_id
             for part, flat in zip(buffers.parts, buffers.flats, strict=True):

@@ -13,6 +13,7 @@ gradients where autograd put them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +23,24 @@ from carrywave.step.norms import by_dtype
 Flags = tuple[bool, ...]  # one for each trained parameter
 
 
-class FlatBuffers:
-    """One contiguous buffer for each part, parameters of one dtype, and a view for each of them; views start at multiples of `aligned`."""
+class Allocate(Protocol):
+    """The signature of `torch.zeros`, as far as it is used here."""
 
-    def __init__(self, parts: Sequence[Sequence[nn.Parameter]], *, aligned: int = 1) -> None:
+    def __call__(self, count: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+
+class FlatBuffers:
+    """One contiguous buffer for each part, parameters of one dtype, and a view for each of them; views start at multiples of `aligned`.
+    `allocate`: returns a zeroed buffer of so many numbers, by default in memory of this process.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[nn.Parameter]], *, aligned: int = 1, allocate: Allocate | None = None) -> None:
         self.parts = parts
         self.flats: list[Tensor] = []
         self.views: list[Tensor] = []  # in the order of `parts`
         for part in self.parts:
             sizes = [-(-p.numel() // aligned) * aligned for p in part]
-            flat = torch.zeros(sum(sizes), dtype=part[0].dtype, device=part[0].device)
+            flat = (allocate or torch.zeros)(sum(sizes), dtype=part[0].dtype, device=part[0].device)
             self.flats.append(flat)
             # `.data`: views with version counters of their own, which tell whether a backward pass has added to a gradient.
             self.views += [piece[: p.numel()].view_as(p).data for p, piece in zip(part, torch.split(flat, sizes), strict=True)]

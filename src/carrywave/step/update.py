@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from carrywave.parallel.group_sums import Working
 from carrywave.parallel.mesh import Mesh
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.hooks import Hooks
@@ -61,7 +61,7 @@ class StatsAhead:
     """Stats on their way to the sum over all workers, still without what the summed gradient adds."""
 
     stats: StepStats
-    work: dist.Work | None  # to wait for
+    work: Working | None  # to wait for
 
 
 @dataclass
