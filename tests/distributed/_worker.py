@@ -33,7 +33,7 @@ from _mapped import MappedMemory
 from _serial_device import SerialDevice
 
 from carrywave.parallel import mesh as mesh_module
-from carrywave.parallel import pair_links, process_groups
+from carrywave.parallel import host_sums, pair_links, process_groups
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.plan import Plan
@@ -51,6 +51,7 @@ class Worker:
         self.device = torch.device(device, rank if backend == "nccl" else 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self.device)
+        host_sums.LEAST_BYTES = 0  # small models are summed as large ones are
         if backend in ("in order", "one at a time"):
             pair_links.takes_order = lambda backend: True
             if backend == "one at a time":

@@ -19,7 +19,7 @@ PROGRAM = """
     from pathlib import Path
     import torch
     import torch.distributed as dist
-    from carrywave.parallel import host_memory
+    from carrywave.parallel import host_memory, host_sums
     from carrywave.parallel.host_sums import HostSum, _HostWork
     from carrywave.parallel.world import join, leave
 
@@ -42,7 +42,7 @@ PROGRAM = """
     def mapped():
         return Path("/proc/self/maps").read_text().count("carrywave-sums")
 
-    sums = HostSum(dist.group.WORLD)
+    sums, host_sums.LEAST_BYTES = HostSum(dist.group.WORLD), 0
     said = {"shared": [], "right": [], "bits": []}
     for count, dtype in ((1, torch.float32), (2, torch.float32), (1000, torch.float64), (100_003, torch.float32)):
         own = sums.zeros(count, dtype=dtype, device=torch.device("cpu"))

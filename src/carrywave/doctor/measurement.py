@@ -14,6 +14,7 @@ from carrywave.doctor.links import Measured, Pair, pairs
 from carrywave.measure import device_memory
 from carrywave.measure.work import time_messages, time_reductions
 from carrywave.parallel import process_groups
+from carrywave.parallel.group_sums import GroupSum
 from carrywave.parallel.liveness import lost_contact
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
@@ -42,7 +43,7 @@ def measure(world: World, homes: Sequence[str], at: Callable[[str], None], *, su
             at("sums between hosts")
             group = process_groups.group(firsts, "doctor")
             if world.rank in firsts:
-                found["sums"] = [row["reduction"] for row in time_reductions(world, group)]
+                found["sums"] = [row["reduction"] for row in time_reductions(world, GroupSum(group))]
             dist.barrier()
     at("done")
     return found

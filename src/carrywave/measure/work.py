@@ -26,6 +26,7 @@ from carrywave.model.encoders import Numbers
 from carrywave.model.heads import Forecast
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.parallel.group_sums import GroupSum
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.world import World
 from carrywave.plan.cost.profile import Sample
@@ -77,15 +78,12 @@ def _links(world: World, asks: Sequence[Ask], precision: str) -> Iterator[Row]:
     """What workers lose to each other: lags, sums and messages, the latter as stages and replicas on these devices exchange them."""
     if world.device.type == "cpu":
         yield _lag(world, next((ask for ask in asks if ask.kind == "lstm"), Ask("lstm", 128, 128, 8, 32, precision=precision)))
-        transport = "gloo"
-    else:
-        mesh = Mesh(world, Plan(world.size))
-        if mesh.in_stream:
-            yield from device_memory.rows_of(mesh)
-            return
-        transport = mesh.sums
-    yield from time_reductions(world)
-    yield from time_messages(world, transport)
+    mesh = Mesh(world, Plan(world.size))
+    if mesh.in_stream:
+        yield from device_memory.rows_of(mesh)
+        return
+    yield from time_reductions(world, cast(GroupSum, mesh.replicas_of([0])))
+    yield from time_messages(world, mesh.sums)
 
 
 def _nothing() -> None:
@@ -159,19 +157,19 @@ def _repeated(rig: Rig, times: int) -> float:
     return time.perf_counter() - begin
 
 
-def time_reductions(world: World, group: dist.ProcessGroup | None = None) -> Iterator[Row]:
-    """Time all-reduces of several sizes over all workers, or over those of a group."""
-    workers = dist.get_world_size(group)
+def time_reductions(world: World, summing: GroupSum) -> Iterator[Row]:
+    """Time all-reduces of several sizes over a group of workers."""
+    workers = summing.group.size()
     busy = torch.zeros(1 << 20)
     for num_bytes in REDUCED_BYTES:
-        tensor = torch.zeros(num_bytes // 4, device=world.device)
+        tensor = summing.zeros(num_bytes // 4, dtype=torch.float32, device=world.device)
         found = []
         for _ in range(REDUCTIONS + 2):
-            dist.barrier(group)
+            dist.barrier(summing.group)
             if world.device.type == "cpu":
                 busy.add_(1.0)  # after parallel work, as after backward, the threads of every worker keep their cores busy for a while
             begin = time.perf_counter()
-            dist.all_reduce(tensor, group=group)
+            summing.all_reduce(tensor).wait()
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             found.append(time.perf_counter() - begin)

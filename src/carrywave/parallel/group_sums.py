@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,8 +38,13 @@ class GroupSum:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def all_reduce(self, tensor: Tensor) -> Working | None:
-        work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
+    def zeros(self, count: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor where it is summed fastest. Collective: every rank of the group must call it, with the same count."""
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: Tensor) -> Working:
+        """As `Summing`'s."""
+        work: Working = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
     def all_gather(self, rows: Tensor, own: int) -> dist.Work | None:

@@ -18,6 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from carrywave.parallel.group_sums import GroupSum, Working
 from carrywave.parallel.host_memory import shared_by
 
+LEAST_BYTES = 1 << 18  # of a tensor, below which it takes longer to meet twice than to send the numbers
+
 
 @dataclass(frozen=True)
 class _Shared:
@@ -36,7 +38,7 @@ class _Shared:
 
 
 class HostSum(GroupSum):
-    """All-reduces of what lies in memory that `zeros` returned; anything else is left to gloo."""
+    """All-reduces of what lies in memory that `zeros` returned; anything else, and what is small, is left to gloo."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -44,7 +46,7 @@ class HostSum(GroupSum):
         self._shared: MutableMapping[Tensor, _Shared] = WeakIdKeyDictionary()
 
     def zeros(self, count: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor in shared memory, or, on every worker, in its own if there is none to be had. Collective, alike on each."""
+        """A tensor in shared memory or, on every worker, in its own if there is none to be had. Collective, with the same count on each."""
         size, rank = count * dtype.itemsize, self.group.rank()
         found = shared_by(self.group, [2 * size, *[size] * (self.group.size() - 1)]) if count else None
         if found is None:
@@ -53,9 +55,9 @@ class HostSum(GroupSum):
         self._shared[own] = _Shared(tuple(each[:size].view(dtype) for each in found), found[0][size:].view(dtype), rank)
         return own
 
-    def all_reduce(self, tensor: Tensor) -> Working | None:
-        """As `GroupSum`'s."""
-        for shared in self._shared.values():
+    def all_reduce(self, tensor: Tensor) -> Working:
+        """As `Summing`'s."""
+        for shared in self._shared.values() if tensor.nbytes >= LEAST_BYTES else ():
             begin = shared.begin_of(tensor)
             if begin is not None:
                 return _HostWork(self.group, shared, begin, tensor)

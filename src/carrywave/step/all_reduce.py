@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from carrywave.parallel.device_sums import DeviceSum
-from carrywave.parallel.group_sums import Summing, Working
-from carrywave.parallel.host_sums import HostSum
+from carrywave.parallel.group_sums import GroupSum, Summing, Working
 from carrywave.plan.cost.link_memory import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from carrywave.step.gradients import FlatBuffers, Gradients
 from carrywave.step.norms import by_dtype, norm_of_each
@@ -70,7 +69,7 @@ class AllReduce(Gradients):
         self._pending: Callable[[Tensor], bool] = _nothing
         for each in wanted:
             # Backward reaches the last layers first.
-            buffers = FlatBuffers(by_dtype(each.parameters[::-1]), allocate=each.group.zeros if isinstance(each.group, HostSum) else None)
+            buffers = FlatBuffers(by_dtype(each.parameters[::-1]), allocate=each.group.zeros if isinstance(each.group, GroupSum) else None)
             self._flats += buffers.flats
             self._summed |= buffers.by_id
             for part, flat in zip(buffers.parts, buffers.flats, strict=True):
