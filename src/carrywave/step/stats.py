@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ class Slots:
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         self.shapes = shapes
         self._sizes = [math.prod(shape) for shape in shapes.values()]
-        self._ends = dict(zip(shapes, accumulate(self._sizes), strict=True))
         self.size = sum(self._sizes)
 
     def pack(self, **parts: Tensor) -> Tensor:
@@ -39,11 +37,10 @@ class Slots:
 
     def read(self, vector: Tensor, name: str) -> Tensor:
         """One slot, in its shape."""
-        end, shape = self._ends[name], self.shapes[name]
-        return vector[end - math.prod(shape) : end].view(shape)
+        return self.parts(vector)[name]
 
     def parts(self, vector: Tensor) -> dict[str, Tensor]:
-        """All slots, each in its shape: cheaper than one by one."""
+        """All slots, each in its shape."""
         return {name: part.view(shape) for part, (name, shape) in zip(torch.split(vector, self._sizes), self.shapes.items(), strict=True)}
 
 

@@ -176,15 +176,13 @@ class Update:
     ) -> StepStats:
         """This worker's numbers in its slots, and zeros in those of others."""
         stats = StepStats(self.slots, self._zeros(self.slots.size))
-        stage, rank = (0, 0) if self.mesh.world.size == 1 else (self.mesh.stage, self.mesh.world.rank)
-        score_SK2, squared_S = stats["score"], stats["squared"]
+        rank, stage = self.mesh.world.rank, self.mesh.stage if self.reproducible else 0  # otherwise stages have one place for all
         for shard, vector in passes.items():
-            of_pass = self.pass_slots.parts(vector)
-            score = score_SK2[stage if len(score_SK2) > 1 else 0, shard]
+            of_pass, score = self.pass_slots.parts(vector), stats["score"][stage, shard]
             score[0].copy_(of_pass["loss"])
             score[1].copy_(of_pass["count"])
         if squared is not None:
-            squared_S[stage if len(squared_S) > 1 else 0].copy_(squared)
+            stats["squared"][stage].copy_(squared)
         if overflow is not None:
             stats["overflow"].copy_(overflow)
         if self.reach.count:
