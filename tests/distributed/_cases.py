@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from carrywave.benchmarks.pipeline import SCHEDULERS
 from carrywave.data.batch import Batch
@@ -176,6 +177,7 @@ def train(case: Case, mesh: Mesh) -> Run:
         run.norms.append(float(result.norm))
         run.finite.append(bool(result.finite))
         if number == 0:
+            assert (held := _held(trainer)) == [], f"the step has ended, but something keeps its autograd graph, which leads to {held}"
             run.gradients = _gathered(trainer)
     if mesh.links is not None:
         mesh.links.drain()
@@ -189,6 +191,14 @@ def train(case: Case, mesh: Mesh) -> Run:
         held |= piece_state.saved(trainer.optimizer, trainer.pieces.owned)
     run.digests = {name: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in held.items()}
     return run
+
+
+def _held(trainer: Trainer) -> list[str]:
+    """The weights that a living autograd graph leads to. Nodes are marked, and looked up again: a new one has no mark."""
+    trained = {name: p for name, p in trainer.named if p.requires_grad}
+    for parameter in trained.values():
+        get_gradient_edge(parameter).node.metadata["marked"] = True
+    return [name for name, parameter in trained.items() if "marked" in get_gradient_edge(parameter).node.metadata]
 
 
 def _gathered(trainer: Trainer) -> dict[str, Tensor]:

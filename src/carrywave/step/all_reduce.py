@@ -117,7 +117,9 @@ class AllReduce(Gradients):
             self._start(each)
 
     def start(self) -> None:
-        self._armed = False
+        # What was pending belongs to the pass. Kept until the next step, it would keep the pass's autograd graph as well, which no capture
+        # of that step survives.
+        self._armed, self._pending = False, _nothing
         self.unreached = set()
         for parameter, given in zip(self.trained, self.given, strict=True):
             if given:
