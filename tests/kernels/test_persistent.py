@@ -231,3 +231,21 @@ def test_the_source_compiles(hidden: int, lanes: int, fp16: bool, tmp_path: Path
     # Told, not judged: what they come to differs from compiler to compiler.
     for count, what in re.findall(r"(\d+) (bytes spill stores|registers)", said):
         record_property(what, count)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "lanes", "pays"),
+    [
+        (1024, 64, True),
+        (1024, 256, False),  # eight passes, where cuDNN is faster
+        (1150, 100, True),  # four passes, but rows of 2,300 bytes
+        (1152, 100, False),
+        (1150, 256, True),
+        (2048, 64, False),
+    ],
+)
+def test_cudnn_is_left_the_wide_layers_with_many_lanes(hidden: int, lanes: int, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistent, "_chip", lambda x: H200)
+    x_TBI = torch.empty(70, lanes, 8, dtype=torch.bfloat16)
+    weights = (LayerWeights(torch.empty(4 * hidden, 8), torch.empty(4 * hidden, hidden)),)
+    assert persistent.pays(x_TBI, weights) is pays

@@ -60,13 +60,16 @@ def failure(error: nvrtc.KernelError) -> str:
 
 def pays(x_TBI: Tensor, weights: Layer) -> bool:
     """True if it is faster than cuDNN inside a CUDA graph, as measured on an H200 (docs/kernels.md). It is not if the lanes need many
-    passes through a wide layer, nor in fp16 for short sequences in layers so narrow that cuDNN has a persistent kernel for them.
+    passes through a wide layer, nor in fp16 for short sequences in layers so narrow that cuDNN has a persistent kernel for them. It always
+    is if the width is no multiple of 8: then rows of the weights do not start at multiples of 16 bytes, and cuDNN's products are slow.
 
     Call `refusal` first: only a GPU that can run the kernels can be asked how much of it they may fill.
     """
-    shape = shape_for(_chip(x_TBI), weights[0].w_hh.shape[1], x_TBI.shape[1])
-    tiny = x_TBI.dtype == torch.float16 and weights[0].w_hh.shape[1] <= 64 and x_TBI.shape[0] < 32
-    return not tiny and (shape is None or shape.passes <= 2 or shape.passes * shape.hidden <= 3072)
+    hidden = weights[0].w_hh.shape[1]
+    shape = shape_for(_chip(x_TBI), hidden, x_TBI.shape[1])
+    tiny = x_TBI.dtype == torch.float16 and hidden <= 64 and x_TBI.shape[0] < 32
+    few = shape is None or shape.passes <= 2 or shape.passes * shape.hidden <= 3072
+    return not tiny and (few or hidden % 8 != 0)
 
 
 @cache
