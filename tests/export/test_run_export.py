@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from typer.testing import CliRunner
 
 from carrywave.cli.main import app
@@ -240,6 +243,22 @@ def test_the_loss_that_is_measured_is_the_loss_of_evaluation(speaker: Path) -> N
     with torch.no_grad():
         measured = lost.mean_loss(reader, lambda given: reader(*given), saved, lost.valid_part(saved))
     assert measured == pytest.approx(float(evaluate_run(speaker, device="cpu")["loss"]), rel=1e-6)  # type: ignore[arg-type]
+
+
+def test_a_loss_is_measured_on_as_much_as_asked(speaker: Path) -> None:
+    saved = open_run(speaker, "cpu")
+    reader = Portable(saved.model, stateful=True)
+    calls = []
+
+    def run(given: Sequence[Tensor]) -> list[Tensor]:
+        calls.append(given)
+        return list(reader(*given))
+
+    part = lost.valid_part(saved)
+    with torch.no_grad():
+        losses = [lost.mean_loss(reader, run, saved, part, most=most) for most in (1, math.inf)]
+    assert len(calls) > 2  # one batch, and then all of them
+    assert losses[0] != losses[1]
 
 
 def test_data_from_python_must_be_given_again(speaker: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ from carrywave.errors import RunError, UserError, option
 from carrywave.export import onnx_file, onnx_graph, torch_program, triton
 from carrywave.export.comparison import largest_difference
 from carrywave.export.description import describe
-from carrywave.export.lost import mean_loss, valid_part
+from carrywave.export.lost import MOST_TARGETS, mean_loss, valid_part
 from carrywave.export.portable import Portable
 from carrywave.model.model import Model
 from carrywave.model.portable_names import EXPORTED, outside
@@ -23,6 +24,7 @@ from carrywave.runs.checkpoint.atomic_files import sync_path, write_tensors
 from carrywave.runs.trained_run import Saved, open_run
 from carrywave.spec.load import dump
 from carrywave.step.worker_setup import tensors_of
+from carrywave.tasks.task import Part
 
 FORMATS = ("safetensors", "onnx", "torch")
 DESCRIPTION = "model.json"
@@ -113,22 +115,25 @@ def _onnx(
     gap = largest_difference(portable, onnx_file.runner(model.SerializeToString(), portable), what="the ONNX model")
     losses: dict[str, float] = {}
     if part is not None:
-        note(f"measuring the loss on {part.name}, before and after quantization")
+        most = math.inf if data is not None else MOST_TARGETS
+        limit = "" if data is not None else f" (up to {most:,} targets; {option('data')} measures on all that it is given)"
+        note(f"measuring the loss on {part.name}{limit}, before and after quantization")
         model = onnx_file.quantized(onnx_graph.graph(portable, about, untie=True))
         run = onnx_file.runner(model.SerializeToString(), portable)
         gap = largest_difference(portable, run, what="the int8 model", tolerance=None)
-        losses = _cost_of_int8(saved, portable, part)
+        losses = _cost_of_int8(saved, portable, part, most)
     files = {"1/model.onnx" if portable.stateful else "model.onnx": model.SerializeToString()}
     if config is not None:
         files["config.pbtxt"] = config.encode()
     return files, {"difference": gap, **losses}
 
 
-def _cost_of_int8(saved: Saved, portable: Portable, part: Any) -> dict[str, float]:
+def _cost_of_int8(saved: Saved, portable: Portable, part: Part, most: float) -> dict[str, float]:
     """The loss before and after. Streams are read with their carry, whether the file that is written takes one or not."""
     reader = Portable(portable.model, stateful=not portable.model.reads_whole).eval()
     graphs = {"loss_before": onnx_graph.graph(reader), "loss": onnx_file.quantized(onnx_graph.graph(reader, untie=True))}
-    return {name: mean_loss(reader, onnx_file.runner(graph.SerializeToString(), reader), saved, part) for name, graph in graphs.items()}
+    runners = {name: onnx_file.runner(graph.SerializeToString(), reader) for name, graph in graphs.items()}
+    return {name: mean_loss(reader, run, saved, part, most=most) for name, run in runners.items()}
 
 
 def _name(saved: Saved) -> str:
