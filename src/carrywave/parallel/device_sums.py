@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from carrywave.parallel.group_sums import added_up
 from carrywave.parallel.growing_memory import GrowingMemory, padded
 from carrywave.parallel.symmetric import SharedMemory, write
 from carrywave.plan.cost.link_memory import SUMS_LEAST_BYTES
@@ -99,11 +100,7 @@ class DeviceSum:
 
     def _total(self, memory: SharedMemory, room: int, like: Tensor, out: Tensor | None = None, start: int = 0) -> Tensor:
         """The sum of what the workers have sent to this one, in the order of the ranks."""
-        first, *others = (_place(memory, memory.rank, rank * room + start, like) for rank in range(self.workers))
-        total = torch.add(first, others[0], out=out)
-        for other in others[1:]:
-            total += other
-        return total
+        return added_up((_place(memory, memory.rank, rank * room + start, like) for rank in range(self.workers)), out)
 
     def _memory(self, half: int) -> SharedMemory:
         """Memory with halves of at least this size: one for numbers, one for results, so that no worker overwrites results that another

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -28,6 +29,15 @@ class Summing(Protocol):
 
     def all_gather(self, rows: Tensor, own: int) -> dist.Work | None:
         """Fill the rows of a contiguous matrix, one for each worker in order of rank: each gives row `own`, its place in the group."""
+
+
+def added_up(parts: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum of two or more tensors, in their order: all workers that add up the same get the same bits."""
+    first, second, *others = parts
+    total = torch.add(first, second, out=out)
+    for other in others:
+        total += other
+    return total
 
 
 class GroupSum:

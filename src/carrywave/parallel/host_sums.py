@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from carrywave.parallel.group_sums import GroupSum, Working
+from carrywave.parallel.group_sums import GroupSum, Working, added_up
 from carrywave.parallel.host_memory import shared_by
 
 LEAST_BYTES = 1 << 18  # of a tensor, below which it takes longer to meet twice than to send the numbers
@@ -77,10 +77,7 @@ class _HostWork:
         count, workers, rank = self.tensor.numel(), self.group.size(), self.group.rank()
         piece = -(-count // workers)
         low, high = (self.begin + min(count, number * piece) for number in (rank, rank + 1))
-        first, second, *others = (each[low:high] for each in self.shared.all)
-        total = torch.add(first, second, out=self.shared.sums[low:high])
-        for other in others:
-            total += other
+        added_up((each[low:high] for each in self.shared.all), out=self.shared.sums[low:high])
         _meet(self.group).wait()
         self.tensor.copy_(self.shared.sums[self.begin : self.begin + count].view_as(self.tensor))
 
