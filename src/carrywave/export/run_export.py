@@ -115,8 +115,9 @@ def _onnx(
     gap = largest_difference(portable, onnx_file.runner(model.SerializeToString(), portable), what="the ONNX model")
     losses: dict[str, float] = {}
     if part is not None:
-        most = math.inf if data is not None else MOST_TARGETS
-        limit = "" if data is not None else f" (up to {most:,} targets; {option('data')} measures on all that it is given)"
+        most, limit = math.inf, ""
+        if data is None:
+            most, limit = MOST_TARGETS, f" (up to {MOST_TARGETS:,} targets; {option('data')} measures on all that it is given)"
         note(f"measuring the loss on {part.name}{limit}, before and after quantization")
         model = onnx_file.quantized(onnx_graph.graph(portable, about, untie=True))
         run = onnx_file.runner(model.SerializeToString(), portable)
@@ -132,8 +133,11 @@ def _cost_of_int8(saved: Saved, portable: Portable, part: Part, most: float) -> 
     """The loss before and after. Streams are read with their carry, whether the file that is written takes one or not."""
     reader = Portable(portable.model, stateful=not portable.model.reads_whole).eval()
     graphs = {"loss_before": onnx_graph.graph(reader), "loss": onnx_file.quantized(onnx_graph.graph(reader, untie=True))}
-    runners = {name: onnx_file.runner(graph.SerializeToString(), reader) for name, graph in graphs.items()}
-    return {name: mean_loss(reader, run, saved, part, most=most) for name, run in runners.items()}
+
+    def loss(graph: Any) -> float:
+        return mean_loss(reader, onnx_file.runner(graph.SerializeToString(), reader), saved, part, most=most)
+
+    return {name: loss(graph) for name, graph in graphs.items()}
 
 
 def _name(saved: Saved) -> str:
