@@ -315,6 +315,8 @@ def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "said"),
     [
         (["gpu-pipeline", "--chunks", "4,x"], "--chunks 4,x is not a list of whole numbers; write it as in 4,8,16"),
+        (["gpu-pipeline", "--chunks", "0,4"], "--chunks 0,4 has a number below 1; use 1 or more"),
+        (["replicas", "--workers", "2,1"], "--workers 2,1 has a number below 2; use 2 or more"),
         (["gpu-pipeline", "--rows", "jax"], "no row of bench gpu-pipeline matches jax; use words such as 8x512"),
         (["gpu-pipeline", "--trace", "nowhere/step.svg"], "nowhere/step.svg cannot be written: folder nowhere not found"),
         (["heap", "--chunks", "4"], "bench heap has no --chunks; remove it"),

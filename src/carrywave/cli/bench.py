@@ -71,7 +71,8 @@ def bench(
         "settings": settings,
     }
     given |= {
-        option: None if text is None else numbers_of(f"--{option}", text) for option, text in (("chunks", chunks), ("workers", workers))
+        option: None if text is None else numbers_of(f"--{option}", text, least)
+        for option, text, least in (("chunks", chunks, 1), ("workers", workers, 2))
     }
     run = importlib.import_module(f"carrywave.benchmarks.{name.replace('-', '_')}").run
     known = inspect.signature(run).parameters

@@ -121,9 +121,12 @@ def plain(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def numbers_of(option: str, text: str) -> list[int]:
-    """The whole numbers of a list such as `4,8`."""
+def numbers_of(option: str, text: str, least: int = 0) -> list[int]:
+    """The whole numbers of a list such as `4,8`, none below `least`."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise UserError(f"{option} {text} is not a list of whole numbers; write it as in 4,8,16")
-    return [int(part) for part in parts]
+    found = [int(part) for part in parts]
+    if min(found) < least:
+        raise UserError(f"{option} {text} has a number below {least}; use {least} or more")
+    return found
