@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from carrywave.errors import UserError
 from carrywave.model.encoders import Embedding
@@ -208,3 +209,38 @@ def test_numbers_are_not_rounded_to_bf16(kind: str) -> None:
     exact = forecast(y_TBW) if kind == "forecast" else pooled(acc)
     assert found.dtype == torch.float32
     assert torch.equal(found, exact)
+
+
+class _FromHost(TorchDispatchMode):
+    """Notes tensors that are made from Python numbers: on a GPU each is a copy from the host, which no CUDA graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func is torch.ops.aten.lift_fresh.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("head", "target"),
+    [
+        (Softmax(3, 4, weights=torch.ones(4)), torch.zeros(5, 2, dtype=torch.long)),
+        (Forecast(3, 2, 1), torch.zeros(5, 2, 2, 1)),
+        (Forecast(3, 2, 1, (0.1, 0.5, 0.9)), torch.zeros(5, 2, 2, 1)),
+        (PooledSoftmax(3, 4), torch.zeros(2, dtype=torch.long)),
+        (PooledNumbers(3, 1), torch.zeros(2, 1)),
+    ],
+    ids=["softmax", "forecast", "quantiles", "classes", "numbers"],
+)
+def test_losses_copy_nothing_from_the_host(head: Any, target: Tensor) -> None:
+    y_TBW, lengths_B = torch.randn(5, 2, 3, requires_grad=True), torch.tensor([5, 3])
+    with _FromHost() as check:
+        torch.tensor([1.0])
+    assert check.seen  # it does notice
+    with _FromHost() as noted:
+        acc = head.pool(y_TBW, lengths_B, head.start(2, torch.float32, torch.device("cpu"))) if head.pooled else y_TBW
+        loss, _ = head.loss(acc, target)
+        loss.backward()
+    assert not noted.seen

@@ -178,7 +178,8 @@ class Forecast(nn.Module):
         out = at_least_float32(out)
         real = torch.isfinite(target_TBKC)
         gap = torch.where(real[..., None], target_TBKC.to(out.dtype)[..., None] - out, 0.0)
-        share_Q = torch.tensor(self.quantiles, dtype=out.dtype, device=out.device)
+        # Filled on the device: a copy from the host cannot be part of a CUDA graph.
+        share_Q = torch.cat([out.new_full((1,), share) for share in self.quantiles])
         pinball = torch.maximum(share_Q * gap, (share_Q - 1.0) * gap)
         return pinball.sum() / len(self.quantiles), real.sum().to(out.dtype)
 
