@@ -22,7 +22,7 @@ from carrywave.data.order import Cursor, SequenceOrder
 from carrywave.data.view import View
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Numbers
-from carrywave.model.heads import PooledSoftmax, Softmax
+from carrywave.model.heads import Forecast, PooledSoftmax, Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.parallel.mesh import Mesh
@@ -277,3 +277,22 @@ def test_replicas_on_one_gpu(task: str, precision: str, monkeypatch: pytest.Monk
     assert plain.keys() == recorded.keys()
     differ = [name for name, tensor in plain.items() if not torch.equal(tensor.nan_to_num(7.0), recorded[name].nan_to_num(7.0))]
     assert differ == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_quantile_forecasts_are_recorded(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    def forecast() -> Model:
+        torch.manual_seed(0)
+        return Model(Numbers(5), LSTM(5, 24, 2, dropout=0.2), Forecast(24, 3, 2, (0.1, 0.5, 0.9)))
+
+    draw = torch.Generator().manual_seed(1)
+    batches = [
+        Batch.of(torch.randn(12, 7, 5, generator=draw), torch.randn(12, 7, 3, 2, generator=draw), step=number).to(CUDA)
+        for number in range(5)
+    ]
+    plain, recorded = pair(forecast, monkeypatch, keep_state=False, precision=precision)
+    losses = [[trainer.step(batch).item() for batch in batches] for trainer in (plain, recorded)]
+    assert losses[0] == losses[1]
+    assert recorded.capture is not None
+    assert recorded.capture.failure is None
+    check(plain, recorded, {"step": 3})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from carrywave.measure import recorded
-from carrywave.measure.recorded import chunks_of, recorded_task, time_chunk, time_recorded
+from carrywave.measure.recorded import chunks_of, enough_chunks, recorded_task, time_chunk, time_recorded
 from carrywave.measure.rig import Part, Rig
 from carrywave.plan.cost.sample_requests import Ask
 from carrywave.step.task_clock import TaskClock
@@ -38,6 +38,13 @@ def test_tasks_follow_from_the_parts_of_a_step() -> None:
     parts: dict[Part, float] = {"begun": 4 * 3.0 + 5.0, "returned": 4 * (3.0 + 5.0), "all": 4 * (3.0 + 5.0) + 7.0}
     assert chunks_of(4, lambda part: parts[part]) == pytest.approx((3.0, 5.0, 7.0))
     assert chunks_of(4, lambda part: 1.0) == (0.25, 0.0, 0.0)  # noise gives no negative times
+
+
+def test_windows_of_large_chunks_are_timed_in_part() -> None:
+    assert enough_chunks(Ask("lstm", 256, 256, 64, 8, chunks=16)) == 16
+    assert enough_chunks(Ask("lstm", 3584, 3584, 64, 8, chunks=16)) == 6
+    assert enough_chunks(Ask("lstm", 8192, 8192, 64, 32, chunks=4)) == 4
+    assert enough_chunks(Ask("lstm", 8192, 8192, 64, 64, chunks=2)) == 2
 
 
 @pytest.fixture

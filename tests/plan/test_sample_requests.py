@@ -50,6 +50,12 @@ def test_on_a_gpu_equal_layers_are_timed_together(kind: str, layers: set[int]) -
     assert {ask.layers for ask in asks_of(units(), 1, kind) if ask.kind == "lstm"} == layers
 
 
+def test_several_layers_of_a_large_model_are_timed_as_few() -> None:
+    [together] = [ask for ask in asks_of(units({"hidden": 8192, "layers": 24}), 1, "cuda") if ask.layers > 1]
+    assert together.layers == 2
+    assert together.work <= 1.1 * LARGEST["cuda"]  # steps are whole
+
+
 def test_an_ask_travels_as_json() -> None:
     ask = Ask("lstm", 3, 4, 5, 6, 7, "bf16", 4, 2)
     assert Ask.of(ask.to_json()) == ask

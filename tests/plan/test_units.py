@@ -10,7 +10,7 @@ from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
-from carrywave.model.parameter_placement import hold, shared
+from carrywave.model.parameter_placement import Holding, hold, shared
 from carrywave.plan.cost.memory import Load, Split, one_micro_batch, stage_memory
 from carrywave.plan.cost.units import BatchShape, Units
 from carrywave.plan.plan import Plan
@@ -58,7 +58,7 @@ def test_each_stage_holds_the_parameters_that_the_runtime_gives_it(model: dict[s
         assert set(tied.values()) <= {members}
         for first, last in pairwise(edges):
             _, part = build(**model)
-            held = hold(part, first, last, next(part.parameters()).device, next(part.parameters()).dtype, share_head=share_head)
+            held = hold(part, Holding(first, last, next(part.parameters()).device, share_head), next(part.parameters()).dtype)
             assert units.parameters(first, last, share_head=share_head) == sum(tensor.numel() for tensor in held.values())
             assert units.tensors(first, last, share_head=share_head) == len(held)
 

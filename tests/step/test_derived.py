@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize, prune
 
 import carrywave as cw
 from carrywave.kernels import deferred_gradients
-from carrywave.model.parameter_placement import hold
+from carrywave.model.parameter_placement import Holding, hold
 from carrywave.model.stage import Chunk, Stage
 
 DOUBLE = torch.float64
@@ -125,7 +125,7 @@ def test_what_pruning_leaves_goes_with_its_layer() -> None:
     whole, part = made(Plain()), made(Plain())
     pruned(whole.lstm)
     pruned(part.lstm)
-    held = hold(part, 0, 2, torch.device("cpu"), DOUBLE)
+    held = hold(part, Holding(0, 2, torch.device("cpu")), DOUBLE)
     assert {name for name in held if "weight_ih" in name} == {"lstm.weight_ih_l0_orig", "lstm.weight_ih_l0_mask"}
     assert not any("_l1" in name for name in held)
     x, chunk = data()[0], Chunk()

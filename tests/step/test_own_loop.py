@@ -13,7 +13,7 @@ import carrywave as cw
 from carrywave.errors import Diverged, RunError, SpecError, UserError
 from carrywave.model.encoders import Embedding
 from carrywave.model.heads import Softmax
-from carrywave.model.parameter_placement import hold
+from carrywave.model.parameter_placement import Holding, hold
 
 T, B, WIDTH, CLASSES = 6, 4, 5, 3
 SGD = {"optimizer": "sgd", "lr": 0.5, "precision": "fp64"}
@@ -395,7 +395,7 @@ def test_an_own_loop_stops_and_goes_on(make: Any, tmp_path: Path) -> None:
 
 def test_a_part_of_a_model_is_not_saved_as_a_whole() -> None:
     net = model()
-    hold(net, 0, 2, torch.device("cpu"), torch.float64)
+    hold(net, Holding(0, 2, torch.device("cpu")), torch.float64)
     for part in (net, net.head):
         with pytest.raises(UserError, match=r"is held by another worker.*trainer\.state_dict\(\)"):
             part.state_dict()

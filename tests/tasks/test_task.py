@@ -13,6 +13,7 @@ from carrywave.data.codec import Codec
 from carrywave.data.sequences import Sequences
 from carrywave.errors import SpecError
 from carrywave.model.heads import Softmax
+from carrywave.model.parameter_placement import Holding, hold, homes
 from carrywave.spec.load import parse
 from carrywave.tasks.task import Task
 
@@ -110,3 +111,45 @@ def test_balanced_weights_of_tags_leave_out_what_is_held_out() -> None:
     data = Sequences(np.ones((9, 1), np.float32), np.array([0, 8]), np.array([4, 1]), tags=tags)
     model = Task.of(spec, codec, codec.facts(data), data).model(data)
     torch.testing.assert_close(model.head.get_buffer("weights"), torch.tensor([4 / (2 * 3), 4 / (2 * 1)]))
+
+
+MODELS: list[dict[str, Any]] = [
+    {"hidden": 6, "layers": 2},
+    {"hidden": 6, "layers": 2, "tie": True},
+    {"hidden": [8, 5], "layers": 2, "embedding": 4, "layer_norm": True, "learned_carry": True, "forget_bias": 1.0},
+    {"hidden": 6, "layers": 2, "projection": 3, "init": "orthogonal"},
+    {"hidden": 6, "layers": 2, "softmax": "adaptive", "cutoffs": [2]},
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("share_head", [False, True])
+@pytest.mark.parametrize(("first", "last"), [(0, 4), (0, 1), (0, 2), (1, 3), (2, 4), (3, 4)])
+def test_a_worker_has_memory_for_its_own_units_with_the_weights_of_the_whole(
+    model: dict[str, Any], share_head: bool, first: int, last: int
+) -> None:
+    if share_head and model.get("softmax"):
+        pytest.skip("an adaptive softmax is not shared")
+    task = language(model=model)
+    whole, part = task.model(), task.model(holding=Holding(first, last, torch.device("cpu"), share_head))
+    wanted = {*range(first, last), *([3] if share_head else [])}
+    where, expected = homes(whole), dict(whole.named_parameters())
+    assert homes(part) == where  # tied as the whole is
+    assert part.drawn
+    assert not whole.drawn
+    held = 0
+    for name, parameter in part.named_parameters():
+        assert (parameter.shape, parameter.dtype) == (expected[name].shape, expected[name].dtype)
+        if wanted & where[name]:
+            assert torch.equal(parameter, expected[name]), name
+            held += 1
+        elif not model.get("softmax") or not name.startswith("head"):
+            assert parameter.is_meta, name
+    assert held
+    assert held <= len(hold(part, Holding(first, last, torch.device("cpu"), share_head), torch.float32))  # which needs no others
+
+
+def test_what_is_to_be_loaded_is_not_drawn() -> None:
+    model = language(model={"hidden": 6}).model(holding=Holding(0, 0, torch.device("cpu")), draw=False)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not model.drawn

@@ -15,11 +15,13 @@ import torch
 
 from carrywave.measure.rig import Part, Rig, between, nothing, own
 from carrywave.plan.cost.profile import Sample
-from carrywave.plan.cost.sample_requests import Ask
+from carrywave.plan.cost.sample_requests import LARGEST, Ask
 
 BLOCKS, LEAST_SECONDS = 5, 0.01
+LONG_BLOCKS, LONG_SECONDS = 3, 0.02  # of replays that take this long, one makes a block, and few blocks are enough
 LEAST = 1e-7  # seconds of any call
 EMPTY_CHUNKS = 8  # of a window without any unit
+LEAST_CHUNKS = 4  # of a window with a unit, if it has as many
 Together = Callable[[], None]  # a barrier, so that all workers time the same call at once
 
 
@@ -50,14 +52,20 @@ def time_recorded(ask: Ask, device: torch.device, task_seconds: float, together:
 
 def time_chunk(ask: Ask, device: torch.device, task_seconds: float, together: Together = _nothing) -> Sample:
     """Time a request as one of several chunks of a window; what it defers is its part of the window's weight gradients."""
-    rig = Rig(replace(ask, steps=ask.chunks * ask.steps), device)
+    chunks = enough_chunks(ask)
+    rig = Rig(replace(ask, steps=chunks * ask.steps), device)
 
     def seconds(part: Part) -> float:
-        return replay_seconds(lambda: rig.run(ask.chunks, None, part), device, together)
+        return replay_seconds(lambda: rig.run(chunks, None, part), device, together)
 
-    forward, backward, weights = chunks_of(ask.chunks, seconds)
-    forward, backward, put_off = max(LEAST, own(forward, task_seconds)), own(backward, task_seconds), weights / ask.chunks
+    forward, backward, weights = chunks_of(chunks, seconds)
+    forward, backward, put_off = max(LEAST, own(forward, task_seconds)), own(backward, task_seconds), weights / chunks
     return replace(ask.sample(forward, backward + put_off, put_off), piped="recorded")
+
+
+def enough_chunks(ask: Ask) -> int:
+    """How many chunks of a window are timed: all, or fewer if they would take long, as each takes the same."""
+    return max(min(ask.chunks, LEAST_CHUNKS), min(ask.chunks, round(LARGEST["cuda"] / max(1.0, ask.work))))
 
 
 def chunks_of(chunks: int, seconds: Callable[[Part], float]) -> Chunks:
@@ -92,9 +100,12 @@ def replay_seconds(work: Callable[[], object], device: torch.device, together: T
     time of a replay.
     """
     graph, kept = captured(work, device)
-    times = times or max(3, round(LEAST_SECONDS / max(1e-6, _block(graph, 3, device))))
+    blocks = BLOCKS
+    if times is None:
+        first = _block(graph, 1, device)
+        times, blocks = (1, LONG_BLOCKS) if first > LONG_SECONDS else (max(3, round(LEAST_SECONDS / max(1e-6, first))), BLOCKS)
     together()
-    found = statistics.median(_block(graph, times, device) for _ in range(BLOCKS))
+    found = statistics.median(_block(graph, times, device) for _ in range(blocks))
     del kept
     return found
 

@@ -80,7 +80,8 @@ class Rig:
         self.ask, self.device = ask, device
         configure(ask.precision)
         torch.manual_seed(1)
-        model, self.place, targets = _model(ask)
+        with device:  # where weights are drawn: on the host, those of large models would take longer than what is timed
+            model, self.place, targets = _model(ask)
         model.to(device, parameter_dtype(ask.precision)).train()
         self.cuts = (1, 1 + ask.layers)
         edges = (0, *self.cuts, model.units)

@@ -92,6 +92,7 @@ class Softmax(nn.Module):
         weights: Tensor | None = None,
         *,
         rows: Rows | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         held = classes if rows is None else rows.count
@@ -102,8 +103,8 @@ class Softmax(nn.Module):
         self.rows = rows
         self.width = width
         self.classes = classes
-        self.weight = nn.Parameter(torch.empty(held, width).uniform_(-0.1, 0.1)) if tied is None else tied
-        self.bias = nn.Parameter(torch.zeros(held)) if bias else None
+        self.weight = nn.Parameter(torch.empty(held, width, device=device).uniform_(-0.1, 0.1)) if tied is None else tied
+        self.bias = nn.Parameter(torch.zeros(held, device=device)) if bias else None
         self.weights: Tensor | None
         self.register_buffer("weights", class_weights(weights, classes))
 

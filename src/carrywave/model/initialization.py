@@ -1,12 +1,14 @@
 """Initial weights keyed by (seed, parameter name) and by row and column: the same on every worker and in any order of initialisation.
 
-Generated in float64 on the CPU, then cast and copied, so that device and dtype affect only rounding. A worker that holds some rows of a
-vocabulary draws those rows alone.
+Generated in float64, then cast, so that the dtype affects only rounding. Uniform numbers are exact on every device, so a parameter draws
+them where it is, a block at a time; others are drawn on the CPU. A worker that holds some rows of a vocabulary draws those rows alone, and
+parameters on torch's meta device, which other workers hold, are passed over.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,14 @@ from carrywave.model.heads import Forecast, Pooled, Softmax
 from carrywave.model.lstm import LSTM
 
 INITS = ("torch", "orthogonal", "xavier")
-BLOCK_ELEMENTS = 1 << 18  # of a vocabulary's matrix, drawn at once
+BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}  # drawn at once: all of a matrix in float64 would take several times its own memory
+
+
+class Uniform(NamedTuple):
+    """Numbers between -bound and bound; `first` is the number of the matrix's first row."""
+
+    bound: float
+    first: int = 0
 
 
 def initialize(
@@ -34,24 +43,29 @@ def initialize(
             if id(parameter) in done:
                 continue  # tied: already set under its first name
             done.add(id(parameter))
+            if parameter.is_meta:
+                continue
             full_name = f"{path}.{name}" if path else name
-            value = _value(module, name, parameter, random.key(seed, random.site(full_name)), init, forget_bias, embedding_scale)
+            key = random.key(seed, random.site(full_name))
+            value = _value(module, name, tuple(parameter.shape), key, init, forget_bias, embedding_scale)
             if value is None:
                 left.append(full_name)
                 continue
             with torch.no_grad():
-                parameter.copy_(value)
+                if isinstance(value, Uniform):
+                    _fill(parameter, key, value)
+                else:
+                    parameter.copy_(value)
     return tuple(left)
 
 
 def _value(
-    module: nn.Module, name: str, parameter: Tensor, key: Tensor, init: str, forget_bias: float | None, embedding_scale: float
-) -> Tensor | None:
-    shape = tuple(parameter.shape)
+    module: nn.Module, name: str, shape: tuple[int, ...], key: Tensor, init: str, forget_bias: float | None, embedding_scale: float
+) -> Tensor | Uniform | None:
     if isinstance(module, LSTM):
         return _lstm(module, name, shape, key, init, forget_bias)
     if isinstance(module, Embedding) or (isinstance(module, Softmax) and name == "weight"):
-        return _rows(key, parameter, embedding_scale, 0 if module.rows is None else module.rows.low)
+        return Uniform(embedding_scale, 0 if module.rows is None else module.rows.low)
     if isinstance(module, Tables):
         value = _uniform(key, shape, embedding_scale)
         value[0] = 0.0  # of values that train does not contain
@@ -62,15 +76,15 @@ def _value(
             value[module.padding_idx] = 0.0
         return value
     if isinstance(module, (Softmax, Forecast, Pooled)):
-        return torch.zeros(shape) if name == "bias" else _uniform(key, shape, 1.0 / math.sqrt(shape[-1]))
+        return torch.zeros(shape) if name == "bias" else Uniform(1.0 / math.sqrt(shape[-1]))
     if isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
         return torch.ones(shape) if name == "weight" else torch.zeros(shape)
     if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
-        return _uniform(key, shape, 1.0 / math.sqrt(module.weight[0].numel()))
+        return Uniform(1.0 / math.sqrt(module.weight[0].numel()))
     return None
 
 
-def _lstm(module: LSTM, name: str, shape: tuple[int, ...], key: Tensor, init: str, forget_bias: float | None) -> Tensor:
+def _lstm(module: LSTM, name: str, shape: tuple[int, ...], key: Tensor, init: str, forget_bias: float | None) -> Tensor | Uniform:
     if name.startswith("carry"):
         return torch.zeros(shape)
     hidden = module.widths[int(name.split("_l", 1)[1].split("_")[0])]
@@ -80,12 +94,12 @@ def _lstm(module: LSTM, name: str, shape: tuple[int, ...], key: Tensor, init: st
             value[hidden : 2 * hidden] = forget_bias if name.startswith("bias_ih") else 0.0
         return value
     if init == "torch":
-        return _uniform(key, shape, 1.0 / math.sqrt(hidden))
+        return Uniform(1.0 / math.sqrt(hidden))
     blocks = 1 if name.startswith("weight_hr") else 4
     if init == "orthogonal" and name.startswith("weight_hh"):
         return torch.cat([_orthogonal(block) for block in _grid(random.normal, key, shape).chunk(blocks)])
     # The four gate matrices are stacked: the fan-out of each is a quarter of the rows.
-    return _uniform(key, shape, math.sqrt(6.0 / (shape[0] // blocks + shape[1])))
+    return Uniform(math.sqrt(6.0 / (shape[0] // blocks + shape[1])))
 
 
 def _orthogonal(block: Tensor) -> Tensor:
@@ -95,14 +109,14 @@ def _orthogonal(block: Tensor) -> Tensor:
     return signed
 
 
-def _rows(key: Tensor, parameter: Tensor, bound: float, first: int) -> Tensor:
-    """Rows of a large matrix from `first` on, drawn some at a time: all of it in float64 would take several times its own memory."""
-    rows, columns = parameter.shape
-    size = max(1, BLOCK_ELEMENTS // columns)
-    found = torch.empty(rows, columns, dtype=parameter.dtype)
+def _fill(parameter: Tensor, key: Tensor, numbers: Uniform) -> None:
+    """Draw a parameter's numbers in place, on its device."""
+    device = parameter.device
+    rows = parameter.shape[0]
+    size = max(1, BLOCK_ELEMENTS["cuda" if device.type == "cuda" else "cpu"] * rows // max(1, parameter.numel()))
     for low in range(0, rows, size):
-        found[low : low + size] = _uniform(key, (min(size, rows - low), columns), bound, first + low)
-    return found
+        block = parameter[low : low + size]
+        block.copy_(_uniform(key.to(device), tuple(block.shape), numbers.bound, numbers.first + low))
 
 
 def _uniform(key: Tensor, shape: tuple[int, ...], bound: float, first: int = 0) -> Tensor:
@@ -111,7 +125,8 @@ def _uniform(key: Tensor, shape: tuple[int, ...], bound: float, first: int = 0) 
 
 def _grid(draw: random.Draw, key: Tensor, shape: tuple[int, ...], first: int = 0) -> Tensor:
     """Float64 numbers keyed by (row, column), in rows from `first` on; further dimensions are flattened into columns."""
-    rows = torch.arange(first, first + shape[0])
+    rows = torch.arange(first, first + shape[0], device=key.device)
     if len(shape) == 1:
         return draw(key, rows, dtype=torch.float64)
-    return draw(key, rows[:, None], torch.arange(math.prod(shape[1:])), dtype=torch.float64).view(shape)
+    columns = torch.arange(math.prod(shape[1:]), device=key.device)
+    return draw(key, rows[:, None], columns, dtype=torch.float64).view(shape)

@@ -71,6 +71,7 @@ class Model(nn.Module):
         self.lstm = lstm
         self.dropout_out = None if dropout_out is None else keyed(dropout_out, "dropout_out")
         self.head = keyed(head, "head")
+        self.drawn = False  # True: every worker has drawn the weights of its own units by their key, and has no memory for the others
 
     @property
     def has_output(self) -> bool:

@@ -60,13 +60,40 @@ def shared(model: Model, cuts: Sequence[int], *, share_head: bool = False) -> li
     return [Shared(name, tuple(stages)) for name, stages in places.items() if len(stages) > 1 and name in trained]
 
 
-def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch.dtype, *, share_head: bool = False) -> dict[str, Tensor]:
-    """Move the tensors of units [first, last) to a device, floats in this dtype, and release all others; return those held, by name.
+@dataclass(frozen=True)
+class Holding:
+    """The units [first, last) of a model that a worker holds, and the head too with `share_head`; and the device that they are on."""
 
-    With `share_head` the head's tensors are held as well. Released tensors stay in the model as empty tensors on torch's meta device.
+    first: int
+    last: int
+    device: torch.device
+    share_head: bool = False
+
+    def units(self, model: Model) -> set[int]:
+        """The numbers of these units."""
+        return {*range(self.first, self.last), *([model.units - 1] if self.share_head else [])}
+
+
+def allocate(model: Model, holding: Holding) -> None:
+    """Give the parameters that a worker holds memory on its device, if they are on torch's meta device; the others stay there."""
+    where, wanted = homes(model), holding.units(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, bare in list(module._parameters.items()):
+            if bare is None or not bare.is_meta or not wanted & where[names[id(bare)]]:
+                continue
+            if id(bare) not in made:  # else it is tied, and stays so
+                made[id(bare)] = nn.Parameter(torch.empty_like(bare, device=holding.device), requires_grad=bare.requires_grad)
+            module._parameters[key] = made[id(bare)]
+
+
+def hold(model: Model, holding: Holding, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Move the tensors that a worker holds to its device, floats in this dtype, and release all others; return those held, by name.
+
+    Released tensors stay in the model as empty tensors on torch's meta device.
     """
-    where = homes(model)
-    wanted = {*range(first, last), *([model.units - 1] if share_head else [])}
+    where, wanted = homes(model), holding.units(model)
     tensors = [*model.named_parameters(), *model.named_buffers()]  # kept alive to the end: the id of a freed tensor may be reused
     names = {id(tensor): name for name, tensor in tensors}
     held: dict[str, Tensor] = {}
@@ -84,7 +111,7 @@ def hold(model: Model, first: int, last: int, device: torch.device, dtype: torch
                             raise PlanError(
                                 f"the model no longer has {name}: another trainer split the model over stages; build a new model"
                             )
-                        moved = tensor.data.to(device, kind)
+                        moved = tensor.data.to(holding.device, kind)
                         if isinstance(tensor, nn.Parameter):
                             tensor.data = moved
                         else:

@@ -39,24 +39,25 @@ def collect(world: World, tensors: Named) -> list[dict[str, Tensor]]:
 
 
 @lost_contact.kept
-def broadcast(world: World, tensors: Named | None, keep: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+def broadcast(world: World, tensors: Named | None, keep: Callable[[str, Tensor], Tensor | None] | None = None) -> dict[str, Tensor]:
     """The tensors of rank 0, on every rank, in host memory (on rank 0 unchanged). Collective.
 
-    `keep`: what is kept of each, so that no rank but 0 ever has more than one whole tensor.
+    `keep`: what is kept of each, or None, so that no rank but 0 ever has more than one whole tensor.
     """
     keep = keep or _all_of_it
     if world.size == 1:
-        return {name: keep(name, tensor) for name, tensor in (tensors or {}).items()}
+        return {name: part for name, tensor in (tensors or {}).items() if (part := keep(name, tensor)) is not None}
     header = json.loads(all_gather_text(world, _header(tensors or {}) if world.rank == 0 else "")[0])
     found: dict[str, Tensor] = {}
     for name, shape, dtype in header:
         if world.rank == 0 and tensors is not None:
-            dist.broadcast(tensors[name].detach().cpu().contiguous(), 0)
-            found[name] = keep(name, tensors[name])
+            whole = tensors[name]
+            dist.broadcast(whole.detach().cpu().contiguous(), 0)
         else:
             whole = torch.empty(shape, dtype=getattr(torch, dtype))
             dist.broadcast(whole, 0)
-            found[name] = keep(name, whole)
+        if (part := keep(name, whole)) is not None:
+            found[name] = part
     return found
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from carrywave.data.codec import Codec
@@ -35,6 +36,7 @@ from carrywave.spec.load import load_own
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
 from carrywave.step.precision import configure, parameter_dtype
+from carrywave.step.worker_setup import holding_of
 from carrywave.tasks.changes import Changes
 from carrywave.tasks.metrics import BY, Confusion, Metric
 from carrywave.tasks.task import POOLED, Part, Task
@@ -78,29 +80,32 @@ def open_run(
     world = world or World.alone(pick_device(device))
     configure(spec.train.precision)
     if model is None:
-        # The file of pretrained embeddings was needed only at the start; the weights hold what became of them.
-        bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
         plan = _plan_for(asked, spec.model.layers, world.size)
         check_vocabulary(plan, facts.vocabulary)
-        model = bare.model(rows=Rows.of_worker(facts.vocabulary, world.rank, world.size) if plan.splits_vocabulary else None)
     else:
         model = model if isinstance(model, Model) else Whole(model, pooled=spec.task in POOLED)
         plan = _plan_for(asked, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
         if plan.splits_vocabulary:
             check_vocabulary(plan, check_modules(model))
+    mesh = Mesh(world, plan)
+    if model is None:
+        # The file of pretrained embeddings was needed only at the start; the weights hold what became of them.
+        bare = Task(spec.model_copy(update={"model": spec.model.model_copy(update={"pretrained": None})}), codec, facts, scale)
+        rows = Rows.of_worker(facts.vocabulary, world.rank, world.size) if plan.splits_vocabulary else None
+        # In host memory first, where the weights are checked.
+        model = bare.model(rows=rows, holding=replace(holding_of(mesh, spec.model.layers + 2), device=torch.device("cpu")), draw=False)
     dtype = parameter_dtype(spec.train.precision)
     model = model.to(dtype)
     take_weights(model, run.weights, str(run.weights))
     _check_codec(run)
     model.eval()
-    mesh = Mesh(world, plan)
     if isinstance(model, Whole):
         return Saved(run, spec, task, model, mesh, model.to(mesh.device), given_codec)
     if plan.splits_vocabulary:
         split_vocabulary(model, mesh.row_exchange())
-    first, last = mesh.span(model.units)
-    hold(model, first, last, mesh.device, dtype)
-    return Saved(run, spec, task, model, mesh, Stage(model, first, last), given_codec)
+    own = holding_of(mesh, model.units)
+    hold(model, own, dtype)
+    return Saved(run, spec, task, model, mesh, Stage(model, own.first, own.last), given_codec)
 
 
 def _asked_of(run: Run, spec: Spec) -> PlanSpec:

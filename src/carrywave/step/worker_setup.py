@@ -13,7 +13,7 @@ from carrywave.errors import PlanError, UserError
 from carrywave.kernels.dispatch import check
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Whole
-from carrywave.model.parameter_placement import Shared, hold, shared
+from carrywave.model.parameter_placement import Holding, Shared, hold, shared
 from carrywave.model.stage import Stage
 from carrywave.model.vocabulary_rows import Rows
 from carrywave.model.vocabulary_split import check_modules, split_rows, split_vocabulary
@@ -90,26 +90,34 @@ def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
 
 
 def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
-    """Load rank 0's weights, and keep those of this worker's stage."""
+    """Load rank 0's weights, unless every worker has drawn its own, and keep those of this worker's stage."""
     _check_plan(model, mesh.plan, spec)
-    _check_whole(model, mesh.world)
+    drawn = isinstance(model, Model) and model.drawn
+    if not drawn:
+        _check_whole(model, mesh.world)
     dtype = parameter_dtype(spec.precision)
     if mesh.world.size > 1:
         # Rows that a worker has initialized for itself are no others'.
         own = {name: tensor for name, tensor in tensors_of(model).items() if name not in split_rows(model)}
         check_agreement(mesh.world, {f"the model's {name}": f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in own.items()})
-        for name, tensor in broadcast(mesh.world, own).items():
-            own[name].copy_(tensor)
+        if not drawn:
+            for name, tensor in broadcast(mesh.world, own).items():
+                own[name].copy_(tensor)
     if isinstance(model, Whole):
         model.to(mesh.device, dtype)
         return HeldStage(model, dict(model.named_parameters()))
     if mesh.plan.splits_vocabulary:
         split_vocabulary(model, mesh.row_exchange())  # before anything moves to a device, which the whole may not fit
-    first, last = mesh.span(model.units)
-    share_head = mesh.plan.shares_head
-    held = hold(model, first, last, mesh.device, dtype, share_head=share_head)
-    stage = Stage(model, first, last, share_head=share_head)
+    holding = holding_of(mesh, model.units)
+    held = hold(model, holding, dtype)
+    model.drawn = False  # for another trainer it has to be whole
+    stage = Stage(model, holding.first, holding.last, share_head=holding.share_head)
     return HeldStage(stage, {name: p for name, p in held.items() if isinstance(p, nn.Parameter)}, split_rows(model))
+
+
+def holding_of(mesh: Mesh, units: int) -> Holding:
+    """What a worker holds of a model with this many units."""
+    return Holding(*mesh.span(units), mesh.device, mesh.plan.shares_head)
 
 
 def trained(held: HeldStage) -> list[tuple[str, nn.Parameter]]:

@@ -22,6 +22,7 @@ from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softma
 from carrywave.model.initialization import initialize
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
+from carrywave.model.parameter_placement import Holding, allocate
 from carrywave.model.pretrained import load_pretrained
 from carrywave.model.pretrained_lstm import holds_layers, load_lstm, read_lstm
 from carrywave.model.vocabulary_rows import Rows
@@ -111,18 +112,21 @@ class Task:
         many = f"{new:,} of {len(data):,} series" if new < len(data) else "all series"
         return (f"{name}: mase leaves out {many}, because train does not contain them; use the series names of train",)
 
-    def model(self, train: Sequences | None = None, rows: Rows | None = None) -> Model:
+    def model(
+        self, train: Sequences | None = None, rows: Rows | None = None, holding: Holding | None = None, *, draw: bool = True
+    ) -> Model:
         """Build the network, with initial weights keyed by the seed. Balanced class weights need the training data.
 
-        `rows`: it gets only these rows of its vocabulary, and memory for no others.
+        `rows`: it gets only these rows of its vocabulary, and memory for no others. `holding`: it gets memory for these units alone, on
+        their device. Without `draw` the weights are left as they are, to be loaded.
         """
-        spec = self.spec.model
+        spec, empty = self.spec.model, None if holding is None else "meta"
         tokens = self.facts.vocabulary > 0
         inputs = step_inputs(self.spec, self.facts)
         width = (spec.embedding or spec.widths[0]) if tokens else inputs.width
         encoder: Encoder = Features(inputs) if inputs.tables else Numbers(width)
         if tokens:
-            encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows)
+            encoder = Embedding(self.facts.vocabulary, width, spec.dropout_words, rows=rows, device=empty)
         hidden = spec.dropout if spec.dropout_hidden is None else spec.dropout_hidden
         lstm = LSTM(
             width,
@@ -136,6 +140,7 @@ class Task:
             layer_norm=spec.layer_norm,
             learned_carry=spec.learned_carry,
             kernel=self.spec.plan_spec.kernel,
+            device=empty,
         )
         first = spec.dropout if spec.dropout_input is None else spec.dropout_input
         last = spec.dropout if spec.dropout_output is None else spec.dropout_output
@@ -144,11 +149,16 @@ class Task:
         model = Model(
             encoder,
             lstm,
-            self._head(lstm.output_size, encoder, train),
+            self._head(lstm.output_size, encoder, train, empty),
             dropout_in=Dropout(first, locked=spec.locked, name="dropout_in"),
             dropout_out=Dropout(last, locked=spec.locked, name="dropout_out"),
         )
+        if holding is not None:
+            allocate(model, holding)
+        if not draw:
+            return model
         initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias)
+        model.drawn = holding is not None
         if spec.pretrained is not None and holds_layers(spec.pretrained):
             load_lstm(lstm, read_lstm(spec.pretrained), spec.pretrained)
         elif spec.pretrained is not None:
@@ -156,7 +166,7 @@ class Task:
         return model
 
     def _head(
-        self, width: int, encoder: Encoder, train: Sequences | None
+        self, width: int, encoder: Encoder, train: Sequences | None, device: str | None
     ) -> Softmax | AdaptiveSoftmax | PooledSoftmax | PooledNumbers | Forecast:
         spec, facts = self.spec, self.facts
         match spec.task:
@@ -164,7 +174,8 @@ class Task:
                 if spec.model.softmax == "adaptive":
                     return AdaptiveSoftmax(width, facts.vocabulary, spec.model.cutoffs_of(facts.vocabulary))
                 tied = encoder.weight if spec.model.tie and isinstance(encoder, Embedding) else None
-                return Softmax(width, facts.vocabulary, tied=tied, rows=encoder.rows if isinstance(encoder, Embedding) else None)
+                rows = encoder.rows if isinstance(encoder, Embedding) else None
+                return Softmax(width, facts.vocabulary, tied=tied, rows=rows, device=device)
             case "tagging":
                 return Softmax(width, len(facts.labels), weights=self._class_weights(train))
             case "classification":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
+import torch
 from torch import Tensor, nn
 
 from carrywave.errors import RunError
@@ -20,6 +21,7 @@ from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weight
 from carrywave.runs.watcher import Watcher
 from carrywave.step.row_parts import cut, cutter
 from carrywave.step.sync.pushing import Pushing
+from carrywave.step.worker_setup import tensors_of
 from carrywave.tasks.doubts import worse_than_naive
 from carrywave.train.evaluation_stop import Stopped
 from carrywave.train.loop import Loop
@@ -68,18 +70,18 @@ def _in_short(values: Mapping[str, float]) -> str:
 
 
 def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
-    """Load the best weights and evaluate them on the test part. Rank 0 reads them; in the end each worker has the whole model again, except
-    for a split vocabulary if nobody asked to `restore` it.
+    """Load the best weights and evaluate them on the test part. Rank 0 reads them. If the model was split, each worker has the whole of it
+    again in the end if someone asked to `restore` it; otherwise none ever has more than its part.
     """
     trainer, world = loop.trainer, loop.trainer.mesh.world
     best: dict[str, Tensor] = {}
     with raise_on_all(world, for_all_of_us=True):
         if world.rank == 0:
             best = read_weights(trainer.model, loop.folder.weights)
-    rows = trainer.held.rows
-    # Without its model no run needs a vocabulary whole that had to be split.
-    best = broadcast(world, best, None if restore else cutter(rows))
-    load_parameters(trainer.parameters(), cut(best, rows) if restore else best, "weights.safetensors", whole=best.keys())
+    rows, own, names = trainer.held.rows, trainer.parameters(), tensors_of(trainer.model).keys()
+    keep = cutter(rows)
+    best = broadcast(world, best, None if restore else lambda name, tensor: keep(name, tensor) if name in own else None)
+    load_parameters(own, cut(best, rows) if restore else best, "weights.safetensors", whole=names)
     trainer.model.eval()
     reached = {}
     if loop.state.best is not None:
@@ -88,8 +90,12 @@ def _finish(loop: Loop, *, restore: bool) -> dict[str, dict[str, float]]:
     if loop.parts.test is not None:
         reached["test"] = values = loop.judge(loop.parts.test, weights_step=loop.state.weights_step)
         loop.callbacks.on_evaluation(lambda: loop.moment("test", values))  # there is nothing left to stop
-    if isinstance(trainer.model, Model) and trainer.plan.stages > 1:
-        fill(trainer.model, best, trainer.device)
+    if isinstance(trainer.model, Model) and trainer.plan.stages > 1 and restore:
+        try:
+            fill(trainer.model, best, trainer.device)
+        except torch.OutOfMemoryError:  # it may have been split because no device can hold all of it
+            fill(trainer.model, best, torch.device("cpu"))
+            trainer.model.cpu()
     if isinstance(trainer.model, Model) and rows and restore:
         join_vocabulary(trainer.model.cpu(), best)  # in host memory: it may not fit on the device
     return reached

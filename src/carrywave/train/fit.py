@@ -22,6 +22,7 @@ from carrywave.launch.hardware import shares_on
 from carrywave.launch.launcher import RESTARTS
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
+from carrywave.model.parameter_placement import Holding
 from carrywave.model.vocabulary_rows import Rows
 from carrywave.model.vocabulary_split import check_modules, split_rows
 from carrywave.parallel.gather import broadcast
@@ -54,7 +55,7 @@ from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
 from carrywave.step.row_parts import cutter
 from carrywave.step.trainer import Trainer
-from carrywave.step.worker_setup import tensors_of
+from carrywave.step.worker_setup import holding_of, tensors_of
 from carrywave.tasks.task import POOLED, Task
 from carrywave.train.asked_spec import spec_of
 from carrywave.train.best_weights import check_can_judge
@@ -209,6 +210,19 @@ def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str) ->
     return Result(folder, told["ending"], told["metrics"], shown(model), Task(spec, codec, facts, scale))
 
 
+def _drawn(task: Task, prepared: Prepared, start: Start, mesh: Mesh | None) -> Model:
+    """The model that the spec describes, with memory for no more of it than this worker holds; for none of it in a dry run.
+
+    If weights are to be read from a file, it is whole: rank 0 reads them for all.
+    """
+    if mesh is None:
+        return task.model(prepared.train, holding=Holding(0, 0, torch.device("cpu")), draw=False)
+    rows = Rows.of_worker(prepared.facts.vocabulary, mesh.world.rank, mesh.world.size) if mesh.plan.splits_vocabulary else None
+    if start.init is not None or task.spec.model.pretrained is not None:
+        return task.model(prepared.train, rows)
+    return task.model(prepared.train, rows, holding_of(mesh, task.spec.model.layers + 2))
+
+
 def _train(
     start: Start,
     prepared: Prepared,
@@ -245,20 +259,19 @@ def _train(
     with raise_on_all(world):
         if plan.splits_vocabulary:
             check_vocabulary(plan, prepared.facts.vocabulary if given is None else check_modules(given))
-        rows = Rows.of_worker(prepared.facts.vocabulary, world.rank, world.size) if plan.splits_vocabulary and not dry_run else None
-        model = given if given is not None else task.model(prepared.train, rows)
         if spec.train.reproducible:
             canonical_shards.check(plan)
         check_sync(plan, spec.train.sync, shard_optimizer=spec.train.shard_optimizer)
-        check_can_judge(spec.train.best, model, prepared.facts.labels)
-        model.to(parameter_dtype(spec.train.precision))
         order = order_for(spec, parts.train.view, training=True)
-    if start.init is not None:
-        _begin_from(start.init, model, world)
     alike = {"version": __version__, "torch": torch.__version__, "data": prepared.fingerprint, "callbacks": in_words(callbacks)}
     check_agreement(world, alike | _flat(spec))
     with raise_on_all(world):
         mesh = None if dry_run else Mesh(world, plan)
+        model = given if given is not None else _drawn(task, prepared, start, mesh)
+        check_can_judge(spec.train.best, model, prepared.facts.labels)
+        model.to(parameter_dtype(spec.train.precision))
+    if start.init is not None:
+        _begin_from(start.init, model, world)
     ways = None if mesh is None else ways_of_run(mesh, model, spec)
     kept = start.reach.line(folder.path, world.size)
     seated = [] if mesh is None else mesh.seats()

@@ -13,7 +13,9 @@ from carrywave.plan.cost.units import BatchShape, Units
 CHUNKS = {"cpu": (1, 4, 16), "cuda": (1, 4, 16, 32)}
 LEAST_STEPS = 2
 # Most multiplications in a timed call: larger calls are timed on fewer steps and extrapolated linearly.
-LARGEST = {"cpu": 2e9, "cuda": 1e13}
+LARGEST = {"cpu": 2e9, "cuda": 1e12}
+# Most weights of several layers that are timed in one call.
+LARGEST_WEIGHTS = 4e8
 # (parameters, layers they are spread over); larger counts are extrapolated linearly. Small updates do not occupy a GPU, and it updates
 # all tensors at once, so only the parameters vary there.
 OPTIMIZER_SIZES = {"cpu": ((100_000, 1), (100_000, 8), (3_000_000, 1)), "cuda": ((3_000_000, 1), (30_000_000, 1))}
@@ -117,7 +119,10 @@ def _side_by_side(units: Units, shape: BatchShape) -> Iterable[Ask]:
     equal = [unit for unit in layers if (unit.inputs, unit.outputs) == (layers[-1].inputs, layers[-1].outputs)]
     if len(equal) > 1 and not equal[0].projection and equal[0].directions == 1:
         last = equal[-1]
-        yield Ask("lstm", last.inputs, last.outputs, shape.lanes, shape.steps, precision=units.precision, layers=len(equal))
+        weights = 4.0 * last.outputs * (last.inputs + last.outputs)
+        several = max(2, min(len(equal), round(LARGEST_WEIGHTS / weights)))
+        ask = Ask("lstm", last.inputs, last.outputs, shape.lanes, shape.steps, precision=units.precision, layers=several)
+        yield lighter_ask(ask, LARGEST["cuda"])
 
 
 def _of_units(units: Units, lanes: int, steps: int, chunks: int) -> Iterable[Ask]:

@@ -240,10 +240,11 @@ def load_weights(
     ignored: str | None = None,
     *,
     renamed: Mapping[str, str] | None = None,
+    wanted: Collection[str] | None = None,
 ) -> Tensors:
     """Load weights from a safetensors file that holds exactly the expected names, shapes and dtypes; it may also hold `ignored`.
 
-    `renamed`: for names in the file, those that are expected.
+    `renamed`: for names in the file, those that are expected. `wanted`: those to return; the file is mapped, and no others are read.
     """
     given = {(renamed or {}).get(name, name): tensor for name, tensor in atomic_files.read_tensors(path).items()}
     remedy = "use the weights of a model with the same spec"
@@ -258,9 +259,10 @@ def load_weights(
             )
     if extra := sorted(given.keys() - expected.keys() - {ignored}):
         raise RunError(f"{path} is from another model: it has {extra[0]}, which this model does not; {remedy}")
+    given = given if wanted is None else {name: given[name] for name in wanted}
     if (bad := not_finite(given)) is not None:
         raise RunError(f"{path}: {bad} is not finite; use other weights")
-    return {name: given[name] for name in expected}
+    return {name: given[name] for name in expected if name in given}
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:

@@ -163,17 +163,17 @@ def load_parameters(own: dict[str, Tensor], given: dict[str, Tensor], where: str
 
 
 def take_weights(model: nn.Module, path: Path, where: str, *, ignored: str | None = None) -> None:
-    """Load a weights file into a model, or its rows of what is split; the tensor `ignored` keeps its value."""
-    own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
-    load_parameters(own, cut(read_weights(model, path, ignored=ignored), split_rows(model)), where)
+    """Load a weights file into a model, or those of its units and rows that this worker holds; the tensor `ignored` keeps its value."""
+    own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored and not tensor.is_meta}
+    load_parameters(own, cut(read_weights(model, path, ignored=ignored, wanted=own.keys()), split_rows(model)), where)
 
 
-def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a weights file, checked against the whole model, including what other workers hold."""
+def read_weights(model: nn.Module, path: Path, *, ignored: str | None = None, wanted: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The tensors of a weights file, or those `wanted`, checked against the whole model, including what other workers hold."""
     own = {name: tensor for name, tensor in tensors_of(model).items() if name != ignored}
     rows = split_rows(model)
     expected = {name: (whole_shape(name, tensor.shape, rows), tensor.dtype) for name, tensor in own.items()}
     renamed = None
     if isinstance(model, Model) and EXPORTED in weights_metadata(path):
         renamed = {theirs: ours for ours, theirs in outside(own, model.lstm).items()}
-    return load_weights(path, expected, ignored, renamed=renamed)
+    return load_weights(path, expected, ignored, renamed=renamed, wanted=wanted)
