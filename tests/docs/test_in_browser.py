@@ -55,6 +55,14 @@ def test_every_page_is_quiet_and_fits(site: Path, browser: Any, width: int) -> N
     page.close()
 
 
+def test_pictures_keep_their_size_on_a_phone(site: Path, browser: Any) -> None:
+    """Their smallest text has 10 of 1,000 units; at the width of a phone it would be 4 pixels high."""
+    page = browser.new_page(viewport={"width": 390, "height": 900})
+    page.goto((site / "index.html").as_uri())
+    assert page.evaluate("document.querySelector('main img').getBoundingClientRect().width") > 600
+    page.close()
+
+
 def test_the_search_finds_a_section(site: Path, browser: Any) -> None:
     page = browser.new_page()
     page.goto((site / "index.html").as_uri())

@@ -57,3 +57,9 @@ def test_ticks_are_round_and_within() -> None:
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert ticks(0.13, 0.47) == pytest.approx([0.2, 0.3, 0.4])
     assert [number(value) for value in (0, 0.07359, 3.2311, 1234.4, 1e-7)] == ["0", "0.07359", "3.231", "1,234", "1e-07"]
+
+
+def test_an_axis_of_shares_ends_at_all_of_them() -> None:
+    drawn = draw("accuracy", [Line("validation", [(1, 1.0), (2, 1.0)])], percent=True)
+    assert ">100%<" in drawn
+    assert ">105%<" not in drawn

@@ -52,7 +52,9 @@ def test_a_stop_in_order_is_told_from_a_crash(record: RunRecord, ending: str, sa
     [one] = figures.restarts(replace(record, history=rows))
     assert one.what == said
     assert one.cost == "1 min 10 s away, no logged step lost"
-    assert figures.state(replace(record, history=rows)) == "ended without saying so: killed, or it failed"
+    stopped = [*rows, {"event": "end", "ending": "callback"}]
+    assert figures.state(replace(record, history=stopped)) == "stopped by a callback"
+    assert figures.state(replace(record, history=rows)) == "killed or failed: it has recorded no end"
     assert figures.state(replace(record, history=rows[:2])).startswith("complete" if ending == "done" else f"{ending}; it can")
 
 
@@ -124,8 +126,8 @@ def test_the_best_step_is_that_of_the_metric_that_picks_the_weights(record: RunR
 
 def test_metrics_of_a_column_are_named_and_the_train_loss_is_no_metric(record: RunRecord) -> None:
     row = {"split": "valid", "epoch": 1, "step": 5, "loss": 1.0, "train_loss": 2.0, "mae": 0.5, "naive_mae": 0.6, "mae[sales]": 12.0}
-    shown = replace(record, metrics=[row])
+    shown = replace(record, metrics=[row], spec={**record.spec, "task": "forecasting"})
     assert shown.metric_names == ["mae", "mae[sales]"]
     notes = {tile.name: (tile.value, tile.note) for tile in figures.tiles(shown)}
-    assert notes["MAE"] == ("0.5", "standardised; naive forecast 0.6")
+    assert notes["MAE"] == ("0.5", "standardized; naive forecast 0.6")
     assert notes["MAE of sales"] == ("12", "in the units of the file")

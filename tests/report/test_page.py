@@ -115,6 +115,45 @@ def test_the_confusion_of_many_labels_keeps_its_sums() -> None:
     assert folded.labels[-1] == "91 others"
 
 
+def test_the_accuracy_of_many_labels_is_not_that_of_the_folded_matrix(tmp_path: Path) -> None:
+    """Rare labels that are taken for each other share the last cell, and are still wrong."""
+    counts = [[int(guess == (at + 1) % 60) for guess in range(60)] for at in range(60)]  # each label is taken for the next
+    counts[0][0] = 15  # 15 of 75 are right
+    page = render([read_run(write(tmp_path / "run"))], [Samples("", [Confused([str(at) for at in range(60)], counts)])])
+    assert "Confusion matrix: 20.0% are right" in page
+    assert page.count('class="mixed') == 1
+
+
+def test_what_is_not_finite_is_said_to_be_left_out(tmp_path: Path) -> None:
+    rows = metrics()
+    for row in rows[-2:]:
+        row |= {"loss": None}
+    for row in rows:
+        row |= {"perplexity": None} if row["split"] == "valid" else {}
+    text = " ".join(Tags(render([read_run(write(tmp_path / "run", metrics=rows))], [None])).text.split())
+    assert "2 of 15 values are infinite or not a number, and not drawn." in text
+    assert "perplexity 5 of 5 values are infinite or not a number, and not drawn." in text
+
+
+def test_errors_have_their_unit(tmp_path: Path) -> None:
+    rows = [{"split": "valid", "epoch": 1, "step": 10, "loss": 0.3, "mae": 0.4, "mae[load]": 40.0, "naive_mae": 0.5}]
+    record = read_run(write(tmp_path / "run", task="forecasting", metrics=rows))
+    page = render([record], [None])
+    for title in ("loss (standardized)", "MAE (standardized)", "MAE of load (units of the file)"):
+        assert f"<figcaption>{title}</figcaption>" in page
+    plain = render([replace(record, spec={**record.spec, "data": {"standardize": False}})], [None])
+    assert "standardized" not in plain
+    assert "units of the file; naive forecast 0.5" in plain
+    assert "loss (nats per target)" in render([replace(record, spec={**record.spec, "task": "tagging"})], [None])
+
+
+def test_before_its_first_task_a_worker_is_not_drawn_as_waiting(tmp_path: Path) -> None:
+    late = timeline(1)
+    late["workers"][0]["spans"] = [["wait", 0.05, 0.1, 0, 0], ["F", 0.1, 0.3, 0, 0]]
+    drawn = step_picture(read_run(write(tmp_path / "run", timeline=late | {"predicted": None})))
+    assert "the rest (sums, update), 0 s to 50 ms" in drawn
+
+
 def test_the_plan_and_the_step_are_drawn(tmp_path: Path) -> None:
     record = read_run(write(tmp_path / "run"))
     drawn = plan_picture(record)

@@ -80,6 +80,16 @@ def test_a_forecast_is_that_of_predict_from_the_same_origin(quantiles: list[floa
 
 
 @pytest.mark.slow
+def test_of_many_series_it_is_said_how_many_are_shown(tmp_path: Path) -> None:
+    rows = [f"s{series},{at},{math.sin(at + series):.3f}" for series in range(5) for at in range(60)]
+    (tmp_path / "all.csv").write_text("\n".join(["unique_id,ds,y", *rows]) + "\n")
+    run = train("forecasting", {"train": str(tmp_path / "all.csv"), "horizon": 3}, tmp_path / "run", lanes=2, steps=16)
+    found = samples_of(run, "cpu")
+    assert len(found.shown) == 2
+    assert found.note.endswith("with the best weights: the first 2 of 5 series.")
+
+
+@pytest.mark.slow
 def test_a_text_is_continued_beside_the_truth(tmp_path: Path) -> None:
     text = "the carry is passed along, and the wave goes on. " * 100
     (tmp_path / "text.txt").write_text(text)

@@ -75,6 +75,8 @@ def draw(
     if not xs:
         return ""
     y_range = _range(ys, zero=zero)
+    if percent and max(ys) <= 1:
+        y_range = y_range[0], min(y_range[1], 1.02)  # there are no shares above 100%; a little room for the line itself
     x_range = y_range if square else (min(xs), max(xs))
     if square:
         x_range = y_range = _range([*xs, *ys], zero=zero)

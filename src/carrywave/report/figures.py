@@ -96,6 +96,26 @@ def metric_name(name: str) -> str:
     return NAMES.get(name, name.replace("coverage_", "coverage at ").replace("_", " "))
 
 
+def loss_name(record: RunRecord) -> str:
+    """The loss, with what it is measured in as far as the spec tells."""
+    if record.task in ("language", "classification", "tagging"):
+        return "loss (nats per target)"
+    return f"loss{_scaled(record)}" if record.task in ("forecasting", "regression") else "loss"
+
+
+def unit(record: RunRecord, name: str) -> str:
+    """What an error is measured in, to follow its name: forecasts are scored as they are trained, single columns as in the file."""
+    if name.startswith(("mae[", "rmse[")):
+        return " (units of the file)"
+    if name in ("mae", "rmse", "pinball"):
+        return _scaled(record) if record.task == "forecasting" else " (units of the file)"
+    return ""
+
+
+def _scaled(record: RunRecord) -> str:
+    return " (standardized)" if _section(record, "data").get("standardize", True) is not False else " (units of the file)"
+
+
 def metric_text(name: str, value: object) -> str:
     """The value of a metric; a part of one as a percentage."""
     if not isinstance(value, int | float) or not is_number(value):
@@ -185,7 +205,8 @@ def _what(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
         return "went back to its last snapshot after a non-finite step"
     by = "restarted by its launcher" if row.get("attempt") else "resumed by hand"
     ending = before.get("ending") if before.get("event") == "end" else None
-    after = {"done": "after it was complete", "early": "after it had stopped early"}.get(str(ending), f"after it was {ending}")
+    known = {"done": "after it was complete", "early": "after it had stopped early", "callback": "after a callback had stopped it"}
+    after = known.get(str(ending), f"after it was {ending}")
     return f"{by} {after if ending else 'after it was killed or failed'}"
 
 
@@ -214,7 +235,8 @@ def tiles(record: RunRecord) -> list[Tile]:
         for name in record.metric_names[:2]:
             if name in best:
                 naive = best.get(f"naive_{name}")
-                note = f"standardised; naive forecast {metric_text(name, naive)}" if is_number(naive) else "validation, at the best step"
+                said = "" if unit(record, name) == "" else unit(record, name).strip(" ()") + "; "
+                note = f"{said}naive forecast {metric_text(name, naive)}" if is_number(naive) else "validation, at the best step"
                 found.append(Tile(metric_name(name), metric_text(name, best[name]), note))
         in_units = [name for name in record.metric_names if name.startswith("mae[") and is_number(best.get(name))]
         if len(in_units) == 1:  # there is no room for many
@@ -249,9 +271,11 @@ def state(record: RunRecord) -> str:
     if not events:
         return "not known to be finished: written by a version that kept no history" if record.metrics else "nothing was logged yet"
     if events[-1].get("event") == "start":
-        return "ended without saying so: killed, or it failed"
+        return "killed or failed: it has recorded no end"
     ending = str(events[-1].get("ending"))
-    return {"done": "complete", "early": "stopped early, as asked"}.get(ending, f"{ending}; it can be resumed")
+    return {"done": "complete", "early": "stopped early, as asked", "callback": "stopped by a callback"}.get(
+        ending, f"{ending}; it can be resumed"
+    )
 
 
 def about(record: RunRecord) -> Iterator[tuple[str, str]]:

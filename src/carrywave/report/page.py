@@ -32,6 +32,7 @@ class Figure:
     title: str
     svg: Markup
     legend: str = ""
+    note: str = ""  # what is not drawn
 
 
 def render(records: Sequence[RunRecord], samples: Sequence[Samples | None], *, live: str = "") -> str:
@@ -92,7 +93,8 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
     train, valid = _points(record.rows("train"), "loss"), _points(record.rows("valid"), "loss")
     lines = [Line("train", train, "c1", dots=True), Line("validation", valid, "c0", dots=True)]
     marks = [Mark(best["step"], best["loss"], f"best: {chart.number(best['loss'])} at step {best['step']:,}")] if best else []
-    yield from _figure("loss (nats per target)" if record.task == "language" else "loss", lines, marks=marks)
+    noted = _not_finite(record, "loss", ("train", "valid"))
+    yield from _figure(figures.loss_name(record), lines, noted, marks=marks)
     covered = [name for name in record.metric_names if name.startswith(COVERAGE)]
     for name in [name for name in record.metric_names if name not in covered][:MOST_METRICS]:
         points = _points(record.rows("valid"), name)
@@ -102,7 +104,9 @@ def _curves(record: RunRecord) -> Iterator[Figure]:
             lines.append(Line("naive forecast", naive, "base", dashed=True))
         value = best.get(name) if best else None
         said = [Mark(best["step"], value, f"{figures.metric_text(name, value)}")] if best and is_number(value) else []
-        yield from _figure(figures.metric_name(name), lines, marks=said, percent=name.startswith(figures.SHARES))
+        noted = _not_finite(record, name, ("valid",))
+        title = figures.metric_name(name) + figures.unit(record, name)
+        yield from _figure(title, lines, noted, marks=said, percent=name.startswith(figures.SHARES))
     if covered:
         lines, wanted = [], []
         for place, name in enumerate(covered):
@@ -124,10 +128,20 @@ def _speeds(record: RunRecord) -> Iterator[Figure]:
     yield from _figure("gradient norm", [Line("norm", _points(rows, "norm"), "c5")], zero=True)
 
 
-def _figure(title: str, lines: Sequence[Line], **how: Any) -> Iterator[Figure]:
-    """The drawing, if there is anything to draw."""
-    if svg := chart.draw(title, lines, **how):
-        yield Figure(title, Markup(svg), Markup(chart.legend(lines)))
+def _figure(title: str, lines: Sequence[Line], note: str = "", **how: Any) -> Iterator[Figure]:
+    """The drawing, if there is anything to draw, and what had to be left out of it."""
+    svg = chart.draw(title, lines, **how)
+    if svg or note:
+        yield Figure(title, Markup(svg), Markup(chart.legend(lines)), note)
+
+
+def _not_finite(record: RunRecord, name: str, parts: Sequence[str]) -> str:
+    """How many logged values are infinite or not a number, in a sentence; empty if none is. The log has null for them."""
+    values = [row[name] for part in parts for row in record.rows(part) if name in row]
+    many = sum(not is_number(value) for value in values)
+    if not many:
+        return ""
+    return f"{many:,} of {figures.counted(len(values), 'value')} {'is' if many == 1 else 'are'} infinite or not a number, and not drawn."
 
 
 def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
@@ -179,8 +193,8 @@ def _samples(samples: Samples) -> dict[str, Any]:
     texts = [each for each in samples.shown if isinstance(each, Continued)]
     drawn = [_forecast(each) for each in samples.shown if isinstance(each, Forecasted)]
     drawn += [_paired(each) for each in samples.shown if isinstance(each, Paired)]
-    matrices = [each.folded() for each in samples.shown if isinstance(each, Confused)]
-    return {"note": samples.note, "texts": texts, "drawn": drawn, "matrices": [_matrix(each) for each in matrices]}
+    matrices = [_matrix(each) for each in samples.shown if isinstance(each, Confused)]
+    return {"note": samples.note, "texts": texts, "drawn": drawn, "matrices": matrices}
 
 
 def _forecast(sample: Forecasted) -> Figure:
@@ -204,11 +218,13 @@ def _paired(sample: Paired) -> Figure:
 
 
 def _matrix(sample: Confused) -> dict[str, Any]:
+    """The table, of the most frequent labels; the accuracy is that of all. Labels that share the last row are not right just by meeting."""
+    folded = sample.folded()
     rows = []
-    for label, counts in zip(sample.labels, sample.counts, strict=True):
+    for label, counts in zip(folded.labels, folded.counts, strict=True):
         total = sum(counts)
         rows.append({"label": label, "cells": [(many, many / total if total else 0.0) for many in counts]})
-    return {"labels": sample.labels, "rows": rows, "accuracy": sample.accuracy}
+    return {"labels": folded.labels, "rows": rows, "accuracy": sample.accuracy, "folded": folded is not sample}
 
 
 def _compared(records: Sequence[RunRecord]) -> dict[str, Any]:

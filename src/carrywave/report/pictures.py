@@ -85,6 +85,8 @@ def _measured(record: RunRecord, most: int = MOST_SPANS) -> Panel | None:
         begun = float(each["begun"])
         # Waiting is what is left blank: the bubble.
         own = [span._replace(start=span.start + begun, end=span.end + begun) for span in spans if span.label != "wait"]
+        if (first := begun + spans[0].start) > begun:  # nobody is waited for yet: the table counts this as the rest, too
+            own.insert(0, TaskSpan("rest", begun, first))
         rows.append((*own, TaskSpan("rest", own[-1].end, max(own[-1].end, begun + float(each["seconds"])))))
         names.append(f"replica {each.get('replica')}, stage {each.get('stage')}")
     rows = _that_fit(rows, most)

@@ -61,7 +61,9 @@ def _computed(saved: Saved, name: str, data: Sequences) -> Samples:
             kind = f"temperature {TEMPERATURE:g}, seed 1"
             return Samples(f"Passages of {where}, continued with the best weights ({kind}).", _texts(saved, data))
         case "forecasting":
-            return Samples(f"The last forecast within {where}, with the best weights.", _forecasts(saved, name, data))
+            return Samples(
+                f"The last forecast within {where}, with the best weights{_some_of(saved, data)}.", _forecasts(saved, name, data)
+            )
         case "regression":
             pairs, whole = _pairs(saved, name, data)
             return Samples(f"Targets of {where} and their predictions with the best weights{_part_of(whole)}.", pairs)
@@ -69,6 +71,15 @@ def _computed(saved: Saved, name: str, data: Sequences) -> Samples:
             confused, whole = _confused(saved, name, data)
             total = sum(map(sum, confused.counts))
             return Samples(f"{total:,} targets of {where}, with the best weights{_part_of(whole)}.", [confused])
+
+
+def _some_of(saved: Saved, data: Sequences) -> str:
+    """Which of many series and columns are shown, in words; empty if all are."""
+    series, columns = len(data), len(saved.task.codec.targets)
+    panels = min(series, MOST_SERIES) * columns
+    if series > MOST_SERIES and panels <= MOST_PANELS:
+        return f": the first {MOST_SERIES} of {series:,} series"
+    return f": the first {MOST_PANELS} of {series * columns:,} charts" if panels > MOST_PANELS else ""
 
 
 def _part_of(whole: bool) -> str:
@@ -155,7 +166,9 @@ def _pairs(saved: Saved, name: str, data: Sequences) -> tuple[list[Sample], bool
     for column in range(min(truth.shape[1], MOST_PANELS)):
         points = [(float(x), float(y)) for x, y in zip(truth[::every, column], guess[::every, column], strict=True)]
         points = [point for point in points if np.isfinite(point).all()]
-        shown.append(Paired("truth and prediction" if truth.shape[1] == 1 else f"output {column}", points))
+        shown.append(
+            Paired("prediction (upwards) and truth" if truth.shape[1] == 1 else f"output {column}: prediction (upwards) and truth", points)
+        )
     return shown, lanes >= len(data)
 
 

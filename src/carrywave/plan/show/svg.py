@@ -27,7 +27,7 @@ _NAMES = {
     "reduce": "gradients summed over workers",
     "update": "update",
     "send": "message sent",
-    "rest": "sums and update",
+    "rest": "the rest (sums, update)",
 }
 _STYLE = """
 .ground{fill:#ffffff}.track{fill:#eceff3}.tick{stroke:#c3cad4}text{fill:#1d2430;font:12px sans-serif}.title{font-size:15px}
@@ -118,7 +118,9 @@ def _axis(seconds: float, top: int, scale: float) -> list[str]:
     for moment in ticks(seconds) if seconds else []:
         x = LABEL + MARGIN + moment * scale
         parts.append(f'<line class="tick" x1="{x:.2f}" y1="{top - 8}" x2="{x:.2f}" y2="{top}"/>')
-        parts.append(f'<text class="mid" x="{x:.2f}" y="{top + 14}">{seconds_text(moment)}</text>')
+        # The last label would be cut off by the edge if it were centred.
+        where = f'text-anchor="end" x="{WIDTH - 2}"' if x > WIDTH - 3 * MARGIN else f'class="mid" x="{x:.2f}"'
+        parts.append(f'<text {where} y="{top + 14}">{seconds_text(moment)}</text>')
     return parts
 
 
