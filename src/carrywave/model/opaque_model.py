@@ -17,7 +17,7 @@ from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
 from carrywave.model.wrappers import check_unwrapped
 
-Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
 
 
 class Whole(nn.Module):

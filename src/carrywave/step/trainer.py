@@ -17,8 +17,7 @@ from carrywave.data.batch import Batch
 from carrywave.errors import Diverged, UserError, WorkerError
 from carrywave.kernels import random
 from carrywave.model.foreign_parameters import Audit
-from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import Loss, Whole
 from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
@@ -32,6 +31,7 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step import trainer_state
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.arguments import (
+    as_model,
     check_batches,
     check_lanes,
     check_optimizer,
@@ -58,8 +58,6 @@ from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
 from carrywave.step.update import StepResult, Votes
 from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, pieces_of, take_hold, tensors_of, trained
-
-Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
 
 
 class Trainer:
@@ -100,7 +98,7 @@ class Trainer:
         loss: Loss | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self.model = model if isinstance(model, Model | Whole) else Whole(model, loss)
+        self.model = as_model(model, loss)
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
             raise UserError(
