@@ -131,6 +131,47 @@ def test_the_loss_given_is_the_one_that_is_learned_or_it_is_refused(tmp_path: Pa
         cw.Trainer(nn.Linear(3, 2), loss="mse")  # type: ignore[arg-type]
 
 
+class Backwards(nn.Module):
+    """Reads its steps in both directions, and without lengths the padding as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(3, 4, bidirectional=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.lstm(x)[0])
+        return out
+
+
+class Last(Reader):
+    """Takes the last step, real or not."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        out: Tensor = self.out(self.gru(x)[0][-1])
+        return out
+
+
+def test_a_module_that_reads_padding_is_warned_about() -> None:
+    x, tags, lengths = torch.randn(6, 4, 3), torch.ones(6, 4, dtype=torch.int64), [6, 2, 0, 5]
+    each, full = cw.Batch.of(x, tags, lengths), cw.Batch.of(x, tags)
+    trainer = cw.Trainer(Backwards(), loss=tag_loss)
+    trainer.step(full)  # without padding there is nothing to warn about
+    with pytest.warns(
+        UserWarning, match=r"the module Backwards reads padding: .* let its forward take lengths \(forward\(self, x, lengths\)\)"
+    ):
+        trainer.step(full, each)
+    trainer.step(each)  # once is enough
+    with pytest.warns(UserWarning, match=r"the module Last reads padding: .*; use the lengths to leave out"):
+        cw.Trainer(pooled(Last())).step(batch())
+    # Modules that read no padding: a warning would be an error here.
+    cw.Trainer(nn.Linear(3, 2), loss=tag_loss).step(each)
+    cw.Trainer(pooled(Reader(dropout=0.5))).step(batch())
+
+
+def tag_loss(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return cross_entropy(out.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"), (target != -100).sum()
+
+
 class Tags(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -42,6 +42,7 @@ from carrywave.step.checks.arguments import (
     uncounted,
 )
 from carrywave.step.checks.hooks import Hooks
+from carrywave.step.checks.padding import PaddingCheck
 from carrywave.step.checks.separable import check_separable
 from carrywave.step.checks.splitting import check_splits
 from carrywave.step.checks.trainable import Followed
@@ -150,6 +151,7 @@ class Trainer:
         self._followed = Followed(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
+        self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
         self._probed = False  # True once the user's modules were checked to be safe to split
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.messages_in_stream
@@ -187,6 +189,7 @@ class Trainer:
         if not self._probed:
             check_splits(self.stage, self.plan, own[0], keys[0], self.mesh, shards=self.engine.shards is not None)
             self._probed = True
+        self._padding.look(own, keys)
         if self.keep_state:
             lanes = own[0].lanes.shape[0]
             if self.state is None or lanes_of(self.state, lanes) != lanes:
