@@ -119,6 +119,9 @@ def test_the_loss_given_is_the_one_that_is_learned_or_it_is_refused(tmp_path: Pa
     for name, model in (("module", nn.Linear(3, 2)), ("function", lambda facts: nn.Linear(3, 2))):
         result = cw.fit(model, (steps, tags_of(steps)), loss=raised, run=tmp_path / name, **how)
         assert result.metrics["valid"]["loss"] > 5
+        row = cw.evaluate(result.run, (steps, tags_of(steps)), "cpu", model=nn.Linear(3, 2), loss=raised)
+        assert float(row["loss"]) > 5  # type: ignore[arg-type]
+        assert len(cw.predict(result.run, steps, model=nn.Linear(3, 2), device="cpu")) == len(steps)  # which needs no loss
     headed = cw.Model(nn.Linear(3, 4), cw.LSTM(4, 4), Tags())
     for refused in (headed, lambda facts: headed):
         with pytest.raises(UserError, match=r"loss=\.\.\. does not apply to a cw.Model, whose head Tags computes the loss; define loss"):
