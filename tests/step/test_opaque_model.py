@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,6 +101,115 @@ def test_what_cannot_be_done_with_it_is_refused() -> None:
         )
     with pytest.raises(UserError, match="BatchNorm1d, whose result depends on which lanes share a worker"):
         cw.Trainer(nn.Sequential(nn.BatchNorm1d(3)), loss=lambda out, target: (out.sum(), target.sum()))
+
+
+def tags_of(steps: np.ndarray) -> np.ndarray:
+    return (steps.sum(axis=2) > 0).astype(int)
+
+
+def raised(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss that no other could be mistaken for: cross entropy, and 5 for each target."""
+    real = (target != -100).sum()
+    return cross_entropy(out.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum") + 5 * real, real
+
+
+def test_the_loss_given_is_the_one_that_is_learned_or_it_is_refused(tmp_path: Path) -> None:
+    steps = np.random.default_rng(0).normal(size=(24, 5, 3)).astype(np.float32)
+    how = {"task": "tagging", "batch": {"tokens": 64}, "train": {"epochs": 1}, "device": "cpu"}
+    for name, model in (("module", nn.Linear(3, 2)), ("function", lambda facts: nn.Linear(3, 2))):
+        result = cw.fit(model, (steps, tags_of(steps)), loss=raised, run=tmp_path / name, **how)
+        assert result.metrics["valid"]["loss"] > 5
+        row = cw.evaluate(result.run, (steps, tags_of(steps)), "cpu", model=nn.Linear(3, 2), loss=raised)
+        assert float(row["loss"]) > 5  # type: ignore[arg-type]
+        assert len(cw.predict(result.run, steps, model=nn.Linear(3, 2), device="cpu")) == len(steps)  # which needs no loss
+    headed = cw.Model(nn.Linear(3, 4), cw.LSTM(4, 4), Tags())
+    for refused in (headed, lambda facts: headed):
+        with pytest.raises(UserError, match=r"loss=\.\.\. does not apply to a cw.Model, whose head Tags computes the loss; define loss"):
+            cw.fit(refused, (steps, tags_of(steps)), loss=raised, run=tmp_path / "refused", **how)
+    with pytest.raises(UserError, match=r"loss=.* does not apply to a model section, whose loss follows from the task; remove it"):
+        cw.fit({"hidden": 4}, (steps, tags_of(steps)), loss=raised, run=tmp_path / "section", **how)
+    with pytest.raises(UserError, match=r"whose head Tags computes the loss; define loss\(y, target\)"):
+        cw.Trainer(headed, loss=raised)
+    with pytest.raises(UserError, match="loss is a str; pass a function"):
+        cw.Trainer(nn.Linear(3, 2), loss="mse")  # type: ignore[arg-type]
+
+
+class Backwards(nn.Module):
+    """Reads its steps in both directions, and without lengths the padding as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(3, 4, bidirectional=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.lstm(x)[0])
+        return out
+
+
+class Last(Reader):
+    """Takes the last step, real or not."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        out: Tensor = self.out(self.gru(x)[0][-1])
+        return out
+
+
+def test_a_module_that_reads_padding_is_warned_about() -> None:
+    x, tags, lengths = torch.randn(6, 4, 3), torch.ones(6, 4, dtype=torch.int64), [6, 2, 0, 5]
+    each, full = cw.Batch.of(x, tags, lengths), cw.Batch.of(x, tags)
+    trainer = cw.Trainer(Backwards(), loss=tag_loss)
+    trainer.step(full)  # without padding there is nothing to warn about
+    with pytest.warns(
+        UserWarning, match=r"the module Backwards reads padding: .* let its forward take lengths \(forward\(self, x, lengths\)\)"
+    ):
+        trainer.step(full, each)
+    trainer.step(each)  # once is enough
+    with pytest.warns(UserWarning, match=r"the module Last reads padding: .*; use the lengths to leave out"):
+        cw.Trainer(pooled(Last())).step(batch())
+    # Modules that read no padding: a warning would be an error here.
+    cw.Trainer(nn.Linear(3, 2), loss=tag_loss).step(each)
+    cw.Trainer(pooled(Reader(dropout=0.5))).step(batch())
+
+
+def tag_loss(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return cross_entropy(out.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"), (target != -100).sum()
+
+
+class Tags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 2)
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(self.out(y).flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"), (target != -100).sum()
+
+
+def test_arguments_in_the_wrong_form_are_one_line(tmp_path: Path) -> None:
+    steps = np.random.default_rng(0).normal(size=(24, 5, 3)).astype(np.float32)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(steps), torch.tensor(tags_of(steps))), batch_size=2)
+    module: Any = nn.Linear(3, 2)
+    given = cw.Batch.of(torch.zeros(2, 2, 3), torch.zeros(2, 2, dtype=torch.int64))
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    other: Any = cw.Trainer
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: cw.fit(Reader, (steps, tags_of(steps)), task="tagging"), "model is the class Reader; pass an instance of it"),
+        (
+            lambda: cw.fit({"hidden": 4}, loader, task="tagging", run=tmp_path / "run"),
+            r"train is a DataLoader, which makes batches of its own; pass its dataset, loader\.dataset",
+        ),
+        (
+            lambda: other(module, optimizer, loss=raised),
+            "takes the train section of a spec after the model, got SGD; pass it as optimizer=",
+        ),
+        (lambda: other(module, 0.1, loss=raised), 'got float; pass its keys, such as {"lr": 1e-3}'),
+        (lambda: other(module, optimizer=torch.optim.SGD, loss=raised), "got the class SGD; create one and pass that"),
+        (lambda: other(module, plan="auto", loss=raised), "a Trainer needs a plan in numbers, got 'auto'; pass keys such as"),
+        (lambda: other(module, loss=raised).step([given]), r"got a list; pass them one by one: trainer\.step\(\*batches\)"),
+    ]
+    for mistake, message in cases:
+        with pytest.raises(UserError, match=message) as caught:
+            mistake()
+        assert "\n" not in str(caught.value)
 
 
 def _two_stages() -> Mesh:

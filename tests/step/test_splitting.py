@@ -144,7 +144,7 @@ def refused(made: nn.Module, plan: dict[str, int], words: str, each: cw.Batch | 
 )
 def test_what_mixes_steps_is_refused_with_chunks_and_warned_of_without(encoder: nn.Module, words: str) -> None:
     refused(model(encoder), CHUNKS, words)
-    with pytest.warns(UserWarning, match=f"{words}.*; this plan is not affected, but others would be"):
+    with pytest.warns(UserWarning, match=f"{words}.*; this plan does not change the result, but others would"):
         step(model(encoder), SERIAL)
 
 
@@ -404,8 +404,36 @@ def tags(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def test_models_of_one_piece() -> None:
     step(Tagger(mixed=False), MICRO_BATCHES, loss=tags)
     refused(Tagger(mixed=True), MICRO_BATCHES, r"module(\.read)? \((Tagger|GRU)\) gives different results for a lane", loss=tags)
-    with pytest.warns(UserWarning, match="this plan is not affected"):
+    with pytest.warns(UserWarning, match="this plan does not change the result"):
         step(Tagger(mixed=True), SERIAL, loss=tags)
+
+
+class LanesAsTime(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(FEATURES, WIDTH, batch_first=True), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.lstm(x)[0])
+        return out
+
+
+def test_a_loss_or_layer_for_another_loop_is_told_what_is_different_here() -> None:
+    def mean(out: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return functional.cross_entropy(out.flatten(0, 1), target.flatten()), target.numel()
+
+    def total(out: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return functional.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
+
+    x, target = torch.randn(STEPS, LANES, FEATURES), torch.ones(STEPS, LANES, dtype=torch.int64)
+    divided: Any = mean
+    with pytest.warns(UserWarning, match=r"return the sum over targets and their number \(a mean would be divided once more\)"):
+        cw.Trainer(nn.Linear(FEATURES, CLASSES), loss=divided).step(cw.Batch.of(x, target))
+    summed: Any = total
+    with pytest.warns(
+        UserWarning, match=r"module\.lstm \(LSTM\) .* which is \[time, lane, …\], and a layer of the model has batch_first=True"
+    ):
+        cw.Trainer(LanesAsTime(), loss=summed).step(cw.Batch.of(x, target))
 
 
 def test_one_lane_and_one_step_are_enough() -> None:

@@ -225,10 +225,12 @@ def _rows(data: Any, part: str, spec: Spec) -> Rows:
         # A flat list of tokens is one stream, not many sequences of one token.
         return ItemRows(part, 1, lambda _: _row(plain, part, spec))
     if not hasattr(plain, "__len__") or not hasattr(plain, "__getitem__"):
-        raise DataError(
-            f"{part} is a {type(data).__name__}, which has no length or cannot be indexed; "
-            "pass a list, an array, a frame or a map-style Dataset"
-        )
+        what = f"{part} is a {type(data).__name__}, which"
+        if hasattr(data, "dataset"):
+            raise DataError(
+                f"{what} makes batches of its own; pass its dataset, loader.dataset: the spec's batch section says how to batch it"
+            )
+        raise DataError(f"{what} has no length or cannot be indexed; pass a list, an array, a frame or a map-style Dataset")
     first = plain[0] if len(plain) else None
     return ItemRows(
         part, len(plain), lambda number: _row(plain[number], f"{part} item {number}", spec), join=isinstance(first, (Mapping, str))

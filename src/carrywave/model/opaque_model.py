@@ -17,7 +17,7 @@ from carrywave.model.stage import checked_score
 from carrywave.model.state import Chunk, State
 from carrywave.model.wrappers import check_unwrapped
 
-Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
 
 
 class Whole(nn.Module):
@@ -47,7 +47,7 @@ class Whole(nn.Module):
         self.module = keyed(module, "module")
         self._loss: Any = loss or own
         self.audit: Audit | None = None  # when set, rejects results that depend on foreign parameters
-        self._takes_lengths = "lengths" in inspect.signature(module.forward).parameters
+        self.takes_lengths = "lengths" in inspect.signature(module.forward).parameters
 
     @property
     def has_output(self) -> bool:
@@ -74,7 +74,7 @@ class Whole(nn.Module):
         if self.audit is not None:
             self.audit.enter(x)
         with random.scope(chunk.key, chunk.lanes, chunk.start):
-            out = self.module(x, lengths=chunk.lengths) if self._takes_lengths else self.module(x)
+            out = self.module(x, lengths=chunk.lengths) if self.takes_lengths else self.module(x)
         return out, out, state
 
     def loss(self, y: Any, state: State, target: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from carrywave.data.files.rows import Rows, open_rows
 from carrywave.data.python_inputs import read_python, rows_for, series_of
@@ -148,7 +148,7 @@ def predict_run(
 def _predict(asked: _Asked, device: str, model: nn.Module | None, sink_for: Callable[[World], Any]) -> None:
     world = join(device)
     with raise_on_all(world):
-        saved = open_run(asked.path, device, model, world=world, whole_for="language")
+        saved = open_run(asked.path, device, model, world=world, whole_for="language", loss=_no_loss)
         _check(saved, asked)
         carried = Carried.of(asked.keep, saved.spec.task)
     spec = saved.spec
@@ -231,3 +231,8 @@ def _check(saved: Saved, asked: _Asked) -> None:
         raise UserError(f"{option('prompt')} and INPUT cannot be combined; pass only one of them")
     if data is None and task != "language":
         raise UserError(f"predict needs an INPUT file for a {task} model; pass it after the run folder")
+
+
+def _no_loss(out: Any, target: Tensor) -> NoReturn:
+    """In the place of a loss that a module may not have: a prediction needs none."""
+    raise AssertionError("a prediction asked for a loss")

@@ -18,7 +18,7 @@ from carrywave.data.prepare import Prepared, prepare
 from carrywave.data.python_inputs import file_of, read_python
 from carrywave.errors import DataError, RunError, UserError, option
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import Loss, Whole
 from carrywave.model.parameter_placement import hold
 from carrywave.model.stage import Stage
 from carrywave.model.vocabulary_rows import Rows
@@ -35,6 +35,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load_own
 from carrywave.spec.plan_spec import PlanSpec
 from carrywave.spec.spec import Spec
+from carrywave.step.checks.arguments import check_loss
 from carrywave.step.precision import configure, parameter_dtype
 from carrywave.step.worker_setup import holding_of
 from carrywave.tasks.changes import Changes
@@ -56,12 +57,18 @@ class Saved:
 
 
 def open_run(
-    path: Path | str, device: str = "auto", model: nn.Module | None = None, *, world: World | None = None, whole_for: str | None = None
+    path: Path | str,
+    device: str = "auto",
+    model: nn.Module | None = None,
+    *,
+    world: World | None = None,
+    whole_for: str | None = None,
+    loss: Loss | None = None,
 ) -> Saved:
     """The best weights of a run, in the model of its spec, or in `model` if the run was trained with the user's own modules.
 
     With other workers in `world`, each holds a part: stages as in training if their number allows it, else replicas. Of a run whose task
-    is `whole_for`, every worker is a replica.
+    is `whole_for`, every worker is a replica. `loss` is that of a module in one piece which has none of its own.
     """
     run = Run.open(folder_of(path))
     spec = load_own(run.path / "spec.yaml")
@@ -83,7 +90,7 @@ def open_run(
         plan = _plan_for(asked, spec.model.layers, world.size)
         check_vocabulary(plan, facts.vocabulary)
     else:
-        model = model if isinstance(model, Model) else Whole(model, pooled=spec.task in POOLED)
+        model = model if isinstance(model, Model) else Whole(model, loss, pooled=spec.task in POOLED)
         plan = _plan_for(asked, model.lstm.num_layers if isinstance(model, Model) else 0, world.size)
         if plan.splits_vocabulary:
             check_vocabulary(plan, check_modules(model))
@@ -186,12 +193,15 @@ def evaluate_run(
     confusion: bool = False,
     note: Callable[[str], None] | None = None,
     by: Sequence[str] = (),
+    loss: Loss | None = None,
 ) -> dict[str, object]:
     """Loss and metrics of the best weights, on a file or an object as `fit` accepts them, or on the run's own test (or else valid) file.
 
     `by` asks for more rows, under `by_series` and so on: by column, series or step for a forecast, in the units of the data; by label for
     labels. `top_k=(3, 5)` adds how often the target is among the 3 and 5 likeliest labels (`top_3_accuracy`), and `confusion=True` a
     confusion matrix: `{"labels": […], "counts": […]}`, where row i counts the predictions for targets of label i.
+
+    `model` is the model of a run that was trained with modules of the user's own, and `loss` the loss that `fit` was given with it.
 
     Under a launcher, each worker evaluates its part, and all return the same. Oddities in the data are warnings, or lines for `note`.
 
@@ -204,7 +214,8 @@ def evaluate_run(
     """
     world = join(device)
     with raise_on_all(world, patient=True):
-        saved = open_run(path, device, model, world=world)
+        check_loss(loss, model)
+        saved = open_run(path, device, model, world=world, loss=loss)
         details = Details(_checked_by(by, saved.spec.task))
         tops = _tops(saved, top_k, confusion)
         part = _part(saved, data)

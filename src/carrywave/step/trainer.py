@@ -17,8 +17,7 @@ from carrywave.data.batch import Batch
 from carrywave.errors import Diverged, UserError, WorkerError
 from carrywave.kernels import random
 from carrywave.model.foreign_parameters import Audit
-from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import Loss, Whole
 from carrywave.model.state import State
 from carrywave.parallel.delayed_read import Later
 from carrywave.parallel.liveness import lost_contact
@@ -32,6 +31,7 @@ from carrywave.spec.train_spec import TrainSpec
 from carrywave.step import trainer_state
 from carrywave.step.checks.agreement import Agreement
 from carrywave.step.checks.arguments import (
+    as_model,
     check_batches,
     check_lanes,
     check_optimizer,
@@ -42,6 +42,7 @@ from carrywave.step.checks.arguments import (
     uncounted,
 )
 from carrywave.step.checks.hooks import Hooks
+from carrywave.step.checks.padding import PaddingCheck
 from carrywave.step.checks.separable import check_separable
 from carrywave.step.checks.splitting import check_splits
 from carrywave.step.checks.trainable import Followed
@@ -58,8 +59,6 @@ from carrywave.step.reproducible.shards import settle
 from carrywave.step.sync.modes import optimizer_of, sync_of, within_step
 from carrywave.step.update import StepResult, Votes
 from carrywave.step.worker_setup import engine_of, mesh_of, own_optimizer, pieces_of, take_hold, tensors_of, trained
-
-Loss = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (module output, targets) -> loss summed over targets, number of targets
 
 
 class Trainer:
@@ -100,7 +99,7 @@ class Trainer:
         loss: Loss | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self.model = model if isinstance(model, Model | Whole) else Whole(model, loss)
+        self.model = as_model(model, loss)
         whole = self.model.pooled or self.model.reads_whole
         if keep_state and whole:
             raise UserError(
@@ -152,6 +151,7 @@ class Trainer:
         self._followed = Followed(self.model, self.mesh.world)
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
+        self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
         self._probed = False  # True once the user's modules were checked to be safe to split
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.messages_in_stream
@@ -189,6 +189,7 @@ class Trainer:
         if not self._probed:
             check_splits(self.stage, self.plan, own[0], keys[0], self.mesh, shards=self.engine.shards is not None)
             self._probed = True
+        self._padding.look(own, keys)
         if self.keep_state:
             lanes = own[0].lanes.shape[0]
             if self.state is None or lanes_of(self.state, lanes) != lanes:

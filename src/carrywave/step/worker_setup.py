@@ -86,6 +86,8 @@ def _asked(device: torch.device, *, given: bool) -> str:
 
 
 def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
+    if given is not None and not isinstance(given, Mapping):
+        raise PlanError(f'a Trainer needs a plan in numbers, got {given!r}; pass keys such as {{"stages": 2}}, or use cw.fit')
     return parse({"plan": dict(given)}).plan_spec if given else PlanSpec()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -49,7 +50,7 @@ from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load_own
 from carrywave.spec.precision import AUTO, with_precision
 from carrywave.spec.spec import Spec
-from carrywave.step.checks.arguments import in_model_dtype
+from carrywave.step.checks.arguments import check_loss, in_model_dtype
 from carrywave.step.precision import not_made_for_bf16, parameter_dtype, settled
 from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
@@ -149,6 +150,9 @@ def fit(
     with script_workers.working():
         if model is not None and not isinstance(model, Mapping) and not callable(model):
             raise UserError(f"model is a {type(model).__name__}; pass a cw.Model, a function that builds one, or the spec's model section")
+        if inspect.isclass(kind := model) and issubclass(kind, nn.Module):
+            raise UserError(f"model is the class {kind.__name__}; pass an instance of it, or a function that builds one")
+        check_loss(loss, model)
         if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
             raise PlanError(f"devices must be a whole number of workers, got {devices!r}; use 1 or more")
         check_callbacks(callbacks)
@@ -161,7 +165,7 @@ def fit(
             check_workers(asked.plan_spec, devices)
             told = script_workers.relaunch(devices, restarts=restarts, min_devices=min_devices, shares=shares_on(device))
         if told is not None:
-            return _result_of(told, own, device)
+            return _result_of(told, own, device, loss)
         world = join(device)
         if launched() and devices not in (1, world.size) and not launch_record.with_fewer():
             raise PlanError(f"devices={devices}, but the launcher started {world.size} worker{'s' * (world.size > 1)}; remove devices")
@@ -177,7 +181,7 @@ def fit(
                     with raise_on_all(world, patient=True):
                         prepared = from_python(data, start.spec, codec=start.codec)
                 restore = not script_workers.is_script_worker()  # whose caller reads the model from the run
-                result = _train(start, prepared, own, files, workers=world.size, restore=restore, callbacks=callbacks)
+                result = _train(start, prepared, own, files, workers=world.size, restore=restore, callbacks=callbacks, loss=loss)
         told = {"run": str(result.run), "ending": result.ending, "metrics": result.metrics}
         if script_workers.is_script_worker():
             script_workers.finish(told)
@@ -193,7 +197,7 @@ def _left_at_the_end(world: World) -> Iterator[None]:
     leave(world)
 
 
-def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str) -> Result:
+def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str, loss: Loss | None) -> Result:
     """The result of a run that worker processes trained."""
     folder = Path(told["run"])
     where = pick_device(device)
@@ -204,7 +208,7 @@ def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str) ->
     spec = load_own(folder / "spec.yaml")
     codec = codec_of(saved, spec)
     facts, scale, _, _ = facts_of(saved, codec)
-    model = _own_model(own, spec, facts)
+    model = _own_model(own, spec, facts, loss)
     model.to(where, parameter_dtype(spec.train.precision))
     take_weights(model, saved.weights, str(saved.weights))
     return Result(folder, told["ending"], told["metrics"], shown(model), Task(spec, codec, facts, scale))
@@ -233,6 +237,7 @@ def _train(
     dry_run: bool = False,
     restore: bool = False,
     callbacks: Sequence[Callback] = (),
+    loss: Loss | None = None,
 ) -> Result:
     spec, world, watch, folder = fitted(start.spec, prepared.facts), start.world, start.watch, start.folder
     if spec.train.reproducible:
@@ -240,7 +245,7 @@ def _train(
     unfit = not_made_for_bf16(world)
     with raise_on_all(world):
         check_installed(spec.train.track if world.rank == 0 else ())
-        given = None if own is None else _own_model(own, spec, prepared.facts)
+        given = None if own is None else _own_model(own, spec, prepared.facts, loss)
         if given is not None:
             spec = spec.model_copy(update={"train": in_model_dtype(spec.train, given)})
         precision, why_precision = settled(unfit, world.size, given) if spec.train.precision == AUTO else (spec.train.precision, None)
@@ -375,15 +380,16 @@ def _flat(spec: Spec) -> dict[str, str]:
     return flat
 
 
-def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts) -> Model | Whole:
+def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts, loss: Loss | None) -> Model | Whole:
     model: object = own
     if not isinstance(own, Model | Whole):
         # Seeded, and isolated from the caller's random state: equal calls give equal weights.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.train.seed)
             model = own(facts)
+            check_loss(loss, model)
     if isinstance(model, nn.Module) and not isinstance(model, Model | Whole):
-        model = Whole(model, pooled=spec.task in POOLED)
+        model = Whole(model, loss, pooled=spec.task in POOLED)
     if not isinstance(model, Model | Whole):
         raise UserError(f"the function that builds the model returned a {type(model).__name__}; return a cw.Model(encoder, lstm, head)")
     if isinstance(model, Model) and model.lstm.bidirectional and spec.streams:

@@ -14,7 +14,7 @@ from carrywave.errors import PlanError, SpecError, UserError
 from carrywave.model.encoders import Embedding, Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
 from carrywave.model.model import Model
-from carrywave.model.opaque_model import Whole
+from carrywave.model.opaque_model import Loss, Whole
 from carrywave.plan.plan import Plan
 from carrywave.spec.load import parse
 from carrywave.spec.precision import AUTO
@@ -36,10 +36,36 @@ INSTEAD = {
 }
 
 
+def as_model(given: Any, loss: Loss | None) -> Model | Whole:
+    """The model to train: a `Model`, whose head has the loss, or any other module in one piece, with the loss given or its own."""
+    check_loss(loss, given)
+    return given if isinstance(given, Model | Whole) else Whole(given, loss)
+
+
+def check_loss(loss: Loss | None, model: object) -> None:
+    """Refuse a loss beside a model that would never call it."""
+    if loss is None:
+        return
+    if not callable(loss):
+        raise UserError(f"loss is a {type(loss).__name__}; pass a function (out, target) -> (sum, count)")
+    if isinstance(model, Model):
+        raise UserError(
+            f"loss=... does not apply to a cw.Model, whose head {type(model.head).__name__} computes the loss; "
+            "define loss(y, target) -> (sum, count) there, and remove loss=..."
+        )
+    if model is None or isinstance(model, Mapping):
+        raise UserError(
+            "loss=... does not apply to a model section, whose loss follows from the task; remove it, or pass a module of your own"
+        )
+
+
 def train_spec(given: TrainSpec | Spec | Mapping[str, Any] | None) -> TrainSpec:
     """The train section of a spec, in whichever form it was given."""
     if isinstance(given, TrainSpec):
         return given
+    if given is not None and not isinstance(given, Spec | Mapping):
+        remedy = "pass it as optimizer=..." if isinstance(given, Optimizer) else 'pass its keys, such as {"lr": 1e-3}'
+        raise UserError(f"a Trainer takes the train section of a spec after the model, got {type(given).__name__}; {remedy}")
     return given.train if isinstance(given, Spec) else parse({"train": dict(given or {})}).train
 
 
@@ -81,7 +107,10 @@ def check_dtype(spec: TrainSpec, model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer over parameters that are not the model's."""
+    """Refuse what is not an optimizer, and one over parameters that are not the model's."""
+    if not isinstance(optimizer, Optimizer):
+        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise UserError(f"optimizer must be a torch.optim.Optimizer over model.parameters(), got {got}; create one and pass that")
     own = {id(p) for p in model.parameters()}
     given = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
     foreign = [(number, p) for number, p in given if id(p) not in own]
@@ -117,9 +146,9 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
         raise UserError("a step needs a batch; make one with Batch.of(inputs, targets)")
     for batch in batches:
         if not isinstance(batch, Batch):
-            raise UserError(
-                f"a step takes one or more batches as arguments, got a {type(batch).__name__}; make them with Batch.of(inputs, targets)"
-            )
+            several = isinstance(batch, list | tuple) and all(isinstance(each, Batch) for each in batch)
+            remedy = "pass them one by one: trainer.step(*batches)" if several else "make them with Batch.of(inputs, targets)"
+            raise UserError(f"a step takes one or more batches as arguments, got a {type(batch).__name__}; {remedy}")
         if batch.goes_on and not keep_state:
             raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}remove fresh")
         if batch.unsure and model.pooled:

@@ -139,7 +139,7 @@ def probe(run: Run, root: nn.Module, path: str, sample: ProbeSample, axes: Seque
         own = next((p.dtype for p in root.parameters() if p.is_floating_point()), torch.float32)
         for dtype in dict.fromkeys([torch.float64, own] if few else [own]):
             tolerances = IN_DOUBLE if dtype == torch.float64 else AS_IT_IS
-            with suppress(Exception), _untouched(root, sample.x.device, dtype) as kept:
+            with suppress(Exception), untouched(root, sample.x.device, dtype) as kept:
                 return _Probe(run, root, path, sample.to(dtype), kept, tolerances).findings(axes)
     return []
 
@@ -357,7 +357,7 @@ def _same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 @contextmanager
-def _untouched(root: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Kept]:
+def untouched(root: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Kept]:
     """Run the module on copies of its tensors inside this context, and restore it afterwards.
 
     Its warnings are suppressed, because the step itself will repeat them.

@@ -85,17 +85,20 @@ def check_splits(stage: Stage | Whole, plan: Plan, batch: Batch, key: Tensor, me
     for path, root, run in _parts(stage):
         for sentence, always in known(root, path):
             (errors if always or split else warned).append(sentence)
-        if stepwise(root):
+        if stepwise(root) and not isinstance(stage, Whole):  # whose loss may be any function
             continue
         pooled, whole_time = stage.pooled, isinstance(stage, Whole)
         sample = sample_of(batch, key, stage.width_head, pooled=pooled, whole_time=whole_time)
         axes: tuple[Axis, ...] = ("lanes",) if whole_time else ("time", "lanes")
         for found in probe.probe(run, root, path, sample, axes):
             harmful = split if found.axis is None else found.axis in cut
-            (errors if harmful else warned).append(say(found))
+            swapped = (
+                found.fault == "output" and found.axis == "lanes" and any(getattr(each, "batch_first", False) for each in root.modules())
+            )
+            (errors if harmful else warned).append(_swapped(found) if swapped else say(found))
     told = _agreed(mesh, errors, warned)
     if told is not None:
-        warnings.warn(f"{told}; this plan is not affected, but others would be", stacklevel=4)
+        warnings.warn(f"{told}; this plan does not change the result, but others would", stacklevel=4)
 
 
 def _parts(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, probe.Run]]:
@@ -127,8 +130,8 @@ def say(found: Finding) -> str:
             else f"{what} gives different results for a lane depending on the other lanes in its input; {_LANE_BY_LANE}"
         ),
         "loss": lambda: (
-            f"{what} returns a {found.detail} when split by {found.axis}; return the sum over targets and their number, "
-            "and leave weight penalties to the optimizer (train.weight_decay)"
+            f"{what} returns a {found.detail} when split by {found.axis}; return the sum over targets and their number "
+            "(a mean would be divided once more), and leave weight penalties to the optimizer (train.weight_decay)"
         ),
         "gradient": lambda: (
             f"{what} has a gradient of {found.detail} that differs between the whole and the sum over parts when split by {found.axis}; "
@@ -136,6 +139,13 @@ def say(found: Finding) -> str:
         ),
     }
     return words[found.fault]()
+
+
+def _swapped(found: Finding) -> str:
+    return (
+        f"{found.path} ({found.kind}) gives different results for a lane depending on the other lanes in its input, which is "
+        "[time, lane, …], and a layer of the model has batch_first=True; build it without, or transpose what it reads"
+    )
 
 
 def _agreed(mesh: Mesh, errors: list[str], warned: list[str]) -> str | None:
