@@ -49,6 +49,16 @@ def test_separators_decimal_commas_and_encodings_as_pandas_reads_them(tmp_path: 
     assert "Straße (text)" in said
 
 
+@pytest.mark.parametrize("asked", ["auto", ","])
+def test_na_is_an_empty_cell_whatever_the_decimals_are(tmp_path: Path, asked: str) -> None:
+    text = "Datum;Wert\n2024-01-01;1,5\n2024-01-02;NA\n2024-01-03;NaN\n2024-01-04;n/a\n2024-01-05;3,25\n"
+    found = read(tmp_path, text, decimal=asked, missing="forward")
+    assert values(found) == [[1.5], [1.5], [1.5], [1.5], [3.25]]
+    assert "3 empty cells are filled" in " ".join(found.notes)
+    with pytest.raises(DataError, match="row 2, column Wert is empty or NaN"):
+        read(tmp_path, text, decimal=asked)
+
+
 def test_asked_for_is_not_told(tmp_path: Path) -> None:
     found = read(tmp_path, GERMAN, separator=";", decimal=",")
     assert values(found) == [[1.5], [-22.25], [3.0]]

@@ -317,7 +317,8 @@ def check_known(table: Table, codec: Codec, horizon: int) -> None:
         place = int(np.argmax(ahead < horizon))
         of = f" of series {table.names[place]}" if len(table.names) > 1 else ""
         fact = f"{columns} must be known for {horizon} steps after the last values{of}, but {int(ahead[place])} are given"
-        raise DataError(f"{table.name}: {fact}; add rows with their times and {columns}, and the other columns empty")
+        remedy = f"add rows with their times and {columns}, and the other columns empty (or, to a forecaster, pass them as future)"
+        raise DataError(f"{table.name}: {fact}; {remedy}")
     for place, (start, length) in enumerate(zip(table.starts, table.lengths, strict=True)):
         wrong = None if table.times is None else table.times.follows(int(start), int(length), horizon)
         if wrong is not None:
