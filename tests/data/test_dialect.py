@@ -59,6 +59,16 @@ def test_na_is_an_empty_cell_whatever_the_decimals_are(tmp_path: Path, asked: st
         read(tmp_path, text, decimal=asked)
 
 
+@pytest.mark.parametrize("digits", [0, 6, 9])
+def test_times_with_an_offset_are_local(tmp_path: Path, digits: int) -> None:
+    fraction = f".{'0' * digits}" if digits else ""
+    rows = "".join(f"2024-01-01 {hour:02d}:00:00{fraction}+02:00,{hour}\n" for hour in range(20))
+    found = read(tmp_path, f"date,y\n{rows}", calendar=["hour"])
+    np.testing.assert_allclose(np.asarray(found.train.inputs)[:, 1], np.sin(2 * np.pi * np.arange(20) / 24), atol=1e-6)  # float32
+    with pytest.raises(DataError, match="row 21, column date is empty; fill in the time of every row"):
+        read(tmp_path, f"date,y\n{rows},20\n")
+
+
 def test_asked_for_is_not_told(tmp_path: Path) -> None:
     found = read(tmp_path, GERMAN, separator=";", decimal=",")
     assert values(found) == [[1.5], [-22.25], [3.0]]

@@ -225,7 +225,7 @@ class Forecaster:
             raise DataError("future is given, but this forecaster reads no column ahead; leave it out, or name such columns in data.known")
         for name, column in columns_of(future):
             values = pa.array(column) if not isinstance(column, pa.ChunkedArray) else column
-            if name in self.targets and len(values) > pc.sum(pc.is_null(values, nan_is_null=True)).as_py():
+            if name in self.targets and not pc.all(pc.is_null(values, nan_is_null=True), min_count=0).as_py():
                 raise DataError(
                     f"future has values in column {name}, which is to be forecast; remove the column, or add the rows to the frame"
                 )
