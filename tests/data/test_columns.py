@@ -76,6 +76,10 @@ REFUSED: list[tuple[str | bytes, str]] = [
         "combine columns store and item into one that names each series, and set data.series to it",
     ),
     ("date,a\n2024-01-01,1\n2024-01-01,2\n", "repeats 2024-01-01; keep one row per time"),
+    (
+        "date,store,a\n" + "".join(f"{day},{store},1\n" for store in ("x", "") for day in DAYS),
+        "repeats 2024-01-01; keep one row per time",  # a column with empty cells names no series
+    ),
     ("date,time,a\n2024-01-01,00:00:00,1\n2024-01-01,01:00:00,2\n", "combine columns date and time into one"),
     ("date;a|b\n2024-01-01;1\n2024-01-02;2;3\n", "columns seem to be separated by `;`, but not equally many in every row"),
     ("date;a,b\n2024-01-01;1,5\n", "columns may be separated by commas or by `;`; set data.separator"),

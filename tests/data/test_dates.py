@@ -49,6 +49,26 @@ def test_the_year_last_is_read_if_a_day_above_12_tells_the_order(form: str, firs
     assert table.notes[1].endswith(f"read with the {first} first")
 
 
+@pytest.mark.parametrize(
+    ("offset", "written"), [("+01:00", "+01:00"), ("-0330", "-03:30"), ("+05", "+05:00"), ("Z", "+00:00"), ("+00:00", "+00:00")]
+)
+def test_an_offset_from_utc_is_kept(offset: str, written: str) -> None:
+    table = arranged([f"2024-01-01T{hour:02d}:00:00{offset}" for hour in range(20)], calendar=("hour",))
+    assert table.ahead(0, 1) == [f"2024-01-01 20:00:00{written}"]
+    assert table.values[:, 1].tolist() == pytest.approx(np.sin(2 * np.pi * np.arange(20) / 24).tolist())
+    assert len(table.notes) == 1
+
+
+def test_offsets_that_differ_are_read_in_utc_and_said() -> None:
+    hours = pd.date_range("2024-03-30 12:00", periods=30, freq="h", tz="Europe/Berlin")
+    table = arranged([hour.isoformat() for hour in hours])
+    assert table.ahead(0, 1) == ["2024-03-31 17:00:00+00:00"]
+    assert "different offsets from UTC (+01:00 and +02:00): data.calendar and forecasts are in UTC" in table.notes[1]
+    days = pd.date_range("2024-03-20", periods=30, tz="Europe/Berlin")
+    with pytest.raises(DataError, match=r"irregular: 2024-03-31T00.* is followed by .*; write local times without offsets"):
+        arranged([day.isoformat() for day in days])
+
+
 def test_days_and_months_that_may_be_either_are_refused_but_with_dots() -> None:
     months = pd.date_range("2024-01-01", periods=12, freq="MS")
     for form in ("%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y"):

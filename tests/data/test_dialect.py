@@ -49,6 +49,26 @@ def test_separators_decimal_commas_and_encodings_as_pandas_reads_them(tmp_path: 
     assert "Straße (text)" in said
 
 
+@pytest.mark.parametrize("asked", ["auto", ","])
+def test_na_is_an_empty_cell_whatever_the_decimals_are(tmp_path: Path, asked: str) -> None:
+    text = "Datum;Wert\n2024-01-01;1,5\n2024-01-02;NA\n2024-01-03;NaN\n2024-01-04;n/a\n2024-01-05;3,25\n"
+    found = read(tmp_path, text, decimal=asked, missing="forward")
+    assert values(found) == [[1.5], [1.5], [1.5], [1.5], [3.25]]
+    assert "3 empty cells are filled" in " ".join(found.notes)
+    with pytest.raises(DataError, match="row 2, column Wert is empty or NaN"):
+        read(tmp_path, text, decimal=asked)
+
+
+@pytest.mark.parametrize("digits", [0, 6, 9])
+def test_times_with_an_offset_are_local(tmp_path: Path, digits: int) -> None:
+    fraction = f".{'0' * digits}" if digits else ""
+    rows = "".join(f"2024-01-01 {hour:02d}:00:00{fraction}+02:00,{hour}\n" for hour in range(20))
+    found = read(tmp_path, f"date,y\n{rows}", calendar=["hour"])
+    np.testing.assert_allclose(np.asarray(found.train.inputs)[:, 1], np.sin(2 * np.pi * np.arange(20) / 24), atol=1e-6)  # float32
+    with pytest.raises(DataError, match="row 21, column date is empty; fill in the time of every row"):
+        read(tmp_path, f"date,y\n{rows},20\n")
+
+
 def test_asked_for_is_not_told(tmp_path: Path) -> None:
     found = read(tmp_path, GERMAN, separator=";", decimal=",")
     assert values(found) == [[1.5], [-22.25], [3.0]]

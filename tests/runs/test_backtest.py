@@ -34,7 +34,7 @@ def test_the_last_origin_leaves_a_horizon() -> None:
 def test_a_table_is_cut_series_by_series() -> None:
     table = from_matrices([np.arange(10.0)[:, None], 100 + np.arange(4.0)[:, None], 200 + np.arange(8.0)[:, None]], "x")
     kept, told = long_enough(table, Rolling(2, 2, 2), before=3)
-    assert told == ("x: 1 of 3 series have fewer than 7 rows and are left out: x item 1",)
+    assert told == ("x: 1 of 3 series has fewer than 7 rows and is left out: x item 1",)
     assert (kept.starts.tolist(), kept.lengths.tolist(), kept.names) == ([0, 10], [10, 8], ("x item 0", "x item 2"))
     first = at_origin(kept, Rolling(2, 2, 2), 0)
     assert first.values[:, 0].tolist() == [*range(6), *range(200, 204)]
@@ -224,7 +224,7 @@ def test_the_command_writes_scores_forecasts_and_a_picture(tmp_path: Path, monke
     words = ["backtest", "spec.yaml", "train.max_steps=2", "--origins", "3", "--device", "cpu", "--json", "scores.json"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert "1 of 3 series have fewer than 21 rows and are left out: short" in done.stderr
+    assert "1 of 3 series has fewer than 21 rows and is left out: short" in done.stderr
     folder = Path("runs/backtest-1")
     with (folder / "backtest.csv").open() as lines:
         assert len(list(csv.DictReader(lines))) == 2 * 3 * 4

@@ -48,6 +48,14 @@ def test_every_kind_of_frame_gives_the_same_forecast(fitted: cw.Forecaster) -> N
         assert other["y-q0.5"].tolist() == ahead["y-q0.5"].tolist()
 
 
+@pytest.mark.parametrize("kind", [pl.Categorical, pl.Enum(["a", "b"])])
+def test_categories_of_polars_name_series(kind: Any, fitted: cw.Forecaster) -> None:
+    given = pl.from_pandas(FRAME).with_columns(pl.col("unique_id").cast(kind))
+    ahead = fitted.predict(given)
+    assert ahead.schema["unique_id"] == given.schema["unique_id"]
+    assert ahead["y-q0.5"].to_list() == fitted.predict()["y-q0.5"].tolist()
+
+
 @pytest.mark.parametrize(
     ("column", "values"),
     [
@@ -120,7 +128,16 @@ def test_what_is_known_ahead_is_a_frame_of_its_own_or_rows_at_the_end(tmp_path: 
     pd.testing.assert_frame_equal(ahead, forecaster.predict(pd.concat([frame, future])))
     same = cw.Forecaster.load(tmp_path / "run").predict(pl.from_pandas(frame), future=pl.from_pandas(future))
     assert same["y"].to_list() == ahead.y.tolist()
+    # Text is text, whichever library it comes from, and also as a category.
+    pd.testing.assert_frame_equal(ahead, forecaster.predict(future=pl.from_pandas(future)))
+    names = forecaster.predict(frame.assign(unique_id=frame.unique_id.astype("category")), future=future)
+    assert names.y.tolist() == ahead.y.tolist()
     for wrong, said in (
+        (future.assign(y=1.0), "future has values in column y, which is to be forecast; remove the column, or add the rows to the frame"),
+        (
+            future.assign(ds=future.ds - pd.Timedelta(days=1)),
+            "row 81, column ds repeats 2026-02-09 00:00:00 in series a; keep one row per time",
+        ),
         (future[:1], "must be known for 2 steps after the last values of series a, but 1 are given"),
         (
             future.assign(ds=future.ds.astype(str)),
@@ -130,6 +147,16 @@ def test_what_is_known_ahead_is_a_frame_of_its_own_or_rows_at_the_end(tmp_path: 
     ):
         with pytest.raises(DataError, match=said):
             forecaster.predict(future=wrong)
+    pd.testing.assert_frame_equal(ahead, forecaster.predict(future=future.assign(y=None)))
+
+
+def test_rows_ahead_that_nothing_reads_are_refused_instead_of_being_taken_for_the_past(tmp_path: Path) -> None:
+    frame = FRAME[["unique_id", "ds", "y"]][:40]
+    forecaster = cw.Forecaster(1, data={"missing": "forward"}, run=tmp_path / "run", **SMALL).fit(frame, progress=False)
+    future = pd.DataFrame({"unique_id": ["a"], "ds": [DAYS[-1] + pd.Timedelta(days=1)]})
+    for each in (forecaster, cw.Forecaster.load(tmp_path / "run")):
+        with pytest.raises(DataError, match=r"reads no column ahead; leave it out, or name such columns in data\.known"):
+            each.predict(frame, future=future)
 
 
 def test_values_that_train_does_not_have_are_named_also_in_rows_ahead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -240,7 +240,7 @@ def _checked_by(by: Sequence[str], task: str) -> tuple[str, ...]:
     for name in by:
         if name not in known:
             remedy = f"use {', '.join(known)}" if known else "remove it"
-            raise UserError(f"the metrics of {task} cannot be told by {name}; {remedy}")
+            raise UserError(f"there are no metrics of {task} by {name}; {remedy}")
     return tuple(dict.fromkeys(by))
 
 

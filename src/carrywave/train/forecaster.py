@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from carrywave.data.files.frames import columns_of, is_frame
 from carrywave.data.files.same_kind import appended, frame_like, kind_of
 from carrywave.errors import DataError, RunError, UserError
@@ -75,6 +78,7 @@ class Forecaster:
         self.device = device
         self.result: Result | None = None  # of `fit`: metrics, ending, the model
         self._fitted: Path | str | None = None
+        self._known: tuple[str, ...] = ()  # the columns that are read ahead
         self._frame: Any = None
 
     def __repr__(self) -> str:
@@ -111,7 +115,7 @@ class Forecaster:
             run=run,
             device=device,
         )
-        found._fitted = opened.path
+        found._fitted, found._known = opened.path, codec.known
         return found
 
     def fit(self, frame: Any, *, valid: Any = None, test: Any = None, **how: Any) -> Self:
@@ -131,6 +135,7 @@ class Forecaster:
         how = {"run": self._asked, "device": self.device, "task": "forecasting", **sections, **how}
         self.result = fit(self.model or None, given, **how)
         self._fitted = self.result.run
+        self._known = self.result.task.codec.known
         self._frame = frame
         return self
 
@@ -156,6 +161,7 @@ class Forecaster:
         self._check(given, "the frame")
         if future is not None:
             self._check(future, "future")
+            self._check_ahead(future)
         whole = given if future is None else appended(given, future, "future")
         rows = predict(run, whole, device=self.device, note=Logged().say)
         return frame_like(given, [{name: value for name, value in row.items() if name != "step"} for row in rows])
@@ -212,6 +218,17 @@ class Forecaster:
     def _check(self, frame: Any, name: str) -> None:
         if kind_of(frame) is None:
             raise DataError(f"{name} is a {type(frame).__name__}; pass a DataFrame of pandas or polars, or an Arrow table")
+
+    def _check_ahead(self, future: Any) -> None:
+        """Refuse rows ahead that would be taken for the past: the forecast would begin after them."""
+        if not self._known:
+            raise DataError("future is given, but this forecaster reads no column ahead; leave it out, or name such columns in data.known")
+        for name, column in columns_of(future):
+            values = pa.array(column) if not isinstance(column, pa.ChunkedArray) else column
+            if name in self.targets and not pc.all(pc.is_null(values, nan_is_null=True), min_count=0).as_py():
+                raise DataError(
+                    f"future has values in column {name}, which is to be forecast; remove the column, or add the rows to the frame"
+                )
 
     def _columns(self, frame: Any) -> dict[str, Any]:
         """The part of the data section that follows from the frame and the forecaster's own settings."""

@@ -28,7 +28,7 @@ from carrywave.data.files.arrays import FileAppender, NewArray, open_array
 from carrywave.data.sequences import Sequences
 from carrywave.errors import DataError
 
-FORMAT = 5  # part of every key, so that entries of another format are never read
+FORMAT = 6  # part of every key, so that entries of another format, or read in another way, are never used
 ARRAYS = ("inputs", "starts", "lengths", "labels", "tags", "warm", "units")
 STALE_SECONDS = 7 * 24 * 3600
 MANIFEST, CONTENT = "manifest.json", "content.json"

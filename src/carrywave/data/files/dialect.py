@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
 
 from carrywave.data.tables.dates import is_text
 from carrywave.errors import DataError
@@ -21,6 +22,7 @@ LOOKED_AT = 20  # first lines from which the separator is found
 MOST = 0.5  # a text column with more numbers than this holds numbers
 WITH_COMMA = r"^\s*[-+]?\d*,\d+([eE][-+]?\d+)?\s*$"
 LIKE_THOUSANDS = r"^\s*[-+]?[1-9]\d{0,2},\d{3}\s*$"  # 1,234 is a thousand or so, or a little more than one
+EMPTY = pa.array(pa_csv.ConvertOptions().null_values)  # what stands for an empty cell: NA, NaN, null, …
 WITH_POINT = r"^\s*[-+]?\d+\.\d+([eE][-+]?\d+)?\s*$"
 
 
@@ -92,6 +94,8 @@ def with_points(table: Any, asked: str, name: str, kept: Collection[str]) -> tup
         texts = numeric[column]
         commas = pc.match_substring_regex(texts, WITH_COMMA)
         changed = pc.if_else(pc.fill_null(commas, False), pc.replace_substring(texts, ",", "."), texts)
+        # Arrow reads NA and its like as empty in a column of numbers, but this one was text to it.
+        changed = pc.if_else(pc.fill_null(pc.is_in(pc.utf8_trim_whitespace(texts), EMPTY), False), None, changed)
         table = table.set_column(table.column_names.index(column), column, changed)
     shown = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
     return table, (f"{name}: decimals have a comma ({shown})",) if asked == "auto" and found else ()
@@ -105,7 +109,7 @@ def _texts(column: Any) -> Any:
 def _mostly_numbers(texts: Any) -> bool:
     """True if most cells that are filled hold numbers, with a comma or a point before the decimals, or neither."""
     filled = pc.drop_null(texts)
-    filled = filled.filter(pc.not_equal(pc.utf8_trim_whitespace(filled), ""))
+    filled = filled.filter(pc.invert(pc.is_in(pc.utf8_trim_whitespace(filled), EMPTY)))
     numbers = pc.or_(pc.match_substring_regex(filled, WITH_COMMA), pc.match_substring_regex(filled, WITH_POINT))
     numbers = pc.or_(numbers, pc.match_substring_regex(filled, r"^\s*[-+]?\d+\s*$"))
     return float(pc.mean(numbers.cast(pa.float64())).as_py() or 0.0) > MOST

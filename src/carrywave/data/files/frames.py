@@ -5,6 +5,7 @@ Only Arrow is imported; other libraries' objects are recognised by duck typing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -109,12 +110,20 @@ def as_table(data: Any, name: str) -> Frame | None:
         return Frame(pa.table(data)) if hasattr(data, "__arrow_c_stream__") and not is_column(data) else None
     try:
         if not hasattr(data, "iloc"):
-            return Frame(pa.table(data))
+            return Frame(_with_plain_texts(data))
         data, index = _with_index(data)
         return Frame(pa.Table.from_pandas(_without_periods(data), preserve_index=False), index)
     except (pa.ArrowException, ValueError, TypeError) as error:
         told = " ".join(str(error).split())[:160]
         raise DataError(f"{name}: the frame cannot be read ({told}); use numeric columns and one time column") from error
+
+
+def _with_plain_texts(data: Any) -> Any:
+    """Convert a frame that is not pandas' to an Arrow table; polars' own kinds of text become Arrow's usual one, which has all kernels."""
+    polars = sys.modules.get("polars")
+    if polars is None or not isinstance(data, polars.DataFrame):
+        return pa.table(data)
+    return data.to_arrow(compat_level=polars.CompatLevel.oldest())
 
 
 def _with_index(frame: Any) -> tuple[Any, str | None]:

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from carrywave.data.files.frames import as_table
 from carrywave.data.files.source import one_line
+from carrywave.data.tables.dates import is_text
 from carrywave.errors import DataError
 
 KINDS = ("pandas", "polars", "pyarrow")
@@ -42,7 +43,7 @@ def frame_like(given: Any, rows: Sequence[Mapping[str, Any]], *, alike: Mapping[
 def appended(given: Any, more: Any, name: str) -> Any:
     """The rows of a frame and, after them, those of another, as an Arrow table; a column that one of them lacks is empty there."""
     frames = [as_table(given, "the frame"), as_table(more, name)]
-    tables = [frame.table for frame in frames if frame is not None]
+    tables = [_with_texts(frame.table) for frame in frames if frame is not None]
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
@@ -50,6 +51,16 @@ def appended(given: Any, more: Any, name: str) -> Any:
         other = next((column for column in second if column in first and first[column] != second[column]), None)
         what = f"column {other} of {name} is {second[other]}, but {first[other]} in the frame" if other else one_line(error)
         raise DataError(f"{what}; give both the same type") from error
+
+
+def _with_texts(table: Any) -> Any:
+    """The table with every column of text, also of categories, in one type: libraries, and even columns of one, differ in theirs."""
+    for place, field in enumerate(table.schema):
+        if is_text(field.type):
+            flat = table.column(place)
+            flat = flat.combine_chunks().dictionary_decode() if pa.types.is_dictionary(field.type) else flat
+            table = table.set_column(place, field.name, flat.cast(pa.large_string()))
+    return table
 
 
 def _column(values: list[Any], like: Any) -> Any:

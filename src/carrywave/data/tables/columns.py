@@ -249,7 +249,7 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
     if clock is not None:
         return f"combine columns {quoted(str(roles.time))} and {quoted(clock)} into one, such as 2024-01-31 23:00:00"
     ranks = np.unique(times, return_inverse=True)[1]
-    codes = {column: _codes(table[column]) for column in others if _may_name(table[column])}
+    codes = {column: _codes(table[column]) for column in others if _may_name(table[column]) and not _empty_somewhere(table[column])}
     given = None if roles.series is None else _codes(table[roles.series])
     alone: list[tuple[bool, int, tuple[str, ...]]] = []
     pairs: list[tuple[bool, int, tuple[str, ...]]] = []
@@ -267,6 +267,11 @@ def second_rows(table: Any, times: Any, roles: Roles) -> str | None:
         one, two = chosen if given is None else (str(roles.series), chosen[0])
         return f"combine columns {quoted(one)} and {quoted(two)} into one that names each series, and set data.series to it"
     return None
+
+
+def _empty_somewhere(column: Any) -> bool:
+    """True if a column has an empty cell, so that it cannot name the series of every row."""
+    return bool(column.null_count or (is_text(column.type) and pc.any(pc.equal(texts_of(column), "")).as_py()))
 
 
 def _may_name(column: Any) -> bool:

@@ -27,6 +27,7 @@ LIKE_A_DATE = (
     r"^(19|20)\d{2}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])([ T_]?\d{4}.*)?$",  # 20240131
     r"(?i)^q[1-4]\W*\d{2,4}$",  # Q1 2024: as text it would sort before Q2 2023
 )
+OFFSET = r"(?P<sign>[+-])(?P<hours>\d{2}):?(?P<minutes>\d{2})?$"  # at the end of a time: +01:00, +0100 or +01; otherwise it is UTC
 MOST = 0.5  # if more than this fraction of rows are dates, the others are errors
 SOME = 100  # about this many rows are sampled
 
@@ -102,6 +103,16 @@ def _cast(texts: Any) -> Dates | None:
         only_days = kind.tz is None and (pc.max(pc.utf8_length(texts)).as_py() or 0) <= len("2024-01-31")
         return Dates(found, "month" if months else "date" if only_days else "datetime")
     return None
+
+
+def offsets_of(texts: Any) -> tuple[str, ...]:
+    """Return the different offsets from UTC of trimmed texts, all of them times with one: `+01:00`; `+00:00` is also that of Z."""
+    parts = pc.extract_regex(texts, OFFSET)
+    sign, hours, minutes = (pc.struct_field(parts, name) for name in ("sign", "hours", "minutes"))
+    written = pc.binary_join_element_wise(
+        pc.binary_join_element_wise(sign, hours, ""), pc.if_else(pc.equal(minutes, ""), "00", minutes), ":"
+    )
+    return tuple(sorted({"+00:00" if offset in (None, "-00:00") else offset for offset in pc.unique(written).to_pylist()}))
 
 
 def is_dates(column: Any) -> bool:

@@ -278,10 +278,15 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
     for part, there in kept.items():
         if part != "train":
             notes += check(there | ~in_train if there.any() else there, cut[part], table, spec, part)
+    learned = codec is None
     codec = codec or learn(table, cut["train"].only(in_train), spec, _named(table, in_train))
     inputs = encode(table, codec, new)
     parts = {part: sequences(inputs, span, kept[part], table, codec) for part, span in cut.items()}
     notes += [line for part, span in cut.items() if part != "train" for line in unseen_values(part, table, codec, span.only(kept[part]))]
+    if learned and spec.data.standardize:
+        flat = _constant(table, cut["train"], codec)
+        for part, there in kept.items():
+            notes += _without_scale(table, cut[part], flat & there[:, None], codec, part) if part != "train" else ()
     for part, open_table in tables.items():
         if part != "train":
             other = open_table(codec)
@@ -289,6 +294,23 @@ def build(tables: dict[str, Callable[[Codec | None], Table]], spec: Spec, new: N
             parts[part] = (found := read(replace(other, notes=other.notes[:1]), codec, spec, new, part=part, labelled=True))
             notes += found.notes
     return Entry(parts, codec, tuple(notes))
+
+
+def _constant(table: Table, span: SeriesPart, codec: Codec) -> NDArray[np.bool_]:
+    """Return which targets of which series never change in a part: [series, targets]."""
+    targets, bounds = list(codec.targets), zip(span.starts, span.starts + span.lengths, strict=True)
+    rows = [table.values[low:high][:, targets] for low, high in bounds]
+    return np.array([np.ptp(part, axis=0) == 0 if len(part) else np.ones(len(targets), np.bool_) for part in rows], np.bool_)
+
+
+def _without_scale(table: Table, span: SeriesPart, flat: NDArray[np.bool_], codec: Codec, part: str) -> tuple[str, ...]:
+    """Return a line about series with a target that is `flat` in train and changes in a part: its deviation is not known."""
+    found = [table.names[place] for place in np.flatnonzero((flat & ~_constant(table, span, codec)).any(axis=1))]
+    if not found:
+        return ()
+    many = f"series {found[0]} is" if len(found) == 1 else f"{len(found):,} series ({', '.join(found[:3])}{', …' * (len(found) > 3)}) are"
+    fact = f"{many} constant in train but not here, which leaves no scale for the change"
+    return (f"{part}: {fact}: it counts in the units of the file in loss, mae and rmse, and may outweigh all others",)
 
 
 def encoded(table: Table, codec: Codec, new: NewArray) -> Sequences:
@@ -317,7 +339,8 @@ def check_known(table: Table, codec: Codec, horizon: int) -> None:
         place = int(np.argmax(ahead < horizon))
         of = f" of series {table.names[place]}" if len(table.names) > 1 else ""
         fact = f"{columns} must be known for {horizon} steps after the last values{of}, but {int(ahead[place])} are given"
-        raise DataError(f"{table.name}: {fact}; add rows with their times and {columns}, and the other columns empty")
+        remedy = f"add rows with their times and {columns}, and the other columns empty (or, to a forecaster, pass them as future)"
+        raise DataError(f"{table.name}: {fact}; {remedy}")
     for place, (start, length) in enumerate(zip(table.starts, table.lengths, strict=True)):
         wrong = None if table.times is None else table.times.follows(int(start), int(length), horizon)
         if wrong is not None:

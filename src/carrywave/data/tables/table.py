@@ -23,7 +23,7 @@ from carrywave.data.tables.calendar import calendar_columns, calendar_features
 from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, TIME_NAMES, ColumnChoice, Roles, roles_of, second_rows
 from carrywave.data.tables.completing import SortedRows, completed
 from carrywave.data.tables.covariates import categories_of
-from carrywave.data.tables.dates import WRITE, first_in, is_text, problem, texts_of
+from carrywave.data.tables.dates import WRITE, first_in, is_dates, is_text, problem, texts_of
 from carrywave.data.tables.moments import TOO_WHOLE, too_whole, unusable
 from carrywave.data.tables.times import TimeColumn, Times, read_times, with_frequency
 from carrywave.errors import DataError
@@ -92,9 +92,25 @@ def read_table(source: Source, series: str | None = None, *, time: str | None = 
     options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=check_quotes(source, delimiter))
     with source.open() as stream:
         table = source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=convert))
+    table = _with_offsets(table, source, options)
     times = [column for column in table.column_names if column.strip().lower() in TIME_NAMES]
     table, told = dialect.with_points(table, decimal, source.name, {series or SERIES_NAME, time or "", *times})
     return table, (*source.told(), *told)
+
+
+def _with_offsets(table: Any, source: Source, options: Any) -> Any:
+    """Return a CSV table with times that have offsets from UTC as text: Arrow has converted them, and no longer tells the offsets."""
+    zoned = [field.name for field in table.schema if pa.types.is_timestamp(field.type) and field.type.tz is not None]
+    if not zoned or len(set(table.column_names)) < len(table.column_names):
+        return table
+    kept = pa_csv.ConvertOptions(include_columns=zoned, column_types=dict.fromkeys(zoned, pa.string()), strings_can_be_null=True)
+    with source.open() as stream:
+        written = source.guard(lambda: pa_csv.read_csv(stream, parse_options=options, convert_options=kept))
+    for column in zoned:
+        texts = pc.replace_substring_regex(written[column], r"(\.\d{6})0+", r"\1")
+        if texts.null_count or is_dates(texts):  # not so if they are finer than a microsecond
+            table = table.set_column(table.column_names.index(column), column, texts)
+    return table
 
 
 def arrange(table: Any, name: str, choice: ColumnChoice, *, index: str | None = None, told: tuple[str, ...] = ()) -> Table:
@@ -187,11 +203,17 @@ def _in_time(
         if choice.trained
         else "space rows evenly, set data.frequency, or set data.frequency=none to count rows and ignore times"
     )
+    if len(times.offsets) > 1:
+        remedy = f"write local times without offsets from UTC, or {remedy}"
     place = TimeColumn(name, roles.time, column, order, names, codes[order], remedy)
     times, gaps = with_frequency(times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place)
     said = [] if gaps is None or choice.missing != "error" else [gaps]
     if is_text(column.type) and times.dated and (first := first_in(texts_of(column))) is not None:
         said.insert(0, f"{name}: column {roles.time} contains {column[0].as_py()!r:.40}, read with the {first} first")
+    if len(times.offsets) > 1:
+        shown = " and ".join(times.offsets[:2])
+        fact = f"column {roles.time} has times with different offsets from UTC ({shown})"
+        said.append(f"{name}: {fact}: data.calendar and forecasts are in UTC; for local time, use Parquet or a frame with a time zone")
     if times.in_words:
         fact = f"column {roles.time} contains {column[0].as_py()!r:.40}, which is not a recognised date"
         said.append(f"{name}: {fact}: rows are kept in file order, and forecasts have no times; {WRITE}")

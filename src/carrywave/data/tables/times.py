@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.sequences import Ints
 from carrywave.data.tables import frequency as frequencies
-from carrywave.data.tables.dates import is_text, read_dates, texts_of
+from carrywave.data.tables.dates import is_text, offsets_of, read_dates, texts_of
 from carrywave.data.tables.frequency import Frequency, Keys
 from carrywave.errors import DataError
 
@@ -33,6 +33,7 @@ class Times:
     frequency: Frequency | None = None
     even_by_wall: bool = False  # the frequency is that of the local clock, not of UTC
     in_words: bool = False  # text that is not a date: keys only tell which rows are equal
+    offsets: tuple[str, ...] = ()  # from UTC, of times written as text; if there are several, the zone is UTC
     untold: str | None = None  # what the times are, if they can be sorted but nothing more
 
     def sorted(self, order: Ints) -> Times:
@@ -164,7 +165,10 @@ def _from_text(texts: Any) -> Times:
         ranks: NDArray[Any] = pc.rank(texts, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
         return Times(ranks, "other", in_words=True)
     if dates.moments.type.tz is not None:
-        return Times(_micros(dates.moments), dates.shape, "UTC", _micros(pc.local_timestamp(dates.moments)))
+        offsets = offsets_of(texts)
+        zone = "UTC" if len(offsets) > 1 or offsets == ("+00:00",) else offsets[0]
+        there = dates.moments.cast(pa.timestamp("us", zone))
+        return Times(_micros(there), dates.shape, zone, _micros(pc.local_timestamp(there)), offsets=offsets)
     return Times(_micros(dates.moments), dates.shape)
 
 

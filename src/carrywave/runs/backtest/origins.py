@@ -58,7 +58,8 @@ def long_enough(table: Table, rolling: Rolling, *, before: int) -> tuple[Table, 
         return table, ()
     short = [table.names[place] for place in np.flatnonzero(~fits)]
     shown = ", ".join(short[:SHOWN]) + (", …" if len(short) > SHOWN else "")
-    line = f"{table.name}: {len(short):,} of {len(table.names):,} series have fewer than {needed} rows and are left out: {shown}"
+    has, are = ("has", "is") if len(short) == 1 else ("have", "are")
+    line = f"{table.name}: {len(short):,} of {len(table.names):,} series {has} fewer than {needed} rows and {are} left out: {shown}"
     return cut(table, np.where(fits, table.lengths, 0), np.where(fits, table.totals - table.lengths, 0)), (line,)
 
 
