@@ -18,12 +18,14 @@ from carrywave.errors import UserError
 from carrywave.export import torch_program
 from carrywave.export.comparison import largest_difference
 from carrywave.export.portable import Portable
+from carrywave.kernels import aten
 
 pytestmark = pytest.mark.slow  # tracing takes seconds
 
 
 @pytest.mark.parametrize(("name", "stateful"), FORMS)
-def test_a_program_computes_what_the_model_computes(name: str, stateful: bool) -> None:
+def test_a_program_computes_what_the_model_computes(name: str, stateful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)  # as on x86, where the choice of a kernel looks at the number of steps
     portable = Portable(made(name), stateful=stateful)
     run = torch_program.runner(torch_program.archive(portable))
     assert largest_difference(portable, run, what="it") < 2e-6  # small models in float32

@@ -71,6 +71,19 @@ def test_choice_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         check("auto")
 
 
+def test_the_choice_leaves_a_free_number_of_steps_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exported programs take any number of steps, also where oneDNN is the fastest for many of them."""
+    monkeypatch.setattr(aten, "ONEDNN_IS_FAST", True)
+
+    class Asks(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (1.0 if aten.prefers_onednn(x, LAYER) else 2.0)
+
+    program = torch.export.export(Asks(), (torch.zeros(8, 2, 3),), dynamic_shapes=({0: torch.export.Dim("time")},), strict=False)
+    [steps] = program.range_constraints.values()
+    assert steps.upper > 1_000_000
+
+
 def test_the_spec_takes_every_backend() -> None:
     assert typing.get_args(PlanSpec.model_fields["kernel"].annotation) == ("auto", *BACKENDS)
 

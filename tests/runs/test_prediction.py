@@ -69,6 +69,12 @@ def test_prompts_from_a_file_do_not_see_each_other(speaker: Path, tmp_path: Path
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
 
 
+def test_a_list_of_prompts_is_data(speaker: Path) -> None:
+    assert [row["prompt"] for row in cw.predict(speaker, ["abc", "fg"], tokens=3)] == ["abc", "fg"]
+    with pytest.raises(UserError, match=r"prompt=\.\.\. is of type list, not one text; pass a list of prompts as data"):
+        cw.predict(speaker, prompt=["abc", "fg"], tokens=3)  # type: ignore[arg-type]
+
+
 def test_an_empty_prompt_starts_like_a_line(speaker: Path) -> None:
     # It has seen few starts without a carry, so what it says then need not be what it has learned, but it is the same.
     unprompted, after_a_line = (predict_run(speaker, prompt=prompt, tokens=9, temperature=0.0, device="cpu")[0] for prompt in (None, "\n"))

@@ -10,7 +10,7 @@ import pytest
 from carrywave.data.order import SequenceOrder
 from carrywave.data.python_inputs import from_python
 from carrywave.spec.spec import Spec
-from carrywave.tasks.doubts import doubts, flat_sequences, one_step, unknown_tokens, untrained_tokens, worse_than_naive
+from carrywave.tasks.doubts import doubts, flat_sequences, one_label, one_step, unknown_tokens, untrained_tokens, worse_than_naive
 from carrywave.tasks.task import Task
 
 
@@ -28,6 +28,15 @@ def test_an_epoch_of_one_step() -> None:
     accumulated = one_step(spec(train={"accumulate": 4}), several)
     assert accumulated is not None
     assert accumulated.endswith("make train.accumulate=4 smaller")
+
+
+def test_a_single_label() -> None:
+    found = from_python((waves()[0], ["spam"] * 40), spec())
+    said = one_label(found.codec)
+    assert said is not None
+    assert said.startswith("every label in train is 'spam', so there is nothing to learn;")
+    assert said in doubts(spec(), found.codec, SequenceOrder(np.full(40, 16), tokens=64), found.train, None)
+    assert one_label(from_python(waves(), spec()).codec) is None
 
 
 def waves(count: int = 40) -> tuple[Any, list[int]]:

@@ -20,8 +20,9 @@ from carrywave.train.result import Result
 SEQUENCES = [([[float(up), float(step)] for step in range(4)], "up" if up else "down") for up in [0, 1] * 10]
 
 
-def fit(run: Path, **train: Any) -> Result:
-    return cw.fit({"hidden": 4, "layers": 1}, SEQUENCES, task="classification", batch={"tokens": 40}, train={"lr": 0.01, **train}, run=run)
+def fit(run: Path, *, progress: bool | None = None, **train: Any) -> Result:
+    how = {"task": "classification", "batch": {"tokens": 40}, "train": {"lr": 0.01, **train}}
+    return cw.fit({"hidden": 4, "layers": 1}, SEQUENCES, **how, run=run, progress=progress)
 
 
 @pytest.fixture
@@ -45,6 +46,14 @@ def test_the_metric_decides(best: str, epoch: int, tmp_path: Path, scripted: Non
     assert manifest["meta"]["progress"]["best_step"] == step
     assert result.metrics["valid"]["accuracy"] == 0.75
     assert result.metrics["valid"]["loss"] == (2.0 if best == "accuracy" else 0.3)
+
+
+@pytest.mark.parametrize(("best", "said"), [("accuracy", "best by accuracy: valid loss 2, accuracy 0.75"), ("loss", "best valid loss 0.3")])
+def test_the_last_line_says_by_which_metric(
+    best: str, said: str, tmp_path: Path, scripted: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path / "run", progress=True, best=best, epochs=5)
+    assert said in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_early_stopping_looks_at_the_same_metric(tmp_path: Path, scripted: None) -> None:

@@ -46,7 +46,10 @@ def layer(x_TBI: Tensor, carry: Carry, weights: Layer, lengths_B: Tensor | None)
 
 def prefers_onednn(x_TBI: Tensor, weights: Layer) -> bool:
     """True if oneDNN's LSTM is the fastest for this layer; it supports no projection, and prepares the weights again for every chunk."""
-    long_float = x_TBI.dtype == torch.float32 and x_TBI.shape[0] >= LONG_STEPS
+    steps: object = x_TBI.shape[0]
+    if not isinstance(steps, int):  # a tracer leaves the number of steps free, and a question about it would bind it
+        return False
+    long_float = x_TBI.dtype == torch.float32 and steps >= LONG_STEPS
     return ONEDNN_IS_FAST and x_TBI.device.type == "cpu" and long_float and weights[0].w_hr is None
 
 

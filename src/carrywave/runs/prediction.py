@@ -69,7 +69,8 @@ def predict(
     model: nn.Module | None = None,
     note: Callable[[str], None] | None = None,
 ) -> list[Row]:
-    """Predict for a file or an object as `fit` accepts them, labels not needed; for a language model, for one prompt or a list of them.
+    """Predict for a file or an object as `fit` accepts them, labels not needed; for a language model, for one `prompt` or, as `data`, a
+    list of them.
 
     Fields of the input named in `keep`, such as an id, are carried through (`"label=truth"` gives one another name). `top_k` and `top_p`
     restrict which tokens are drawn. `format` is that of a file, where its name does not say it. `model` is the model of a run that was
@@ -227,6 +228,8 @@ def _check(saved: Saved, asked: _Asked) -> None:
         raise RunError(f"head {type(saved.model.head).__name__} has no forward method, so it cannot predict; add one")
     if prompt is not None and task != "language":
         raise UserError(f"{option('prompt')} needs a language model, but {asked.path} is a {task} model; pass an INPUT file instead")
+    if prompt is not None and not isinstance(prompt, str):
+        raise UserError(f"{option('prompt')} is of type {type(prompt).__name__}, not one text; pass a list of prompts as data")
     if prompt is not None and data is not None:
         raise UserError(f"{option('prompt')} and INPUT cannot be combined; pass only one of them")
     if data is None and task != "language":

@@ -21,7 +21,7 @@ MANY_UNKNOWN, MANY_UNTRAINED = 0.1, 0.01  # fraction of valid worth a warning: <
 
 def doubts(spec: Spec, codec: Codec, order: Order, train: Sequences, valid: Sequences | None) -> list[str]:
     """Return all warnings that apply."""
-    found = [one_step(spec, order), flat_sequences(spec, codec, train)]
+    found = [one_step(spec, order), one_label(codec), flat_sequences(spec, codec, train)]
     found += [unknown_tokens(codec, train, valid), untrained_tokens(codec, train, valid)]
     return [line for line in found if line is not None]
 
@@ -35,6 +35,15 @@ def one_step(spec: Spec, order: Order) -> str | None:
     else:
         smaller = f"batch.lanes={spec.lanes} or batch.steps={spec.steps}" if spec.streams else f"batch.tokens={spec.tokens}"
     return f"an epoch is a single step, so train.epochs={spec.train.epochs} is also the number of steps; make {smaller} smaller"
+
+
+def one_label(codec: Codec) -> str | None:
+    """Warn if there is nothing to tell apart."""
+    if len(codec.labels) != 1:
+        return None
+    return (
+        f"every label in train is {codec.labels[0]!r}, so there is nothing to learn; add rows with other labels, or name another data.label"
+    )
 
 
 def flat_sequences(spec: Spec, codec: Codec, train: Sequences) -> str | None:

@@ -60,7 +60,9 @@ def carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> 
     told = "; ".join(f"{part} {_in_short(values)}" for part, values in reached.items())
     stopped = {"early": " (stopped early)", "callback": " (ended by a callback)"}.get(ending, "")
     steps = f"{at.step} step{'s' * (at.step != 1)}"
-    watch.end(f"{loop.folder.shown}: {steps}{stopped}{('; best ' if at.best is not None else '; ') + told if told else ''}")
+    judged_by = loop.spec.train.best
+    best = "" if at.best is None else "best " if judged_by == "loss" else f"best by {judged_by}: "
+    watch.end(f"{loop.folder.shown}: {steps}{stopped}{f'; {best}{told}' if told else ''}")
     return Result(loop.folder.path, ending, reached, shown(loop.trainer.model), loop.task)
 
 
