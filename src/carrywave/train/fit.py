@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from carrywave import __version__, heap
 from carrywave.data.files.remote import is_address
 from carrywave.data.prepare import Prepared
 from carrywave.data.python_inputs import from_python, naming
-from carrywave.errors import PlanError, SpecError, UserError
+from carrywave.errors import PlanError, UserError
 from carrywave.launch import launch_record, script_workers
 from carrywave.launch.hardware import shares_on
 from carrywave.launch.launcher import RESTARTS
 from carrywave.model.model import Model
 from carrywave.model.opaque_model import Loss, Whole
-from carrywave.model.parameter_placement import Holding
-from carrywave.model.vocabulary_rows import Rows
-from carrywave.model.vocabulary_split import check_modules, split_rows
-from carrywave.parallel.gather import broadcast
+from carrywave.model.vocabulary_split import check_modules
 from carrywave.parallel.liveness.peer_watchdog import watched
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.launcher_env import launched
@@ -35,18 +32,16 @@ from carrywave.plan import canonical_shards
 from carrywave.plan.cost.units import Units
 from carrywave.plan.plan import Plan, check_sync, check_vocabulary
 from carrywave.runs import history
-from carrywave.runs.checkpoint.trainer_parts import load_parameters, read_weights, take_weights
+from carrywave.runs.checkpoint.trainer_parts import take_weights
 from carrywave.runs.display import watcher_of_call
 from carrywave.runs.evaluation import order_for
 from carrywave.runs.run import METRICS, TIMING, Run
-from carrywave.runs.run_source import weights_file
 from carrywave.runs.summary import backends, summarize, ways_of_run
 from carrywave.runs.tracking.tracker import Description
 from carrywave.runs.tracking.tracking import Tracking, check_installed
 from carrywave.runs.trained_run import codec_of, facts_of, open_run
 from carrywave.runs.watcher import Silent, Watcher
 from carrywave.spec.batches import fitted
-from carrywave.spec.facts import DataFacts
 from carrywave.spec.load import load_own
 from carrywave.spec.precision import AUTO, with_precision
 from carrywave.spec.spec import Spec
@@ -54,9 +49,7 @@ from carrywave.step.checks.arguments import check_loss, in_model_dtype
 from carrywave.step.precision import not_made_for_bf16, parameter_dtype, settled
 from carrywave.step.reproducible.shard_cost import cost_line
 from carrywave.step.reproducible.shards import settle
-from carrywave.step.row_parts import cutter
 from carrywave.step.trainer import Trainer
-from carrywave.step.worker_setup import holding_of, tensors_of
 from carrywave.tasks.task import POOLED, Task
 from carrywave.train.asked_spec import spec_of
 from carrywave.train.best_weights import check_can_judge
@@ -64,6 +57,7 @@ from carrywave.train.callbacks import Callback, Callbacks, check_callbacks, in_w
 from carrywave.train.checkpointer import Checkpointer, Data
 from carrywave.train.data_parts import DataParts
 from carrywave.train.finish import carry_out, shown
+from carrywave.train.initial_model import Own, begin_from, drawn_model, own_model
 from carrywave.train.loop import Loop
 from carrywave.train.loop_state import ASKED, LoopState
 from carrywave.train.opening_notes import noted
@@ -71,11 +65,6 @@ from carrywave.train.plan_check import Comparison
 from carrywave.train.planning import PlanRequest, check_workers, plan_run
 from carrywave.train.result import Result
 from carrywave.train.run_start import Start, begin, prepare_in_turn
-
-Own = nn.Module | Callable[[DataFacts], nn.Module]  # a model of the user's own, or a function that builds one once the data is known
-
-
-CLASS_WEIGHTS = "head.weights"
 
 
 def train(
@@ -202,29 +191,19 @@ def _result_of(told: Mapping[str, Any], own: Own | Whole | None, device: str, lo
     folder = Path(told["run"])
     where = pick_device(device)
     if own is None:
-        opened = open_run(folder, device)
+        try:
+            opened = open_run(folder, device)
+        except torch.OutOfMemoryError:  # workers have split it because no device can hold all of it
+            opened = open_run(folder, "cpu")
         return Result(folder, told["ending"], told["metrics"], opened.model, opened.task)
     saved = Run.open(folder)
     spec = load_own(folder / "spec.yaml")
     codec = codec_of(saved, spec)
     facts, scale, _, _ = facts_of(saved, codec)
-    model = _own_model(own, spec, facts, loss)
+    model = own_model(own, spec, facts, loss)
     model.to(where, parameter_dtype(spec.train.precision))
     take_weights(model, saved.weights, str(saved.weights))
     return Result(folder, told["ending"], told["metrics"], shown(model), Task(spec, codec, facts, scale))
-
-
-def _drawn(task: Task, prepared: Prepared, start: Start, mesh: Mesh | None) -> Model:
-    """The model that the spec describes, with memory for no more of it than this worker holds; for none of it in a dry run.
-
-    If weights are to be read from a file, it is whole: rank 0 reads them for all.
-    """
-    if mesh is None:
-        return task.model(prepared.train, holding=Holding(0, 0, torch.device("cpu")), draw=False)
-    rows = Rows.of_worker(prepared.facts.vocabulary, mesh.world.rank, mesh.world.size) if mesh.plan.splits_vocabulary else None
-    if start.init is not None or task.spec.model.pretrained is not None:
-        return task.model(prepared.train, rows)
-    return task.model(prepared.train, rows, holding_of(mesh, task.spec.model.layers + 2))
 
 
 def _train(
@@ -245,7 +224,7 @@ def _train(
     unfit = not_made_for_bf16(world)
     with raise_on_all(world):
         check_installed(spec.train.track if world.rank == 0 else ())
-        given = None if own is None else _own_model(own, spec, prepared.facts, loss)
+        given = None if own is None else own_model(own, spec, prepared.facts, loss)
         if given is not None:
             spec = spec.model_copy(update={"train": in_model_dtype(spec.train, given)})
         precision, why_precision = settled(unfit, world.size, given) if spec.train.precision == AUTO else (spec.train.precision, None)
@@ -272,11 +251,11 @@ def _train(
     check_agreement(world, alike | _flat(spec))
     with raise_on_all(world):
         mesh = None if dry_run else Mesh(world, plan)
-        model = given if given is not None else _drawn(task, prepared, start, mesh)
+        model = given if given is not None else drawn_model(task, prepared, start, mesh)
         check_can_judge(spec.train.best, model, prepared.facts.labels)
         model.to(parameter_dtype(spec.train.precision))
     if start.init is not None:
-        _begin_from(start.init, model, world)
+        begin_from(start.init, model, world)
     ways = None if mesh is None else ways_of_run(mesh, model, spec)
     kept = start.reach.line(folder.path, world.size)
     seated = [] if mesh is None else mesh.seats()
@@ -355,19 +334,6 @@ def _started(step: int, left: history.Trace | None, trainer: Trainer) -> dict[st
     return history.start_row(step, left, attempt=attempt, workers=workers, device=named, versions=versions)
 
 
-def _begin_from(source: str, model: Model | Whole, world: World) -> None:
-    """Load the weights of another run on rank 0, from which all workers take theirs; or the rows that each has of a split vocabulary."""
-    rows, given = split_rows(model), dict[str, Tensor]()
-    with raise_on_all(world):
-        if world.rank == 0:
-            # Class weights follow from this run's spec and data, not from those of the run the weights come from.
-            given = read_weights(model, weights_file(source), ignored=CLASS_WEIGHTS)
-    given = broadcast(world, given, cutter(rows)) if rows else given
-    with raise_on_all(world):
-        if world.rank == 0 or rows:
-            load_parameters({name: tensor for name, tensor in tensors_of(model).items() if name != CLASS_WEIGHTS}, given, source)
-
-
 def _flat(spec: Spec) -> dict[str, str]:
     """Every key of a spec that workers must agree on, by its full name; file paths may differ from host to host and are left out."""
     values = spec.model_dump(mode="json")
@@ -378,22 +344,3 @@ def _flat(spec: Spec) -> dict[str, str]:
     for name in ("train", "valid", "test", "cache"):
         flat.pop(f"data.{name}", None)
     return flat
-
-
-def _own_model(own: Own | Whole, spec: Spec, facts: DataFacts, loss: Loss | None) -> Model | Whole:
-    model: object = own
-    if not isinstance(own, Model | Whole):
-        # Seeded, and isolated from the caller's random state: equal calls give equal weights.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(spec.train.seed)
-            model = own(facts)
-            check_loss(loss, model)
-    if isinstance(model, nn.Module) and not isinstance(model, Model | Whole):
-        model = Whole(model, loss, pooled=spec.task in POOLED)
-    if not isinstance(model, Model | Whole):
-        raise UserError(f"the function that builds the model returned a {type(model).__name__}; return a cw.Model(encoder, lstm, head)")
-    if isinstance(model, Model) and model.lstm.bidirectional and spec.streams:
-        raise SpecError(
-            "the model is bidirectional, but a stream cannot be read backwards; set batch.tokens to train on separate sequences"
-        )
-    return model
