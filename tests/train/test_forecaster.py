@@ -183,3 +183,9 @@ def test_a_backtest_forecasts_as_predict_does_from_each_origin(fitted: cw.Foreca
     assert isinstance(fitted.backtest(pl.from_pandas(FRAME), origins=1), pl.DataFrame)
     with pytest.raises(DataError, match="the frame is a int"):
         fitted.backtest(3)
+
+
+@pytest.mark.parametrize(("key", "argument"), [("horizon", "horizon"), ("season", "season"), ("targets", "target")])
+def test_an_argument_is_not_taken_from_the_data_section_too(key: str, argument: str) -> None:
+    with pytest.raises(UserError, match=rf"data has {key}, which is an argument of its own; pass {argument}=..."):
+        cw.Forecaster(4, data={key: 2})

@@ -23,6 +23,8 @@ from carrywave.train.fit import fit
 from carrywave.train.result import Result
 
 SERIES, TIME, TARGET = "unique_id", "ds", "y"  # the names that Nixtla's libraries use
+# Keys of a spec's data section that are arguments of a forecaster.
+ARGUMENTS = {name: name for name in ("horizon", "quantiles", "season", "series", "time")} | {"targets": "target"}
 ERRORS = ("mae", "pinball")  # by which a score compares a forecast with the naive one
 
 
@@ -70,6 +72,11 @@ class Forecaster:
         run: str | Path | None = None,
         device: str = "auto",
     ) -> None:
+        for key in data or {}:
+            if (own := ARGUMENTS.get(key)) is not None:
+                raise UserError(
+                    f"data has {key}, which is an argument of its own; pass {own}=... to the Forecaster, and take it out of data"
+                )
         self.horizon, self.quantiles, self.season = horizon, None if quantiles is None else tuple(quantiles), season
         self.series, self.time = series, time
         self.targets = (target,) if isinstance(target, str) else tuple(target)
