@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from carrywave.measure import rig
+from carrywave.measure import rig, work
 from carrywave.measure.rig import Rig, nothing, time_task, time_unit
+from carrywave.model.model import Model
 from carrywave.plan.cost.profile import Sample
 from carrywave.plan.cost.sample_requests import Ask
 from carrywave.step.task_clock import TaskClock
+from carrywave.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 KINDS = [
@@ -69,3 +74,21 @@ def test_only_layers_have_work_in_them() -> None:
 def test_what_a_task_takes_anyway_is_taken_off() -> None:
     assert rig.own(1.0, 0.3) == pytest.approx(0.7)
     assert rig.own(1.0, 2.0) == pytest.approx(0.2)  # never below a share of what was timed
+
+
+def test_updates_are_timed_without_moving_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide model would diverge within the few steps that are timed: what is measured must not depend on how training goes."""
+    made: list[tuple[Trainer, list[Tensor]]] = []
+
+    def trainer(model: Model, *args: Any, **options: Any) -> Trainer:
+        found = Trainer(model, *args, **options)
+        made.append((found, [parameter.detach().clone() for parameter in model.parameters()]))
+        return found
+
+    monkeypatch.setattr(work, "Trainer", trainer)
+    sample = work._update(torch.device("cpu"), "adam", 100_000, 1, "fp32", lambda: None)
+    assert sample.name == "adam"
+    assert sample.forward_seconds > 0
+    [(found, before)] = made
+    for parameter, own in zip(found.model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach(), own, rtol=0, atol=1e-7)

@@ -18,12 +18,14 @@ from carrywave.plan.cost.profile import Overheads, Profile
 from carrywave.plan.cost.sample_requests import LARGEST, Ask, lighter_ask
 from carrywave.plan.cost.shipped_profiles import LINKS
 
-HIDDEN, LANES, STEPS = (128, 256, 512, 1024, 2048), (16, 64), (8, 32, 128)
+# Widths of well-known models besides powers of two: kernels have steps in between, which no interpolation finds.
+HIDDEN, LANES, STEPS = (128, 256, 512, 650, 1024, 1150, 1536, 2048), (16, 64, 128), (8, 32, 128)
+MODEST_HIDDEN, MODEST_LANES = (128, 256, 512, 1024, 2048), (16, 64)  # of a grid that does not take long
 SHORT = 32  # steps: as long as this, a call is also timed as a chunk
 CHUNKS = 4  # of the window that such a chunk is part of
 OTHER_INPUTS = ((256, 1024), (1024, 256))  # (inputs, hidden) of layers whose input width differs from their own
 WIDTHS, WORDS = (256, 1024), (2_000, 10_000, 50_000)
-MODEST = {"lstm": 1024}  # the largest width of a modest grid; 10,000 for other kinds
+MODEST = {"lstm": 1024}  # the largest width of a modest grid on a CPU; 10,000 for other kinds
 TOGETHER = ((256, 16, 4), (512, 16, 8), (1024, 64, 4))  # (hidden, lanes, layers in one call)
 PRECISIONS = ("bf16", "fp32", "tf32")
 OPTIMIZERS = ("adam", "sgd")
@@ -35,10 +37,10 @@ SHARE_HIDDEN, SHARE_STEPS, SHARE_WINDOW = (512, 1024), (8, 16, 32), 256
 SHARE_WORDS, SHARE_PRECISION = 10_000, "bf16"
 
 
-def grid(precision: str) -> Iterator[Ask]:
+def grid(precision: str, widths: Sequence[int] = HIDDEN, several_lanes: Sequence[int] = LANES) -> Iterator[Ask]:
     """The calls to time in one precision."""
-    for hidden in HIDDEN:
-        for lanes in LANES:
+    for hidden in widths:
+        for lanes in several_lanes:
             for steps in STEPS:
                 yield _ask("lstm", hidden, hidden, lanes, steps, precision)
     for inputs, hidden in OTHER_INPUTS:
@@ -57,11 +59,12 @@ def grid(precision: str) -> Iterator[Ask]:
 
 
 def modest_grid(kind: str, precision: str) -> list[Ask]:
-    """The calls to time where a whole grid would take too long: on a CPU fewer sizes, and large calls on fewer steps."""
+    """The calls to time where a whole grid would take too long: fewer sizes, and on a CPU large calls on fewer steps."""
+    asks = list(grid(precision, MODEST_HIDDEN, MODEST_LANES))
     if kind == "cuda":
-        return list(grid(precision))
+        return asks
     found: dict[tuple[object, ...], Ask] = {}
-    for ask in grid(precision):
+    for ask in asks:
         if ask.layers == 1 and max(ask.inputs, ask.outputs) <= MODEST.get(ask.kind, 10_000):
             lighter = lighter_ask(ask, LARGEST[kind] / 2)
             found.setdefault(lighter.size, lighter)
@@ -71,14 +74,14 @@ def modest_grid(kind: str, precision: str) -> list[Ask]:
 def share_grid() -> Iterator[Ask]:
     """The calls to time on a share: fewer, since shares are for trying plans out."""
     for hidden in SHARE_HIDDEN:
-        for lanes in LANES:
+        for lanes in MODEST_LANES:
             for steps in (*SHARE_STEPS, SHARE_WINDOW):
                 yield _ask("lstm", hidden, hidden, lanes, steps, SHARE_PRECISION)
         for steps in (SHARE_STEPS[0], SHARE_WINDOW):
-            yield _ask("linear", hidden, 1, LANES[-1], steps, SHARE_PRECISION)
-            yield _ask("softmax", hidden, SHARE_WORDS, LANES[-1], steps, SHARE_PRECISION)
-            yield _ask("embedding", SHARE_WORDS, hidden, LANES[-1], steps, SHARE_PRECISION)
-            yield _ask("dropout", hidden, hidden, LANES[-1], steps, SHARE_PRECISION)
+            yield _ask("linear", hidden, 1, MODEST_LANES[-1], steps, SHARE_PRECISION)
+            yield _ask("softmax", hidden, SHARE_WORDS, MODEST_LANES[-1], steps, SHARE_PRECISION)
+            yield _ask("embedding", SHARE_WORDS, hidden, MODEST_LANES[-1], steps, SHARE_PRECISION)
+            yield _ask("dropout", hidden, hidden, MODEST_LANES[-1], steps, SHARE_PRECISION)
 
 
 def _ask(kind: str, inputs: int, outputs: int, lanes: int, steps: int, precision: str) -> Ask:

@@ -42,6 +42,7 @@ LEAST_MESSAGES, WARM_MESSAGES = 7, 2
 LINK_SECONDS = 1.0  # most time for messages of one size
 ROUND_SECONDS, ROUNDS = 0.05, 12
 GPU_STEPS, GPU_UPDATES = 128, 20  # enough work for the host to stay ahead of the GPU
+SMALL_RATE = 1e-9  # learning rate of updates that are timed: wide models would diverge within a few steps of the usual one
 SMALL_BYTES, LARGE_BYTES = 4096, 1 << 20
 
 
@@ -96,7 +97,7 @@ def _update(device: torch.device, name: str, parameters: int, layers: int, preci
         return _recorded_update(device, name, parameters, precision)
     hidden = max(1, round((parameters / (8 * layers - 4)) ** 0.5))
     model = Model(Numbers(1), LSTM(1, hidden, layers), Forecast(hidden, 1, 1))
-    trainer = Trainer(model, {"optimizer": name, "precision": precision, "clip": 1.0}, mesh=Mesh.alone(device))
+    trainer = Trainer(model, _train(name, precision), mesh=Mesh.alone(device))
     batch = Batch.of(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, 1)).to(device)
     found = []
     for number in range(UPDATES + 1):
@@ -114,7 +115,7 @@ def _recorded_update(device: torch.device, name: str, parameters: int, precision
     """Time the update on a GPU: the time of a captured step less that of its captured forward and backward."""
     hidden = max(1, round((parameters / 8) ** 0.5))
     model = Model(Numbers(hidden), LSTM(hidden, hidden), Forecast(hidden, 1, 1))
-    trainer = Trainer(model, {"optimizer": name, "precision": precision, "clip": 1.0}, mesh=Mesh.alone(device))
+    trainer = Trainer(model, _train(name, precision), mesh=Mesh.alone(device))
     lanes = 16
     batch = Batch.of(torch.zeros(GPU_STEPS, lanes, hidden), torch.zeros(GPU_STEPS, lanes, 1, 1)).to(device)
     clock = TaskClock(device)
@@ -126,6 +127,11 @@ def _recorded_update(device: torch.device, name: str, parameters: int, precision
     step = (clock.now() - begin) / GPU_UPDATES
     work = time_recorded(Ask("lstm", hidden, hidden, lanes, GPU_STEPS, precision=precision), device, 0.0)
     return _updated(model, name, precision, max(step - work.forward_seconds - work.backward_seconds, 0.05 * step))
+
+
+def _train(optimizer: str, precision: str) -> Row:
+    """The train section of updates that are timed: with norm and clipping, but leaving the weights about where they are."""
+    return {"optimizer": optimizer, "precision": precision, "clip": 1.0, "lr": SMALL_RATE}
 
 
 def _updated(model: Model, name: str, precision: str, seconds: float) -> Sample:
