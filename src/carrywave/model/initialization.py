@@ -1,8 +1,9 @@
 """Initial weights keyed by (seed, parameter name) and by row and column: the same on every worker and in any order of initialisation.
 
 Generated in float64, then cast, so that the dtype affects only rounding. Uniform numbers are exact on every device, so a parameter draws
-them where it is, a block at a time; others are drawn on the CPU. A worker that holds some rows of a vocabulary draws those rows alone, and
-parameters on torch's meta device, which other workers hold, are passed over.
+them where it is, a block at a time; others are drawn on the CPU. The last bits of orthogonal matrices depend on the CPU and its threads. A
+worker that holds some rows of a vocabulary draws those rows alone, and parameters on torch's meta device, which other workers hold, are
+passed over.
 """
 
 from __future__ import annotations
@@ -57,6 +58,17 @@ def initialize(
                 else:
                     parameter.copy_(value)
     return tuple(left)
+
+
+def rounded_by_host(model: nn.Module, init: str) -> frozenset[str]:
+    """The names of parameters whose last bits depend on the host that draws them: orthogonal ones, after a QR decomposition."""
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if init == "orthogonal" and isinstance(module, LSTM)
+        for name, _ in module.named_parameters(recurse=False)
+        if name.startswith("weight_hh")
+    )
 
 
 def _value(

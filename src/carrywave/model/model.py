@@ -72,6 +72,7 @@ class Model(nn.Module):
         self.dropout_out = None if dropout_out is None else keyed(dropout_out, "dropout_out")
         self.head = keyed(head, "head")
         self.drawn = False  # True: every worker has drawn the weights of its own units by their key, and has no memory for the others
+        self.rounded_by_host: frozenset[str] = frozenset()  # of those drawn, the names of weights whose last bits depend on the host
 
     @property
     def has_output(self) -> bool:

@@ -7,7 +7,7 @@ sent; one device runs the same code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -117,6 +117,15 @@ class Mesh:
             return self._replicas
         ranks = sorted(self.rank_at(replica, stage) for replica in range(self.plan.replicas) for stage in stages)
         return self._summing(ranks, "replicas")
+
+    @lost_contact.kept
+    def take_from_first_replica(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace tensors by those that the first replica has of this stage, through host memory. Collective: every rank must call it."""
+        groups = [process_groups.group(sorted(self.ranks[stage :: self.plan.stages]), "weights") for stage in range(self.plan.stages)]
+        for _, tensor in sorted(tensors.items()):
+            whole = tensor.detach().cpu().contiguous()
+            dist.broadcast(whole, self.rank_at(0, self.stage), group=groups[self.stage])
+            tensor.detach().copy_(whole)
 
     def row_exchange(self) -> RowExchange:
         """What the replicas of this stage exchange if they share a vocabulary. Collective: every rank must call it."""

@@ -92,7 +92,10 @@ def _plan_spec(given: Mapping[str, Any] | None) -> PlanSpec:
 
 
 def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
-    """Load rank 0's weights, unless every worker has drawn its own, and keep those of this worker's stage."""
+    """Load rank 0's weights, unless every worker has drawn its own, and keep those of this worker's stage.
+
+    Drawn weights have the same bits everywhere, but for those that hosts round differently: replicas take these from the first one.
+    """
     _check_plan(model, mesh.plan, spec)
     drawn = isinstance(model, Model) and model.drawn
     if not drawn:
@@ -112,6 +115,8 @@ def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
         split_vocabulary(model, mesh.row_exchange())  # before anything moves to a device, which the whole may not fit
     holding = holding_of(mesh, model.units)
     held = hold(model, holding, dtype)
+    if drawn and mesh.plan.replicas > 1:
+        mesh.take_from_first_replica({name: held[name] for name in held if name in model.rounded_by_host})
     model.drawn = False  # for another trainer it has to be whole
     stage = Stage(model, holding.first, holding.last, share_head=holding.share_head)
     return HeldStage(stage, {name: p for name, p in held.items() if isinstance(p, nn.Parameter)}, split_rows(model))

@@ -19,7 +19,7 @@ from carrywave.model.adaptive_softmax import AdaptiveSoftmax
 from carrywave.model.dropout import Dropout
 from carrywave.model.encoders import Embedding, Features, Numbers
 from carrywave.model.heads import Forecast, PooledNumbers, PooledSoftmax, Softmax
-from carrywave.model.initialization import initialize
+from carrywave.model.initialization import initialize, rounded_by_host
 from carrywave.model.lstm import LSTM
 from carrywave.model.model import Model
 from carrywave.model.parameter_placement import Holding, allocate
@@ -159,6 +159,7 @@ class Task:
             return model
         initialize(model, self.spec.train.seed, init=spec.init, forget_bias=spec.forget_bias)
         model.drawn = holding is not None
+        model.rounded_by_host = rounded_by_host(model, spec.init)
         if spec.pretrained is not None and holds_layers(spec.pretrained):
             load_lstm(lstm, read_lstm(spec.pretrained), spec.pretrained)
         elif spec.pretrained is not None:
