@@ -95,3 +95,11 @@ def test_completion_is_installed_for_zsh(shell: dict[str, str]) -> None:
     # What its script asks for when a word is to be completed.
     asked = shell | {"_CARRYWAVE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "carrywave tr"}
     assert "train" in run(asked, "carrywave")
+
+
+@pytest.mark.parametrize(("option", "value", "least"), [("--tokens", "0", "1"), ("--top-k", "0", "1"), ("--seed", "-1", "0")])
+def test_a_number_that_is_too_small_is_told_in_our_words(option: str, value: str, least: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        GROUP.main(["predict", "runs/none", "--prompt", "x", option, value], prog_name="carrywave")
+    told = f"carrywave: {option} is less than {least}; use {least} or more; see carrywave predict --help\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, told)

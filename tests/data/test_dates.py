@@ -137,3 +137,14 @@ def test_words_in_order_are_taken_and_told() -> None:
     with pytest.raises(DataError, match="row 3, column ds is 't10', which cannot be ordered in time"):
         arranged(["t1", "t2", "t10"])
     assert arranged(["t1", "t2", "t10"], frequency="none").values[:, 0].tolist() == [0, 1, 2]
+
+
+def test_an_order_that_is_known_from_other_dates_reads_those_that_may_be_either() -> None:
+    days = [f"0{day}/03/2024" for day in range(1, 8)]
+    assert arranged(days, date_order="day").ahead(0, 1) == ["2024-03-08"]
+    with pytest.raises(DataError, match="it cannot be told"):
+        arranged(days)
+    told = arranged(list(DAYS.strftime("%m/%d/%Y")), date_order="day")  # what the dates themselves tell counts
+    assert told.notes[1].endswith("read with the month first")
+    with pytest.raises(DataError, match=r"row 3, column ds is '5\.3', which is not a date"):
+        arranged([*days[:2], "5.3", *days[2:]], date_order="day")

@@ -54,3 +54,22 @@ def test_a_run_and_its_resumption_are_recorded_and_metrics_stay_the_same(tmp_pat
     assert (tmp_path / "straight" / "weights.safetensors").read_bytes() != b""
     timing = [json.loads(line) for line in (tmp_path / "parts" / "timing.jsonl").read_text().splitlines()]
     assert all(row["time"] == pytest.approx(rows[0]["time"], abs=3600) for row in timing)
+
+
+def test_a_killed_run_that_is_resumed_with_less_to_do_records_its_end(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the carry is passed along. " * 50)
+
+    def train(epochs: int, *, resume: bool = False) -> None:
+        data = {"train": str(tmp_path / "text.txt"), "tokens": "char"}
+        how = {"batch": {"lanes": 4, "steps": 8}, "train": {"epochs": epochs}, "run": tmp_path / "run", "device": "cpu"}
+        cw.fit({"hidden": 8}, None, data=data, resume=resume, **how)
+
+    train(3)
+    log = tmp_path / "run" / "history.jsonl"
+    start, _ = log.read_text().splitlines(keepends=True)
+    log.write_text(start)  # as a kill leaves it
+    train(2, resume=True)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["event"] for row in rows] == ["start", "start", "end"]
+    assert rows[1]["last_seen"] <= rows[1]["time"]
+    assert rows[2]["ending"] == "done"

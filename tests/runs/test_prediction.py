@@ -301,3 +301,25 @@ def test_named_columns_are_read_from_frames_pipes_and_plain_texts(tmp_path: Path
         cw.predict(run, pd.DataFrame({"text": ["ab"]}), device="cpu")
     pair = cw.fit({"hidden": 4, "layers": 1}, (list(frame.review), list(frame.stars)), run=tmp_path / "pair", **how).run
     assert cw.predict(pair, ["ab", "ba"] * 10, device="cpu") == expected
+
+
+def test_the_order_of_dates_is_that_of_training_where_a_file_does_not_tell(tmp_path: Path) -> None:
+    days = pd.date_range("2024-01-01", periods=80)
+    frame = pd.DataFrame({"date": days.strftime("%d/%m/%Y"), "y": np.arange(80.0)})
+    frame.to_csv(tmp_path / "train.csv", index=False)
+    data = {"train": str(tmp_path / "train.csv"), "horizon": 2}
+    run = learn(tmp_path, "forecasting", data, batch={"lanes": 1, "steps": 8}, train={"epochs": 1})
+    frame[60:72].to_csv(tmp_path / "new.csv", index=False)  # 1 to 12 March
+    found = predict_run(run, tmp_path / "new.csv", note=lambda _: None, device="cpu")
+    assert [row["date"] for row in found] == ["2024-03-13", "2024-03-14"]
+
+
+def test_a_field_is_carried_as_the_input_has_it(tmp_path: Path) -> None:
+    rows = [{"review": "ab" * (1 + place % 3), "stars": place % 2, "text": f"note {place}"} for place in range(20)]
+    named = {"train": str(lines(tmp_path / "train.jsonl", rows)), "text": "review", "label": "stars"}
+    run = learn(tmp_path, "classification", named, train={"epochs": 1})
+    given = lines(tmp_path / "new.jsonl", rows[:2])
+    assert [row["text"] for row in predict_run(run, given, keep=["text"], device="cpu")] == ["note 0", "note 1"]
+    only = lines(tmp_path / "only.jsonl", [{"review": "ab"}])
+    with pytest.raises(UserError, match=r"has no field text \(fields: review\)"):
+        predict_run(run, only, keep=["text"], device="cpu")

@@ -21,6 +21,7 @@ from carrywave.runs.rows import prompts
 from carrywave.runs.rows.blocks import read_blocks
 from carrywave.runs.rows.carried import Carried
 from carrywave.runs.rows.row_writer import RowWriter, flattened
+from carrywave.runs.rows.standard_input import Stream, kept_in_a_file
 from carrywave.runs.trained_run import evaluate_run
 
 CODEC = Codec("classification", "steps", columns=("0",), mean=(0.0,), std=(1.0,), labels=("a", "b"))
@@ -199,3 +200,11 @@ def test_prompts_in_small_blocks_are_continued_as_in_one(tmp_path: Path, monkeyp
         cw.predict(tmp_path / "run", prompt="ab", tokens=9, device="cpu", **each) for each in ({"temperature": 0.0}, {"top_k": 1})
     )
     assert greedy == restricted
+
+
+def test_standard_input_that_is_kept_in_a_file_has_its_own_name() -> None:
+    stream = Stream("standard input", None, "csv", stream=io.BytesIO(b"text\nab\n"))
+    with kept_in_a_file(stream) as path:
+        source = find(str(path), field="data")
+        assert (source.name, source.format) == ("standard input", "csv")
+        assert b"".join(source.blocks()) == b"text\nab\n"

@@ -10,7 +10,16 @@ import pytest
 from carrywave.data.order import SequenceOrder
 from carrywave.data.python_inputs import from_python
 from carrywave.spec.spec import Spec
-from carrywave.tasks.doubts import doubts, flat_sequences, one_label, one_step, unknown_tokens, untrained_tokens, worse_than_naive
+from carrywave.tasks.doubts import (
+    doubts,
+    flat_sequences,
+    one_label,
+    one_step,
+    too_few_epochs,
+    unknown_tokens,
+    untrained_tokens,
+    worse_than_naive,
+)
 from carrywave.tasks.task import Task
 
 
@@ -135,3 +144,13 @@ def test_the_vocabulary_is_that_of_the_whole_file_and_what_only_valid_holds_is_t
     assert "new" not in apart.codec.vocabulary
     assert untrained_tokens(apart.codec, apart.train, apart.valid) is None
     assert "whole training file" in (type(asked.data).model_fields["share"].description or "")
+
+
+def test_epochs_that_end_before_the_steps_asked_for() -> None:
+    one = SequenceOrder(np.full(20, 10), tokens=4096)
+    few = spec(batch={"tokens": 4096}, train={"epochs": 5, "max_steps": 1000})
+    assert one_step(few, one) is None
+    said = too_few_epochs(few, one)
+    assert said == "train.epochs=5 ends the run after 5 steps, before train.max_steps=1000; raise train.epochs to reach it"
+    assert too_few_epochs(spec(batch={"tokens": 4096}, train={"epochs": 5, "max_steps": 5}), one) is None
+    assert too_few_epochs(spec(), one) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ class Group(_Flags, TyperGroup):
             if not hasattr(error, "format_message"):  # not one of the parser's errors, whose classes are not public
                 raise
             context = getattr(error, "ctx", None)
-            message = " ".join(error.format_message().split())
+            message = in_our_words(" ".join(error.format_message().split()))
             if context is None or not message or "Usage:" in message:  # no arguments at all: the error is the help text
                 error.show()  # type: ignore[attr-defined]
             else:
@@ -84,6 +85,12 @@ class Group(_Flags, TyperGroup):
                 note(f"{message.rstrip('.')}{ends} see {context.command_path} --help")
             sys.exit(2)
         sys.exit(code or 0)
+
+
+def in_our_words(message: str) -> str:
+    """The parser's message; about a number that is too small, as we say it."""
+    found = re.fullmatch(r"Invalid value for '([^']+)'.*: Input should be greater than or equal to (\d+)\.?", message)
+    return message if found is None else f"{found[1]} is less than {found[2]}; use {found[2]} or more"
 
 
 def note(message: str) -> None:

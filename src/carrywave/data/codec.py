@@ -28,6 +28,7 @@ SINGLE: dict[str, Any] = {
     "time": str | None,
     "series": str | None,
     "frequency": str | None,
+    "date_order": str | None,
 }
 MANY: dict[str, Any] = {
     "vocabulary": str,
@@ -70,6 +71,7 @@ class Codec:
     time: str | None = None
     series: str | None = None
     frequency: str | None = None  # spacing of times; None: unknown
+    date_order: str | None = None  # what comes first in dates that have the year last: day or month; None if there are none such
     own_scale: bool = False  # each sequence or series is standardised by its own mean and std
     known: tuple[str, ...] = ()  # columns, numeric or categorical, that are known for the whole horizon
     calendar: tuple[str, ...] = ()  # positions in the calendar that are read
@@ -79,7 +81,10 @@ class Codec:
 
     def to_json(self) -> str:
         """Serialise to JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
+        values = asdict(self)
+        if self.date_order is None:  # so that what is hashed stays as it was before there was such a field
+            del values["date_order"]
+        return json.dumps(values, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Codec:

@@ -40,6 +40,15 @@ def last_trace(timing: Path) -> Trace | None:
     return None
 
 
+def unended(folder: Path) -> bool:
+    """True if the process that was started last recorded no end: it was killed, or it failed."""
+    try:
+        events = [json.loads(line)["event"] for line in (folder / HISTORY).read_text().splitlines()]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return next((event == "start" for event in reversed(events) if event in ("start", "end")), False)
+
+
 def start_row(step: int, before: Trace | None, *, attempt: int, workers: int, device: str, versions: Mapping[str, str]) -> dict[str, Any]:
     """The line that says that training starts at `step`; `before` is what a process before this one left."""
     row: dict[str, Any] = {"event": "start", "time": time.time(), "step": step, "attempt": attempt, "workers": workers, "device": device}

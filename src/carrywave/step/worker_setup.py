@@ -115,7 +115,7 @@ def take_hold(model: Model | Whole, mesh: Mesh, spec: TrainSpec) -> HeldStage:
         split_vocabulary(model, mesh.row_exchange())  # before anything moves to a device, which the whole may not fit
     holding = holding_of(mesh, model.units)
     held = hold(model, holding, dtype)
-    if drawn and mesh.plan.replicas > 1:
+    if drawn and mesh.plan.replicas > 1 and model.rounded_by_host:
         mesh.take_from_first_replica({name: held[name] for name in held if name in model.rounded_by_host})
     model.drawn = False  # for another trainer it has to be whole
     stage = Stage(model, holding.first, holding.last, share_head=holding.share_head)

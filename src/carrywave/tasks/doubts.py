@@ -21,20 +21,33 @@ MANY_UNKNOWN, MANY_UNTRAINED = 0.1, 0.01  # fraction of valid worth a warning: <
 
 def doubts(spec: Spec, codec: Codec, order: Order, train: Sequences, valid: Sequences | None) -> list[str]:
     """Return all warnings that apply."""
-    found = [one_step(spec, order), one_label(codec), flat_sequences(spec, codec, train)]
+    found = [one_step(spec, order), too_few_epochs(spec, order), one_label(codec), flat_sequences(spec, codec, train)]
     found += [unknown_tokens(codec, train, valid), untrained_tokens(codec, train, valid)]
     return [line for line in found if line is not None]
 
 
 def one_step(spec: Spec, order: Order) -> str | None:
-    """Warn if an epoch is a single step."""
-    if -(-order.num_steps(0) // spec.train.accumulate) > 1:
+    """Warn if an epoch is a single step, and epochs alone say how many there are."""
+    if spec.train.max_steps is not None or -(-order.num_steps(0) // spec.train.accumulate) > 1:
         return None
     if order.num_steps(0) > 1:
         smaller = f"train.accumulate={spec.train.accumulate}"
     else:
         smaller = f"batch.lanes={spec.lanes} or batch.steps={spec.steps}" if spec.streams else f"batch.tokens={spec.tokens}"
     return f"an epoch is a single step, so train.epochs={spec.train.epochs} is also the number of steps; make {smaller} smaller"
+
+
+def too_few_epochs(spec: Spec, order: Order) -> str | None:
+    """Warn if the last epoch ends before the number of steps that is asked for."""
+    epochs, asked = spec.train.epochs, spec.train.max_steps
+    if asked is None:
+        return None
+    counted = epochs if spec.batch.vary else 1  # windows of varying length: epochs differ
+    steps = sum(-(-order.num_steps(epoch) // spec.train.accumulate) for epoch in range(counted)) * epochs // counted
+    if steps >= asked:
+        return None
+    ends = f"train.epochs={epochs} ends the run after {steps:,} step{'s' * (steps != 1)}"
+    return f"{ends}, before train.max_steps={asked}; raise train.epochs to reach it"
 
 
 def one_label(codec: Codec) -> str | None:

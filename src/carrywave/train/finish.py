@@ -37,7 +37,6 @@ def shown(model: Model | Whole) -> nn.Module:
 
 def carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> Result:
     """Train what is left to train, and finish: `again_with` resumes a run that was asked to stop."""
-    trained = loop.trains  # the files of a finished run stay as they are
     with Stop() as stop:
         loop.stop = stop
         try:
@@ -46,7 +45,7 @@ def carry_out(loop: Loop, watch: Watcher, again_with: str, *, restore: bool) -> 
         except Stopped as asked:
             ending = asked.reason
     at = loop.state
-    if trained:
+    if history.unended(loop.folder.path):  # the files of a finished run stay as they are
         with suppress(RunError):  # a run that is complete does not fail over a line of its history
             loop.folder.write_history(history.end_row(at.step, ending))
     if ending in ASKED:

@@ -306,6 +306,9 @@ def _train(
                 folder.write_history(_started(state.step, left, trainer))
             with raise_on_all(world, for_all_of_us=True, patient=True):
                 folder.upload()
+        elif history.unended(folder.path):
+            with raise_on_all(world):
+                folder.write_history(_started(state.step, left, trainer))
         checkpointer.writer.meet()
         if spec.train.reproducible and loop.trains:
             watch.say(cost_line(trainer, loop.loader))

@@ -200,6 +200,12 @@ def _batches(batches: Iterator[Any], source: Source) -> Iterator[tuple[int, Row]
             yield number, row
 
 
+class RenamedRow(Row):
+    """A row with the fields that tasks read, made of one that has others."""
+
+    given: Row
+
+
 @dataclass(frozen=True)
 class RenamedRows:
     """Rows whose text and target stand in fields with other names."""
@@ -230,7 +236,9 @@ class RenamedRows:
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         for number, row in self.rows:
-            yield number, self._renamed(row, number)
+            renamed = RenamedRow(self._renamed(row, number))
+            renamed.given = row
+            yield number, renamed
 
     def _renamed(self, row: Row, number: int) -> Row:
         renamed = dict(row)

@@ -47,6 +47,8 @@ PACKED: dict[bytes, tuple[str, str]] = {  # magic bytes of compressed files -> (
 BLOCK_OF_BZIP2 = b"1AY&SY"  # follows the block-size digit; BZh alone may start a text
 ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 HEAD_BYTES = 16
+STANDARD_INPUT = "standard input"
+STANDARD_FOLDER = "carrywave-standard-input-"  # how the name of a temporary folder begins that keeps standard input in a file
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,7 @@ def find(
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     kind = suffixes[-2] if compression and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
+    name = STANDARD_INPUT if path.parent.name.startswith(STANDARD_FOLDER) else name
     source = Source(name, path, named_format(kind, format), compression, block_bytes)
     if source.format == "parquet" and compression:
         raise DataError(f"{field}={name}: Parquet is already compressed internally; decompress the file and rename it to .parquet")

@@ -39,6 +39,7 @@ class ColumnChoice:
     time: str | None = None
     series: str | None = None
     frequency: str | None = None
+    date_order: str | None = None  # of dates with the year last that do not tell it themselves
     strict: bool = True  # reject irregular times; otherwise accept them, and forecasts have no times
     trained: bool = False  # read as the training data was read
     known: tuple[str, ...] = ()  # known for the whole horizon
@@ -58,8 +59,9 @@ class ColumnChoice:
         learned: dict[str, Any] = {name: getattr(codec, name) for name in COVARIATES}
         learned["targets"] = tuple(codec.columns[place] for place in codec.targets)
         strict = codec.frequency is not None
+        learned["date_order"] = codec.date_order
         return ColumnChoice(
-            codec.measured, codec.time, codec.series, codec.frequency, strict, trained=True, missing=data.missing, **learned
+            codec.measured, codec.time, codec.series, codec.frequency, strict=strict, trained=True, missing=data.missing, **learned
         )
 
     @property

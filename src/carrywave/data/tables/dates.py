@@ -57,9 +57,12 @@ def texts_of(column: Any) -> Any:
     return pc.utf8_trim_whitespace(flat.cast(pa.string()))
 
 
-def read_dates(texts: Any) -> Dates | None:
-    """Parse trimmed texts as dates; None unless every one is a date, and all are in one format."""
-    first = first_in(texts)
+def read_dates(texts: Any, known: str | None = None) -> Dates | None:
+    """Parse trimmed texts as dates; None unless every one is a date, and all are in one format.
+
+    `known` is what comes first where the year comes last, if the texts do not tell.
+    """
+    first = first_in(texts, known)
     return _read_year_first(texts if first is None else _year_first(texts, first))
 
 
@@ -72,10 +75,11 @@ def _read_year_first(texts: Any) -> Dates | None:
     return found
 
 
-def first_in(texts: Any) -> Order | None:
+def first_in(texts: Any, known: str | None = None) -> Order | None:
     """Return what comes first in dates with the year last; None if that cannot be told, or if not all are such dates.
 
-    A number above 12 is a day. Dates with dots have the day first wherever they are usual; in 01/02/2024 it could be either.
+    A number above 12 is a day. Dates with dots have the day first wherever they are usual; in 01/02/2024 it could be either, unless it is
+    `known` from other dates of the same origin.
     """
     if not len(texts) or not pc.all(pc.match_substring_regex(texts, YEAR_LAST)).as_py():
         return None
@@ -84,7 +88,9 @@ def first_in(texts: Any) -> Order | None:
     dots = pc.all(pc.match_substring_regex(texts, WITH_DOTS)).as_py()
     if first > 12 or (dots and second <= 12):
         return "day" if second <= 12 else None
-    return "month" if second > 12 else None
+    if second > 12:
+        return "month"
+    return "day" if known == "day" else "month" if known == "month" else None
 
 
 def _year_first(texts: Any, first: Order) -> Any:
@@ -133,10 +139,10 @@ def share_of_dates(texts: Any) -> float:
     return _share(pc.match_substring_regex(texts, LIKE_ISO))
 
 
-def problem(texts: Any, label: str, *, counted: bool) -> str | None:
+def problem(texts: Any, label: str, *, counted: bool, known: str | None = None) -> str | None:
     """Explain what is wrong with texts that seem to be meant as dates: a row that is not a date, or the format of all of them.
 
-    The format does not matter if rows are merely `counted`.
+    The format does not matter if rows are merely `counted`. `known` is the order of dates with the year last.
     """
     if share_of_dates(texts) > MOST and _mostly_read(texts):
         row = _first_broken(texts)
@@ -145,7 +151,7 @@ def problem(texts: Any, label: str, *, counted: bool) -> str | None:
     alike = like_dates(texts)
     last = pc.match_substring_regex(texts, YEAR_LAST)
     if _share(last) > MOST and not counted:
-        return _problem_with_year_last(texts, last, label)
+        return _problem_with_year_last(texts, last, label, known)
     if _share(alike) > MOST and not counted:
         shown = texts[int(pc.index(alike, True).as_py())].as_py()
         fact = f"column {label} contains {shown!r:.40}, a date in an unsupported format"
@@ -153,9 +159,9 @@ def problem(texts: Any, label: str, *, counted: bool) -> str | None:
     return None
 
 
-def _problem_with_year_last(texts: Any, last: Any, label: str) -> str:
+def _problem_with_year_last(texts: Any, last: Any, label: str, known: str | None) -> str:
     """Explain what is wrong with dates of which most have the year last: one that is no such date, or that all can be read in two ways."""
-    first = first_in(texts.filter(last))
+    first = first_in(texts.filter(last), known)
     if first is None:
         shown = texts[int(pc.index(last, True).as_py())].as_py()
         fact = f"column {label} contains {shown!r:.40}, and it cannot be told whether the day or the month comes first"

@@ -23,7 +23,7 @@ from carrywave.data.tables.calendar import calendar_columns, calendar_features
 from carrywave.data.tables.columns import A_NUMBER, SERIES_NAME, TIME_NAMES, ColumnChoice, Roles, roles_of, second_rows
 from carrywave.data.tables.completing import SortedRows, completed
 from carrywave.data.tables.covariates import categories_of
-from carrywave.data.tables.dates import WRITE, first_in, is_dates, is_text, problem, texts_of
+from carrywave.data.tables.dates import WRITE, is_dates, is_text, problem, texts_of
 from carrywave.data.tables.moments import TOO_WHOLE, too_whole, unusable
 from carrywave.data.tables.times import TimeColumn, Times, read_times, with_frequency
 from carrywave.errors import DataError
@@ -192,9 +192,9 @@ def _in_time(
     column = table[roles.time]
     if choice.frequency != "none":
         _refuse_calendar_numbers(column, name, roles.time)
-    times = read_times(column, name, roles.time)
+    times = read_times(column, name, roles.time, choice.date_order)
     if times.in_words:
-        _refuse_unknown_dates(column, times, name, roles.time, by_series, codes, counted=choice.frequency == "none")
+        _refuse_unknown_dates(column, times, name, roles.time, by_series, codes, choice)
     order: Ints = np.lexsort((times.keys, codes))
     _refuse_twice(table, order, codes, times, names, name, roles)
     order = by_series if times.in_words else order
@@ -208,8 +208,8 @@ def _in_time(
     place = TimeColumn(name, roles.time, column, order, names, codes[order], remedy)
     times, gaps = with_frequency(times.sorted(order), codes[order], choice.frequency, strict=choice.strict, place=place)
     said = [] if gaps is None or choice.missing != "error" else [gaps]
-    if is_text(column.type) and times.dated and (first := first_in(texts_of(column))) is not None:
-        said.insert(0, f"{name}: column {roles.time} contains {column[0].as_py()!r:.40}, read with the {first} first")
+    if times.order is not None:
+        said.insert(0, f"{name}: column {roles.time} contains {column[0].as_py()!r:.40}, read with the {times.order} first")
     if len(times.offsets) > 1:
         shown = " and ".join(times.offsets[:2])
         fact = f"column {roles.time} has times with different offsets from UTC ({shown})"
@@ -294,12 +294,13 @@ def _refuse_calendar_numbers(column: Any, name: str, label: str) -> None:
             )
 
 
-def _refuse_unknown_dates(column: Any, times: Times, name: str, label: str, by_series: Ints, codes: Ints, *, counted: bool) -> None:
+def _refuse_unknown_dates(column: Any, times: Times, name: str, label: str, by_series: Ints, codes: Ints, choice: ColumnChoice) -> None:
     """Reject text meant as dates that cannot be parsed, and other text unless rows are already in its order: it does not sort by time.
 
-    `counted`: rows are counted regardless of their times; then only a malformed date among valid ones is rejected.
+    If rows are counted regardless of their times, only a malformed date among valid ones is rejected.
     """
-    wrong = problem(texts_of(column), label, counted=counted)
+    counted = choice.frequency == "none"
+    wrong = problem(texts_of(column), label, counted=counted, known=choice.date_order)
     if wrong is not None:
         raise DataError(f"{name}: {wrong}")
     falls = (np.diff(times.keys[by_series]) < 0) & (np.diff(codes[by_series]) == 0)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from carrywave.data.sequences import Ints
 from carrywave.data.tables import frequency as frequencies
-from carrywave.data.tables.dates import is_text, offsets_of, read_dates, texts_of
+from carrywave.data.tables.dates import Order, first_in, is_text, offsets_of, read_dates, texts_of
 from carrywave.data.tables.frequency import Frequency, Keys
 from carrywave.errors import DataError
 
@@ -34,6 +34,7 @@ class Times:
     even_by_wall: bool = False  # the frequency is that of the local clock, not of UTC
     in_words: bool = False  # text that is not a date: keys only tell which rows are equal
     offsets: tuple[str, ...] = ()  # from UTC, of times written as text; if there are several, the zone is UTC
+    order: Order | None = None  # what comes first in dates that have the year last
     untold: str | None = None  # what the times are, if they can be sorted but nothing more
 
     def sorted(self, order: Ints) -> Times:
@@ -129,8 +130,8 @@ class Times:
         return str(there.as_py().isoformat(sep=" "))
 
 
-def read_times(column: Any, name: str, label: str) -> Times:
-    """Read the times in a column; missing values are rejected."""
+def read_times(column: Any, name: str, label: str, order: str | None = None) -> Times:
+    """Read the times in a column; missing values are rejected. `order` is that of dates with the year last, where they do not tell it."""
     keys: NDArray[Any]
     flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
@@ -138,7 +139,7 @@ def read_times(column: Any, name: str, label: str) -> Times:
         row = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
         raise DataError(f"{name}: row {row + 1}, column {label} is empty; fill in the time of every row")
     if is_text(flat.type):
-        return _from_text(texts_of(flat))
+        return _from_text(texts_of(flat), order)
     if pa.types.is_date(flat.type):
         return Times(_micros(flat.cast(pa.timestamp("us"))), "date")
     if pa.types.is_timestamp(flat.type):
@@ -158,18 +159,19 @@ def read_times(column: Any, name: str, label: str) -> Times:
     return Times(keys.astype(np.int64) if keys.dtype.kind == "u" and int(keys.max(initial=0)) < 2**63 else keys, "number")
 
 
-def _from_text(texts: Any) -> Times:
+def _from_text(texts: Any, known: str | None) -> Times:
     """Parse dates if all texts are dates; otherwise return ranks, because text cannot be sorted by time and is only used in file order."""
-    dates = read_dates(texts)
+    dates = read_dates(texts, known)
     if dates is None:
         ranks: NDArray[Any] = pc.rank(texts, tiebreaker="dense").to_numpy(zero_copy_only=False).astype(np.int64)
         return Times(ranks, "other", in_words=True)
+    first = first_in(texts, known)
     if dates.moments.type.tz is not None:
         offsets = offsets_of(texts)
         zone = "UTC" if len(offsets) > 1 or offsets == ("+00:00",) else offsets[0]
         there = dates.moments.cast(pa.timestamp("us", zone))
-        return Times(_micros(there), dates.shape, zone, _micros(pc.local_timestamp(there)), offsets=offsets)
-    return Times(_micros(dates.moments), dates.shape)
+        return Times(_micros(there), dates.shape, zone, _micros(pc.local_timestamp(there)), offsets=offsets, order=first)
+    return Times(_micros(dates.moments), dates.shape, order=first)
 
 
 def _from_timestamps(moments: Any) -> Times:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from carrywave.data.files.rows import RenamedRow
 from carrywave.errors import DataError, UserError, option
 
 Row = dict[str, Any]
@@ -48,11 +49,12 @@ class Carried:
         return tuple(column for column, _ in self.columns)
 
     def take(self, row: Mapping[str, Any], where: str) -> Row:
-        """The carried fields of a row."""
+        """The carried fields of a row, under the names it has in the input."""
+        given = row.given if isinstance(row, RenamedRow) else row
         found: Row = {}
         for column, name in self.columns:
-            if column not in row:
-                known = ", ".join(str(each) for each in list(row)[:8])
+            if column not in given:
+                known = ", ".join(str(each) for each in list(given)[:8])
                 raise DataError(f"{where} has no field {column} (fields: {known}); name one that every row has with {option('keep')}")
-            found[name] = row[column]
+            found[name] = given[column]
         return found

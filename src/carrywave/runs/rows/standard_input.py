@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from carrywave.data.files.source import FORMATS, Format, Source, not_utf8
+from carrywave.data.files.source import FORMATS, STANDARD_FOLDER, STANDARD_INPUT, Format, Source, not_utf8
 from carrywave.errors import DataError
 from carrywave.parallel.startup.launcher_env import launched
 from carrywave.parallel.world import all_gather_text, join, raise_on_all
@@ -21,7 +21,6 @@ from carrywave.spec.load import load_own
 from carrywave.spec.spec import Spec
 
 DASH = "-"
-NAME = "standard input"
 SUFFIXES: dict[Format, str] = {"text": ".txt", "jsonl": ".jsonl", "csv": ".csv", "parquet": ".parquet"}
 
 
@@ -51,9 +50,9 @@ def open_stream(spec: Spec) -> Stream:
         raise DataError("workers cannot read from a terminal; pipe the data into the command, or pass a file instead of -")
     head = stream.peek(64)
     kind = _format(head, spec)
-    if kind != "parquet" and (wrong := not_utf8(NAME, head)) is not None:
+    if kind != "parquet" and (wrong := not_utf8(STANDARD_INPUT, head)) is not None:
         raise DataError(f"{wrong.partition(';')[0]}; unpack or convert it before it is piped in, as in: gunzip -c FILE | carrywave …")
-    return Stream(NAME, None, kind, stream=stream)
+    return Stream(STANDARD_INPUT, None, kind, stream=stream)
 
 
 def _format(head: bytes, spec: Spec) -> Format:
@@ -90,8 +89,8 @@ def data_on_all(data: str | None, run: Path | str, device: str) -> Iterator[Path
 @contextmanager
 def kept_in_a_file(source: Stream) -> Iterator[Path]:
     """A temporary file with all of standard input."""
-    with tempfile.TemporaryDirectory(prefix="carrywave-") as folder:
-        path = Path(folder) / f"standard-input{SUFFIXES[source.format]}"
+    with tempfile.TemporaryDirectory(prefix=STANDARD_FOLDER) as folder:
+        path = Path(folder) / f"data{SUFFIXES[source.format]}"
         with path.open("wb") as file:
             shutil.copyfileobj(source.stream, file, 1 << 20)
         yield path
