@@ -7,6 +7,9 @@ import hashlib
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,41 @@ def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="file is a file"):
         Run.create(tmp_path / "file", "language")
+
+
+def _kill_at_start(path: Path, *names: str) -> None:
+    """What a process leaves that was killed after it wrote these files."""
+    program = f"""
+import os, signal
+from pathlib import Path
+from carrywave.runs.run import Run
+run = Run.create(Path({str(path)!r}), "language")
+for name in {names!r}:
+    run.expect_snapshot(None) if name == "snapshots" else run.write_json(name, {{}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+
+
+def test_a_process_that_was_killed_before_its_run_began_leaves_the_folder_free(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    _kill_at_start(path, "plan.json", "codec.json", "facts.json", "snapshots")
+    (path / "snapshots" / "..none-yet.tmp").write_bytes(b"{")
+    (path / ".spec.yaml.tmp").write_bytes(b"task:")
+    run = Run.create(path, "language")
+    run.write_json("plan.json", {"of": "another"})
+    assert not (path / "codec.json").exists()
+    assert not (path / "snapshots").exists()
+    run.release()
+
+
+@pytest.mark.parametrize("own", ["notes.txt", "metrics.jsonl", "weights.safetensors", "snapshots/step-00000008"])
+def test_a_folder_with_anything_else_in_it_is_not_free(tmp_path: Path, own: str) -> None:
+    _kill_at_start(tmp_path / "x", "plan.json", "snapshots")
+    (tmp_path / "x" / own).write_text("mine")
+    with pytest.raises(RunError, match="x already exists and is not empty"):
+        Run.create(tmp_path / "x", "language")
+    assert (tmp_path / "x" / own).read_text() == "mine"
 
 
 def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ MOST_BYTES = 1_000_000
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders, or their addresses in an object store.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or their addresses in an object store.")],
     file: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Output file. Default: report.html in the run folder; of several runs, here."),

@@ -28,7 +28,7 @@ from carrywave.runs.event_log import EventLog
 from carrywave.runs.hashed_log import HashedLog
 from carrywave.runs.history import HISTORY, TIMELINE
 from carrywave.runs.remote_run import RemoteRun
-from carrywave.runs.run_place import check_name, free_place, refuse_occupied, remove_empty
+from carrywave.runs.run_place import check_name, free_place, never_began, refuse_occupied, remove_empty
 from carrywave.runs.tracking.tracking import FOLDER as TRACKING
 from carrywave.runs.tracking.tracking import Tracking
 from carrywave.spec.spec import Spec
@@ -36,19 +36,19 @@ from carrywave.spec.spec import Spec
 FIRST = ("split", "epoch", "step", "loss")
 METRICS, TIMING, EVENTS = "metrics.jsonl", "timing.jsonl", "tb"
 MADE = (
-    "spec.yaml",
-    "plan.json",
-    "codec.json",
-    "facts.json",
     METRICS,
     TIMING,
     HISTORY,
     TIMELINE,
     EVENTS,
-    "snapshots",
     TRACKING,
+    "spec.yaml",
+    "plan.json",
+    "codec.json",
+    "facts.json",
+    "snapshots",
     launch_record.NOTE,
-)  # everything a run writes, except its weights, logs and owner file
+)  # everything a run writes, except its weights, logs and owner file; without spec.yaml, what follows it is no run
 WEIGHTS = "weights.safetensors"
 Value = float | int | str | bool | None
 
@@ -87,7 +87,7 @@ class Run:
         self._made, self._anew = False, True
 
     def expect_snapshot(self, init: str | None) -> None:
-        """Record that a new run's initial files are complete and its first snapshot is pending; `init` names the weights it starts from."""
+        """Record that a new run's first snapshot is pending, before its spec.yaml is written; `init` names the weights it starts from."""
         self.make()
         with self._writing(str(self.snapshots)):
             self.snapshots.mkdir(exist_ok=True)
@@ -160,9 +160,10 @@ class Run:
                 raise
             if self._anew:
                 self._clear()
-            elif any(entry.name != owner.FILE for entry in self.path.iterdir()):
+            elif not never_began(self.path):
                 raise RunError(f"{self.path} was just filled by another process; use another {option('run')}")
             else:
+                self._clear()
                 self._founded = founded
             launch_record.note(self.path)
         self._made = True
@@ -294,7 +295,7 @@ class Run:
 
     def _clear(self) -> None:
         """Remove what an earlier attempt wrote, except for its history, and nothing else from the folder."""
-        for entry in (self.path / name for name in (*MADE, WEIGHTS) if name not in (*launch_record.KEPT, HISTORY)):
+        for entry in (self.path / name for name in (WEIGHTS, *MADE) if name not in (*launch_record.KEPT, HISTORY)):
             atomic_files.remove(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
 
     def _withdraw(self, error: BaseException) -> bool:

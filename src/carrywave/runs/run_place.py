@@ -8,8 +8,13 @@ from itertools import count
 from pathlib import Path
 
 from carrywave.errors import RunError, option
+from carrywave.launch import launch_record
 from carrywave.runs import owner
 from carrywave.runs.checkpoint.snapshot import NONE_YET, POINTER
+from carrywave.runs.history import HISTORY
+
+SNAPSHOTS = "snapshots"
+INITIAL = ("plan.json", "codec.json", "facts.json", HISTORY, *launch_record.KEPT)  # with snapshots/.none-yet, all that precedes spec.yaml
 
 
 def free_place(task: str) -> Path:
@@ -29,17 +34,39 @@ def refuse_occupied(path: Path) -> None:
     """Refuse a folder in which something is, with the remedy for what it is."""
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file, but a run must be a folder; use another {option('run')}")
-    # A process killed at its start may have left only its owner file.
     if not path.is_dir() or all(entry.name == owner.FILE for entry in path.iterdir()):
         return
-    there = owner.read(path)
-    if there is not None and not owner.is_gone(there, owner.this_process()):
+    there, here = owner.read(path), owner.this_process()
+    gone = there is not None and owner.is_gone(there, here)
+    if there is not None and (gone or there.host != here.host) and never_began(path):
+        return  # whoever takes the folder still has to become its owner, which a living process on another host prevents
+    if there is not None and not gone:
         raise RunError(f"{path} is being trained by {there}; use another {option('run')}")
     if (path / "spec.yaml").is_file() and not (path / "snapshots" / POINTER).is_file():
         known = (path / "snapshots" / NONE_YET).is_file()
         remedy = f"use {option('resume')} to start it over" if known else "remove the folder"
         raise RunError(f"{path} contains a run that ended before its first snapshot; {remedy}, or use another {option('run')}")
     raise RunError(f"{path} already exists and is not empty; use {option('resume')} to continue it, or use another {option('run')}")
+
+
+def never_began(path: Path) -> bool:
+    """True if a folder is empty, or has only what a process writes before a run's spec.yaml, the last of its initial files.
+
+    A process that was killed at its start leaves that: nothing in it was trained, so a new run may take its place.
+    """
+    return all(
+        entry.name in INITIAL or _is_draft(entry) or (entry.name == SNAPSHOTS and entry.is_dir() and _is_unused(entry))
+        for entry in path.iterdir()
+    )
+
+
+def _is_unused(snapshots: Path) -> bool:
+    return all(entry.name == NONE_YET or _is_draft(entry) for entry in snapshots.iterdir())
+
+
+def _is_draft(entry: Path) -> bool:
+    """True for a file that was being written."""
+    return entry.name.startswith(".") and entry.suffix == ".tmp"
 
 
 def remove_empty(folders: Sequence[Path]) -> None:

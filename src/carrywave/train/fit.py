@@ -294,7 +294,6 @@ def _train(
         if loop.trains:
             # The files of a finished run describe what was trained, so they stay as they are.
             with raise_on_all(world):
-                folder.write_spec(spec)
                 named = backends(spec, model, plan, order, str(world.device))
                 told = {"backends": named, "transport": str(ways or ""), "workers": [asdict(seat) for seat in seated]}
                 folder.write_json("plan.json", asdict(plan) | told)
@@ -303,6 +302,7 @@ def _train(
                 folder.write_json("facts.json", asdict(prepared.facts) | origin)
                 if start.snapshot is None:
                     folder.expect_snapshot(start.init)
+                folder.write_spec(spec)  # last: a folder without it has no run yet, however the process ended
                 folder.write_history(_started(state.step, left, trainer))
             with raise_on_all(world, for_all_of_us=True, patient=True):
                 folder.upload()
