@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -23,10 +24,16 @@ OUTSIDE = re.compile(r"(?:https?:)?//(?!www\.w3\.org/)[\w.-]+\.\w+")  # a name s
 @pytest.fixture(scope="module")
 def builder() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts" / "docsite")
-        import build
-
-        yield build
+        folder = ROOT / "scripts" / "docsite"
+        patch.syspath_prepend(folder)
+        # By its path: there is a package of the name `build`, which another test may have imported.
+        spec = importlib.util.spec_from_file_location("docsite_build", folder / "build.py")
+        assert spec is not None
+        assert spec.loader is not None
+        found = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, spec.name, found)  # where dataclasses look for their module
+        spec.loader.exec_module(found)
+        yield found
 
 
 @pytest.fixture(scope="module")
