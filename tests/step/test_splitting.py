@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import carrywave as cw
-from carrywave.errors import PlanError
+from carrywave.errors import PlanError, UserError
 from carrywave.kernels import random
 from carrywave.model.encoders import Numbers
 from carrywave.model.heads import PooledSoftmax, Softmax
-from carrywave.step.checks.splitting import check_splits
+from carrywave.step.checks.splitting import SplitCheck
 
 STEPS, LANES, FEATURES, WIDTH, CLASSES = 9, 4, 3, 6, 5
 CHUNKS, MICRO_BATCHES, SERIAL = {"chunk_steps": 4}, {"micro_batches": 2}, {}
@@ -310,7 +310,7 @@ def test_good_modules_pass_and_are_left_as_they_were(plan: dict[str, int], preci
     trainer = cw.Trainer(made, {"optimizer": "sgd", "lr": 0.1, "precision": precision}, plan=plan)
     pairs = [(name, tensor, tensor.detach().clone()) for name, tensor in [*made.named_parameters(), *made.named_buffers()]]
     seeds = torch.get_rng_state(), python_random.getstate()
-    check_splits(trainer.stage, trainer.plan, batch(), random.key(1), trainer.mesh)
+    SplitCheck(trainer.stage, trainer.mesh, precision="fp32").look([batch()], [random.key(1)], training=True)
     assert torch.equal(torch.get_rng_state(), seeds[0])
     assert python_random.getstate() == seeds[1]
     for (name, now), (_, before, value) in zip([*made.named_parameters(), *made.named_buffers()], pairs, strict=True):
@@ -349,7 +349,7 @@ def test_what_is_compiled_is_probed_as_it_is_written() -> None:
     made = model(encoder)  # type: ignore[arg-type]
     trainer = cw.Trainer(made, {"optimizer": "sgd", "lr": 0.1}, plan=CHUNKS)
     with pytest.raises(PlanError, match=r"encoder.*\(Conv1d\) gives different results for a step"):
-        check_splits(trainer.stage, trainer.plan, batch(), random.key(1), trainer.mesh)
+        SplitCheck(trainer.stage, trainer.mesh, precision="fp32").look([batch()], [random.key(1)], training=True)
     assert not graphs
 
 
@@ -363,7 +363,7 @@ def test_the_step_that_follows_is_the_one_that_would_have_been(monkeypatch: pyte
     ends = []
     for probed in (True, False):
         if not probed:
-            monkeypatch.setattr("carrywave.step.trainer.check_splits", lambda *args, **options: None)
+            monkeypatch.setattr("carrywave.step.trainer.SplitCheck.look", lambda *args, **options: None)
         torch.manual_seed(1)
         made = model(PerFrame())
         trainer = cw.Trainer(made, {"lr": 0.1}, plan=CHUNKS)
@@ -445,3 +445,146 @@ def test_one_lane_and_one_step_are_enough() -> None:
     long = cw.Batch.of(torch.randn(6, 1, FEATURES), torch.ones(6, 1, dtype=torch.int64))
     with pytest.warns(UserWarning, match="gives different results for a lane"):
         step(model(Each(lambda self, x: x - x.mean(1, keepdim=True))), SERIAL, long)
+
+
+def shifted(steps: int) -> nn.Module:
+    return Each(lambda self, x: x - torch.cat((torch.zeros_like(x[:steps]), x))[: len(x)])
+
+
+def dilated(self: Any, x: Tensor) -> Tensor:
+    return functional.conv1d(functional.pad(x.permute(1, 2, 0), (16, 0)), self.kernel.to(x.dtype), dilation=16).permute(2, 0, 1)
+
+
+def multiple_of_8(self: Any, x: Tensor) -> Tensor:
+    if len(x) % 8:
+        raise ValueError(f"{len(x)} steps are no multiple of 8")
+    return x.unflatten(0, (-1, 8)).cumsum(1).flatten(0, 1)
+
+
+class Pairs(Head):
+    """Lane i is scored with lane i + B / 2."""
+
+    def loss(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = y.chunk(2, dim=1)
+        return super().loss(torch.cat((left + right, right - left), dim=1), target)
+
+
+def of_size(steps: int, lanes: int, seed: int = 1) -> cw.Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(steps, lanes, FEATURES, generator=generator)
+    return cw.Batch.of(x, torch.randint(CLASSES, (steps, lanes), generator=generator))
+
+
+@pytest.mark.parametrize(
+    "encoder",
+    [shifted(24), Each(dilated, kernel=torch.ones(FEATURES, FEATURES, 2))],
+    ids=["shift", "dilation"],
+)
+def test_what_reaches_far_back_is_found_at_the_plans_own_chunks(encoder: nn.Module) -> None:
+    refused(model(encoder), {"chunk_steps": 16}, r"encoder \(Each\) gives different results for a step", of_size(64, 2))
+
+
+def test_a_longer_or_wider_batch_is_checked_again() -> None:
+    conv = OverTime(nn.Sequential(nn.ConstantPad1d((4, 0), 0.0), nn.Conv1d(FEATURES, FEATURES, 5)))
+    trainer = step(model(conv), CHUNKS, of_size(1, 4))  # one step: there is nothing to cut, and nothing to say
+    with pytest.raises(PlanError, match=r"encoder\.inner\S* \(Conv1d\) gives different results for a step"):
+        trainer.step(of_size(9, 4))
+    centred = Each(lambda self, x: x - x.mean(1, keepdim=True))
+    trainer = step(model(centred), MICRO_BATCHES, of_size(9, 1))
+    with pytest.raises(PlanError, match=r"encoder \(Each\) gives different results for a lane"):
+        trainer.step(of_size(9, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*this plan does not change the result")
+def test_what_was_checked_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = step(model(PerFrame()), CHUNKS, of_size(9, 4))
+
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError("probed")
+
+    monkeypatch.setattr("carrywave.step.checks.probe.probe", never)
+    for each in (of_size(9, 4), of_size(5, 4), of_size(9, 2)):
+        trainer.step(each)
+        trainer.evaluate([each])
+    with pytest.raises(AssertionError, match="probed"):
+        trainer.step(of_size(10, 4))
+    with pytest.raises(AssertionError, match="probed"):
+        trainer.evaluate([of_size(9, 5)])
+
+
+@pytest.mark.parametrize(
+    ("made", "plan", "each", "words"),
+    [
+        (
+            lambda: model(Each(multiple_of_8)),
+            {"chunk_steps": 12},
+            of_size(24, 2),
+            r"encoder \(Each\) works on a whole batch, but raises ValueError: 12 steps are no multiple of 8 when split by time",
+        ),
+        (
+            lambda: model(nn.Linear(FEATURES, FEATURES), Pairs()),
+            {"micro_batches": 4},
+            of_size(9, 4),
+            r"head \(Pairs\) works on a whole batch, but raises .* when split by lanes.*; make it work lane by lane",
+        ),
+        (
+            lambda: model(nn.Linear(FEATURES, FEATURES), Pairs()),
+            {"micro_batches": 2, "chunk_steps": 4},
+            of_size(9, 8),
+            r"head \(Pairs\) returns a loss of .* as a whole but .* in parts when split by lanes",
+        ),
+    ],
+)
+def test_what_raises_or_differs_only_when_cut_is_refused(made: Any, plan: dict[str, int], each: cw.Batch, words: str) -> None:
+    refused(made(), plan, words, each)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(made(), SERIAL, each)
+
+
+def test_what_depends_on_both_cuts_at_once() -> None:
+    def small(self: Any, x: Tensor) -> Tensor:
+        return x * (2.0 if x.shape[0] * x.shape[1] <= 8 else 1.0)
+
+    words = r"encoder \(Each\) gives different results when split by time and lanes; make it work step by step and lane by lane"
+    refused(model(Each(small)), {"micro_batches": 2, "chunk_steps": 4}, words, of_size(8, 4))
+
+
+def test_what_cannot_be_compared_is_refused_unless_its_owner_vouches_for_it() -> None:
+    class Once(nn.Module):
+        """Refuses what it has not been told to expect: a whole batch."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 4:
+                raise RuntimeError("too long")
+            return x
+
+    words = r"encoder \(Once\) could not be run on a whole batch .*\(RuntimeError: too long\).* set encoder\.splittable = True"
+    refused(model(Once()), CHUNKS, words)
+    with pytest.raises(RuntimeError, match="too long"):
+        step(model(Once()), SERIAL)  # as the module itself says it
+    sure = Once()
+    sure.splittable = True  # type: ignore[assignment]
+    step(model(sure), CHUNKS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch gives TorchScript up
+        scripted = torch.jit.script(nn.Linear(FEATURES, FEATURES))
+        refused(model(scripted), CHUNKS, r"encoder \(\w+\) could not be run on a whole batch .*TorchScript")
+        step(model(scripted), SERIAL)
+        scripted.splittable = True
+        step(model(scripted), CHUNKS)
+
+
+def test_an_evaluation_is_checked_at_its_own_batches() -> None:
+    trainer = step(model(shifted(8)), {"chunk_steps": 8}, of_size(8, 2))
+    with pytest.raises(PlanError, match=r"encoder \(Each\) gives different results for a step"):
+        trainer.evaluate([of_size(16, 2)])
+
+
+def test_a_wrong_loss_says_so_itself() -> None:
+    class Wrong(Head):
+        def loss(self, y: Tensor, target: Tensor) -> Any:
+            return super().loss(y, target)[0]
+
+    with pytest.raises(UserError, match=r"loss of the head Wrong must return \(sum over the targets, number of targets\)"):
+        step(model(nn.Linear(FEATURES, FEATURES), Wrong()), CHUNKS)

@@ -127,6 +127,24 @@ class Mesh:
             dist.broadcast(whole, self.rank_at(0, self.stage), group=groups[self.stage])
             tensor.detach().copy_(whole)
 
+    @lost_contact.kept
+    def join_lanes(self, parts: Mapping[str, tuple[Tensor, int]], lanes: int) -> dict[str, Tensor]:
+        """Put together tensors of which each replica has its share of the lanes, along the axis given with each, through host memory.
+
+        Collective: every rank must call it; the workers of a stage with the same tensors.
+        """
+        groups = [process_groups.group(sorted(self.ranks[stage :: self.plan.stages]), "weights") for stage in range(self.plan.stages)]
+        low, high = self.share().bounds(lanes)
+        joined: dict[str, Tensor] = {}
+        for name, (part, axis) in sorted(parts.items()):
+            whole = torch.zeros(*part.shape[:axis], lanes, *part.shape[axis + 1 :], dtype=part.dtype)
+            if low < high:  # otherwise the part is an idle lane
+                whole.narrow(axis, low, high - low).copy_(part)
+            if whole.numel():
+                dist.all_reduce(whole, group=groups[self.stage])
+            joined[name] = whole.to(part.device)
+        return joined
+
     def row_exchange(self) -> RowExchange:
         """What the replicas of this stage exchange if they share a vocabulary. Collective: every rank must call it."""
         plan, found = self.plan, dict[int, dist.ProcessGroup]()

@@ -13,6 +13,7 @@ from carrywave.data.loader import Loader
 from carrywave.data.order import Cursor, Order, SequenceOrder, StreamOrder
 from carrywave.data.view import View
 from carrywave.errors import DataError
+from carrywave.kernels import random
 from carrywave.model.model import Model
 from carrywave.model.modes import mode
 from carrywave.model.opaque_model import Whole
@@ -22,6 +23,7 @@ from carrywave.parallel.mesh import Mesh
 from carrywave.plan.canonical_shards import SHARDS, tree
 from carrywave.spec.spec import Spec
 from carrywave.step import executor
+from carrywave.step.checks.splitting import SplitCheck
 from carrywave.step.graphs.capture import Capture
 from carrywave.step.job import BatchOutcome, Observer
 from carrywave.step.micro_batches import FlatCarry, flatten, unflatten
@@ -65,11 +67,13 @@ def evaluate(
     details: Details | None = None,
     tops: Sequence[int] = (),
     look: Callable[[Metric], None] | None = None,
+    splits: SplitCheck | None = None,
 ) -> dict[str, float]:
     """Mean loss over all real targets of a part, and the task's metrics: the same on every worker.
 
     `capture` keeps CUDA graphs from one evaluation of a model to the next. `details` gets the metrics by what it asks for. `tops` as in
-    `metrics.for_task`; `look` is shown the metric over all workers.
+    `metrics.for_task`; `look` is shown the metric over all workers. `splits` remembers from one evaluation to the next which sizes of
+    batches a user's modules were checked with.
     """
     device = mesh.device
     shards = own_shards(mesh) if task.spec.train.reproducible else None
@@ -81,7 +85,7 @@ def evaluate(
     watched = any(judge.meter is not None for judge in judges.values())
     sums = torch.zeros(places, 3, dtype=torch.float64, device=device)  # loss, count, workers whose outputs do not fit the metric
     observers: dict[int, Observer] = {shard: judge.see for shard, judge in judges.items()} if watched else {}
-    for shard, _, outcome in _walk(model, task.spec, part, mesh, stage, observers, tick, capture, shards):
+    for shard, _, outcome in _walk(model, task.spec, part, mesh, stage, observers, tick, capture, shards, splits):
         sums[shard, :2] += torch.stack([outcome.loss_sum, outcome.count])
     for shard, judge in judges.items():
         sums[shard, 2] = float(watched and judge.meter is None)
@@ -145,6 +149,7 @@ def _walk(
     tick: Callable[[int, int], None] | None,
     capture: Capture | None,
     shards: Sequence[int] | None,
+    splits: SplitCheck | None = None,
 ) -> Iterator[tuple[int, Batch, BatchOutcome]]:
     """As `passes`, for each canonical shard of a batch separately; with `shards` None, this worker's whole part is one."""
     stage = stage or (Stage(model, *mesh.span(model.units)) if isinstance(model, Model) else model)
@@ -154,10 +159,12 @@ def _walk(
     if capture is None:
         capture = Capture.of(mesh.device, mesh.plan, model, in_stream=mesh.messages_in_stream)
     forward = _Forward(stage, mesh, spec, whole=model.reads_whole)
+    splits = splits or SplitCheck(stage, mesh, precision=spec.train.precision, shards=shards is not None)
     states: dict[int, State] = {}
     total = order.num_steps(0)
     with mode(model, training=False):
         for batch in loader.batches(Cursor(0, 0)):
+            splits.look([batch], [random.key(0)], training=False)
             for shard, own in parts_of(mesh, batch, shards, pooled=model.pooled):
                 state = states.get(shard)
                 if state is None or not spec.streams:

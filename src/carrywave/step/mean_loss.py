@@ -10,6 +10,7 @@ from torch import Tensor
 
 from carrywave.data.batch import Batch
 from carrywave.errors import UserError
+from carrywave.kernels import random
 from carrywave.model.modes import mode
 from carrywave.model.state import State
 from carrywave.plan.canonical_shards import SHARDS, tree
@@ -34,6 +35,7 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: Callable[[Ten
     with mode(model, training=False):
         for batch in _alike(trainer, [batches] if isinstance(batches, Batch) else batches):
             check_batches([batch], model, keep_state=trainer.keep_state)
+            trainer.evaluation_splits.look([batch], [random.key(0)], training=False)
             own = trainer.own_part(batch, scores=trainer.stage.has_head)
             # With `reproducible`, each shard of the lanes runs separately and shards are summed in a fixed order: the same bits for any
             # number of replicas.

@@ -21,14 +21,16 @@ def bounds(lanes: int, micro_batches: int) -> list[tuple[int, int]]:
     return [Share(part, micro_batches).bounds(lanes) for part in range(micro_batches)]
 
 
-def micro_batches_of(plan: Plan, batch: Batch) -> int:
-    """The number of micro-batches a batch is cut into: never more than it has lanes. Replicas that share a vocabulary must have as many as
-    each other.
+def count_of(plan: Plan, lanes: int, total: int) -> int:
+    """The number of micro-batches that a replica's lanes are cut into: never more than there are lanes. Replicas that share a vocabulary
+    must have as many as each other. `total`: the lanes of all replicas.
     """
-    least = batch.lanes.shape[0]
-    if plan.splits_vocabulary:
-        least = max(1, batch.cells[1] // batch.steps // plan.replicas)
-    return min(plan.micro_batches, least)
+    return min(plan.micro_batches, max(1, total // plan.replicas) if plan.splits_vocabulary else lanes)
+
+
+def micro_batches_of(plan: Plan, batch: Batch) -> int:
+    """The number of micro-batches that a batch, or a replica's part of one, is cut into."""
+    return count_of(plan, batch.lanes.shape[0], batch.cells[1] // batch.steps)
 
 
 def most_lanes(plan: Plan, batch: Batch) -> list[int]:

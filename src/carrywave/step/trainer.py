@@ -44,7 +44,7 @@ from carrywave.step.checks.arguments import (
 from carrywave.step.checks.hooks import Hooks
 from carrywave.step.checks.padding import PaddingCheck
 from carrywave.step.checks.separable import check_separable
-from carrywave.step.checks.splitting import check_splits
+from carrywave.step.checks.splitting import SplitCheck
 from carrywave.step.checks.trainable import Followed
 from carrywave.step.compute import Compute
 from carrywave.step.engine import Engine
@@ -152,7 +152,11 @@ class Trainer:
         self._audited = False  # True once the parameters behind the loss were checked, until those that are trained change
         self._sound: Later | None = None  # `sound` of a step that has not been checked yet
         self._padding = PaddingCheck(self.stage, self.mesh.world.rank)
-        self._probed = False  # True once the user's modules were checked to be safe to split
+        # Whether the user's modules may be split as the plan does it: by those who share a step, and by those who share an evaluation.
+        shards = self.engine.shards is not None
+        self._splits = SplitCheck(self.stage, self.within, precision=self.spec.precision, shards=shards)
+        together = self.within is self.mesh
+        self.evaluation_splits = self._splits if together else SplitCheck(self.stage, self.mesh, precision=self.spec.precision)
         known = optimizer is None and self.spec.precision != "fp64" and self.spec.sync != "async"
         in_stream = self.mesh.messages_in_stream
         self.capture = Capture.of(self.device, self.plan, self.model, self.optimizer, in_stream=in_stream) if known else None
@@ -186,9 +190,7 @@ class Trainer:
         if self.keep_state:
             self.lanes = check_lanes(batches, self.plan, self.lanes)
         own = [self.own_part(batch) for batch in batches]
-        if not self._probed:
-            check_splits(self.stage, self.plan, own[0], keys[0], self.mesh, shards=self.engine.shards is not None)
-            self._probed = True
+        self._splits.look(batches if self.within is self.mesh else own, keys, training=True)
         self._padding.look(own, keys)
         if self.keep_state:
             lanes = own[0].lanes.shape[0]

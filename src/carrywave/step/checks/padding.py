@@ -17,7 +17,8 @@ from torch import Tensor
 from carrywave.data.batch import Batch
 from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage
-from carrywave.step.checks.probe import piecewise, untouched
+from carrywave.step.checks.module_runs import piecewise
+from carrywave.step.checks.probe import untouched
 from carrywave.step.checks.probe_sample import LANES, ProbeSample
 
 TOLERANCE = 1e-5  # of the loss: in float64 far above rounding, even if a module computes in float32 internally
@@ -64,7 +65,9 @@ def _reads_padding(whole: Whole, sample: ProbeSample) -> bool:
     for dtype in dict.fromkeys((torch.float64, whole.dtype)):
         with suppress(Exception), untouched(whole.module, sample.x.device, dtype), torch.no_grad():
             whole.module.eval()
-            padded, again, short = (float(run(each, [each.all]).sums[0][0]) for each in (sample.to(dtype), sample.to(dtype), cut.to(dtype)))
+            padded, again, short = (
+                float(run(each, each.whole.pieces).sums[0][0]) for each in (sample.to(dtype), sample.to(dtype), cut.to(dtype))
+            )
             return padded == again and abs(padded - short) > TOLERANCE * abs(padded)
     return False
 

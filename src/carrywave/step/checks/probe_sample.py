@@ -1,4 +1,4 @@
-"""What a user's module is probed with: a few lanes and steps of a batch, and the pieces that they are cut into.
+"""What a user's module is tried with: a full batch, or a few of its lanes and steps.
 
 Shapes: T time, B lane, W width of the head's input.
 """
@@ -6,29 +6,20 @@ Shapes: T time, B lane, W width of the head's input.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from carrywave.data.batch import Batch
+from carrywave.kernels.lengths import real_steps
+from carrywave.step.checks.cuts import Cut
 
-STEPS, CHUNK, LANES = 12, 5, 5  # gives chunks of 5, 5 and 2 steps; 2 lanes and 3
-Axis = Literal["time", "lanes"]
-
-
-class Piece(NamedTuple):
-    """Steps [first, end) of lanes [low, high)."""
-
-    first: int
-    end: int
-    low: int
-    high: int
+STEPS, CHUNK, LANES = 12, 5, 5  # of the few: gives chunks of 5, 5 and 2 steps; 2 lanes and 3
 
 
 @dataclass(frozen=True)
 class ProbeSample:
-    """A few lanes and steps of a batch, and random input for the head."""
+    """Lanes and steps of a batch, and random input for the head."""
 
     x: Tensor  # [T, B, …]
     y: Tensor  # [T, B, W]
@@ -46,22 +37,33 @@ class ProbeSample:
         return replace(self, x=cast(self.x), y=cast(self.y), targets=None if self.targets is None else cast(self.targets))
 
     @property
-    def all(self) -> Piece:
-        """The whole sample as one piece."""
-        return Piece(0, self.x.shape[0], 0, self.x.shape[1])
+    def whole(self) -> Cut:
+        """The sample in one piece."""
+        return Cut.none(*self.x.shape[:2])
 
-    def pieces(self, axis: Axis) -> list[Piece]:
-        """The sample cut along an axis."""
-        steps, lanes = self.x.shape[:2]
-        if axis == "time":
-            size = min(CHUNK, -(-steps // 2))
-            return [Piece(first, min(first + size, steps), 0, lanes) for first in range(0, steps, size)]
-        half = lanes // 2
-        return [Piece(0, steps, low, high) for low, high in ((0, half), (half, lanes)) if low < high]
+    @property
+    def chunks(self) -> Cut:
+        """The sample cut along time."""
+        steps = self.x.shape[0]
+        size = min(CHUNK, -(-steps // 2))
+        return replace(self.whole, times=tuple((first, min(first + size, steps)) for first in range(0, steps, size)))
+
+    @property
+    def halves(self) -> Cut:
+        """The sample cut along lanes."""
+        lanes = self.x.shape[1]
+        return replace(self.whole, lanes=((0, lanes // 2), (lanes // 2, lanes)))
 
 
-def sample_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, whole_time: bool) -> ProbeSample:
-    """Take the longest of this worker's lanes; if it has only one, add a time-reversed copy."""
+def all_of(batch: Batch, key: Tensor, width: int) -> ProbeSample:
+    """The whole batch. As behind a layer, what the head reads of padding is zero."""
+    real_TB1 = real_steps(batch.lengths, batch.steps)
+    y = _numbers(batch.steps, batch.lanes.shape[0], width).to(batch.lengths.device)
+    return ProbeSample(batch.inputs, torch.where(real_TB1, y, 0.0), batch.targets, batch.lengths, batch.lanes, key.to(y.device))
+
+
+def few_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, whole_time: bool) -> ProbeSample:
+    """Some steps of the longest lanes; if there is only one lane, with a copy of it that runs backwards in time."""
     steps = batch.steps if whole_time else min(batch.steps, STEPS)
     chosen = torch.argsort(batch.lengths, descending=True, stable=True)[:LANES]
     x, targets = batch.inputs[:steps, chosen], batch.targets
@@ -72,6 +74,9 @@ def sample_of(batch: Batch, key: Tensor, width: int, *, pooled: bool, whole_time
         x = torch.cat((x, x.flip(0)), dim=1)
         targets = None if targets is None else torch.cat((targets, targets if pooled else targets.flip(0)), dim=0 if pooled else 1)
         lengths, lanes = lengths.repeat(2), torch.cat((lanes, lanes + 1))
-    # Drawn on the host from a separate generator: the same on every worker, and without disturbing anyone else's random numbers.
-    y = torch.rand(steps, lanes.shape[0], width, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    return ProbeSample(x, y.to(x.device), targets, lengths, lanes, key.to(x.device))
+    return ProbeSample(x, _numbers(steps, lanes.shape[0], width).to(x.device), targets, lengths, lanes, key.to(x.device))
+
+
+def _numbers(steps: int, lanes: int, width: int) -> Tensor:
+    """[T, B, W] within ±1, drawn on the host from a generator of their own, so that nobody else's random numbers are disturbed."""
+    return torch.rand(steps, lanes, width, generator=torch.Generator().manual_seed(0)) * 2 - 1

@@ -1,17 +1,19 @@
 """Checks that a user's modules give the same answer however the work is split; a module that does not is refused by name, or warned about.
 
-A module is only harmed along an axis that the plan cuts: a convolution over time trains fine on one device. So a fault that this plan
-triggers is an error, and one that only another plan would trigger is a warning, given once.
+What a plan cuts is compared as it cuts it: on the real batch, once whole and once in the plan's own pieces (chunks of time, lanes of each
+replica and micro-batch), at the first step, and again at every batch that is longer or wider than all before. A module that cannot be
+compared is refused, unless its owner vouches for it. A module is only harmed along an axis that the plan cuts: a convolution over time
+trains fine on one device. So what only other plans would break is a warning, given once, after a trial on a few lanes and steps.
 
-Some faults are recognised by the module's class and options (`known`). Other modules are tried at the first step on a few of its lanes and
-steps (`probe`). Our own modules, and those of torch that work on one step of one lane at a time, are known to be safe and are not tried.
+Some faults are recognised by the module's class and options (`known`). Our own modules, and those of torch that work on one step of one
+lane at a time, are known to be safe and are not tried.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -22,37 +24,19 @@ from carrywave.model.stage import Stage
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
 from carrywave.parallel.world import all_gather_text
-from carrywave.plan.plan import Plan
 from carrywave.step.checks import probe
-from carrywave.step.checks.probe import Finding
-from carrywave.step.checks.probe_sample import Axis, sample_of
-
-# torch modules that treat every step of every lane independently, whatever their arguments. LayerNorm is handled separately, because it may
-# normalize over more than the last axis.
-STEPWISE: frozenset[type[nn.Module]] = frozenset(
-    {nn.Identity, nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU}
-    | {nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid}
-    | {nn.Embedding}
-)
+from carrywave.step.checks.cuts import cut_of
+from carrywave.step.checks.module_runs import Run, encoder, head, piecewise
+from carrywave.step.checks.probe import Finding, Trial
+from carrywave.step.checks.probe_sample import all_of, few_of
+from carrywave.step.checks.stepwise import stepwise
 
 _STEP_BY_STEP = "make it work step by step, or remove plan.stages and plan.chunk_steps"
 _LANE_BY_LANE = "make it work lane by lane, or train on one device without micro-batches"
-
-
-def stepwise(module: nn.Module) -> bool:
-    """True if this module and all its submodules are known to treat every step of every lane independently."""
-    return all(_stepwise(each) for each in module.modules())
-
-
-def _stepwise(module: nn.Module) -> bool:
-    kind = type(module)
-    ours = kind.__module__.startswith("carrywave.")
-    changed = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if changed or "forward" in vars(module) or any(p._backward_hooks for p in module._parameters.values() if p is not None):
-        return False
-    if isinstance(module, nn.LayerNorm) and kind is nn.LayerNorm:
-        return len(module.normalized_shape) == 1
-    return ours or kind in STEPWISE
+_EACH_ALONE = "make it work step by step and lane by lane, or train on one device without chunks and micro-batches"
+_WHEN = {None: "", "time": "when split by time", "lanes": "when split by lanes", "both": "when split by time and lanes"}
+VOUCHED = "splittable"  # an attribute that a user sets on an encoder, a head or a module in one piece: it is not tried
+Size = tuple[int, int]  # steps, lanes
 
 
 def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
@@ -69,52 +53,141 @@ def known(root: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
             yield f"{what} scale_grad_by_freq, which counts words only in the part that a worker happens to hold; remove it", False
 
 
-def check_splits(stage: Stage | Whole, plan: Plan, batch: Batch, key: Tensor, mesh: Mesh, *, shards: bool = False) -> None:
-    """Refuse what this plan would break, and warn about what others would. Collective: every rank calls it at the first step, with its own
-    part of the batch. `shards`: lanes are cut whatever the plan, as in reproducible runs.
+class SplitCheck:
+    """Checks the modules of one worker's stage, at the first batch and at every one that is longer or wider than all before.
+
+    `mesh`: those who split a step. `shards`: lanes run in canonical shards whatever the plan, as in reproducible runs.
     """
-    cut: set[Axis] = set()
-    if plan.chunk_steps is not None and not (isinstance(stage, Whole) or stage.lstm.bidirectional):
-        cut.add("time")
-    if plan.replicas * plan.micro_batches > 1 or shards:
-        cut.add("lanes")
-    # A module that draws random numbers or keeps state also breaks if it is run twice, or apart from the rest of the model.
-    split = bool(cut) or plan.recompute or plan.stages > 1
-    errors: list[str] = []
-    warned: list[str] = []
-    for path, root, run in _parts(stage):
-        for sentence, always in known(root, path):
-            (errors if always or split else warned).append(sentence)
-        if stepwise(root) and not isinstance(stage, Whole):  # whose loss may be any function
-            continue
-        pooled, whole_time = stage.pooled, isinstance(stage, Whole)
-        sample = sample_of(batch, key, stage.width_head, pooled=pooled, whole_time=whole_time)
-        axes: tuple[Axis, ...] = ("lanes",) if whole_time else ("time", "lanes")
-        for found in probe.probe(run, root, path, sample, axes):
-            harmful = split if found.axis is None else found.axis in cut
-            swapped = (
-                found.fault == "output" and found.axis == "lanes" and any(getattr(each, "batch_first", False) for each in root.modules())
-            )
-            (errors if harmful else warned).append(_swapped(found) if swapped else say(found))
-    told = _agreed(mesh, errors, warned)
-    if told is not None:
-        warnings.warn(f"{told}; this plan does not change the result, but others would", stacklevel=4)
+
+    def __init__(self, stage: Stage | Whole, mesh: Mesh, *, precision: str, shards: bool = False) -> None:
+        self.stage, self.mesh, self.precision, self.shards = stage, mesh, precision, shards
+        self.whole_time = isinstance(stage, Whole) or stage.lstm.bidirectional
+        self._largest: dict[bool, Size] = {}  # checked so far in training and in evaluation
+        self._concerned = True  # False once all workers are known to have nothing that needs a check
+
+    def look(self, batches: Sequence[Batch], keys: Sequence[Tensor], *, training: bool) -> None:
+        """Refuse what this plan would break and, at the first training step, warn about what others would. Collective: every rank calls it
+        with the same batches, whole ones or its own parts of them.
+        """
+        for batch, key in zip(batches, keys, strict=True):
+            size = batch.steps, batch.cells[1] // batch.steps
+            before = self._largest.get(training, (0, 0))
+            if not self._concerned or (size[0] <= before[0] and size[1] <= before[1]):
+                continue
+            self._check(batch, key, training=training)
+            modes = (True, False) if training and not any(before) else (training,)
+            for each in modes:
+                known = self._largest.get(each, (0, 0))
+                self._largest[each] = max(size[0], known[0]), max(size[1], known[1])
+
+    def _check(self, batch: Batch, key: Tensor, *, training: bool) -> None:
+        first = training and training not in self._largest
+        modules = list(_modules(self.stage))
+        tried = [part for part in modules if not _is_safe(self.stage, part[1])]
+        errors: list[str] = []
+        warned: list[str] = []
+        cause: Exception | None = None
+        for path, root, _ in modules if first else []:
+            for sentence, always in known(root, path):
+                (errors if always or self._splits else warned).append(sentence)
+        whole = self._whole(batch)
+        # Replicas have the same modules, so one of them tries those of its stage on behalf of all.
+        for path, root, run in tried if self.mesh.replica == 0 and not errors else []:
+            for found, harmful in self._found(path, root, run, whole, key, training=training, first=first):
+                cause = found.cause if harmful and not errors else cause
+                if harmful or found.fault not in ("raises", "unknown"):  # if this plan does not cut, the step itself shows what is wrong
+                    (errors if harmful else warned).append(say(found, root))
+        told = self._agreed(errors, warned, cause, concerned=bool(tried))
+        if told is not None:
+            warnings.warn(f"{told}; this plan does not change the result, but others would", stacklevel=5)
+
+    @property
+    def _splits(self) -> bool:
+        """True if the plan splits the work at all. What draws random numbers or keeps state also breaks if it is run twice, or apart from
+        the rest of the model.
+        """
+        plan = self.mesh.plan
+        return self._cuts_lanes or self._cuts_time or bool(plan.recompute) or plan.stages > 1
+
+    @property
+    def _cuts_lanes(self) -> bool:
+        return self.mesh.plan.replicas * self.mesh.plan.micro_batches > 1 or self.shards
+
+    @property
+    def _cuts_time(self) -> bool:
+        return self.mesh.plan.chunk_steps is not None and not self.whole_time
+
+    def _found(
+        self, path: str, root: nn.Module, run: Run, batch: Batch, key: Tensor, *, training: bool, first: bool
+    ) -> Iterator[tuple[Finding, bool]]:
+        """What is found, and whether it changes the result of this plan."""
+        plan, width = self.mesh.plan, self.stage.width_head
+        thorough = first
+        if self._splits:
+            sample = all_of(batch.to(self.mesh.device), key, width)
+            cut = cut_of(plan, *sample.x.shape[:2], whole_time=self.whole_time, shards=self.shards)
+            how = Trial((True, False) if first else (training,), thorough, self.precision)
+            for found in probe.probe(run, root, path, sample, [cut], how):
+                yield found, True
+                return  # one is enough to refuse the plan
+            thorough = False
+        if first:
+            few = few_of(batch.to(self.mesh.device), key, width, pooled=self.stage.pooled, whole_time=self.whole_time)
+            cuts = [] if self.whole_time or self._cuts_time else [few.chunks]
+            cuts += [] if self._cuts_lanes else [few.halves]
+            for found in probe.probe(run, root, path, few, cuts, Trial((True, False), thorough, self.precision)):
+                yield found, False
+
+    def _whole(self, batch: Batch) -> Batch:
+        """The full batch, put together from the replicas' parts of it if workers have only their own. Collective: every rank calls it."""
+        if batch.part_of is None or self.mesh.plan.replicas == 1:
+            return batch
+        pooled = self.stage.pooled
+        tensors = {"inputs": (batch.inputs, 1), "lengths": (batch.lengths, 0), "lanes": (batch.lanes, 0)}
+        if batch.targets is not None:
+            tensors["targets"] = batch.targets, 0 if pooled else 1
+        joined = self.mesh.join_lanes(tensors, batch.cells[1] // batch.steps)
+        return Batch.of(joined["inputs"], joined.get("targets"), joined["lengths"], lanes=joined["lanes"], pooled=pooled)
+
+    def _agreed(self, errors: list[str], warned: list[str], cause: Exception | None, *, concerned: bool) -> str | None:
+        """Raise on every worker the first error that any of them found; otherwise return the warning that this worker is to report."""
+        world = self.mesh.world
+        said = [json.loads(text) for text in all_gather_text(world, json.dumps([errors[:1], warned[:1], concerned]))]
+        self._concerned = any(each for _, _, each in said)
+        for rank, (error, _, _) in enumerate(said):
+            if error:
+                wrong: UserError = PlanError(error[0])
+                raise (on_every_rank(wrong, rank) if world.size > 1 else wrong) from (cause if rank == world.rank else None)
+        teller = next((rank for rank, (_, warning, _) in enumerate(said) if warning), None)
+        return warned[0] if teller is not None and teller == world.rank else None
 
 
-def _parts(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, probe.Run]]:
-    """The user's modules that this worker runs."""
+def _modules(stage: Stage | Whole) -> Iterator[tuple[str, nn.Module, Run]]:
+    """The modules that may be a user's own and that this worker runs, by path, with a way to run each by itself."""
     if isinstance(stage, Whole):
-        yield "module", stage.module, probe.piecewise(stage, "module")
+        yield "module", stage.module, piecewise(stage, "module")
         return
     if stage.encoder is not None:
-        yield "encoder", stage.encoder, probe.encoder(stage.encoder, "encoder")
-    if stage.head is not None:
-        yield "head", stage.head, probe.head(stage.head, "head", pooled=stage.pooled)
+        yield "encoder", stage.encoder, encoder(stage.encoder, "encoder")
+    if stage.has_head:  # other stages may share its work, with the same module
+        yield "head", stage.head, head(stage.head, "head", pooled=stage.pooled)
 
 
-def say(found: Finding) -> str:
+def _is_safe(stage: Stage | Whole, module: nn.Module) -> bool:
+    """True if a module need not be tried: its owner vouches for it, or it is known. The loss of a `Whole` may be any function."""
+    return getattr(module, VOUCHED, False) is True or (stepwise(module) and not isinstance(stage, Whole))
+
+
+def say(found: Finding, root: nn.Module) -> str:
     """The message for a finding: the fact and the remedy."""
-    what = f"{found.path} ({found.kind})"
+    what, when = f"{found.path} ({found.kind})", _WHEN[found.axis]
+    if found.fault == "unknown" and isinstance(found.cause, UserError):
+        return found.detail
+    if found.fault == "output" and found.axis == "lanes" and any(getattr(each, "batch_first", False) for each in root.modules()):
+        return (
+            f"{what} gives different results for a lane depending on the other lanes in its input, which is [time, lane, …], and a layer "
+            "of the model has batch_first=True; build it without, or transpose what it reads"
+        )
     words: dict[str, Callable[[], str]] = {
         "draws": lambda: (
             f"{what} draws from a random generator that is not keyed, so its numbers depend on how the work is split and on where a run "
@@ -124,36 +197,25 @@ def say(found: Finding) -> str:
             f"{what} changes its {found.detail} in forward, so its result depends on how often it is called, which a plan decides; "
             "change it between steps, outside forward"
         ),
-        "output": lambda: (
-            f"{what} gives different results for a step depending on the other steps in its input; {_STEP_BY_STEP}"
-            if found.axis == "time"
-            else f"{what} gives different results for a lane depending on the other lanes in its input; {_LANE_BY_LANE}"
-        ),
+        "output": lambda: {
+            "time": f"{what} gives different results for a step depending on the other steps in its input; {_STEP_BY_STEP}",
+            "lanes": f"{what} gives different results for a lane depending on the other lanes in its input; {_LANE_BY_LANE}",
+        }.get(str(found.axis), f"{what} gives different results {when}; {_EACH_ALONE}"),
         "loss": lambda: (
-            f"{what} returns a {found.detail} when split by {found.axis}; return the sum over targets and their number "
+            f"{what} returns a {found.detail} {when}; return the sum over targets and their number "
             "(a mean would be divided once more), and leave weight penalties to the optimizer (train.weight_decay)"
         ),
         "gradient": lambda: (
-            f"{what} has a gradient of {found.detail} that differs between the whole and the sum over parts when split by {found.axis}; "
+            f"{what} has a gradient of {found.detail} that differs between the whole and the sum over parts {when}; "
             "remove anything in it that scales or clips gradients"
+        ),
+        "raises": lambda: (
+            f"{what} works on a whole batch, but raises {found.detail} {when}, as this plan does; "
+            f"{_LANE_BY_LANE if found.axis == 'lanes' else _STEP_BY_STEP if found.axis == 'time' else _EACH_ALONE}"
+        ),
+        "unknown": lambda: (
+            f"{what} could not be run on a whole batch to compare its result with that of the parts ({found.detail}); mend it, or, if you "
+            f"know that no step and no lane depends on another in it, set {found.path.partition('.')[0]}.{VOUCHED} = True"
         ),
     }
     return words[found.fault]()
-
-
-def _swapped(found: Finding) -> str:
-    return (
-        f"{found.path} ({found.kind}) gives different results for a lane depending on the other lanes in its input, which is "
-        "[time, lane, …], and a layer of the model has batch_first=True; build it without, or transpose what it reads"
-    )
-
-
-def _agreed(mesh: Mesh, errors: list[str], warned: list[str]) -> str | None:
-    """Raise on every worker the first error that any of them found; otherwise return the warning that this worker is to report, if any."""
-    said = [json.loads(text) for text in all_gather_text(mesh.world, json.dumps([errors[:1], warned[:1]]))]
-    for rank, (error, _) in enumerate(said):
-        if error:
-            wrong: UserError = PlanError(error[0])
-            raise on_every_rank(wrong, rank) if mesh.world.size > 1 else wrong
-    teller = next((rank for rank, (_, warning) in enumerate(said) if warning), None)
-    return warned[0] if teller is not None and teller == mesh.world.rank else None
