@@ -232,6 +232,10 @@ def mistakes(folder: Path) -> list[tuple[dict[str, Any], str]]:
             "PlanError: encoder (Mixing) gives different results for a lane depending on the other lanes in its input; make it work lane",
         ),
         (
+            {"fit": "bad"},
+            "PlanError: encoder (Mixing) gives different results for a lane depending on the other lanes in its input; make it work lane",
+        ),
+        (
             {"mixing": 0, "plan": {"stages": 3, "chunk_steps": 2}},
             "PlanError: encoder (Mixing) gives different results for a step depending on the other steps in its input; make it work step",
         ),
