@@ -252,7 +252,7 @@ def raise_on_all(world: World, *, for_all_of_us: bool = False, patient: bool = F
     except UserError as error:
         failure = error
     if patient:
-        _wait_for_all(world)
+        wait_for_all(world)
     told = all_gather_text(world, json.dumps(None if failure is None else [type(failure).__name__, str(failure)]))
     failures = [(rank, told_by) for rank, told_by in enumerate(map(json.loads, told)) if told_by is not None]
     if not failures:
@@ -263,11 +263,11 @@ def raise_on_all(world: World, *, for_all_of_us: bool = False, patient: bool = F
     raise on_every_rank(known(message if alike or for_all_of_us else f"rank {rank}: {message}")) from failure
 
 
-def _wait_for_all(world: World) -> None:
-    """Return when every worker has arrived."""
+def wait_for_all(world: World) -> None:
+    """Return when every worker has arrived, which may take longer than a message. Collective."""
     store = _Joined.waits
-    if store is None:
-        return  # the user created the group and chose its timeout
+    if store is None or world.size == 1 or world.group is not None:
+        return  # the user created the group and chose its timeout, or these are only some of the workers
     key, _Joined.waited = str(_Joined.waited), _Joined.waited + 1
     arrive(store, key, world.size, PATIENCE_SECONDS)
 

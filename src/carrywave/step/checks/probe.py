@@ -303,8 +303,8 @@ def _set_generators(states: tuple[Any, ...], device: torch.device) -> None:
 
 def _words(error: BaseException | None) -> str:
     """What an error says, on one line."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said if len(said) <= 160 else said[:157] + '…'}"
+    said = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}{said and ': '}{said if len(said) <= 160 else said[:157] + '…'}"
 
 
 def _same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

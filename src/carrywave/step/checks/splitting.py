@@ -23,7 +23,7 @@ from carrywave.model.opaque_model import Whole
 from carrywave.model.stage import Stage
 from carrywave.parallel.mesh import Mesh
 from carrywave.parallel.startup.rendezvous import on_every_rank
-from carrywave.parallel.world import all_gather_text
+from carrywave.parallel.world import all_gather_text, wait_for_all
 from carrywave.step.checks import probe
 from carrywave.step.checks.cuts import cut_of
 from carrywave.step.checks.module_runs import Run, encoder, head, piecewise
@@ -152,6 +152,7 @@ class SplitCheck:
     def _agreed(self, errors: list[str], warned: list[str], cause: Exception | None, *, concerned: bool) -> str | None:
         """Raise on every worker the first error that any of them found; otherwise return the warning that this worker is to report."""
         world = self.mesh.world
+        wait_for_all(world)  # trying a large module takes its time
         said = [json.loads(text) for text in all_gather_text(world, json.dumps([errors[:1], warned[:1], concerned]))]
         self._concerned = any(each for _, _, each in said)
         for rank, (error, _, _) in enumerate(said):
