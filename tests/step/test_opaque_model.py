@@ -93,7 +93,7 @@ def test_a_run_of_it_is_judged_and_used(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_done_with_it_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"a Reader cannot be split into 2 stages; wrap its modules as cw.Model\(encoder, lstm, head\)"):
+    with pytest.raises(PlanError, match=r"the module Reader cannot be split into 2 stages; wrap its modules as cw.Model\(encoder, lstm, head\)"):
         cw.Trainer(Reader(), mesh=_two_stages())
     with pytest.raises(UserError, match=r"loss of the module Linear must return \(sum over the targets, number of targets\)"):
         cw.Trainer(nn.Linear(3, 2), loss=lambda out, target: out.sum()).step(  # type: ignore[arg-type, return-value]

@@ -392,7 +392,7 @@ def test_a_trainer_refuses_what_it_cannot_do() -> None:
         Trainer(model(), plan=Plan(replicas=2, stages=2, cuts=(1,)))
     with pytest.raises(PlanError, match="kernel=nonsense is not a backend"):
         Trainer(model(), plan=Plan(kernel="nonsense"))
-    with pytest.raises(PlanError, match=r"a Sequential cannot be run in chunks of time; wrap its modules as cw.Model"):
+    with pytest.raises(PlanError, match=r"the module Sequential cannot be run in chunks of time; wrap its modules as cw.Model"):
         Trainer(nn.Sequential(nn.Embedding(9, 6)), plan=Plan(chunk_steps=3), loss=lambda out, target: (out.sum(), target.sum()))
     trainer = Trainer(model(), {"optimizer": "sgd", "lr": 0.1})
     tokens = torch.arange(24).reshape(6, 4) % 9

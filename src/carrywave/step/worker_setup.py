@@ -255,12 +255,12 @@ def _check_plan(model: Model | Whole, plan: Plan, spec: TrainSpec) -> None:
     if isinstance(model, Whole):
         if plan.stages > 1:
             raise PlanError(
-                f"a {type(model.module).__name__} cannot be split into {plan.stages} stages; "
+                f"the module {type(model.module).__name__} cannot be split into {plan.stages} stages; "
                 "wrap its modules as cw.Model(encoder, lstm, head), or use only replicas"
             )
         if plan.chunk_steps is not None:
             raise PlanError(
-                f"a {type(model.module).__name__} cannot be run in chunks of time; "
+                f"the module {type(model.module).__name__} cannot be run in chunks of time; "
                 "wrap its modules as cw.Model(encoder, lstm, head), or remove plan.chunk_steps"
             )
         return
