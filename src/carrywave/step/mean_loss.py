@@ -33,7 +33,7 @@ def mean_loss(trainer: Trainer, batches: Iterable[Batch], observe: Callable[[Ten
     states: dict[int, State] = {}
     with mode(model, training=False):
         for batch in _alike(trainer, [batches] if isinstance(batches, Batch) else batches):
-            check_batches([batch], model, keep_state=trainer.keep_state)
+            check_batches([batch], model, keep_state=trainer.keep_state, gradients=False)
             own = trainer.own_part(batch, scores=trainer.stage.has_head)
             # With `reproducible`, each shard of the lanes runs separately and shards are summed in a fixed order: the same bits for any
             # number of replicas.

@@ -140,8 +140,11 @@ def uncounted() -> UserError:
     return UserError("the loss returned a sum over targets with a count that is not positive; return (sum, number of targets)")
 
 
-def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state: bool) -> None:
-    """Refuse batches that cannot be intended. Only tensors on the host are inspected, because reading from a GPU would block."""
+def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state: bool, gradients: bool = True) -> None:
+    """Refuse batches that cannot be intended. Only tensors on the host are inspected, because reading from a GPU would block.
+
+    `gradients`: whether the loss will be differentiated.
+    """
     if not batches:
         raise UserError("a step needs a batch; make one with Batch.of(inputs, targets)")
     for batch in batches:
@@ -149,6 +152,8 @@ def check_batches(batches: Sequence[Batch], model: Model | Whole, *, keep_state:
             several = isinstance(batch, list | tuple) and all(isinstance(each, Batch) for each in batch)
             remedy = "pass them one by one: trainer.step(*batches)" if several else "make them with Batch.of(inputs, targets)"
             raise UserError(f"a step takes one or more batches as arguments, got a {type(batch).__name__}; {remedy}")
+        if gradients:
+            _check_detached(batch)
         if batch.goes_on and not keep_state:
             raise UserError(f"fresh=False continues the carry of the previous step, but {_why_no_carry(model)}remove fresh")
         if batch.unsure and model.pooled:
@@ -183,6 +188,17 @@ def check_lanes(batches: Sequence[Batch], plan: Plan, before: int | None) -> int
             )
         before = lanes
     return before
+
+
+def _check_detached(batch: Batch) -> None:
+    """Refuse a batch with an autograd graph: what lies behind it would get each worker's own sum, neither summed over all nor divided."""
+    for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets)):
+        if tensor is not None and tensor.requires_grad:
+            owner = "the encoder of cw.Model" if name == "inputs" else "the head of cw.Model"
+            raise UserError(
+                f"the {name} require grad, but a step trains the parameters of the model only: a gradient behind the {name} would be "
+                f"neither summed nor divided; make what computes them part of the model, such as {owner}, or pass {name}.detach()"
+            )
 
 
 def _why_no_carry(model: Model | Whole) -> str:
