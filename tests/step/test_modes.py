@@ -64,7 +64,8 @@ def test_a_part_kept_in_eval_stays_there_when_the_whole_model_was_put_in_eval(ki
         if net is looked_at:
             net.eval()  # for an evaluation of one's own
         losses.append([*told, trainer.step(batch()), trainer.step(batch())])
-        assert net.training and net.head.drop.training  # what is trained is in training mode, its dropout too
+        assert net.training
+        assert net.head.drop.training
         assert not any(module.training for module in net.encoder.modules())
     assert losses[0] == losses[1]
 
@@ -89,7 +90,8 @@ def test_the_encoder_may_be_kept_in_eval_before_there_is_a_trainer() -> None:
     trainer = cw.Trainer(net, SGD)
     net.eval()
     trainer.step(batch())
-    assert net.training and not any(module.training for module in net.encoder.modules())
+    assert net.training
+    assert not any(module.training for module in net.encoder.modules())
 
 
 def test_modes_are_those_of_the_last_step() -> None:
